@@ -1,0 +1,118 @@
+"""Reinforcement learning over RPC: an agent learns from observers that play in processes of their own.
+
+    python main.py                                # an agent and one observer; solves CartPole-v1
+    python main.py --world_size 3 --mode rollout  # an agent and two observers, fewest RPCs
+    python main.py --world_size 3 --rank 0        # one rank per terminal (then --rank 1, --rank 2), or per host
+    torchrun --nproc-per-node 3 main.py           # the same from torchrun's environment
+
+Rank 0 is the agent; every other rank is an observer with an environment of its own.
+"""
+import copy
+import statistics
+import time
+
+import command_line
+import launch
+import report
+import torch.distributed.rpc as rpc
+from agent import Agent
+from environment import make_env, play_episode
+
+
+def worker_name(rank, args):
+    """The RPC name of a rank. Every name must be its own: the others address it by that."""
+    return "agent" if rank == 0 else f"observer{rank}"
+
+
+def parse_args(argv=None):
+    parser = command_line.argument_parser(__doc__, ("step", "packed", "batched", "rollout"), world_size=2)
+    add = parser.add_argument_group("the scenario").add_argument
+    add("--env_id", default="CartPole-v1", metavar="ID", help="gymnasium environment: flat Box in, Discrete out")
+    add("--gamma", type=command_line.fraction, default=0.99, metavar="G", help="how much to value future rewards")
+    add("--reward_threshold", type=float, metavar="R", help="running reward that is solved (the environment's own)")
+    add("--max_episodes", type=command_line.positive_int, default=2000, metavar="N", help="stop here, solved or not")
+    add("--log_interval", type=command_line.positive_int, default=10, metavar="N",
+        help="episodes between two log lines, and between two checkpoints")
+    add("--eval_episodes", type=command_line.non_negative_int, default=100, metavar="N",
+        help="episodes that the greedy policy plays at the end")
+    add("--save", metavar="FILE.pt", help="write the trained policy, for play.py")
+    args = parser.parse_args(argv)
+    try:
+        make_env(args.env_id).close()
+    except ValueError as error:
+        parser.error(str(error))
+    roles = "rank 0 is the agent, every other rank an observer"
+    command_line.check_arguments(parser, args, min_world_size=2, roles=roles)
+    return args
+
+
+def run_worker(rank, args, job):
+    """What every process runs. Source: tutorial part 1, run_worker."""
+    rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
+    if rank == 0:
+        run_agent(args, job)
+    # The other ranks are observers: they have nothing to do of their own, and serve the agent's calls from RPC threads.
+    job.wait_for_all()
+    rpc.shutdown()
+
+
+def run_agent(args, job):
+    """Commands episodes until the policy is good enough, then shows what it learned."""
+    result = report.Report("rl_rpc", args)
+    agent = Agent(args, job.device, [worker_name(rank, args) for rank in range(1, args.world_size)])
+    if state := report.load_checkpoint(args, "rl_rpc"):
+        agent.load_state_dict(state)
+        result.say(f"Going on after episode {agent.episode}, with an average reward of {agent.running_reward:.2f}.")
+    result.say(f"This will run until reward threshold of {agent.reward_threshold} is reached, "
+               f"or for {args.max_episodes} episodes. Ctrl+C to exit.")
+
+    steps_before, started = agent.env_steps, time.perf_counter()
+    bar = result.progress()
+    while not agent.solved and agent.episode < args.max_episodes:
+        steps = agent.env_steps
+        agent.run_episode()
+        last_reward = agent.finish_episode()
+
+        result.scalar("reward/last", last_reward, agent.episode)
+        result.scalar("reward/running", agent.running_reward, agent.episode)
+        bar.set_postfix_str(f"episode {agent.episode}, average reward {agent.running_reward:.2f}", refresh=False)
+        bar.update(agent.env_steps - steps)
+        if agent.episode % args.log_interval == 0:
+            result.say(f"Episode {agent.episode}\tLast reward: {last_reward:.2f}\t"
+                       f"Average reward: {agent.running_reward:.2f}")
+            if args.checkpoint:
+                report.save_checkpoint(args.checkpoint, "rl_rpc", agent.state_dict())
+    bar.close()
+    steps_per_second = (agent.env_steps - steps_before) / (time.perf_counter() - started)
+
+    if args.checkpoint:
+        report.save_checkpoint(args.checkpoint, "rl_rpc", agent.state_dict())
+    if args.save:
+        report.save_checkpoint(args.save, "rl_rpc", agent.state_dict())
+    if agent.solved:
+        result.say(f"Solved! Running reward is now {agent.running_reward}!")
+    else:
+        result.say(f"Not solved: running reward is {agent.running_reward:.2f} after {agent.episode} episodes.")
+    eval_mean = evaluate(agent.policy, args, result) if args.eval_episodes else None
+    result.close(plot=("reward/last", "reward/running"), floor=("solved", agent.reward_threshold), xlabel="episode",
+                 episodes=agent.episode, env_steps=agent.env_steps, env_steps_per_second=round(steps_per_second, 1),
+                 solved=agent.solved, running_reward=agent.running_reward, eval_mean_reward=eval_mean,
+                 rpc_calls=agent.rpc_calls)
+
+
+def evaluate(policy, args, result):
+    """Plays the greedy policy (most probable action, dropout off) in this process; returns its mean reward.
+
+    Training's own average is lower: there, 60 % of the hidden units are missing at every step.
+    """
+    policy = copy.deepcopy(policy).cpu()  # one state at a time: a GPU would only add its launch times
+    env = make_env(args.env_id)
+    rewards = [play_episode(env, policy.act_greedily, report.seed_for(args.seed, "evaluation", episode))
+               for episode in range(args.eval_episodes)]
+    result.say(f"Greedy policy over {len(rewards)} episodes: mean reward {statistics.mean(rewards):.2f}, "
+               f"lowest {min(rewards):.2f}")
+    return statistics.mean(rewards)
+
+
+if __name__ == "__main__":
+    launch.launch(run_worker, parse_args(), worker_name)
