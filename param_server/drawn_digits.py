@@ -1,0 +1,73 @@
+"""Digits drawn from a seed, for machines without a network (`--dataset synthetic`).
+
+Runs in every process that reads data: the same seed gives the same digits everywhere.
+
+Pillow draws each digit once per font and size; every image is then one of those glyphs, shifted, turned, sheared and
+scaled at random, with noise: all images at once, as one `grid_sample`.  Not MNIST: its figures are its own.
+
+Shapes: N images, G glyphs, 28 x 28 pixels.
+"""
+
+import os
+
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
+
+SIZES = (20, 24)  # height of the font in pixels
+CHUNK = 5_000  # images at a time: bounds the memory of the sampling grid
+
+
+def draw_digits(count, seed):
+    """Return (images (count, 28, 28) uint8, labels (count,) int64), the same for the same seed."""
+    glyphs_G28 = _glyphs()
+    fonts = len(glyphs_G28) // 10
+    random = torch.Generator().manual_seed(seed)
+    labels_N = torch.randint(0, 10, (count,), generator=random)
+    glyph_N = torch.randint(0, fonts, (count,), generator=random) * 10 + labels_N
+    images_N28 = torch.empty(count, 28, 28, dtype=torch.uint8)
+    for start in range(0, count, CHUNK):
+        part = slice(start, min(count, start + CHUNK))
+        images_N28[part] = _distort(glyphs_G28[glyph_N[part]], random)
+    return images_N28, labels_N
+
+
+def _glyphs():
+    """Return (G, 28, 28) float32 in 0..1: glyph 10 * f + d is digit d in font f."""
+    fonts = [ImageFont.truetype(path, size) for path in _font_files() for size in SIZES]
+    pixels = []
+    for font in fonts:
+        for digit in "0123456789":
+            image = Image.new("L", (28, 28))
+            ImageDraw.Draw(image).text((14, 14), digit, fill=255, font=font, anchor="mm")
+            pixels.append(torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(28, 28))
+    return torch.stack(pixels).float() / 255
+
+
+def _font_files():
+    """The fonts that come with matplotlib: the same on every machine, whatever the system has installed."""
+    import matplotlib
+
+    folder = os.path.join(matplotlib.get_data_path(), "fonts", "ttf")
+    names = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSansMono",
+             "STIXGeneral", "STIXGeneralItalic", "cmr10")  # fmt: skip
+    return [os.path.join(folder, f"{name}.ttf") for name in names]
+
+
+def _distort(glyphs_N28, random):
+    """Return the glyphs (N, 28, 28) as uint8 images, each moved and blurred by noise in its own way."""
+    count = len(glyphs_N28)
+
+    def uniform(low, high):
+        return low + (high - low) * torch.rand(count, generator=random)
+
+    angle, shear, scale = uniform(-0.35, 0.35), uniform(-0.3, 0.3), uniform(0.8, 1.25)  # angle in radians: 20 degrees
+    shift_x, shift_y = uniform(-0.2, 0.2), uniform(-0.2, 0.2)  # of half the image: 3 pixels
+    cos, sin = angle.cos() * scale, angle.sin() * scale
+    rows = [cos, shear * cos - sin, shift_x, sin, shear * sin + cos, shift_y]
+    affine_N23 = torch.stack(rows, dim=1).view(count, 2, 3)
+    grid = F.affine_grid(affine_N23, (count, 1, 28, 28), align_corners=False)
+    images = F.grid_sample(glyphs_N28.unsqueeze(1), grid, align_corners=False).squeeze(1)
+    ink = uniform(0.6, 1.3).view(count, 1, 1)  # strokes from faint to heavy
+    noise = torch.randn(images.shape, generator=random) * 0.12
+    return (images.mul_(ink).add_(noise).clamp_(0, 1) * 255).to(torch.uint8)

@@ -1,0 +1,102 @@
+"""Trainers that share one network through a parameter server, on MNIST.
+
+    python param_server/main.py --world_size 3               a server and two trainers, all spawned here
+    python param_server/main.py --world_size 3 --rank 0      one rank per terminal or host: rank 0 is the server ...
+    python param_server/main.py --world_size 3 --rank 1      ... every other rank a trainer (--master_addr HOST)
+    torchrun --nproc-per-node 3 param_server/main.py         the same, started by torchrun
+
+    --mode remote (the tutorial's): the network runs on the server; trainers send images and get predictions
+    --mode replica: trainers compute on a copy of their own; they push gradients, and get fresh weights for them
+"""
+
+import os
+
+import command_line
+import launch
+import torch
+import torch.distributed.rpc as rpc
+from malloc_settings import keep_freed_memory
+from mnist_trainer import run_training_loop
+from model_server import get_parameter_server
+from range_server import get_range_server
+from replica_trainer import run_replica_loop
+from rpc_names import trainers, worker_name
+
+
+def parse_args(argv=None):
+    parser = command_line.argument_parser(__doc__, modes=("remote", "replica"), world_size=3)
+    add = parser.add_argument_group("training").add_argument
+    add("--dataset", choices=["mnist", "synthetic"], default="mnist", help="synthetic: drawn from the seed")
+    add("--data_dir", default="data", metavar="DIR", help="where MNIST's four files are, or are downloaded to")
+    add("--epochs", type=command_line.positive_int, default=1, metavar="N", help="passes over the data, all trainers together")
+    add("--max_batches", type=command_line.non_negative_int, default=0, metavar="N", help="end an epoch after N per trainer; 0: all")
+    add("--batch_size", type=command_line.positive_int, default=32, metavar="B", help="images per trainer and batch")
+    add("--lr", type=command_line.positive_float, default=0.03, metavar="X", help="learning rate")
+    add("--lr_step", type=command_line.non_negative_int, default=0, metavar="E", help="divide it by 10 every E epochs; 0: never")
+    add("--momentum", type=command_line.fraction, default=0.0, metavar="X", help="of the SGD on the server")
+    add("--no_dropout", action="store_true", help="deterministic training, for comparisons")
+    add("--log_interval", type=command_line.positive_int, default=100, metavar="N", help="batches between two printed losses")
+    add("--checkpoint_every", type=command_line.positive_int, default=500, metavar="N", help="updates between two checkpoints")
+    add("--num_gpus", type=int, choices=[0, 1, 2], metavar="{0,1,2}",
+        help="remote: GPUs that the server splits the network over (default: 1 with --device cuda, else 0)")  # fmt: skip
+    add = parser.add_argument_group("replica").add_argument
+    add("--consistency", choices=["async", "bounded", "sync"], default="async",
+        help="async: apply each gradient at once; bounded: hold back who runs ahead; sync: average one of each trainer")
+    add("--max_staleness", type=command_line.non_negative_int, metavar="S", help="bounded: updates a trainer may run ahead (default: 4)")
+    add("--sync_every", type=command_line.positive_int, default=1, metavar="K", help="batches between two pushes")
+    add("--num_servers", type=command_line.positive_int, default=1, metavar="M", help="servers that share the weights")  # fmt: skip
+    args = parser.parse_args(argv)
+
+    for flag in ("consistency", "max_staleness", "sync_every", "num_servers"):
+        if args.mode == "remote" and getattr(args, flag) != parser.get_default(flag):
+            parser.error(f"--{flag} is for --mode replica")
+    if args.max_staleness is None:
+        args.max_staleness = 4
+    elif args.consistency != "bounded":
+        parser.error("--max_staleness is for --consistency bounded")
+    if args.mode == "replica" and args.num_gpus is not None:
+        parser.error("--num_gpus is for --mode remote; replicas take --device cuda")
+    if (args.num_gpus or 0) > torch.cuda.device_count():
+        parser.error(f"--num_gpus {args.num_gpus}: torch sees {torch.cuda.device_count()} CUDA GPUs here")
+    servers = "rank 0 is the server" if args.num_servers == 1 else f"{args.num_servers} servers come first"
+    command_line.check_arguments(
+        parser, args, min_world_size=args.num_servers + 1, roles=f"{servers}, every other rank a trainer"
+    )
+    if args.num_gpus is None:
+        args.num_gpus = int(args.device == "cuda")
+    return args
+
+
+def run_worker(rank, args, job):
+    """Run one rank: the tutorial's run_parameter_server or run_worker."""
+    keep_freed_memory()
+    share_cores(args)
+    rpc.init_rpc(
+        worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options()
+    )
+    server = None
+    if rank < args.num_servers:
+        # A server has no loop: RPC threads answer the trainers while this thread waits below.
+        server = get_parameter_server(args) if args.mode == "remote" else get_range_server(args, rank)
+    elif args.mode == "remote":
+        run_training_loop(rank, args, job.device)
+    else:
+        run_replica_loop(rank, args, job.device)
+    job.wait_for_all()
+    if rank == 0:
+        server.scoreboard.close()
+    rpc.shutdown()
+
+
+def share_cores(args):
+    """Use as many intra-op threads as there are cores for each trainer's work, which is all the work there is.
+
+    In `remote` that work runs on the server, one RPC thread per trainer; in `replica` on the trainers.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(torch.get_num_threads(), cores // len(trainers(args))))
+
+
+if __name__ == "__main__":
+    launch.launch(run_worker, parse_args(), worker_name)

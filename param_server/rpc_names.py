@@ -1,0 +1,24 @@
+"""Who is who: ranks, RPC names, and the devices and wire between them.
+
+Runs in every process.  Servers come first: rank 0 to --num_servers - 1; every later rank is a trainer.
+"""
+
+
+def worker_name(rank, args):
+    """Return a rank's RPC name, as in the tutorial: parameter_server (parameter_server_1, ...), trainer_1, ..."""
+    if rank >= args.num_servers:
+        return f"trainer_{rank}"
+    return "parameter_server" if rank == 0 else f"parameter_server_{rank}"
+
+
+def trainers(args):
+    """Return the ranks of all trainers."""
+    return range(args.num_servers, args.world_size)
+
+
+def for_wire(tensor, args):
+    """Return `tensor` as it may cross RPC: a CUDA tensor as it is only if both ends have a GPU and --wire is direct.
+
+    The one place where tensors are staged through the CPU (which the tutorial, of torch 1.5, had to do always).
+    """
+    return tensor if args.device == "cuda" and args.wire == "direct" else tensor.cpu()
