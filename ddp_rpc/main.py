@@ -1,0 +1,94 @@
+"""DDP trainers with their embedding table on parameter servers, driven by a master.
+
+    python ddp_rpc/main.py                                  # 2 trainers, 1 master, 1 server, all on this machine
+    python ddp_rpc/main.py --num_trainers 3 --num_servers 2 --mode pipelined
+    python ddp_rpc/main.py --world_size 4 --rank 0          # one rank per terminal: ranks 0 to 3
+    torchrun --nproc-per-node 4 ddp_rpc/main.py
+
+Ranks: the trainers first (trainer0, trainer1, ...), then the master, then the servers (ps, or ps0, ps1, ...).
+"""
+
+import argparse
+import os
+
+import command_line
+import launch
+import torch.distributed as dist
+import torch.distributed.rpc as rpc
+from hybrid_master import HybridMaster
+from training_modes import MODES
+
+ROLES = "the ranks are --num_trainers (1 or more), then 1 master, then --num_servers (1 or more)"
+
+
+def worker_name(rank, args):
+    """Return the RPC name of a rank."""
+    if rank < args.num_trainers:
+        return f"trainer{rank}"
+    if rank == args.num_trainers:
+        return "master"
+    return "ps" if args.num_servers == 1 else f"ps{rank - args.num_trainers - 1}"
+
+
+def parse_args(argv=None):
+    parser = command_line.argument_parser(__doc__, modes=tuple(MODES), world_size=None)
+    add = parser.add_argument_group("the scenario").add_argument
+    add("--num_trainers", type=command_line.positive_int, metavar="T", help="trainers (default: what --world_size leaves, 2)")
+    add("--num_servers", type=command_line.positive_int, metavar="S", help="parameter servers (default: what --world_size leaves, 1)")
+    add("--num_embeddings", type=command_line.positive_int, default=100, metavar="N", help="rows of the table")
+    add("--embedding_dim", type=command_line.positive_int, default=16, metavar="D", help="numbers in each row")
+    add("--batch_bags", type=command_line.positive_int, default=8, metavar="B", help="bags in each trainer's batch")
+    add("--batches", type=command_line.positive_int, default=200, help="batches of each trainer in an epoch")
+    add("--epochs", type=command_line.positive_int, default=20, help="epochs")
+    add("--lr", type=command_line.positive_float, default=0.05, help="learning rate of SGD")
+    add("--targets", choices=["teacher", "random"], default="teacher", help="random: the tutorial's, which nothing can learn")
+    add("--sparse", action=argparse.BooleanOptionalAction, help="update only the rows that a batch touched (default: not in sync)")
+    add("--table_device", choices=["same", "cpu"], default="same", help="where the table lives: as --device says, or on the CPU")
+    args = parser.parse_args(argv)
+    if args.sparse is None:
+        args.sparse = args.mode != "sync"  # the tutorial's EmbeddingBag has dense gradients
+    divide_ranks(parser, args)
+    command_line.check_arguments(parser, args, min_world_size=3, roles=ROLES)
+    if args.num_servers > args.num_embeddings:
+        parser.error(f"--num_servers {args.num_servers}: more servers than the table has rows (--num_embeddings {args.num_embeddings})")
+    return args
+
+
+def divide_ranks(parser, args):
+    """Work out --world_size, --num_trainers and --num_servers from those that were given; refuse a contradiction."""
+    given = int(os.environ["WORLD_SIZE"]) if command_line.under_torchrun(args) else args.world_size
+    if args.num_servers is None:
+        args.num_servers = 1 if given is None or args.num_trainers is None else given - 1 - args.num_trainers
+    if args.num_trainers is None:
+        args.num_trainers = 2 if given is None else given - 1 - args.num_servers
+    args.world_size = args.num_trainers + 1 + args.num_servers
+    if args.num_trainers < 1 or args.num_servers < 1 or given not in (None, args.world_size):
+        parser.error(f"--world_size {given or args.world_size} does not fit: {ROLES}")
+
+
+def process_group_backend(args):
+    """NCCL where each trainer has a GPU of its own; it refuses two ranks on one, and has no CPU: gloo there."""
+    devices = {launch.device_of(trainer, args) for trainer in range(args.num_trainers)}
+    return "nccl" if args.device == "cuda" and len(devices) == args.num_trainers else "gloo"
+
+
+def run_worker(rank, args, job):
+    """What every process runs.  Trainers and servers only join: what they do, they are sent over RPC."""
+    is_trainer = rank < args.num_trainers
+    if is_trainer:  # the trainers are a process group of their own, for DDP, beside the RPC group of all ranks
+        dist.init_process_group(
+            process_group_backend(args), store=job.store("trainers"), rank=rank, world_size=args.num_trainers
+        )
+    rpc.init_rpc(
+        worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options()
+    )
+    if rank == args.num_trainers:
+        HybridMaster(args, worker_name).run()
+    job.wait_for_all()
+    rpc.shutdown()
+    if is_trainer:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    launch.launch(run_worker, parse_args(), worker_name)
