@@ -1,0 +1,54 @@
+"""What the tests share: run a package's commands as a user would, and import a package's modules."""
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PACKAGES = ("rl_rpc", "rnn_rpc", "ddp_rpc", "param_server")
+
+
+def run_script(path, *flags, timeout=120, env=None):
+    """Run `python path flags` (path relative to the repository) to its end; return the CompletedProcess (text)."""
+    command = [sys.executable, str(ROOT / path), *map(str, flags)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **(env or {})})
+
+
+def run_main(package, *flags, timeout=120, env=None):
+    """Run `python <package>/main.py flags` to its end."""
+    return run_script(f"{package}/main.py", *flags, timeout=timeout, env=env)
+
+
+def start_main(package, *flags, env=None, **popen):
+    """Start `python <package>/main.py flags` in a session of its own; return the Popen (text pipes)."""
+    command = [sys.executable, str(ROOT / package / "main.py"), *map(str, flags)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, **(env or {})}, **popen,
+    )  # fmt: skip
+
+
+def assert_one_line_error(done, status, *words):
+    """The run ended with this status and said why in one line (argparse: usage, then one line), with these words in it."""
+    assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "error:" in line or ": " in line and "usage:" not in line]
+    for word in words:
+        assert any(word in line for line in lines), (word, done.stderr)
+
+
+@contextlib.contextmanager
+def package_on_path(package):
+    """Import a package's modules by their plain names, and forget them afterwards (`main`, `bench`: same in all)."""
+    folder = str(ROOT / package)
+    before = set(sys.modules)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        for name in set(sys.modules) - before:
+            if str(getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
+                del sys.modules[name]
