@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# The whole repository in one command, from nothing but Python 3.10+ and a package registry.
+#
+#   ./run_all.sh                  run the four scenarios until each has learned; pictures and summaries in results/
+#   ./run_all.sh rl|rnn|ddp|ps    run one of them
+#   ./run_all.sh test [full]      run the tests (full: the slow ones too)
+#   ./run_all.sh bench            run the four benchmarks
+set -euo pipefail
+cd "$(dirname "$0")"
+
+# An active environment (venv, conda) is used as it is and only completed; otherwise .venv is made here.
+use_environment() { # requirements file
+    if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
+        python=python
+    else
+        python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or later is needed" >&2; exit 1; }
+        [ -x .venv/bin/python ] || python3 -m venv .venv
+        python=.venv/bin/python
+    fi
+    echo "Installing $1 (the first time: some minutes) ..."
+    "$python" -m pip install --quiet --disable-pip-version-check -r "$1"
+}
+
+run_scenario() { # name, then the command
+    local name=$1
+    shift
+    echo && echo "== $name: python $*"
+    if ! "$python" "$@" --summary_json "results/$name.json" --plot "results/$name.png"; then
+        failed="$failed $name"
+        rm -f "results/$name.json"
+    fi
+}
+
+rl() { run_scenario rl rl_rpc/main.py --world_size 3 --mode rollout --seed 1; }
+rnn() { run_scenario rnn rnn_rpc/main.py --world_size 2 --seed 1; }
+ddp() { run_scenario ddp ddp_rpc/main.py --world_size 4 --seed 1; }
+ps() { run_scenario ps param_server/main.py --world_size 3 --mode replica --dataset synthetic --seed 1; }
+
+print_table() {
+    "$python" - "$@" <<'PYTHON'
+import json, os, sys
+
+shown = {
+    "rl": ("eval_mean_reward", "reward of the greedy policy (solved at 475, the most is 500)"),
+    "rnn": ("heldout_perplexity", "perplexity, held out (floor {floor_perplexity:.3f})"),
+    "ddp": ("heldout_accuracy", "accuracy, held out (ceiling {ceiling_accuracy:.3f})"),
+    "ps": ("test_accuracy", "accuracy on {dataset} digits it has not seen"),
+}
+print(f"\n{'scenario':<14}{'mode':<10}{'ranks':>5}{'seconds':>9}  result")
+for name in sys.argv[1:]:
+    path = f"results/{name}.json"
+    if not os.path.exists(path):
+        print(f"{name:<14}FAILED")
+        continue
+    with open(path) as file:
+        run = json.load(file)
+    figure, meaning = shown[name]
+    result = f"{run[figure]:.3f}  {meaning.format(**run)}"
+    print(f"{run['scenario']:<14}{run['mode']:<10}{run['world_size']:>5}{run['wall_seconds']:>9.1f}  {result}")
+PYTHON
+}
+
+case "${1:-all}" in
+all | rl | rnn | ddp | ps)
+    scenarios=${1:-all}
+    [ "$scenarios" != all ] || scenarios="rl rnn ddp ps"
+    use_environment requirements.txt
+    mkdir -p results
+    failed=""
+    for scenario in $scenarios; do "$scenario"; done
+    # shellcheck disable=SC2086  # a list of words
+    print_table $scenarios
+    [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }
+    ;;
+test)
+    use_environment tests/requirements.txt
+    if [ "${2:-}" = full ]; then
+        "$python" -m pytest -rs
+    elif [ -z "${2:-}" ]; then
+        "$python" -m pytest -rs -m "not slow"
+    else
+        echo "usage: $0 test [full]" >&2
+        exit 2
+    fi
+    ;;
+bench)
+    use_environment requirements.txt
+    mkdir -p results
+    for package in rl_rpc rnn_rpc ddp_rpc param_server; do
+        echo && echo "== python $package/bench.py"
+        "$python" "$package/bench.py" --json "results/bench_$package.json"
+    done
+    ;;
+*)
+    sed -n 's/^#   //p' "$0" >&2
+    exit 2
+    ;;
+esac
