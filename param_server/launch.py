@@ -28,7 +28,7 @@ from torch.distributed.optim.utils import functional_optim_map
 
 import machine_check
 import rpc_trace
-from job import PACKAGE, SIGNALS, Job, claim_end, device_of, leave_now, print_error  # noqa: F401 (device_of: for main.py)
+from job import SIGNALS, Job, claim_end, device_of, leave_now, print_error  # noqa: F401 (device_of: for main.py)
 
 
 def launch(run_worker, args, worker_name):
@@ -37,7 +37,7 @@ def launch(run_worker, args, worker_name):
     `worker_name(rank, args)` gives each rank's RPC name.  Exit status: 0 done, 1 failed, 2 refused, 130 Ctrl-C.
     """
     if args.check and args.rank is None:
-        machine_check.explain(args, PACKAGE)
+        machine_check.explain(args)
     elif args.rank is not None:
         _run_rank(args.rank, run_worker, args, worker_name)
     else:
@@ -63,7 +63,7 @@ def _run_rank(rank, run_worker, args, worker_name, parent_port=None):
         if args.check:
             machine_check.meet(job, worker_name)
         else:
-            with rpc_trace.recorded(args.trace, rank, worker_name(rank, args), job.wait_for_all):
+            with rpc_trace.recorded(args.trace, rank, worker_name(rank, args), job.spawned, job.wait_for_all):
                 run_worker(rank, args, job)
         job.leave()
     except BaseException as error:  # SystemExit too: a rank that leaves early has not done its work

@@ -14,8 +14,8 @@ from torch.distributed.rpc import api
 
 
 @contextlib.contextmanager
-def recorded(path, rank, name, wait_for_all):
-    """Record this rank's RPCs while the block runs; when all ranks have come to its end, rank 0 joins the parts."""
+def recorded(path, rank, name, join_parts, wait_for_all):
+    """Record this rank's RPCs while the block runs, in the file `path`.rank; spawned, rank 0 joins the parts in `path`."""
     if not path:
         yield
         return
@@ -50,20 +50,21 @@ def recorded(path, rank, name, wait_for_all):
         api._invoke_rpc, api._enable_rpc_profiler = plain_invoke, plain_profiler
     events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank} ({name})"}})
     with open(f"{path}.{rank}", "w") as file:
-        json.dump(events, file)
-    wait_for_all()
-    if rank == 0:
-        _join_parts(path)
+        json.dump({"traceEvents": events}, file)
+    if join_parts:
+        wait_for_all()
+        if rank == 0:
+            _join_parts(path)
 
 
 def _join_parts(path):
-    """Join the parts of the ranks of this machine (ranks on other hosts leave theirs there)."""
+    """Join the parts of all ranks in one file: one time line, one process row per rank."""
     folder, base = os.path.split(os.path.abspath(path))
     events = []
     for part in sorted(os.listdir(folder)):
         if part.startswith(base + ".") and part[len(base) + 1 :].isdigit():
             with open(os.path.join(folder, part)) as file:
-                events += json.load(file)
+                events += json.load(file)["traceEvents"]
             os.unlink(os.path.join(folder, part))
     with open(path, "w") as file:
         json.dump({"traceEvents": events}, file)
