@@ -13,7 +13,7 @@ def flatten_parameters(net):
     """Make all of `net`'s parameters views of one tensor (P,); return it.  Writing to it changes the network."""
     params = list(net.parameters())
     weights_P = torch.cat([param.detach().reshape(-1) for param in params])
-    for param, view in zip(params, _views(weights_P, params)):
+    for param, view in zip(params, _views(weights_P, params), strict=True):
         param.data = view
     return weights_P
 
@@ -25,7 +25,7 @@ def flatten_gradients(net):
     """
     params = list(net.parameters())
     gradient_P = torch.zeros(sum(param.numel() for param in params), device=params[0].device)
-    for param, view in zip(params, _views(gradient_P, params)):
+    for param, view in zip(params, _views(gradient_P, params), strict=True):
         param.grad = view
     return gradient_P
 
@@ -40,4 +40,4 @@ def range_of(server, num_servers, size):
 
 def _views(flat_P, params):
     parts = flat_P.split([param.numel() for param in params])
-    return [part.view(param.shape) for part, param in zip(parts, params)]
+    return [part.view(param.shape) for part, param in zip(parts, params, strict=True)]

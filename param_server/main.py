@@ -11,40 +11,41 @@
 
 import os
 
-import command_line
-import launch
 import torch
 import torch.distributed.rpc as rpc
-from malloc_settings import keep_freed_memory
 from mnist_trainer import run_training_loop
 from model_server import get_parameter_server
 from range_server import get_range_server
 from replica_trainer import run_replica_loop
 from rpc_names import trainers, worker_name
 
+import command_line
+import launch
+from command_line import fraction, non_negative_int, positive_float, positive_int
+
 
 def parse_args(argv=None):
     parser = command_line.argument_parser(__doc__, modes=("remote", "replica"), world_size=3)
     add = parser.add_argument_group("training").add_argument
-    add("--dataset", choices=["mnist", "synthetic"], default="mnist", help="synthetic: drawn from the seed")
+    add("--dataset", choices=["mnist", "synthetic"], default="mnist", help="synthetic: digits drawn from the seed")
     add("--data_dir", default="data", metavar="DIR", help="where MNIST's four files are, or are downloaded to")
-    add("--epochs", type=command_line.positive_int, default=1, metavar="N", help="passes over the data, all trainers together")
-    add("--max_batches", type=command_line.non_negative_int, default=0, metavar="N", help="end an epoch after N per trainer; 0: all")
-    add("--batch_size", type=command_line.positive_int, default=32, metavar="B", help="images per trainer and batch")
-    add("--lr", type=command_line.positive_float, default=0.03, metavar="X", help="learning rate")
-    add("--lr_step", type=command_line.non_negative_int, default=0, metavar="E", help="divide it by 10 every E epochs; 0: never")
-    add("--momentum", type=command_line.fraction, default=0.0, metavar="X", help="of the SGD on the server")
+    add("--epochs", type=positive_int, default=1, metavar="N", help="passes over the data, all trainers together")
+    add("--max_batches", type=non_negative_int, default=0, metavar="N", help="end epochs after N per trainer; 0: all")
+    add("--batch_size", type=positive_int, default=32, metavar="B", help="images per trainer and batch")
+    add("--lr", type=positive_float, default=0.03, metavar="X", help="learning rate")
+    add("--lr_step", type=non_negative_int, default=0, metavar="E", help="divide it by 10 every E epochs; 0: never")
+    add("--momentum", type=fraction, default=0.0, metavar="X", help="of the SGD on the server")
     add("--no_dropout", action="store_true", help="deterministic training, for comparisons")
-    add("--log_interval", type=command_line.positive_int, default=100, metavar="N", help="batches between two printed losses")
-    add("--checkpoint_every", type=command_line.positive_int, default=500, metavar="N", help="updates between two checkpoints")
-    add("--num_gpus", type=int, choices=[0, 1, 2], metavar="{0,1,2}",
-        help="remote: GPUs that the server splits the network over (default: 1 with --device cuda, else 0)")  # fmt: skip
+    add("--log_interval", type=positive_int, default=100, metavar="N", help="batches between two printed losses")
+    add("--checkpoint_every", type=positive_int, default=500, metavar="N", help="updates between two checkpoints")
+    add("--num_gpus", type=int, choices=[0, 1, 2], help="remote: GPUs that the server splits the network over "
+        "(default: 1 with --device cuda, else 0)")  # fmt: skip
     add = parser.add_argument_group("replica").add_argument
-    add("--consistency", choices=["async", "bounded", "sync"], default="async",
-        help="async: apply each gradient at once; bounded: hold back who runs ahead; sync: average one of each trainer")
-    add("--max_staleness", type=command_line.non_negative_int, metavar="S", help="bounded: updates a trainer may run ahead (default: 4)")
-    add("--sync_every", type=command_line.positive_int, default=1, metavar="K", help="batches between two pushes")
-    add("--num_servers", type=command_line.positive_int, default=1, metavar="M", help="servers that share the weights")  # fmt: skip
+    add("--consistency", choices=["async", "bounded", "sync"], default="async", help="apply each gradient at once; "
+        "hold back who runs ahead; average one gradient of each trainer")  # fmt: skip
+    add("--max_staleness", type=non_negative_int, metavar="S", help="bounded: pushes to run ahead (default: 4)")
+    add("--sync_every", type=positive_int, default=1, metavar="K", help="batches between two pushes")
+    add("--num_servers", type=positive_int, default=1, metavar="M", help="servers that share the weights")
     args = parser.parse_args(argv)
 
     for flag in ("consistency", "max_staleness", "sync_every", "num_servers"):
@@ -69,7 +70,6 @@ def parse_args(argv=None):
 
 def run_worker(rank, args, job):
     """Run one rank: the tutorial's run_parameter_server or run_worker."""
-    keep_freed_memory()
     share_cores(args)
     rpc.init_rpc(
         worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options()

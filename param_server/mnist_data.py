@@ -16,6 +16,7 @@ import os
 
 import torch
 from drawn_digits import draw_digits
+
 from report import seed_for
 
 MEAN, STD = 0.1307, 0.3081  # of MNIST's training images, scaled to 0..1; the tutorial's own numbers
@@ -108,11 +109,11 @@ def _download_if_missing(folder):
                 print(f"Downloading MNIST to {folder}", flush=True)
                 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                     MNIST(folder, download=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: torchvision, after its last mirror or on a wrong checksum
+    except (OSError, RuntimeError) as error:  # RuntimeError: torchvision, out of mirrors
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
-            f"MNIST is not in {folder} and cannot be downloaded ({reason}). Two ways out: --data_dir DIR with its four "
-            "IDX files, plain or .gz; or --dataset synthetic"
+            f"MNIST is not in {folder} and cannot be downloaded ({reason}). Two ways out: --data_dir DIR with its "
+            "four IDX files, plain or .gz; or --dataset synthetic"
         ) from None
 
 

@@ -11,7 +11,6 @@ import contextlib
 import math
 import threading
 
-import launch
 import torch
 import torch.distributed.rpc as rpc
 from digits_net import Net
@@ -20,6 +19,8 @@ from model_server import learning_rate
 from rpc_names import for_wire, trainers, worker_name
 from scoreboard import Scoreboard
 from torch import nn, optim
+
+import launch
 
 range_server = None  # the one RangeServer of this process
 global_lock = threading.Lock()
@@ -159,7 +160,8 @@ class RangeServer:
         self.weights.grad = None
         self.version += 1
         if self.scoreboard:
-            books = [(trainer, self.version - 1 - read, images, batches) for trainer, read, _, images, batches in collected]
+            before = self.version - 1
+            books = [(trainer, before - read, images, batches) for trainer, read, _, images, batches in collected]
             self.scoreboard.count_update(books, num_bytes=2 * self.all_weights.nbytes * len(collected))
 
     def _answer(self):

@@ -13,8 +13,9 @@ from digits_net import Net
 from flat_weights import flatten_gradients, flatten_parameters, range_of
 from mnist_data import Shard, load_digits
 from range_server import get_range_server
-from report import seed_for
 from rpc_names import for_wire, trainers, worker_name
+
+from report import seed_for
 
 
 class Replica:
@@ -39,7 +40,7 @@ class Replica:
         One call to each server, all at once: as many messages per step as there are servers.
         """
         futures = []
-        for rref, part, (version, _, _) in zip(self.server_rrefs, self.ranges, self.answers):
+        for rref, part, (version, _, _) in zip(self.server_rrefs, self.ranges, self.answers, strict=True):
             gradient_R = for_wire(self.gradient[part], self.args)
             # timeout=0: no limit. The server may hold the answer back until slower trainers have caught up.
             futures.append(rref.rpc_async(timeout=0).push(self.rank, version, gradient_R, images, batches))
@@ -51,12 +52,12 @@ class Replica:
 
         For plain SGD these are the same weights that the server will have when no other trainer pushes meanwhile.
         """
-        for part, (_, lr, weights_R) in zip(self.ranges, self.answers):
+        for part, (_, lr, weights_R) in zip(self.ranges, self.answers, strict=True):
             torch.sub(weights_R.to(self.weights.device), self.gradient[part], alpha=lr, out=self.weights[part])
 
     def _receive(self, futures):
         self.answers = torch.futures.wait_all(futures)
-        for part, (_, _, weights_R) in zip(self.ranges, self.answers):
+        for part, (_, _, weights_R) in zip(self.ranges, self.answers, strict=True):
             self.weights[part].copy_(weights_R)  # in place: the network's parameters are views of it
 
 

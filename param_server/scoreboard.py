@@ -8,11 +8,12 @@ import os
 import threading
 import time
 
-import report
 import rpc_names
 import torch
 import torch.distributed.rpc as rpc
 from mnist_data import load_digits, normalised
+
+import report
 
 SCENARIO = "param_server"
 # A checkpoint means the same only with the same of these: a place in an epoch is counted in batches per trainer.
@@ -159,7 +160,7 @@ def evaluate(net, images, labels, batch_size=500):
     net.eval()
     first = next(net.parameters()).device
     right = 0
-    for batch, target in zip(images.split(batch_size), labels.split(batch_size)):
+    for batch, target in zip(images.split(batch_size), labels.split(batch_size), strict=True):
         predicted = net(normalised(batch.to(first))).argmax(dim=1)
         right += (predicted.cpu() == target).sum().item()
     net.train(was_training)
