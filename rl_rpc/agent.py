@@ -6,7 +6,13 @@ process's RPC threads, for several observers at once.
 Shapes: B = observers answered together, T = steps of all observers' episodes, D = observation features, H = hidden
 units, A = actions. ob_id = an observer's rank, an int.
 """
+
 import threading
+
+from environment import make_env, reward_threshold, sizes
+from observer import Observer, noise_seed
+from policy import EpisodeNoise, Policy
+from report import seed_for
 
 import numpy as np
 import torch
@@ -14,11 +20,6 @@ import torch.distributed.rpc as rpc
 from torch import optim
 from torch.distributed.rpc import RRef, remote
 from torch.distributions import Categorical
-
-from environment import make_env, reward_threshold, sizes
-from observer import Observer, noise_seed
-from policy import EpisodeNoise, Policy
-from report import seed_for
 
 
 class Trajectory:
@@ -82,7 +83,7 @@ class Agent:
         self._served(ob_id).rewards.append(reward)
 
     def select_action_packed(self, ob_id, last_reward, state):
-        """Mode `packed`: report_reward (None before the first step) and select_action in one call; unlocked like both."""
+        """Mode `packed`: report_reward (None before the first step) and select_action in one; unlocked like both."""
         if last_reward is not None:
             self.trajectories[ob_id].rewards.append(last_reward)
         return self.select_action(ob_id, state)
@@ -134,8 +135,8 @@ class Agent:
         ob_ids = sorted(batch)
         states_BD = np.stack([batch[ob_id][0] for ob_id in ob_ids])
         draws = [self.trajectories[ob_id].next_draw() for ob_id in ob_ids]
-        uniforms, masks = zip(*draws)
-        for ob_id, action in zip(ob_ids, self.policy.act(states_BD, torch.cat(masks), uniforms)):
+        uniforms, masks = [u for u, _ in draws], torch.cat([mask_1H for _, mask_1H in draws])
+        for ob_id, action in zip(ob_ids, self.policy.act(states_BD, masks, uniforms), strict=True):
             state, answer = batch[ob_id]
             self.trajectories[ob_id].states.append(state)
             self.trajectories[ob_id].actions.append(action)
@@ -157,8 +158,10 @@ class Agent:
         mode = self.args.mode
         command = "run_episode" if mode == "step" else f"run_episode_{mode}"
         carried = self._weights_to_send() if mode == "rollout" else self.agent_rref
-        futures = {ob_id: getattr(ob_rref.rpc_async(timeout=0), command)(carried, self.episode)
-                   for ob_id, ob_rref in self.ob_rrefs.items()}
+        futures = {
+            ob_id: getattr(ob_rref.rpc_async(timeout=0), command)(carried, self.episode)
+            for ob_id, ob_rref in self.ob_rrefs.items()
+        }
         self.calls_made += len(futures)
         for ob_id, future in futures.items():
             result, trajectory = future.wait(), self.trajectories[ob_id]
@@ -166,6 +169,7 @@ class Agent:
                 trajectory.rewards.append(result)
             elif mode == "rollout":
                 trajectory.states, trajectory.actions, trajectory.rewards = result
+                trajectory.noise.masks(len(trajectory.actions))  # drawn now, while the other observers still play
 
     def _weights_to_send(self):
         """Mode `rollout`: the weights for the observers. The one place where `--wire` matters here: states are born
@@ -220,8 +224,14 @@ class Agent:
     # ---- what a checkpoint holds: plain numbers and tensors ------------------------------------------------------
 
     def state_dict(self):
-        return {"env_id": self.args.env_id, "policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict(),
-                "episode": self.episode, "env_steps": self.env_steps, "running_reward": self.running_reward}
+        return {
+            "env_id": self.args.env_id,
+            "policy": self.policy.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "episode": self.episode,
+            "env_steps": self.env_steps,
+            "running_reward": self.running_reward,
+        }
 
     def load_state_dict(self, state):
         """Goes on from a checkpoint, of any mode and world size. Raises ValueError if it is of another environment."""

@@ -1,9 +1,10 @@
 """Making an environment, and refusing one that the policy cannot play.
 
-Runs in the observers (which step the environment), in the agent (greedy evaluation) and in main.py and play.py (checks).
+Runs in the observers, which step the environment, in the agent for the greedy evaluation, and in main.py's checks.
 
 Shapes: D = observation features, A = number of actions.
 """
+
 import gymnasium as gym
 
 
@@ -15,7 +16,8 @@ def make_env(env_id, render_mode=None):
     """
     try:
         # The passive checker only re-validates every observation; it costs time and prints warnings of its own.
-        env = gym.make(env_id, render_mode=render_mode, disable_env_checker=True)
+        # A render mode is passed on only if wanted: an environment of your own need not know the argument.
+        env = gym.make(env_id, disable_env_checker=True, **({"render_mode": render_mode} if render_mode else {}))
     except (gym.error.Error, ImportError) as error:  # unknown, deprecated, or its simulator is not installed
         raise ValueError(f"environment {env_id!r} cannot be made: {' '.join(str(error).split())}") from error
     observed, acted = env.observation_space, env.action_space

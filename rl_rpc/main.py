@@ -7,16 +7,19 @@
 
 Rank 0 is the agent; every other rank is an observer with an environment of its own.
 """
+
 import copy
+import os
 import statistics
 import time
 
 import command_line
 import launch
 import report
-import torch.distributed.rpc as rpc
 from agent import Agent
 from environment import make_env, play_episode
+
+import torch.distributed.rpc as rpc
 
 
 def worker_name(rank, args):
@@ -25,16 +28,27 @@ def worker_name(rank, args):
 
 
 def parse_args(argv=None):
-    parser = command_line.argument_parser(__doc__, ("step", "packed", "batched", "rollout"), world_size=2)
+    modes = ("step", "packed", "batched", "rollout")
+    parser = command_line.argument_parser(__doc__, modes, world_size=2, transport="shm")
     add = parser.add_argument_group("the scenario").add_argument
     add("--env_id", default="CartPole-v1", metavar="ID", help="gymnasium environment: flat Box in, Discrete out")
     add("--gamma", type=command_line.fraction, default=0.99, metavar="G", help="how much to value future rewards")
     add("--reward_threshold", type=float, metavar="R", help="running reward that is solved (the environment's own)")
     add("--max_episodes", type=command_line.positive_int, default=2000, metavar="N", help="stop here, solved or not")
-    add("--log_interval", type=command_line.positive_int, default=10, metavar="N",
-        help="episodes between two log lines, and between two checkpoints")
-    add("--eval_episodes", type=command_line.non_negative_int, default=100, metavar="N",
-        help="episodes that the greedy policy plays at the end")
+    add(
+        "--log_interval",
+        type=command_line.positive_int,
+        default=10,
+        metavar="N",
+        help="episodes between two log lines, and between two checkpoints",
+    )
+    add(
+        "--eval_episodes",
+        type=command_line.non_negative_int,
+        default=100,
+        metavar="N",
+        help="episodes that the greedy policy plays at the end",
+    )
     add("--save", metavar="FILE.pt", help="write the trained policy, for play.py")
     args = parser.parse_args(argv)
     try:
@@ -43,6 +57,10 @@ def parse_args(argv=None):
         parser.error(str(error))
     roles = "rank 0 is the agent, every other rank an observer"
     command_line.check_arguments(parser, args, min_world_size=2, roles=roles)
+    if args.mode == "rollout" and args.world_size > os.cpu_count():
+        # Shared memory answers fastest, by keeping a core busy per waiting rank. That pays while RPCs are what a run
+        # waits for; here it would take cores away from the observers.
+        args.auto_transport = "uv"
     return args
 
 
@@ -63,8 +81,10 @@ def run_agent(args, job):
     if state := report.load_checkpoint(args, "rl_rpc"):
         agent.load_state_dict(state)
         result.say(f"Going on after episode {agent.episode}, with an average reward of {agent.running_reward:.2f}.")
-    result.say(f"This will run until reward threshold of {agent.reward_threshold} is reached, "
-               f"or for {args.max_episodes} episodes. Ctrl+C to exit.")
+    result.say(
+        f"This will run until reward threshold of {agent.reward_threshold} is reached, "
+        f"or for {args.max_episodes} episodes. Ctrl+C to exit."
+    )
 
     steps_before, started = agent.env_steps, time.perf_counter()
     bar = result.progress()
@@ -78,8 +98,9 @@ def run_agent(args, job):
         bar.set_postfix_str(f"episode {agent.episode}, average reward {agent.running_reward:.2f}", refresh=False)
         bar.update(agent.env_steps - steps)
         if agent.episode % args.log_interval == 0:
-            result.say(f"Episode {agent.episode}\tLast reward: {last_reward:.2f}\t"
-                       f"Average reward: {agent.running_reward:.2f}")
+            result.say(
+                f"Episode {agent.episode}\tLast reward: {last_reward:.2f}\tAverage reward: {agent.running_reward:.2f}"
+            )
             if args.checkpoint:
                 report.save_checkpoint(args.checkpoint, "rl_rpc", agent.state_dict())
     bar.close()
@@ -94,10 +115,18 @@ def run_agent(args, job):
     else:
         result.say(f"Not solved: running reward is {agent.running_reward:.2f} after {agent.episode} episodes.")
     eval_mean = evaluate(agent.policy, args, result) if args.eval_episodes else None
-    result.close(plot=("reward/last", "reward/running"), floor=("solved", agent.reward_threshold), xlabel="episode",
-                 episodes=agent.episode, env_steps=agent.env_steps, env_steps_per_second=round(steps_per_second, 1),
-                 solved=agent.solved, running_reward=agent.running_reward, eval_mean_reward=eval_mean,
-                 rpc_calls=agent.rpc_calls)
+    result.close(
+        plot=("reward/last", "reward/running"),
+        floor=("solved", agent.reward_threshold),
+        xlabel="episode",
+        episodes=agent.episode,
+        env_steps=agent.env_steps,
+        env_steps_per_second=round(steps_per_second, 1),
+        solved=agent.solved,
+        running_reward=agent.running_reward,
+        eval_mean_reward=eval_mean,
+        rpc_calls=agent.rpc_calls,
+    )
 
 
 def evaluate(policy, args, result):
@@ -107,10 +136,14 @@ def evaluate(policy, args, result):
     """
     policy = copy.deepcopy(policy).cpu()  # one state at a time: a GPU would only add its launch times
     env = make_env(args.env_id)
-    rewards = [play_episode(env, policy.act_greedily, report.seed_for(args.seed, "evaluation", episode))
-               for episode in range(args.eval_episodes)]
-    result.say(f"Greedy policy over {len(rewards)} episodes: mean reward {statistics.mean(rewards):.2f}, "
-               f"lowest {min(rewards):.2f}")
+    rewards = [
+        play_episode(env, policy.act_greedily, report.seed_for(args.seed, "evaluation", episode))
+        for episode in range(args.eval_episodes)
+    ]
+    result.say(
+        f"Greedy policy over {len(rewards)} episodes: mean reward {statistics.mean(rewards):.2f}, "
+        f"lowest {min(rewards):.2f}"
+    )
     return statistics.mean(rewards)
 
 

@@ -6,12 +6,13 @@ tutorial's first; each of the others is that one plus a single idea.
 
 Shapes: T = steps of an episode, D = observation features.
 """
-import numpy as np
-import torch.distributed.rpc as rpc
 
 from environment import make_env, sizes
 from policy import EpisodeNoise, Policy
 from report import seed_for
+
+import numpy as np
+import torch.distributed.rpc as rpc
 
 MAX_STEPS = 10_000  # as in the tutorial; environments with a limit of their own end earlier
 
@@ -106,7 +107,7 @@ class Observer:
             if done:
                 break
             states.append(state)
-        return np.stack(states[:len(actions)]), actions, rewards
+        return np.stack(states[: len(actions)]), actions, rewards
 
     def _reset(self, episode):
         state, _ = self.env.reset(seed=environment_seed(self.seed, self.id, episode))

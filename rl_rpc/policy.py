@@ -5,6 +5,7 @@ Runs in the agent, which owns and trains it, and in every observer in mode `roll
 Shapes: B = states answered together (1, or one per observer), T = steps of an episode, D = observation features,
 H = hidden units, A = actions.
 """
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -44,7 +45,7 @@ class Policy(nn.Module):
         """
         weight = self.affine1.weight
         states_BD = torch.as_tensor(states_BD, dtype=weight.dtype, device=weight.device)
-        return [draw(probs, u) for probs, u in zip(self(states_BD, mask_BH).tolist(), uniforms)]
+        return [draw(probs, u) for probs, u in zip(self(states_BD, mask_BH).tolist(), uniforms, strict=True)]
 
     @torch.no_grad()
     def act_greedily(self, state):
@@ -88,7 +89,7 @@ class EpisodeNoise:
         self._draw_up_to(t + 1)
         block_BH = self.masks_BH[t // self.BLOCK]
         start = t % self.BLOCK
-        return self.uniforms[t], block_BH[start:start + 1]
+        return self.uniforms[t], block_BH[start : start + 1]
 
     def masks(self, steps):
         """The dropout masks of the episode's first `steps` steps, (T, H)."""

@@ -1,0 +1,115 @@
+"""How many environment steps per second each communication pattern makes, beside a plain loop in one process.
+
+    python bench.py                         # world sizes 2, 3 and 5: about ten minutes on 2 cores
+    python bench.py --world_sizes 3 --repeats 1 --json bench.json
+
+Every row of a table plays the same episodes of the same seed, and learns from them; rates count training too, start-up
+not. The modes with RPCs in every step play the first episodes only, or they would take the afternoon.
+"""
+import argparse
+import json
+import os
+import time
+
+import command_line
+import report
+from agent import discounted
+from environment import make_env, sizes
+from observer import environment_seed, noise_seed
+from policy import EpisodeNoise, Policy
+
+import numpy as np
+import torch
+from torch.distributions import Categorical
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+SINGLE = "single process"
+
+
+def single_process(seed, observers, episodes, gamma=0.99):
+    """The job without RPC: one process plays all observers' episodes, one by one, and learns as the agent does.
+
+    As fast as we can make it with the same policy and environment, so the comparison is fair to it: one forward pass
+    per step without gradient, one with gradient per episode, and a single intra-op thread (more do not help).
+    """
+    torch.set_num_threads(1)
+    env = make_env("CartPole-v1")
+    torch.manual_seed(report.seed_for(seed, 0))
+    policy = Policy(*sizes(env))
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
+    steps, started = 0, time.perf_counter()
+    for episode in range(1, episodes + 1):
+        states, actions, returns, masks = [], [], [], []
+        for ob_id in range(1, observers + 1):
+            noise, rewards = EpisodeNoise(noise_seed(seed, ob_id, episode), policy), []
+            state, _ = env.reset(seed=environment_seed(seed, ob_id, episode))
+            done = False
+            while not done:
+                uniform, mask = noise.at(len(rewards))
+                states.append(state)
+                actions += policy.act(state[None], mask, [uniform])
+                state, reward, terminated, truncated, _ = env.step(actions[-1])
+                rewards.append(float(reward))
+                done = terminated or truncated
+            returns += discounted(rewards, gamma)
+            masks.append(noise.masks(len(rewards)))
+        probs = policy(torch.as_tensor(np.stack(states), dtype=torch.float64), torch.cat(masks))
+        goal = torch.tensor(returns, dtype=torch.float64)
+        goal = (goal - goal.mean()) / (goal.std() + np.finfo(np.float32).eps.item())
+        loss = -(Categorical(probs).log_prob(torch.tensor(actions)) * goal).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        steps += len(actions)
+    return {"env_steps": steps, "env_steps_per_second": steps / (time.perf_counter() - started)}
+
+
+def main_py(mode, world_size, episodes, args):
+    flags = ["--mode", mode, "--world_size", world_size, "--seed", args.seed, "--device", args.device]
+    flags += ["--wire", args.wire, "--max_episodes", episodes, "--log_interval", episodes, "--eval_episodes", 0]
+    return report.run_main(HERE, [*flags, "--reward_threshold", 1e9])
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="rl_rpc/bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--world_sizes", type=command_line.positive_int, nargs="+", default=[2, 3, 5], metavar="N")
+    add("--repeats", type=command_line.positive_int, default=3, metavar="N")
+    add("--episodes", type=command_line.positive_int, default=300, metavar="N", help="of rollout and single process")
+    add("--step_episodes", type=command_line.positive_int, default=50, metavar="N", help="of the other modes")
+    add("--seed", type=command_line.non_negative_int, default=1, metavar="N")
+    add("--device", choices=["cpu", "cuda"], default="cpu")
+    add("--wire", choices=["direct", "cpu"], default="direct")
+    add("--json", metavar="FILE", help="write the numbers")
+    return parser.parse_args(argv)
+
+
+def main():
+    args = parse_args()
+    cores = len(os.sched_getaffinity(0))
+    print(f"torch {torch.__version__}, {cores} cores, device {args.device}, seed {args.seed}, {args.repeats} repeats, "
+          f"{args.step_episodes} episodes ({args.episodes}: rollout, {SINGLE})")
+    numbers = {}
+    for world_size in args.world_sizes:
+        observers = world_size - 1
+        # Default arguments bind the loop's values now; a closure would read them when the last world size is set.
+        variants = {
+            mode: lambda mode=mode, size=world_size: main_py(
+                mode, size, args.episodes if mode == "rollout" else args.step_episodes, args)
+            for mode in ("step", "packed", "batched", "rollout")
+        }
+        variants[SINGLE] = lambda observers=observers: single_process(args.seed, observers, args.episodes)
+        rows = report.interleave(variants, args.repeats)
+        if len({row["env_steps"] for name in ("rollout", SINGLE) for row in rows[name]}) != 1:
+            raise RuntimeError("rollout and the single process played different episodes: their rates do not compare")
+        title = f"env steps per second, world size {world_size} ({observers} observer{'s' * (observers > 1)})"
+        numbers[world_size] = report.table(rows, "env_steps_per_second", SINGLE, title)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(numbers, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Watch a trained policy play, with dropout off and always the most probable action.
+
+    python main.py --mode rollout --save policy.pt
+    python play.py policy.pt --episodes 3               # prints each episode's reward
+    python play.py policy.pt --episodes 1 --gif out.gif # and draws it (needs: pip install "gymnasium[classic-control]")
+
+Runs alone, without RPC. A --checkpoint file of main.py can be played as well.
+"""
+import argparse
+import sys
+from types import SimpleNamespace
+
+import command_line
+import report
+from environment import make_env, play_episode, sizes
+from policy import Policy
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="rl_rpc/play.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("policy", metavar="FILE.pt", help="written by main.py --save")
+    parser.add_argument("--episodes", type=command_line.positive_int, default=3, metavar="N", help="default: 3")
+    parser.add_argument("--seed", type=command_line.non_negative_int, default=1, metavar="N", help="default: 1")
+    parser.add_argument("--gif", metavar="FILE.gif", help="write the episodes as an animation")
+    return parser.parse_args(argv)
+
+
+def load_policy(path):
+    """(policy, env_id) from a file that main.py saved. Raises ValueError if it is not one; executes nothing in it."""
+    state = report.load_checkpoint(SimpleNamespace(checkpoint=path, resume=True, restarts=0), "rl_rpc")
+    policy = Policy(*sizes(make_env(state["env_id"])))
+    policy.load_state_dict(state["policy"])
+    return policy, state["env_id"]
+
+
+def main():
+    args = parse_args()
+    frames = []
+    try:
+        policy, env_id = load_policy(args.policy)
+        env = make_env(env_id, render_mode="rgb_array" if args.gif else None)
+        for episode in range(1, args.episodes + 1):
+            seed = report.seed_for(args.seed, "play", episode)
+            draw = (lambda: frames.append(env.render())) if args.gif else None
+            reward = play_episode(env, policy.act_greedily, seed, on_step=draw)
+            print(f"Episode {episode}\tReward: {reward:.2f}", flush=True)
+        if args.gif:
+            write_gif(args.gif, frames, fps=env.metadata.get("render_fps", 30))
+    except (ValueError, ImportError, OSError) as error:
+        sys.exit(f"rl_rpc/play.py: {' '.join(str(error).split())}")
+
+
+def write_gif(path, frames, fps):
+    """frames: list of (height, width, 3) uint8 arrays, as env.render() gives them."""
+    from PIL import Image  # only here: playing without --gif needs neither Pillow nor a renderer
+
+    pictures = [Image.fromarray(frame) for frame in frames]
+    report.write_aside(path, lambda aside: pictures[0].save(
+        aside, format="GIF", save_all=True, append_images=pictures[1:], duration=1000 / fps, loop=0))
+    print(f"{len(frames)} frames written to {path}")
+
+
+if __name__ == "__main__":
+    main()
