@@ -13,6 +13,7 @@ from environment import make_env, reward_threshold, sizes
 from observer import Observer, noise_seed
 from policy import EpisodeNoise, Policy
 from report import seed_for
+from trajectory import Trajectory, discounted
 
 import numpy as np
 import torch
@@ -20,18 +21,6 @@ import torch.distributed.rpc as rpc
 from torch import optim
 from torch.distributed.rpc import RRef, remote
 from torch.distributions import Categorical
-
-
-class Trajectory:
-    """What one observer saw, did and earned in the episode under way."""
-
-    def __init__(self, noise):
-        self.noise = noise
-        self.states, self.actions, self.rewards = [], [], []
-
-    def next_draw(self):
-        """(uniform, mask_1H) for the step that comes next."""
-        return self.noise.at(len(self.actions))
 
 
 class Agent:
@@ -241,12 +230,3 @@ class Agent:
         self.optimizer.load_state_dict(state["optimizer"])
         self.episode, self.env_steps = state["episode"], state["env_steps"]
         self.running_reward = state["running_reward"]
-
-
-def discounted(rewards, gamma):
-    """Return of every step of one episode: its reward plus gamma times the next step's return."""
-    returns, g = [], 0.0
-    for reward in reversed(rewards):
-        g = reward + gamma * g
-        returns.append(g)
-    return returns[::-1]

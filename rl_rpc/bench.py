@@ -13,10 +13,10 @@ import time
 
 import command_line
 import report
-from agent import discounted
 from environment import make_env, sizes
 from observer import environment_seed, noise_seed
 from policy import EpisodeNoise, Policy
+from trajectory import discounted
 
 import numpy as np
 import torch

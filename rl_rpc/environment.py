@@ -5,6 +5,10 @@ Runs in the observers, which step the environment, in the agent for the greedy e
 Shapes: D = observation features, A = number of actions.
 """
 
+import copy
+
+from report import seed_for
+
 import gymnasium as gym
 
 
@@ -62,3 +66,10 @@ def play_episode(env, choose_action, seed=None, max_steps=10_000, on_step=None):
         if terminated or truncated:
             break
     return total
+
+
+def play_greedily(policy, env_id, episodes, seed):
+    """Rewards of `episodes` episodes in which the most probable action is always taken, dropout off."""
+    policy = copy.deepcopy(policy).cpu()  # one state at a time: a GPU would only add its launch times
+    env = make_env(env_id)
+    return [play_episode(env, policy.act_greedily, seed_for(seed, "evaluation", n)) for n in range(episodes)]
