@@ -35,20 +35,8 @@ def parse_args(argv=None):
     add("--gamma", type=command_line.fraction, default=0.99, metavar="G", help="how much to value future rewards")
     add("--reward_threshold", type=float, metavar="R", help="running reward that is solved (the environment's own)")
     add("--max_episodes", type=command_line.positive_int, default=2000, metavar="N", help="stop here, solved or not")
-    add(
-        "--log_interval",
-        type=command_line.positive_int,
-        default=10,
-        metavar="N",
-        help="episodes between two log lines, and between two checkpoints",
-    )
-    add(
-        "--eval_episodes",
-        type=command_line.non_negative_int,
-        default=100,
-        metavar="N",
-        help="episodes that the greedy policy plays at the end",
-    )
+    add("--log_interval", type=command_line.positive_int, default=10, metavar="N", help="episodes per line, checkpoint")
+    add("--eval_episodes", type=command_line.non_negative_int, default=100, metavar="N", help="greedy ones, at the end")
     add("--save", metavar="FILE.pt", help="write the trained policy, for play.py")
     args = parser.parse_args(argv)
     try:

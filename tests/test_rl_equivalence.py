@@ -59,6 +59,8 @@ def single_process_reinforce(seed, episodes, gamma=0.99):
 def play(tmp_path, mode, world_size, *flags, episodes=15, name=None):
     """Run main.py; returns (its lines, its checkpoint)."""
     path = tmp_path / f"{name or mode}.pt"
+    if world_size > 2:  # more ranks than cores, and whatever else runs on a machine that tests: wait without spinning
+        flags += ("--transport", "uv")
     done = run_main("rl_rpc", "--mode", mode, "--world_size", world_size, "--max_episodes", episodes,
                     "--log_interval", 1, "--eval_episodes", 0, "--checkpoint", path, *flags)  # fmt: skip
     assert done.returncode == 0, done.stderr

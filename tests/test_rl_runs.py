@@ -96,6 +96,37 @@ def test_another_environment_end_to_end(tmp_path):
     assert re.search(r"^Episode 1\tLast reward: -\d+\.00\tAverage reward: -[1-5]\d\d\.\d\d$", done.stdout, re.M)
 
 
+SLOW_ENVIRONMENT = """
+import time
+import gymnasium as gym
+import numpy as np
+
+class Slow(gym.Env):
+    observation_space, action_space = gym.spaces.Box(0, 1, (3,)), gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return np.zeros(3, dtype=np.float32), {}
+
+    def step(self, action):
+        time.sleep(0.1)
+        self.steps += 1
+        return np.zeros(3, dtype=np.float32), 1.0, self.steps == 40, False, {}
+
+gym.register("Slow-v0", Slow)
+"""
+
+
+def test_an_episode_may_take_longer_than_the_rpc_timeout(tmp_path):
+    """Tutorial: run_episode is an RPC like any other, so an episode of more than 60 s is cut off. And an environment of
+    one's own, named as module:ID, needs nothing but to be importable."""
+    (tmp_path / "slow_environment.py").write_text(SLOW_ENVIRONMENT)
+    done = run_main("rl_rpc", "--env_id", "slow_environment:Slow-v0", "--rpc_timeout", 3, "--max_episodes", 1,
+                    "--log_interval", 1, "--eval_episodes", 0, env={"PYTHONPATH": str(tmp_path)})  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Episode 1\tLast reward: 40.00" in done.stdout
+
+
 @pytest.mark.parametrize(("flags", "word"), [
     (("--world_size", 1), "rank 0 is the agent, every other rank an observer"),
     (("--world_size", 2, "--rank", 2), "out of range"),
