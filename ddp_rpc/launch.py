@@ -15,20 +15,19 @@ import contextlib
 import ctypes
 import logging
 import multiprocessing.connection
-import os
 import signal
 import socket
 import time
 import warnings
 
+import machine_check
+import rpc_trace
+from job import SIGNALS, Job, claim_end, device_of, leave_now, print_error  # noqa: F401 (device_of: for main.py)
+
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
 from torch.distributed.optim.utils import functional_optim_map
-
-import machine_check
-import rpc_trace
-from job import SIGNALS, Job, claim_end, device_of, leave_now, print_error  # noqa: F401 (device_of: for main.py)
 
 
 def launch(run_worker, args, worker_name):
@@ -52,9 +51,6 @@ def launch(run_worker, args, worker_name):
 
 
 def _run_rank(rank, run_worker, args, worker_name, parent_port=None):
-    # Blocked in every thread, so that the one thread that waits for them (Job._await_signals) gets them, also while
-    # the main thread sits in C++ code and Python's own handlers could not run.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     keep_freed_memory()
     _keep_console_clean(args)
     job = Job(rank, args, worker_name, parent_port)
@@ -106,7 +102,7 @@ def _spawn(run_worker, args, worker_name):
         if status != 1 or args.restarts == args.max_restarts or "ValueError" in reason["why"]:
             return status
         args.restarts += 1
-        args.resume = bool(args.checkpoint)
+        args.resume = True
         print_error(f"restart {args.restarts} of {args.max_restarts}")
 
 
@@ -117,8 +113,7 @@ def _spawn_once(run_worker, args, worker_name):
         "127.0.0.1", port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False
     )
     store = dist.PrefixStore(f"attempt{args.restarts}", server)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when a child loads torch
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the children inherit this, and wait for signals in a thread
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # children start with them blocked, until job.py can handle them
     context = mp.spawn(_run_rank, (run_worker, args, worker_name, port), nprocs=args.world_size, join=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -149,5 +144,5 @@ def _spawn_once(run_worker, args, worker_name):
     if not reason:
         return 0, None
     if not reported and reason["kind"] != "interrupted":
-        print_error(f"lost {worker_name(reason['rank'], args)} (rank {reason['rank']}): {reason['why']}")
+        print_error(f"lost rank {reason['rank']} ({worker_name(reason['rank'], args)}): {reason['why']}")
     return 130 if reason["kind"] == "interrupted" else 2 if reason["kind"] == "refused" else 1, reason

@@ -6,6 +6,12 @@ line on stderr and exit status 2.
 
 import argparse
 import os
+import sys
+
+# When a rank dies, the RPC threads of the others each log a warning from C++, beside the line that launch.py prints.
+# torch reads this level when it is loaded, so it must be set before: main.py imports this module first.
+if "--debug" not in sys.argv:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 

@@ -12,11 +12,11 @@ import statistics
 import threading
 import time
 
+from job import PACKAGE, device_of, interface_towards
+
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
-
-from job import PACKAGE, device_of, interface_towards
 
 TRIES, SECONDS_TO_CONNECT = 50, 3.0
 

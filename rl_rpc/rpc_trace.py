@@ -15,7 +15,7 @@ from torch.distributed.rpc import api
 
 @contextlib.contextmanager
 def recorded(path, rank, name, join_parts, wait_for_all):
-    """Record this rank's RPCs while the block runs, in the file `path`.rank; spawned, rank 0 joins the parts in `path`."""
+    """Record this rank's RPCs while the block runs, in the file `path`.rank; spawned, rank 0 joins them in `path`."""
     if not path:
         yield
         return

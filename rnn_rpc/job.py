@@ -88,14 +88,19 @@ class Job:
 
     def join(self):
         """Meet the other ranks.  From here on this rank is watched, and watches."""
-        threading.Thread(target=self._await_signals, daemon=True).start()
+        threading.Thread(target=self._await_signals, args=(_signals_as_bytes(),), daemon=True).start()
         deadline = time.monotonic() + self.args.join_timeout
         self.address = listen_only_towards(*self.address, say=not self.spawned)
         if self.holds_store:
             self.server = _hold_store(self.address)
         else:
             self._find_store(deadline)
-        self.main_store, self.beat_store = self._client(), self._client()
+        # A stranger that listens there may never answer; a store always does, so a little patience is enough.
+        self.main_store = _within(min(30.0, self.args.join_timeout), self._client)
+        if self.main_store is None:
+            where = f"{self.address[0]} port {self.address[1]}"
+            self._give_up(1, f"what listens at {where} is not {self.holder} of this job (choose another --master_port)")
+        self.beat_store = self._client()
         self._say_hello()
         self.beater = threading.Thread(target=self._beat, daemon=True)
         self.beater.start()
@@ -139,7 +144,7 @@ class Job:
         flags = ("world_size", "mode", "num_trainers", "num_servers", "check")
         mine = {"package": PACKAGE} | {flag: getattr(self.args, flag) for flag in flags if hasattr(self.args, flag)}
         theirs = json.loads(self.main_store.compare_set("job", "", json.dumps(mine)))  # the first one's, for all
-        for key in sorted(mine.keys() | theirs.keys()):
+        for key in mine | theirs:
             if mine.get(key) != theirs.get(key):
                 ours, here = f"{key} {mine.get(key)}", f"{key} {theirs.get(key)}"
                 self._give_up(
@@ -188,10 +193,10 @@ class Job:
         except RuntimeError:  # the connection to the store broke
             self.end("lost", 0, "the connection to it broke", by_store=True)
 
-    def _await_signals(self):
+    def _await_signals(self, received):
         """Thread: Ctrl-C, SIGTERM and the dead man's switch, whatever the main thread is doing."""
         while True:
-            number = signal.sigwait(SIGNALS)
+            number = received.recv(1)[0]
             if number == signal.SIGINT:
                 self.end("interrupted", self.rank, "Ctrl-C")
             elif number == signal.SIGALRM and self.lost_after == LOST_AFTER_SECONDS:
@@ -242,6 +247,22 @@ class Job:
         elif store:
             _within(1, lambda: store.add("end_read", 1))
         leave_now(130 if kind == "interrupted" else 1)
+
+
+def _signals_as_bytes():
+    """Return a socket on which each signal that this process gets arrives as one byte.
+
+    Python runs its handlers in the main thread, between two bytecodes: a rank that serves sits in C++ and would never
+    get there.  The byte is written at once, in whatever thread the signal arrives.
+    """
+    received, sent = socket.socketpair()
+    sent.setblocking(False)
+    signal.set_wakeup_fd(sent.detach(), warn_on_full_buffer=False)
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # started in the background: Ctrl-C is not meant for us
+            signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # spawned ranks start with them blocked
+    return received
 
 
 def claim_end(store, reason):

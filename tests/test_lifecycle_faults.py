@@ -1,0 +1,98 @@
+"""Any death ends the job: for every package and way of starting, any role, any moment, any kind of death.
+
+`python tests/soak_faults.py` draws such cases by the hundred.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import time
+
+import pytest
+from jobs import JOBS, WAYS, Job
+
+SECONDS_TO_END = 15  # the contract
+SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
+ERRORS = {"exception": "ValueError", "memory": "MemoryError"}
+KINDS = (*SIGNALS, *ERRORS, "sys.exit")
+MOMENTS = ("start", "training", "end")
+
+
+def draw_case(number):
+    """One case from a seed: (package, way, rank, kind, moment, seconds to wait at that moment)."""
+    packages = list(JOBS)
+    draw = random.Random(number)
+    package, way = packages[number % 4], WAYS[number // 4 % 3]  # every pair comes up in 12 cases
+    rank = draw.randrange(len(JOBS[package]["names"]))
+    kind = draw.choice(KINDS)
+    moment = draw.choice(MOMENTS) if kind in SIGNALS else "training"
+    return package, way, rank, kind, moment, round(draw.uniform(0.0, 3.0), 2)
+
+
+def run_case(package, way, rank, kind, moment, seconds):
+    """Start the job, let one rank die, check what the contract promises; return the seconds that the others took."""
+    facts = JOBS[package]
+    name = facts["names"][rank]
+    flags = [*facts["short" if moment == "end" else "long"], "--join_timeout", "20"]
+    with Job(package, way, flags, fault=None if kind in SIGNALS else (rank, kind, seconds)) as job:
+        if kind in SIGNALS:
+            if moment == "start":
+                pid = job.pid_of(rank)
+                time.sleep(seconds)  # the case's random moment, not a wait for anything
+            else:
+                job.wait_for_text(facts["training" if moment == "training" else "done"], 90)
+                pid = job.pid_of(rank)
+                time.sleep(seconds if moment == "training" else seconds / 30)
+            with contextlib.suppress(ProcessLookupError, TypeError):  # it may have ended by itself
+                os.kill(pid, SIGNALS[kind])
+        else:
+            job.wait_for_text("injected fault|left in the middle", 90 + seconds)
+            pid = None
+        died_at = time.monotonic()
+        # A rank that dies before it met the others is one that never came: --join_timeout counts for it.
+        statuses = job.wait(SECONDS_TO_END + 25 * (moment == "start"))
+        took = time.monotonic() - died_at
+        text, left = job.text(), job.survivors()
+        if kind == "SIGSTOP" and way == "terminals":  # the stopped process cannot leave: it is its terminal's to end
+            left = [survivor for survivor in left if survivor != pid]
+        assert not left, (left, text)
+        if moment == "end" and set(statuses) == {0}:
+            return took  # the death came too late: all the work was done
+        others = [status for number, status in enumerate(statuses) if way != "terminals" or number != rank]
+        assert set(others) == {1}, (statuses, text)
+        assert f"({name})" in text, text
+        if way != "torchrun":  # its own report of a failure has a traceback
+            assert "Traceback" not in text, text
+        if kind in ERRORS:
+            assert f"rank {rank} ({name}): {ERRORS[kind]}: injected fault" in text, text
+        if moment == "training":
+            silent = [
+                other
+                for other, other_name in enumerate(facts["names"])
+                if other != rank and f"rank {other} ({other_name}): lost rank {rank} ({name})" not in text
+            ]
+            # A rank that met the error as the answer to its own call has printed the error instead.
+            assert len(silent) <= (kind in ERRORS), (silent, text)
+        return took
+
+
+def case_id(case):
+    package, way, rank, kind, moment, seconds = case
+    return f"{package}-{way}-{JOBS[package]['names'][rank]}-{kind}-{moment}-{seconds}"
+
+
+QUICK, FULL = range(6), range(6, 30)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("case", [draw_case(number) for number in QUICK], ids=case_id)
+def test_a_death_ends_the_job(case):
+    run_case(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("case", [draw_case(number) for number in FULL], ids=case_id)
+def test_a_death_ends_the_job_more_cases(case):
+    run_case(*case)
