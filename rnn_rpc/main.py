@@ -1,0 +1,113 @@
+"""A language model spread over workers: the LSTM in one process, embedding table and decoder on parameter servers.
+
+    python main.py --world_size 2                 # one server; learns a generated text down to its entropy
+    python main.py --world_size 3 --mode overlap  # table and decoder on a server each, both busy at once
+    python main.py --corpus book.txt --tokens char --generate 200
+    python main.py --world_size 2 --rank 0        # one rank per terminal (then --rank 1), or per host
+    torchrun --nproc-per-node 2 main.py           # the same from torchrun's environment
+
+Rank 0 is `ps`, rank 1 `trainer`; with three ranks, 0 is `ps0` (table), 1 `trainer`, 2 `ps1` (decoder).
+"""
+
+import math
+
+import command_line
+import launch
+import report
+from corpus import load_corpus, training_streams
+from rnn_trainer import Trainer
+
+import torch.distributed.rpc as rpc
+
+TRAINER_RANK = 1
+DEFAULT_LR = {"sgd": 20.0, "adam": 0.003}
+
+
+def worker_name(rank, args):
+    """The RPC name of a rank."""
+    if rank == TRAINER_RANK:
+        return "trainer"
+    return "ps" if args.world_size == 2 else f"ps{rank // 2}"
+
+
+def parse_args(argv=None):
+    parser = command_line.argument_parser(__doc__, ("logits", "loss", "overlap"), world_size=2)
+    count, size = command_line.non_negative_int, command_line.positive_int
+    number, positive = command_line.non_negative_float, command_line.positive_float
+    add = parser.add_argument_group("the text").add_argument
+    add("--corpus", metavar="FILE", help="a UTF-8 text to learn; without it, one is generated")
+    add("--tokens", choices=["word", "char"], default="word", help="what a token of --corpus is")
+    add("--vocabulary", type=size, default=50, metavar="V", help="words of the generated text")
+    add("--corpus_tokens", type=size, default=400_000, metavar="N", help="length of the generated text")
+    add("--generate", type=count, default=0, metavar="N", help="sample N tokens at the end")
+    add = parser.add_argument_group("the model").add_argument
+    add("--embedding_dim", type=size, default=64, metavar="E", help="size of a token's vector")
+    add("--hidden_dim", type=size, default=64, metavar="H", help="LSTM units per layer")
+    add("--num_layers", type=size, default=1, metavar="L", help="LSTM layers")
+    add("--dropout", type=command_line.fraction, default=0.0, metavar="P", help="of table and LSTM outputs")
+    add = parser.add_argument_group("training").add_argument
+    add("--epochs", type=size, default=6, metavar="N", help="passes over the text")
+    add("--batch_size", type=size, default=20, metavar="B", help="streams of text that are read side by side")
+    add("--bptt", type=size, default=35, metavar="T", help="time steps per batch: as far back as gradients go")
+    add("--optimizer", choices=["sgd", "adam"], default="sgd", help="one of these on each owner of parameters")
+    add("--lr", type=positive, metavar="X", help=f"learning rate at the start (by optimizer: {DEFAULT_LR})")
+    add("--clip", type=number, default=0.25, metavar="X", help="largest norm of all gradients together; 0: any")
+    add("--log_interval", type=size, default=50, metavar="N", help="steps per point of the loss curve")
+    args = parser.parse_args(argv)
+
+    if args.vocabulary < 2:
+        parser.error(f"--vocabulary {args.vocabulary}: a text of one word has nothing to learn")
+    args.lr = args.lr or DEFAULT_LR[args.optimizer]
+    roles = "rank 0 is ps, rank 1 the trainer; with 3, rank 2 is a second server, for the decoder"
+    command_line.check_arguments(parser, args, min_world_size=2, max_world_size=3, roles=roles)
+    return args
+
+
+def run_worker(rank, args, job):
+    """What every process runs. Source: tutorial part 2, run_worker."""
+    rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
+    if rank == TRAINER_RANK:
+        run_trainer(args, job)
+    # A parameter server has nothing to do of its own: RPC threads serve what the trainer asks for.
+    job.wait_for_all()
+    rpc.shutdown()
+
+
+def run_trainer(args, job):
+    """Trains for --epochs on all workers, and tells how well the model does."""
+    result = report.Report("rnn_rpc", args)
+    corpus = load_corpus(args)
+    train_SB, heldout_SB = training_streams(corpus, args.batch_size, args.bptt)
+    trainer = Trainer(args, job, [worker_name(rank, args) for rank in range(args.world_size)], corpus.vocabulary)
+    if state := report.load_checkpoint(args, "rnn_rpc"):
+        trainer.load_state(state)
+    result.say(str(corpus))
+    if trainer.epoch:
+        result.say(f"Going on after epoch {trainer.epoch}, held-out perplexity {trainer.heldout:.3f}.")
+
+    bar = result.progress(total=args.epochs * math.ceil((len(train_SB) - 1) / args.bptt))
+    bar.update(trainer.step)
+    while trainer.epoch < args.epochs:
+        lr = trainer.lr
+        train = math.exp(trainer.train_epoch(train_SB, result, bar))
+        heldout = math.exp(trainer.evaluate(heldout_SB))
+        trainer.anneal(heldout)
+        floor = f" (floor {corpus.floor:.3f})" if corpus.floor else ""
+        result.say(f"epoch {trainer.epoch:3d} | lr {lr:g} | train perplexity {train:.3f} | "
+                   f"held-out perplexity {heldout:.3f}{floor}")
+        result.scalar("perplexity/train", train, trainer.epoch)
+        result.scalar("perplexity/heldout", heldout, trainer.epoch)
+        if args.checkpoint:
+            report.save_checkpoint(args.checkpoint, "rnn_rpc", trainer.state())
+    bar.close()
+
+    if args.generate:
+        result.say(corpus.spell(trainer.generate(args.generate)))
+    result.close(plot=("perplexity/train", "perplexity/heldout"), floor=corpus.floor and ("floor", corpus.floor),
+                 xlabel="epoch", heldout_perplexity=trainer.heldout, floor_perplexity=corpus.floor,
+                 bigram_floor_perplexity=corpus.bigram_floor, vocabulary=len(corpus.vocabulary), epochs=trainer.epoch,
+                 steps=trainer.step, **trainer.figures())
+
+
+if __name__ == "__main__":
+    launch.launch(run_worker, parse_args(), worker_name)
