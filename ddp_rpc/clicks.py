@@ -1,11 +1,12 @@
 """The data: a synthetic click log (every trainer process draws its own part; nothing here is called remotely).
 
-One sample is a *bag* of 1 to 10 ids ("what this person looked at") and one of 8 classes ("what they clicked on").  As in
-the tutorial, a batch is one flat list of ids with the offset at which each bag begins.  Unlike there, the classes are not
-dice: a hidden teacher of the model's own form gives each bag its class probabilities, and the class is drawn from them.
-So there is something to learn, and a ceiling to compare with: even the teacher cannot guess all of its own draws.
+One sample is a *bag* of 1 to 10 ids ("what this person looked at") and one of 8 classes ("what they clicked on").
+As in the tutorial, a batch is one flat list of ids with the offset at which each bag begins.  Unlike there, the classes
+are not dice: a hidden teacher of the model's own form gives each bag its class probabilities, and the class is drawn
+from them.  So there is something to learn, and a ceiling: even the teacher cannot guess all of its own draws.
 
-Shapes: B bags in a batch, I ids in a batch, N rows of the table (ids run from 0 to N - 1), D embedding dimensions, C classes.
+Shapes: B bags in a batch, I ids in a batch, N rows of the table (ids run from 0 to N - 1), D embedding dimensions,
+C classes.
 """
 
 import torch
@@ -37,7 +38,7 @@ class ClickLog:
         return F.embedding_bag(ids_I, self.table_ND, offsets_B, mode="sum") @ self.weight_CD.T
 
     def batches(self, num_batches, batch_bags, seed):
-        """Return a list of (ids [I], offsets [B], target [B]), all int64 on the CPU, with exactly B = batch_bags bags each.
+        """Return a list of (ids [I], offsets [B], target [B]), int64 on the CPU, each with exactly B = batch_bags bags.
 
         Every batch of the same size, whoever draws it: DDP averages the gradients of the trainers, not of the samples,
         so a trainer with 4 bags would weigh as much as one with 9.  (I still varies, as the bags do.)

@@ -3,8 +3,8 @@
 Runs in the server processes, on RPC threads: each request on a thread of its own, several at once.  The servers have no
 loop; they create their shard when the master asks for it (rpc.remote) and answer until everybody is done.
 
-Row i of the table lives on server i % S, there as row i // S.  A bag's ids may lie on all servers; each sums up the rows
-that it has, and because the mode is "sum" the trainer gets the whole bag's sum by adding up the servers' parts.
+Row i of the table lives on server i % S, there as row i // S.  A bag's ids may lie on all servers; each sums up the
+rows that it has, and because the mode is "sum" the trainer gets the whole bag's sum by adding up the servers' parts.
 
 Shapes: B bags in a batch, I ids in a batch, N rows of the table, S servers (shards), D embedding dimensions.
 """
@@ -20,7 +20,7 @@ import torch.distributed.rpc as rpc
 from torch import nn, optim
 from torch.nn import functional as F
 
-# nn.EmbeddingBag starts with N(0, 1): so large against what a step of lr 0.05 can move that the rows would hardly learn.
+# nn.EmbeddingBag starts with N(0, 1): so large against a step of lr 0.05 that the rows would take for ever to learn.
 INITIAL_STD = 0.1
 BLOCK_ROWS = 65536
 
@@ -45,10 +45,13 @@ def split_by_shard(ids_I, offsets_B, num_shards):
 class EmbeddingShard(nn.EmbeddingBag):
     """The rows of one server: an nn.EmbeddingBag(mode="sum") with the remotely called methods beside it."""
 
+    of_this_process = None  # there is one shard in each server; exchange() below finds it without an RRef
+
     def __init__(self, shard, num_shards, num_trainers, args, device, seed):
-        """Make shard number `shard` of `num_shards`; `device` is a string, `args` the command line's (sizes, lr, sparse)."""
+        """Make shard number `shard` of `num_shards`; `device` is a string, `args` the command line's."""
         num_rows = len(range(shard, args.num_embeddings, num_shards))
         super().__init__(num_rows, args.embedding_dim, mode="sum", sparse=args.sparse, device=device)
+        EmbeddingShard.of_this_process = self
         self.shard, self.num_shards, self.num_trainers, self.wire = shard, num_shards, num_trainers, args.wire
         self.optimizer = optim.SGD(self.parameters(), lr=args.lr)  # for the modes without DistributedOptimizer
         self.lock = threading.Lock()  # guards the three below, weight.grad and the optimizer
@@ -75,7 +78,7 @@ class EmbeddingShard(nn.EmbeddingBag):
         return sums_BD.cpu() if self.wire == "cpu" else sums_BD
 
     def set_training(self, training):
-        """Switch to train or eval mode.  One trainer calls it while none trains.  (No effect on a sum; on dropout, say.)"""
+        """Switch to train or eval mode (of no effect on a sum; on dropout, say).  Called while nobody trains."""
         self.train(training)  # its result is self: returned, the whole table would travel
 
     # ------------------------------------------------------------------ mode averaged
@@ -104,15 +107,15 @@ class EmbeddingShard(nn.EmbeddingBag):
     def exchange(self, trainer, gradient_BD, ids_I, offsets_B):
         """Step with the gradient of an earlier lookup, then look up the next batch: one round trip for both.
 
-        gradient_BD belongs to `trainer`'s oldest lookup that has none yet; None where there is none to give.  ids_I is None
-        where there is nothing more to look up.  Returns the sums [B, D], or None.  Plain autograd on this side: the
-        graph of a lookup waits here for its gradient, so neither ids nor rows travel twice.
+        gradient_BD belongs to `trainer`'s oldest lookup that has none yet; None where there is none to give.  ids_I is
+        None where there is nothing more to look up.  Returns the sums [B, D], or None.  Plain autograd on this side:
+        the graph of a lookup waits here for its gradient, so neither ids nor rows travel twice.
         Different trainers call it at once (the step is locked), one trainer never does.
         """
         waiting = self.lookups[trainer]
         if gradient_BD is not None:
             with self.lock:
-                waiting.popleft().backward(gradient_BD)
+                waiting.popleft().backward(gradient_BD.to(self.weight.device))
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         if ids_I is None:
@@ -121,7 +124,7 @@ class EmbeddingShard(nn.EmbeddingBag):
         waiting.append(sums_BD)
         return sums_BD.detach()
 
-    # ------------------------------------------------------------------ checkpoints (the master calls these between epochs)
+    # ------------------------------------------------------------------ for the master, between epochs
 
     @torch.no_grad()
     def put_rows(self, first, rows_ND):
@@ -150,9 +153,26 @@ def lookup(shard_rref, ids_I, offsets_B):
     return shard_rref.local_value()(ids_I, offsets_B)
 
 
-def exchange(shard_rref, *args):
-    """See EmbeddingShard.exchange."""
-    return shard_rref.local_value().exchange(*args)
+def inline(tensor):
+    """Prepare a tensor (or None) for a fast trip: pickled into the message itself, as a numpy array.
+
+    RPC sends each tensor as a part of its own beside the message: for small ones that costs more than all the rest.
+    CUDA tensors travel as they are.
+    """
+    return tensor.numpy() if tensor is not None and tensor.device.type == "cpu" else tensor
+
+
+def unpacked(array):
+    """Return the tensor (or None) that inline() prepared."""
+    return array if array is None else torch.as_tensor(array)
+
+
+def exchange(trainer, *arrays):
+    """See EmbeddingShard.exchange; tensors come and go as inline() prepares them.
+
+    No RRef says which shard: handing one to its owner costs further messages, for the reference count, each time.
+    """
+    return inline(EmbeddingShard.of_this_process.exchange(trainer, *map(unpacked, arrays)))
 
 
 @rpc.functions.async_execution  # the answer goes out when the Future is complete; no server thread waits for it

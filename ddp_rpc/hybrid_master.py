@@ -7,10 +7,11 @@ import queue
 
 import launch
 import report
-import torch
-import torch.distributed.rpc as rpc
 from embedding_server import EmbeddingShard
 from hybrid_trainer import run_trainer
+
+import torch
+import torch.distributed.rpc as rpc
 
 SCENARIO = "ddp_rpc"
 ROWS_AT_A_TIME = 262144
@@ -45,14 +46,12 @@ class HybridMaster:
         args, ended = self.args, queue.SimpleQueue()
         me = rpc.RRef(self)
         for trainer in range(args.num_trainers):
-            future = rpc.rpc_async(
-                self.worker_name(trainer, args), run_trainer,
-                # timeout=0: this call lasts as long as the training; the default would cut it off after 60 seconds.
-                args=(self.emb_rrefs, me, trainer, args, str(launch.device_of(trainer, args)), self.fc_state, self.epochs_done),
-                timeout=0,
-            )  # fmt: skip
+            device = str(launch.device_of(trainer, args))
+            trainer_args = (self.emb_rrefs, me, trainer, args, device, self.fc_state, self.epochs_done)
+            # timeout=0: this call lasts as long as the training; the default would cut it off after 60 seconds.
+            future = rpc.rpc_async(self.worker_name(trainer, args), run_trainer, args=trainer_args, timeout=0)
             future.add_done_callback(ended.put)
-        # In the order in which they end: when one fails, the others wait for it in an allreduce, and we must not wait for them.
+        # In the order in which they end: when one fails the others wait for it in an allreduce, and we must hear of it.
         results = [ended.get().wait() for _ in range(args.num_trainers)]
         self.close(results)
 
@@ -64,8 +63,10 @@ class HybridMaster:
         args = self.args
         for name, value in figures.items():
             self.report.scalar(name.replace("_", "/"), value, epoch)
-        text = f"epoch {epoch:3d}/{args.epochs}  held-out loss {figures['heldout_loss']:.4f}  " \
-               f"accuracy {figures['heldout_accuracy']:.4f} (ceiling {figures['ceiling_accuracy']:.4f})"  # fmt: skip
+        text = (
+            f"epoch {epoch:3d}/{args.epochs}  held-out loss {figures['heldout_loss']:.4f}  "
+            f"accuracy {figures['heldout_accuracy']:.4f} (ceiling {figures['ceiling_accuracy']:.4f})"
+        )
         if epoch > self.epochs_done:
             rate = (epoch - self.epochs_done) * args.batches * args.num_trainers / seconds
             text += f"  {rate:.0f} batches/s"
@@ -85,13 +86,13 @@ class HybridMaster:
         report.save_checkpoint(args.checkpoint, SCENARIO, state)
 
     def restore(self, saved):
-        """Hand the rows of a checkpoint to the servers, however many servers wrote it.  ValueError if it does not fit."""
+        """Hand a checkpoint's rows to the servers, however many servers wrote it.  ValueError if it does not fit."""
         args = self.args
         table, wanted = saved["table"], (args.num_embeddings, args.embedding_dim)
         if tuple(table.shape) != wanted:
             raise ValueError(
-                f"{args.checkpoint} holds a table of {table.shape[0]} rows of {table.shape[1]}, and not the {wanted[0]} of "
-                f"{wanted[1]} that --num_embeddings and --embedding_dim ask for"
+                f"{args.checkpoint} holds a table of {table.shape[0]} x {table.shape[1]}, and not of {wanted[0]} x "
+                f"{wanted[1]} as --num_embeddings and --embedding_dim ask for"
             )
         for first in range(0, args.num_embeddings, ROWS_AT_A_TIME):
             rows = table[first : first + ROWS_AT_A_TIME]
@@ -106,7 +107,7 @@ class HybridMaster:
         seconds = max(result["seconds"] for result in results)
         batches = max(args.epochs - self.epochs_done, 0) * args.batches * args.num_trainers
         rate = batches / seconds if batches else 0.0
-        per_step = sum(result["wire_bytes"] for result in results) / batches if batches else 0.0
+        per_step = sum(result["wire_bytes"] for result in results) / (args.batches * args.num_trainers)
         figures = {
             "heldout_loss": results[0]["heldout_loss"],
             "heldout_accuracy": results[0]["heldout_accuracy"],
@@ -120,7 +121,8 @@ class HybridMaster:
             "server_megabytes": [rref.rpc_sync().megabytes() for rref in self.emb_rrefs],
         }
         self.report.say(
-            f"{args.mode}: held-out accuracy {figures['heldout_accuracy']:.4f}, the teacher's own {figures['ceiling_accuracy']:.4f}; "
+            f"{args.mode}: held-out accuracy {figures['heldout_accuracy']:.4f}, "
+            f"the teacher's own {figures['ceiling_accuracy']:.4f}; "
             f"{rate:.0f} batches/s, {figures['samples_per_second']:.0f} samples/s; replicas of fc identical on "
             f"{args.num_trainers} trainer{'s' * (args.num_trainers > 1)}"
         )

@@ -3,9 +3,10 @@
 Shapes: B bags in a batch, I ids in a batch, D embedding dimensions, C classes.
 """
 
-import torch.distributed.rpc as rpc
 from clicks import NUM_CLASSES
 from embedding_server import lookup, split_by_shard
+
+import torch.distributed.rpc as rpc
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -29,13 +30,14 @@ class HybridModel(nn.Module):
         parts = split_by_shard(ids_I, offsets_B, len(self.emb_rrefs))
         # All servers at once: the lookup takes as long as the slowest of them, not as long as all together.
         lookups = [
-            rpc.rpc_async(rref.owner(), lookup, args=(rref, *part)) for rref, part in zip(self.emb_rrefs, parts)
+            rpc.rpc_async(rref.owner(), lookup, args=(rref, *part))
+            for rref, part in zip(self.emb_rrefs, parts, strict=True)
         ]
-        return self.fc(self.add_up(lookups))
+        return self.fc(self.add_up(part.wait() for part in lookups))
 
-    def add_up(self, lookups):
-        """Wait for the servers' partial sums [B, D] and return the whole bags' sums [B, D] on this trainer's device."""
-        return sum(part.wait().to(self.device) for part in lookups)
+    def add_up(self, parts_BD):
+        """Return the whole bags' sums [B, D] on this trainer's device, from the servers' partial sums [B, D]."""
+        return sum(part_BD.to(self.device) for part_BD in parts_BD)
 
     def train(self, mode=True):
         """Switch this model to train or eval mode, on the servers too: nn.Module.train() stops at an RRef."""

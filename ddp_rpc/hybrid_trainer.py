@@ -6,13 +6,14 @@ Shapes: B bags in a batch, I ids in a batch, C classes.
 import time
 
 import report
-import torch
-import torch.distributed as dist
 from clicks import ClickLog
 from hybrid_model import HybridModel
+from training_modes import MODES
+
+import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
-from training_modes import MODES
 
 HELDOUT_BATCHES, HELDOUT_BAGS = 16, 512  # 8,192 bags: an accuracy of 80 % is then good to about half a point
 
@@ -45,7 +46,7 @@ def run_trainer(emb_rrefs, master_rref, trainer, args, device, fc_state, epochs_
         training.train_epoch(batches, learning_rate_scale(epoch, args.epochs))
         dist.barrier()
         seconds += time.perf_counter() - started
-        wire_bytes += report.wire_bytes() - bytes_before
+        wire_bytes = report.wire_bytes() - bytes_before  # of the last epoch
         figures = evaluate(model, log, heldout)
         tell_master(master_rref, trainer, epoch, figures, seconds, model)
     return {"seconds": seconds, "wire_bytes": wire_bytes, "replicas_max_difference": check_replicas(model), **figures}
@@ -89,7 +90,8 @@ def tell_master(master_rref, trainer, epoch, figures, seconds, model):
     """Let the master print and save what the first trainer tells it, while the others wait."""
     if trainer == 0:
         fc_state = {name: tensor.cpu() for name, tensor in model.fc.module.state_dict().items()}
-        master_rref.rpc_sync(timeout=0).epoch_done(epoch, figures, seconds, fc_state)  # a large table takes long to save
+        # timeout=0: a large table takes long to save
+        master_rref.rpc_sync(timeout=0).epoch_done(epoch, figures, seconds, fc_state)
     dist.barrier()  # nobody steps while the checkpoint is written: it is one moment of the whole model
 
 

@@ -13,10 +13,11 @@ import os
 
 import command_line
 import launch
-import torch.distributed as dist
-import torch.distributed.rpc as rpc
 from hybrid_master import HybridMaster
 from training_modes import MODES
+
+import torch.distributed as dist
+import torch.distributed.rpc as rpc
 
 ROLES = "the ranks are --num_trainers (1 or more), then 1 master, then --num_servers (1 or more)"
 
@@ -33,24 +34,24 @@ def worker_name(rank, args):
 def parse_args(argv=None):
     parser = command_line.argument_parser(__doc__, modes=tuple(MODES), world_size=None)
     add = parser.add_argument_group("the scenario").add_argument
-    add("--num_trainers", type=command_line.positive_int, metavar="T", help="trainers (default: what --world_size leaves, 2)")
-    add("--num_servers", type=command_line.positive_int, metavar="S", help="parameter servers (default: what --world_size leaves, 1)")
+    add("--num_trainers", type=command_line.positive_int, metavar="T", help="trainers: what --world_size leaves, or 2")
+    add("--num_servers", type=command_line.positive_int, metavar="S", help="parameter servers; if not given, 1")
     add("--num_embeddings", type=command_line.positive_int, default=100, metavar="N", help="rows of the table")
     add("--embedding_dim", type=command_line.positive_int, default=16, metavar="D", help="numbers in each row")
     add("--batch_bags", type=command_line.positive_int, default=8, metavar="B", help="bags in each trainer's batch")
     add("--batches", type=command_line.positive_int, default=200, help="batches of each trainer in an epoch")
     add("--epochs", type=command_line.positive_int, default=20, help="epochs")
     add("--lr", type=command_line.positive_float, default=0.05, help="learning rate of SGD")
-    add("--targets", choices=["teacher", "random"], default="teacher", help="random: the tutorial's, which nothing can learn")
-    add("--sparse", action=argparse.BooleanOptionalAction, help="update only the rows that a batch touched (default: not in sync)")
-    add("--table_device", choices=["same", "cpu"], default="same", help="where the table lives: as --device says, or on the CPU")
+    add("--targets", choices=["teacher", "random"], default="teacher", help="random: as in the tutorial")
+    add("--sparse", action=argparse.BooleanOptionalAction, help="step only the rows looked up (but not in sync)")
+    add("--table_device", choices=["same", "cpu"], default="same", help="the table's: same as --device, or the CPU")
     args = parser.parse_args(argv)
     if args.sparse is None:
         args.sparse = args.mode != "sync"  # the tutorial's EmbeddingBag has dense gradients
     divide_ranks(parser, args)
     command_line.check_arguments(parser, args, min_world_size=3, roles=ROLES)
     if args.num_servers > args.num_embeddings:
-        parser.error(f"--num_servers {args.num_servers}: more servers than the table has rows (--num_embeddings {args.num_embeddings})")
+        parser.error(f"--num_servers {args.num_servers}: more than the table has rows (--num_embeddings)")
     return args
 
 
