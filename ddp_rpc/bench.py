@@ -1,0 +1,133 @@
+"""How many batches and samples per second each mode trains, beside a plain loop in one process; and bytes, and memory.
+
+    python ddp_rpc/bench.py                        # everything: about 25 minutes on 2 cores
+    python ddp_rpc/bench.py --tables modes --repeats 3 --json bench.json
+
+Tables: modes (at the tutorial's sizes, 1 and 2 servers), bags (8, 64, 1024 in a batch), rows (10^2 to 10^6),
+wire (bytes per step and trainer, over TCP alone), memory (of each server, as their number grows).
+Rates are those of the training loop: start-up, making of data and evaluation are not in them, here and there.
+"""
+
+import argparse
+import json
+import os
+import time
+
+import command_line
+import report
+from clicks import NUM_CLASSES, ClickLog
+
+import torch
+from torch import nn, optim
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+SINGLE = "single process"
+MODES = ("sync", "averaged", "pipelined")
+TABLES = ("modes", "bags", "rows", "wire", "memory")
+EPOCHS = 3
+
+
+def single_process(num_embeddings, batch_bags, batches):
+    """The job without RPC and DDP: one process, the same layers and data.  Returns its figures.
+
+    As fast as it gets with the same layers: sparse gradients, and as many intra-op threads as there are cores.
+    """
+    torch.manual_seed(1)
+    bag = nn.EmbeddingBag(num_embeddings, 16, mode="sum", sparse=True)
+    fc = nn.Linear(16, NUM_CLASSES)
+    criterion = nn.CrossEntropyLoss()
+    optimizer = optim.SGD([*bag.parameters(), *fc.parameters()], lr=0.05)
+    log = ClickLog(num_embeddings, 16, seed=1, targets="random")
+    seconds = 0.0
+    for epoch in range(EPOCHS):
+        log_batches = log.batches(2 * batches, batch_bags, seed=epoch)  # what two trainers do together
+        started = time.perf_counter()
+        for ids, offsets, target in log_batches:
+            optimizer.zero_grad()
+            criterion(fc(bag(ids, offsets)), target).backward()
+            optimizer.step()
+        seconds += time.perf_counter() - started
+    rate = EPOCHS * 2 * batches / seconds
+    return {"batches_per_second": rate, "samples_per_second": rate * batch_bags}
+
+
+def variants(num_embeddings, batch_bags, batches, servers=(1,), modes=MODES):
+    """Return name -> callable for one cell of a table, for report.interleave."""
+    cell = {SINGLE: lambda: single_process(num_embeddings, batch_bags, batches)}
+    for num_servers in servers:
+        for mode in modes:
+            flags = ["--mode", mode, "--num_servers", num_servers, "--num_embeddings", num_embeddings,
+                     "--batch_bags", batch_bags, "--batches", batches, "--epochs", EPOCHS,
+                     "--targets", "random"]  # fmt: skip
+            name = mode + (f", {num_servers} servers" if num_servers > 1 else "")
+            cell[name] = lambda flags=flags: report.run_main(HERE, flags)
+    return cell
+
+
+def measure(title, figure, repeats, *cell, **choice):
+    rows = report.interleave(variants(*cell, **choice), repeats)
+    return report.table(rows, figure, baseline=SINGLE, title=title)
+
+
+def wire_table():
+    """Print the bytes that a trainer sends and receives per step, RPC and process group together."""
+    print(f"\nbytes per step and trainer (--transport tcp)\n{'':10} {'rows':>10} {'8 bags':>10} {'1024 bags':>10}")
+    result = {}
+    for mode in MODES:
+        for rows in (1_000, 1_000_000):
+            cell = []
+            for bags in (8, 1024):
+                flags = ["--mode", mode, "--num_embeddings", rows, "--batch_bags", bags, "--batches", 20, "--epochs", 1,
+                         "--transport", "tcp", "--targets", "random", "--sparse"]  # fmt: skip
+                cell.append(report.run_main(HERE, flags)["wire_bytes_per_step"])
+            result[f"{mode}, {rows} rows"] = cell
+            print(f"{mode:10} {rows:10,} {cell[0]:10,.0f} {cell[1]:10,.0f}", flush=True)
+    return result
+
+
+def memory_table(rows=4_000_000):
+    """Print what one server holds as the table is divided among more of them."""
+    print(f"\n10^6 bytes on each server, a table of {rows:,} x 16")
+    print(f"{'servers':>8} {'rows held':>10} {'peak of process':>16}")
+    result = {}
+    for servers in (1, 2, 4):
+        flags = ["--mode", "pipelined", "--num_servers", servers, "--num_embeddings", rows, "--batches", 5,
+                 "--epochs", 1, "--num_trainers", 1, "--targets", "random"]  # fmt: skip
+        held = report.run_main(HERE, flags)["server_megabytes"]
+        result[servers] = held
+        print(f"{servers:8} {max(h[0] for h in held):10,.0f} {max(h[1] for h in held):16,.0f}", flush=True)
+    return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES, help="which tables to measure")
+    parser.add_argument("--repeats", type=command_line.positive_int, default=3, help="runs of each, interleaved")
+    parser.add_argument("--json", metavar="FILE", help="write the raw numbers")
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, 2 trainers, random targets, seed 1")
+    raw = {}
+    if "modes" in args.tables:
+        title = "batches/s at the tutorial's sizes: 8 bags, 100 rows"
+        raw["modes"] = measure(title, "batches_per_second", args.repeats, 100, 8, 300, servers=(1, 2))
+    for bags in (8, 64, 1024) if "bags" in args.tables else ():
+        batches = 300 if bags < 1024 else 100
+        raw[f"{bags} bags"] = measure(
+            f"samples/s with {bags} bags, 100 rows", "samples_per_second", args.repeats, 100, bags, batches
+        )
+    for rows in (10**2, 10**3, 10**4, 10**5, 10**6) if "rows" in args.tables else ():
+        batches = 200 if rows < 10**6 else 50
+        raw[f"{rows} rows"] = measure(
+            f"batches/s with {rows:,} rows, 8 bags", "batches_per_second", args.repeats, rows, 8, batches
+        )
+    if "wire" in args.tables:
+        raw["wire"] = wire_table()
+    if "memory" in args.tables:
+        raw["memory"] = memory_table()
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(raw, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()
