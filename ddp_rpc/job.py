@@ -4,19 +4,18 @@ Runs in every rank; made by launch.py, handed to run_worker as `job`.  A rank th
 says on stderr which one was lost and why, and leaves with exit status 1, whatever it was doing.
 """
 
-import fcntl
-import ipaddress
 import json
 import os
 import re
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
 import traceback
 from datetime import timedelta
+
+from network import hold_store, listen_only_towards
 
 import torch
 import torch.distributed as dist
@@ -92,7 +91,7 @@ class Job:
         deadline = time.monotonic() + self.args.join_timeout
         self.address = listen_only_towards(*self.address, say=not self.spawned)
         if self.holds_store:
-            self.server = _hold_store(self.address)
+            self.server = hold_store(self.address)
         else:
             self._find_store(deadline)
         # A stranger that listens there may never answer; a store always does, so a little patience is enough.
@@ -293,55 +292,6 @@ def _last_line_of_traceback(text):
     text = text.partition("\n\nAt:\n")[0]  # pybind11 appends where it re-raised
     lines = [line for line in text.splitlines() if line and not line[0].isspace()]
     return lines[-1] if lines else text
-
-
-def listen_only_towards(host, port, say):
-    """Let this process listen only on the interface that reaches `host`; return host's (IPv4 address, port).
-
-    TensorPipe and Gloo would listen where this machine's *name* resolves to: a public address, or a wrong one.
-    """
-    try:
-        address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
-        name, own = interface_towards(address)
-    except OSError as error:
-        leave_now(1, f"--master_addr {host}: {error.strerror or error}")
-    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        os.environ[variable] = os.environ.get(variable, name)
-    if say and not ipaddress.ip_address(address).is_loopback:
-        print(
-            f"Listening on {own} ({os.environ['TP_SOCKET_IFNAME']}). RPC runs whatever a peer sends, unencrypted: "
-            "use it on a trusted network only.",
-            flush=True,
-        )
-    return address, port
-
-
-def interface_towards(address):
-    """Return (interface name, own IPv4 address) of the route from this machine to `address`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing: it only looks up the route
-        own = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            try:  # SIOCGIFADDR
-                reply = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))
-            except OSError:
-                continue  # an interface without an IPv4 address
-            if socket.inet_ntoa(reply[20:24]) == own or (own.startswith("127.") and name == "lo"):
-                return name, own
-    raise OSError(f"no network interface has the address {own}, from which {address} is reached")
-
-
-def _hold_store(address):
-    """Rank 0 in a terminal: hold the store on the given address, and on no other (torch's own would take all)."""
-    try:
-        listener = socket.create_server(address, backlog=1024)
-    except OSError as error:
-        leave_now(
-            1,
-            f"cannot listen on {address[0]} port {address[1]}: {error.strerror} (choose another --master_port"
-            f"{'' if ipaddress.ip_address(address[0]).is_loopback else ', or --master_addr of this machine'})",
-        )
-    return dist.TCPStore(*address, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False)
 
 
 def print_error(text):

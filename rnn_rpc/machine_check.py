@@ -12,7 +12,8 @@ import statistics
 import threading
 import time
 
-from job import PACKAGE, device_of, interface_towards
+from job import PACKAGE, device_of
+from network import interface_towards
 
 import torch
 import torch.distributed as dist

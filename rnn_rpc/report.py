@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 
 import torch
 from tqdm import tqdm
@@ -98,21 +99,12 @@ def seed_for(seed, *parts):
 
 
 def write_aside(path, write):
-    """Call `write(temporary path)`, then rename: kill -9 at any moment leaves the old file or the new, never half."""
-    folder = os.path.dirname(os.path.abspath(path))
-    handle, aside = tempfile.mkstemp(dir=folder, prefix=f".{os.path.basename(path)}.")
-    os.close(handle)
-    try:
-        write(aside)
-        with open(aside, "rb+") as file:
-            os.fsync(file.fileno())  # the bytes are on the disk before the name points at them
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(aside, 0o666 & ~mask)  # mkstemp's files are private
-        os.replace(aside, path)
-    except BaseException:
-        os.unlink(aside)
-        raise
+    """Call `write(path.part)`, then rename: kill -9 at any moment leaves the old file or the new one, never half."""
+    aside = f"{path}.part"
+    write(aside)
+    with open(aside, "rb+") as file:
+        os.fsync(file.fileno())  # the bytes are on the disk before the name points at them
+    os.replace(aside, path)
 
 
 def save_checkpoint(path, scenario, state):
@@ -133,7 +125,9 @@ def load_checkpoint(args, scenario):
         print("No checkpoint: starting afresh.", flush=True)
         return None
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch wonders aloud about a file that is not its own; we say what it is
+            saved = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"--resume: there is no checkpoint {path}") from None
     except Exception as error:  # zip, pickle and torch each have their own for a file that is not one

@@ -164,9 +164,14 @@ class Job:
             return file.read().rpartition(")")[2].split()[0] == "T"
         return False
 
-    def survivors(self):
-        """Processes of this job that are left."""
-        return [pid for process in self.processes for pid in session_members(process.pid)]
+    def survivors(self, seconds=2):
+        """Return the processes of this job that are left (Python's own helper process takes a moment to notice)."""
+        deadline = time.monotonic() + seconds
+        while True:
+            left = [pid for process in self.processes for pid in session_members(process.pid)]
+            if not left or time.monotonic() > deadline:
+                return left
+            time.sleep(0.05)
 
 
 def session_members(session):

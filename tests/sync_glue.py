@@ -1,6 +1,6 @@
 """Copy the glue that the four packages share from rl_rpc/, where it is edited, to the other three.
 
-    python tests/sync_glue.py
+python tests/sync_glue.py
 """
 
 import pathlib
@@ -8,7 +8,7 @@ import shutil
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = ("rl_rpc", "rnn_rpc", "ddp_rpc", "param_server")
-GLUE = ("launch.py", "job.py", "command_line.py", "report.py", "rpc_trace.py", "machine_check.py")
+GLUE = ("launch.py", "job.py", "network.py", "command_line.py", "report.py", "rpc_trace.py", "machine_check.py")
 
 
 def main():

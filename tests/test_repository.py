@@ -1,0 +1,107 @@
+"""The repository itself: the shared glue is the same everywhere, each package stands alone, READMEs tell the truth."""
+
+import contextlib
+import io
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+from helpers import PACKAGES, ROOT, package_on_path
+from jobs import JOBS
+from sync_glue import GLUE
+
+import pytest
+
+READMES = [ROOT / "README.md", *(ROOT / package / "README.md" for package in PACKAGES)]
+
+
+def test_every_copy_of_the_glue_has_the_same_bytes():
+    for name in GLUE:
+        copies = [ROOT / package / name for package in PACKAGES]
+        assert all(copy.is_file() for copy in copies), name
+        assert len(copies) == 4 and len({copy.read_bytes() for copy in copies}) == 1, name
+
+
+def test_module_names_are_unique_across_the_packages():
+    shared = {*GLUE, "main.py", "bench.py"}
+    names = [path.name for package in PACKAGES for path in (ROOT / package).glob("*.py") if path.name not in shared]
+    assert len(names) >= 12
+    assert len(names) == len(set(names)), sorted(names)
+    assert not list(ROOT.glob("*/__init__.py"))
+
+
+def test_main_is_short_and_has_no_class():
+    for package in PACKAGES:
+        text = (ROOT / package / "main.py").read_text()
+        assert len(text.splitlines()) <= 140 and "\nclass " not in text, package
+
+
+def test_ruff_finds_nothing():
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", str(ROOT)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_copied_out_alone_runs_from_anywhere(package, tmp_path):
+    shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, str(tmp_path / package / "main.py"), *JOBS[package]["size"], *JOBS[package]["short"]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def commands_in(readme):
+    """(package, script, words) of every command of this repository in the README's code blocks."""
+    blocks = re.findall(r"```(?:\w*)\n(.*?)```", readme.read_text(), re.DOTALL)
+    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        for number, word in enumerate(words):
+            if word.endswith(".py") and words[0] in ("python", "torchrun"):
+                path = pathlib.PurePath(word)
+                package = path.parts[0] if len(path.parts) > 1 else readme.parent.name
+                if package in PACKAGES:
+                    yield package, path.name, words[number + 1 :]
+                break
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_commands_in_the_readmes_parse(readme):
+    count = 0
+    for package, script, words in commands_in(readme):
+        assert (ROOT / package / script).is_file(), (package, script)
+        if script != "main.py":
+            continue
+        words = [re.sub(r"^(HOST|10\.0\.0\.1)$", "localhost", word) for word in words]
+        if "cuda" in words:
+            continue  # refused where there is no GPU
+        if "--resume" in words and "--checkpoint" not in words:
+            raise AssertionError((readme, words))
+        complaint = io.StringIO()
+        with package_on_path(package), contextlib.redirect_stderr(complaint):
+            import main
+
+            try:
+                main.parse_args(words)
+            except SystemExit as ended:
+                assert ended.code == 0, (words, complaint.getvalue())
+        count += 1
+    assert count >= (4 if readme.parent == ROOT else 3), readme
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_links_in_the_readmes_lead_somewhere(readme):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", readme.read_text()):
+        if not target.startswith("http"):
+            assert (readme.parent / target).exists(), (readme, target)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_test_that_a_readme_names_exists(package):
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    named = set(re.findall(r"\b(test_\w+)\b(?!\.py)", (ROOT / package / "README.md").read_text()))
+    files = {path.stem for path in (ROOT / "tests").glob("test_*.py")}
+    missing = {name for name in named if f"def {name}(" not in tests and name not in files}
+    assert named and not missing, missing

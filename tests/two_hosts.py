@@ -1,0 +1,113 @@
+"""Two hosts on one machine: network namespaces with a link between them, which can be cut or slow.
+
+Needs root and ip (Debian: iproute2).  Each host has its own loopback, its own address on the link, and a name of its
+own that resolves to an address on which the other cannot reach it, as container images have.  A slow link is a pair of
+TUN devices with a process between them that hands each packet on after a delay (kernels without netem have no other).
+"""
+
+import contextlib
+import fcntl
+import heapq
+import os
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import time
+
+NAMES = ("rpc-host-a", "rpc-host-b")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+
+def why_not():
+    """Return why this machine cannot make two hosts, or "" if it can."""
+    if os.geteuid() != 0:
+        return "needs root, to make network namespaces"
+    if not shutil.which("ip"):
+        return "needs ip (Debian: iproute2)"
+    tried = subprocess.run(["ip", "netns", "add", "rpc-probe"], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", "rpc-probe"], capture_output=True)
+    return "" if tried.returncode == 0 else f"network namespaces cannot be made here: {tried.stderr.strip()}"
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True)
+
+
+class TwoHosts:
+    """A context manager: hosts 0 and 1, joined by a link that takes `delay_ms` milliseconds each way."""
+
+    def __init__(self, delay_ms=0.0):
+        self.delay_ms, self.carrier = delay_ms, None
+
+    def __enter__(self):
+        self._remove()
+        for name in NAMES:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+            os.makedirs(f"/etc/netns/{name}", exist_ok=True)
+            with open(f"/etc/netns/{name}/hosts", "w") as hosts:  # what `ip netns exec` shows as /etc/hosts
+                hosts.write(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+        if self.delay_ms:
+            command = [sys.executable, os.path.abspath(__file__), str(self.delay_ms)]
+            self.carrier = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert self.carrier.stdout.readline() == "carrying\n"
+        else:
+            ip("link", "add", "rpc-a", "netns", NAMES[0], "type", "veth", "peer", "name", "rpc-b", "netns", NAMES[1])
+        for name, address, device in zip(NAMES, ADDRESSES, ("rpc-a", "rpc-b"), strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
+            ip("-n", name, "link", "set", device, "up")
+        return self
+
+    def __exit__(self, *_):
+        if self.carrier:
+            self.carrier.kill()
+            self.carrier.wait()
+        self._remove()
+
+    def _remove(self):
+        for name in NAMES:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
+
+    def on(self, host, command):
+        """Return `command` as it is started on this host."""
+        rename = ["unshare", "--uts", "sh", "-c", f'hostname {NAMES[host]}; exec "$@"', "sh"]
+        return ["ip", "netns", "exec", NAMES[host], *rename, *command]
+
+    def cut(self):
+        """Take the link down, without a word to either side's programs."""
+        ip("-n", NAMES[1], "link", "set", "rpc-b", "down")
+
+
+def open_tun(name, namespace):
+    """Return the file of a new TUN device: a packet written here is received by that namespace, and the other way."""
+    tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(tun, 0x400454CA, struct.pack("16sH", name.encode(), 0x0001 | 0x1000))  # TUNSETIFF: IFF_TUN, IFF_NO_PI
+    ip("link", "set", name, "netns", namespace)
+    return tun
+
+
+def carry(delay):
+    """Hand each packet from one TUN device to the other, `delay` seconds after it came.  Never returns."""
+    ends = [open_tun("rpc-a", NAMES[0]), open_tun("rpc-b", NAMES[1])]
+    print("carrying", flush=True)
+    waiting, count = [], 0  # a heap of (due, order, end, packet)
+    while True:
+        timeout = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+        for end in select.select(ends, [], [], timeout)[0]:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    packet = os.read(end, 65536)
+                    count += 1
+                    other = ends[1] if end == ends[0] else ends[0]
+                    heapq.heappush(waiting, (time.monotonic() + delay, count, other, packet))
+        while waiting and waiting[0][0] <= time.monotonic():
+            _, _, end, packet = heapq.heappop(waiting)
+            with contextlib.suppress(OSError):  # the device is down: the packet is lost, as on a cut wire
+                os.write(end, packet)
+
+
+if __name__ == "__main__":
+    carry(float(sys.argv[1]) / 1000)
