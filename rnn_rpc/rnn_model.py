@@ -32,15 +32,14 @@ class RNNModel(nn.Module):
         self.loss = {"logits": self.loss_here, "loss": self.loss_there, "overlap": self.loss_overlapped}[mode]
         self.rpc_calls = 0  # made by this class; the messages of backward passes and RRef bookkeeping come on top
 
+        torch.manual_seed(seed_for(seed, "rnn"))
+        self.rnn = nn.LSTM(ninp, nhid, nlayers, dropout=dropout if nlayers > 1 else 0).to(self.device)
         # remote() returns at once, before the layer is there. Every layer has a seed of its own: two constructors that
         # run side by side on one server would share its default generator, in an order that nobody knows.
         self.emb_table_rref = rpc.remote(
             ps[0], EmbeddingTable, args=(ntoken, ninp, dropout, seed_for(seed, "table"), on.get(ps[0], "cpu"), wire))
         self.decoder_rref = rpc.remote(
             ps[-1], Decoder, args=(ntoken, nhid, dropout, seed_for(seed, "decoder"), on.get(ps[-1], "cpu"), wire))
-        torch.manual_seed(seed_for(seed, "rnn"))
-        self.rnn = nn.LSTM(ninp, nhid, nlayers, dropout=dropout if nlayers > 1 else 0).to(self.device)
-        self.seed = seed
 
     def forward(self, input_TB, hidden, draw=0):
         """(T, B) ids, hidden -> logits (T, B, V), hidden. `draw` names this pass's dropout masks on the servers.
