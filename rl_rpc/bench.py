@@ -77,8 +77,8 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--world_sizes", type=command_line.positive_int, nargs="+", default=[2, 3, 5], metavar="N")
     add("--repeats", type=command_line.positive_int, default=3, metavar="N")
-    add("--episodes", type=command_line.positive_int, default=300, metavar="N", help="of rollout and single process")
-    add("--step_episodes", type=command_line.positive_int, default=50, metavar="N", help="of the other modes")
+    add("--episodes", type=command_line.positive_int, default=250, metavar="N", help="of rollout and single process")
+    add("--step_episodes", type=command_line.positive_int, default=25, metavar="N", help="of the other modes")
     add("--seed", type=command_line.non_negative_int, default=1, metavar="N")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--wire", choices=["direct", "cpu"], default="direct")
