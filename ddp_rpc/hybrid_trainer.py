@@ -42,11 +42,13 @@ def run_trainer(emb_rrefs, master_rref, trainer, args, device, fc_state, epochs_
     for epoch in range(epochs_done + 1, args.epochs + 1):
         batches = log.batches(args.batches, args.batch_bags, report.seed_for(args.seed, "clicks", trainer, epoch))
         dist.barrier()  # the clock measures training: no making of data, no waiting for a checkpoint
-        started, bytes_before = time.perf_counter(), report.wire_bytes()
+        bytes_before = report.wire_bytes() if epoch == args.epochs else 0
+        started = time.perf_counter()
         training.train_epoch(batches, learning_rate_scale(epoch, args.epochs))
         dist.barrier()
         seconds += time.perf_counter() - started
-        wire_bytes = report.wire_bytes() - bytes_before  # of the last epoch
+        if epoch == args.epochs:  # one epoch tells as much as all
+            wire_bytes = report.wire_bytes() - bytes_before
         figures = evaluate(model, log, heldout)
         tell_master(master_rref, trainer, epoch, figures, seconds, model)
     return {"seconds": seconds, "wire_bytes": wire_bytes, "replicas_max_difference": check_replicas(model), **figures}
