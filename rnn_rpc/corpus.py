@@ -63,7 +63,7 @@ class MarkovSource:
     Each of the S = 2V states has K successors with random probabilities, so its entropy rate is a finite sum.
     """
 
-    def __init__(self, num_tokens, seed, successors=8):
+    def __init__(self, num_tokens, seed, successors=4):
         k = min(successors, num_tokens)
         rng = np.random.default_rng(seed)
         self.num_tokens, num_states = num_tokens, 2 * num_tokens

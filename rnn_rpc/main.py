@@ -20,7 +20,7 @@ from rnn_trainer import Trainer
 import torch.distributed.rpc as rpc
 
 TRAINER_RANK = 1
-DEFAULT_LR = {"sgd": 20.0, "adam": 0.003}
+DEFAULT_LR = {"sgd": 2.0, "adam": 0.005}
 
 
 def worker_name(rank, args):
@@ -37,8 +37,8 @@ def parse_args(argv=None):
     add = parser.add_argument_group("the text").add_argument
     add("--corpus", metavar="FILE", help="a UTF-8 text to learn; without it, one is generated")
     add("--tokens", choices=["word", "char"], default="word", help="what a token of --corpus is")
-    add("--vocabulary", type=size, default=50, metavar="V", help="words of the generated text")
-    add("--corpus_tokens", type=size, default=400_000, metavar="N", help="length of the generated text")
+    add("--vocabulary", type=size, default=30, metavar="V", help="words of the generated text")
+    add("--corpus_tokens", type=size, default=300_000, metavar="N", help="length of the generated text")
     add("--generate", type=count, default=0, metavar="N", help="sample N tokens at the end")
     add = parser.add_argument_group("the model").add_argument
     add("--embedding_dim", type=size, default=64, metavar="E", help="size of a token's vector")

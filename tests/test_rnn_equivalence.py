@@ -91,7 +91,7 @@ def test_the_global_norm_is_what_clips():
     assert clipped[0][0] == pytest.approx(math.log(V), abs=0.1)  # an untrained model gives each word the same chance
 
 
-@pytest.mark.parametrize("mode", ["logits", "loss"])
+@pytest.mark.parametrize("mode", ["logits", pytest.param("loss", marks=pytest.mark.slow)])
 def test_dropout_and_adam_equal_one_process(tmp_path, mode):
     """Dropout masks are keyed, so even a run with dropout repeats exactly, on any worker."""
     adam = {"optimizer": "adam", "lr": 0.01, "clip": 0.1, "dropout": 0.3}
@@ -99,7 +99,7 @@ def test_dropout_and_adam_equal_one_process(tmp_path, mode):
     assert_equal(distributed(tmp_path, "--mode", mode, *flags), one_process(**adam), tolerance=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["logits", "loss", "overlap"])
+@pytest.mark.parametrize("mode", ["logits", *(pytest.param(m, marks=pytest.mark.slow) for m in ("loss", "overlap"))])
 def test_resumed_equals_uninterrupted(tmp_path, mode):
     """Stopped after epoch 1 of 2 and resumed: parameters, optimizer state, dropout masks, learning rate all go on."""
     flags = ("--mode", mode, "--optimizer", "adam", "--dropout", 0.3)
