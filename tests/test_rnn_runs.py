@@ -102,9 +102,8 @@ def test_unusable_texts_are_refused_in_one_line(tmp_path, content, words):
 
 def test_the_user_meets_that_line(tmp_path):
     done = run_main("rnn_rpc", "--corpus", tmp_path)
-    line = done.stderr.splitlines()[0]
-    assert done.returncode == 1 and line == f"rnn_rpc: rank 1 (trainer): ValueError: --corpus {tmp_path}: Is a directory"
-    assert "Traceback" not in done.stderr
+    line = f"rnn_rpc: rank 1 (trainer): ValueError: --corpus {tmp_path}: Is a directory"
+    assert done.returncode == 1 and done.stderr.splitlines()[0] == line and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
