@@ -203,7 +203,7 @@ class Agent:
 
     @property
     def solved(self):
-        return self.running_reward > self.reward_threshold
+        return self.episode > 0 and self.running_reward > self.reward_threshold  # nothing is solved by not playing
 
     @property
     def rpc_calls(self):

@@ -15,6 +15,8 @@ import report
 from environment import make_env, play_episode, sizes
 from policy import Policy
 
+import gymnasium
+
 
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(
@@ -48,7 +50,7 @@ def main():
             print(f"Episode {episode}\tReward: {reward:.2f}", flush=True)
         if args.gif:
             write_gif(args.gif, frames, fps=env.metadata.get("render_fps", 30))
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError, gymnasium.error.Error) as error:  # the last: no renderer installed
         sys.exit(f"rl_rpc/play.py: {' '.join(str(error).split())}")
 
 

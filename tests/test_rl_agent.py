@@ -112,6 +112,9 @@ def test_the_threshold_is_within_reach_with_any_number_of_observers(make_agent):
 def test_negative_rewards_do_not_count_as_solved_at_once(make_agent):
     """Tutorial: the running reward starts at 0, which is above Acrobot's threshold of -100."""
     agent = make_agent(1, env_id="Acrobot-v1")
+    agent.episode = 0
+    assert not agent.solved
+    agent.episode = 1
     for _ in range(500):
         agent.select_action(1, np.zeros(6, dtype=np.float32))
         agent.report_reward(1, -1.0)

@@ -99,7 +99,7 @@ def test_all_modes_play_and_learn_the_same_with_three_observers(tmp_path):
         assert_equal_to_the_bit(runs[mode][1], expected)
 
 
-@pytest.mark.parametrize("mode", ["step", "batched"])
+@pytest.mark.parametrize("mode", [pytest.param("step", marks=pytest.mark.slow), "batched"])
 def test_a_repeated_run_repeats_exactly(tmp_path, mode):
     """Three observers on two cores interleave differently each time."""
     lines, expected = play(tmp_path, mode, 4, name="first")
@@ -108,6 +108,7 @@ def test_a_repeated_run_repeats_exactly(tmp_path, mode):
     assert_equal_to_the_bit(state, expected)
 
 
+@pytest.mark.slow
 def test_another_seed_plays_something_else(tmp_path):
     assert play(tmp_path, "rollout", 3, "--seed", 1)[0] != play(tmp_path, "rollout", 3, "--seed", 2)[0]
 
