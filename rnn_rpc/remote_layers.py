@@ -135,8 +135,18 @@ def gradient_norm(context_id):
 
 def scale_gradients(context_id, factor):
     """Multiply all gradients that this process holds in the context, in place: opt.step(context_id) reads the same."""
-    for gradient in dist_autograd.get_gradients(context_id).values():
+    gradients = dist_autograd.get_gradients(context_id)
+    for gradient in gradients.values():
         gradient.mul_(factor)
+    for device in {gradient.device for gradient in gradients.values()}:
+        synchronize(device)
+
+
+def synchronize(device):
+    """On a GPU, wait until all that was launched here has ended. Each RPC runs on a CUDA stream of its own, and torch
+    makes one wait for another only through tensors that travel between them: an update in place does not travel."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def set_learning_rate(optimizer_rref, lr):

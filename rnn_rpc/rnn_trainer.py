@@ -35,10 +35,10 @@ class Trainer:
         """Builds model and optimizer on all workers; `names[rank]` are their RPC names."""
         self.args, self.vocabulary = args, vocabulary
         servers = [name for name in names if name != "trainer"]
-        devices = {name: launch.device_of(rank, args) for rank, name in enumerate(names)}
+        self.devices = {name: launch.device_of(rank, args) for rank, name in enumerate(names)}
         self.model = RNNModel(
             servers, len(vocabulary), args.embedding_dim, args.hidden_dim, args.num_layers, args.dropout,
-            seed=args.seed, devices=devices, wire=args.wire, mode=args.mode)
+            seed=args.seed, devices=self.devices, wire=args.wire, mode=args.mode)
         self.lr = args.lr
         # One torch.optim optimizer on each owner, over the parameters that live there.
         optimizer_class = {"sgd": optim.SGD, "adam": optim.Adam}[args.optimizer]
@@ -91,7 +91,10 @@ class Trainer:
             if self.args.clip:
                 self.clip_gradients(context_id)
             self.opt.step(context_id)
-        self.rpc_calls += len(self.owners)  # opt.step asks each owner once
+            self.rpc_calls += len(self.owners)  # step asks each owner once
+            if self.model.device.type == "cuda":  # the next forward pass runs on other streams than this step
+                for owner in self.owners:
+                    rpc.rpc_sync(owner, remote_layers.synchronize, args=(str(self.devices[owner]),))
         self.step += 1
         self.steps_here += 1
         return loss.detach(), hidden
