@@ -38,7 +38,7 @@ class Job:
     """One rank's view of the job: the store, the other ranks' names, and the two threads that watch over them."""
 
     def __init__(self, rank, args, worker_name, parent_port=None):
-        self.rank, self.world_size, self.args = rank, args.world_size, args
+        self.rank, self.world_size, self.args, self.worker_name = rank, args.world_size, args, worker_name
         self.names = [f"rank {r} ({worker_name(r, args)})" for r in range(args.world_size)]
         self.device = device_of(rank, args)
         self.spawned = parent_port is not None
@@ -47,29 +47,28 @@ class Job:
         self.address = ("127.0.0.1", parent_port) if self.spawned else (args.master_addr, args.master_port)
         self.main_store = self.beat_store = self.beater = None
         self.leaving, self.ending = threading.Event(), threading.Lock()
-        self.lost_after = LOST_AFTER_SECONDS
+        self.lost_after, self.meetings = LOST_AFTER_SECONDS, 0
 
     # What run_worker uses
 
     def rpc_options(self, **kwargs):
         """Return TensorPipeRpcBackendOptions that meet on this job's own store; `kwargs` go to torch."""
-        transport = self.args.auto_transport if self.args.transport == "auto" else self.args.transport
-        cuda, direct = self.args.device == "cuda", self.args.wire == "direct"
-        # TensorPipe's shm transport is fast but keeps a core busy per rank even when idle; uv (TCP) sleeps.  There is
-        # no public name for this choice, hence the underscores.
+        args = self.args
+        transport = args.auto_transport if args.transport == "auto" else args.transport
+        # TensorPipe's shm transport is fast but keeps a core busy per rank even when idle; uv (TCP) sleeps.  And its
+        # basic channel sends tensors with their message, where the default reads them from the peer's memory.  torch
+        # has no public name for either choice, hence the underscores.
         kwargs["_transports"] = ["shm", "uv"] if transport == "shm" else ["uv"]
-        if transport in ("shm", "tcp") and not cuda:
-            kwargs["_channels"] = [
-                "basic"
-            ]  # tensors travel with their message; the default would read the peer's memory
-        dist.rendezvous.__globals__["_rendezvous_handlers"].pop("job", None)
-        dist.register_rendezvous_handler(
-            "job", lambda *_, **__: iter([(self.store("rpc"), self.rank, self.world_size)])
-        )
-        options = rpc.TensorPipeRpcBackendOptions(init_method="job://", rpc_timeout=self.args.rpc_timeout, **kwargs)
-        for peer in range(self.world_size if cuda and direct else 0):
-            name = self.names[peer].partition("(")[2][:-1]
-            options.set_device_map(name, {self.device: device_of(peer, self.args)})
+        if transport in ("shm", "tcp") and args.device == "cpu":
+            kwargs["_channels"] = ["basic"]
+        meet_here = (self.store("rpc"), self.rank, self.world_size)
+        dist.register_rendezvous_handler("job", lambda *_, **__: iter([meet_here]))
+        options = rpc.TensorPipeRpcBackendOptions(init_method="job://", rpc_timeout=args.rpc_timeout, **kwargs)
+        if args.device == "cuda" and args.wire == "direct":
+            for peer in range(
+                self.world_size
+            ):  # where a tensor of ours arrives; replies and gradients go back the same way
+                options.set_device_map(self.worker_name(peer, args), {self.device: device_of(peer, args)})
         return options
 
     def store(self, prefix):
@@ -78,7 +77,7 @@ class Job:
 
     def wait_for_all(self):
         """Return when every rank has called this.  Watched: if one dies instead, this process ends."""
-        self.meetings = getattr(self, "meetings", 0) + 1
+        self.meetings += 1
         if self.main_store.add(f"arrived/{self.meetings}", 1) == self.world_size:
             self.main_store.set(f"all_here/{self.meetings}", "")
         self.main_store.wait([f"all_here/{self.meetings}"], FOREVER)

@@ -57,7 +57,7 @@ def _run_rank(rank, run_worker, args, worker_name, parent_port=None):
     try:
         job.join()
         if args.check:
-            machine_check.meet(job, worker_name)
+            machine_check.meet(job)
         else:
             with rpc_trace.recorded(args.trace, rank, worker_name(rank, args), job.spawned, job.wait_for_all):
                 run_worker(rank, args, job)

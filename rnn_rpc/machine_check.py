@@ -48,7 +48,7 @@ def explain(args, meeting=False):
         print(f"next         python {PACKAGE}/main.py --world_size {args.world_size}")
 
 
-def meet(job, worker_name):
+def meet(job):
     """Meet the other ranks: plain TCP first, because it says which pair fails; then RPC's round trip to each."""
     if job.rank == 0 or not job.spawned:
         explain(job.args, meeting=True)
@@ -60,13 +60,13 @@ def meet(job, worker_name):
             "; ".join(f"cannot reach {job.names[rank]}: {why}" for rank, why in broken.items() if why)
         )
     job.wait_for_all()  # a rank that cannot reach another ends the job here, before RPC would wait for it
-    name = worker_name(job.rank, job.args)
+    name = job.worker_name(job.rank, job.args)
     rpc.init_rpc(name, rank=job.rank, world_size=job.world_size, rpc_backend_options=job.rpc_options())
     for rank in peers:
         times = []
         for _ in range(TRIES):
             started = time.perf_counter()
-            rpc.rpc_sync(worker_name(rank, job.args), torch.add, args=(torch.ones(4), 1))
+            rpc.rpc_sync(job.worker_name(rank, job.args), torch.add, args=(torch.ones(4), 1))
             times.append(time.perf_counter() - started)
         milliseconds = statistics.median(times) * 1000
         print(f"round trip   {job.names[job.rank]} to {job.names[rank]}: {milliseconds:.2f} ms", flush=True)

@@ -22,7 +22,7 @@ def short(package):
     return [*JOBS[package]["size"], *JOBS[package]["short"]]
 
 
-# --------------------------------------------------------------------------------------------- a normal run is quiet
+# ------------------------------------------------------------------------------------------------ a normal run is quiet
 
 
 @pytest.mark.slow
@@ -38,7 +38,7 @@ def test_no_mode_writes_to_stderr(package, mode):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# -------------------------------------------------------------------------------------------------- sockets and ports
+# ---------------------------------------------------------------------------------------------------- sockets and ports
 
 
 def listening_inodes():
@@ -130,7 +130,7 @@ def test_a_foreign_listener_is_not_waited_for_in_silence():
     assert_one_line_error(done, 1, "rank 1 (observer1)", str(port))
 
 
-# ------------------------------------------------------------------------------------------------- meeting the others
+# --------------------------------------------------------------------------------------------------- meeting the others
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -234,7 +234,7 @@ def test_ctrl_c_ends_all_quietly_and_keeps_the_checkpoint(package, way, target, 
     assert saved["scenario"] == package and saved["state"]
 
 
-# -------------------------------------------------------------------------------------------------------------- restarts
+# ------------------------------------------------------------------------------------------------------------- restarts
 
 
 @pytest.mark.slow
@@ -274,7 +274,7 @@ def test_without_a_checkpoint_it_starts_afresh_and_says_so():
         assert "No checkpoint: starting afresh." in job.text()
 
 
-# ------------------------------------------------------------------------------------------------------ remote exceptions
+# ---------------------------------------------------------------------------------------------------- remote exceptions
 
 
 def test_a_remote_exception_is_told_once_with_type_message_and_rank():
@@ -286,7 +286,7 @@ def test_a_remote_exception_is_told_once_with_type_message_and_rank():
     assert "rl_rpc: rank 1 (observer1): KeyError: 'injected fault'" in text, text
 
 
-# ---------------------------------------------------------------------------------------------------------------- --check
+# -------------------------------------------------------------------------------------------------------------- --check
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -313,7 +313,7 @@ def test_check_measures_the_round_trip_of_each_pair():
     assert all(0.02 < float(milliseconds) < 1000 for *_, milliseconds in trips)
 
 
-# ----------------------------------------------------------------------------------------------------------------- --trace
+# -------------------------------------------------------------------------------------------------------------- --trace
 
 
 def test_trace_shows_every_rpc_of_every_rank(tmp_path):

@@ -9,8 +9,9 @@ import random
 import signal
 import time
 
-import pytest
 from jobs import JOBS, WAYS, Job
+
+import pytest
 
 SECONDS_TO_END = 15  # the contract
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
