@@ -1,7 +1,7 @@
 """Measure this package: images/s and bytes by mode and number of trainers, and accuracy against staleness.
 
-    python param_server/bench.py --data_dir data               speed, about 15 minutes on 2 cores
-    python param_server/bench.py --data_dir data --accuracy    one epoch, modes x trainers x seeds: about 30 minutes
+    python param_server/bench.py --data_dir data                      speed, about 10 minutes on 2 cores
+    python param_server/bench.py --data_dir data --tables accuracy    modes x trainers x seeds, about 30 minutes
 
 Beside every figure stands one process that does the same work on the same network, data and settings, without RPC.
 Without MNIST in --data_dir it takes --dataset synthetic, and says so.
@@ -15,15 +15,15 @@ import subprocess
 import sys
 import time
 
-import torch
-import torch.nn.functional as F
+import command_line
+import report
 from digits_net import Net
+from launch import keep_freed_memory
 from mnist_data import Shard, load_digits
 from scoreboard import evaluate
 
-import command_line
-import report
-from launch import keep_freed_memory
+import torch
+import torch.nn.functional as F
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 MODES = {
@@ -40,43 +40,41 @@ def main():
         print(json.dumps(train_in_one_process(args)))
         return
     print(f"{args.dataset}, batch {args.batch_size} per trainer, torch {torch.__version__}, {os.cpu_count()} cores")
-    result = accuracy_table(args) if args.accuracy else speed_tables(args)
+    tables = {"modes": speed_by_mode, "batch": speed_by_batch, "accuracy": accuracy_table}
+    result = {name: tables[name](args) for name in args.tables}
     if args.json:
         with open(args.json, "w") as file:
             json.dump(result, file, indent=2)
 
 
-def speed_tables(args):
-    single = {
-        f"one process, {threads} thread{'s' * (threads > 1)}": lambda threads=threads: run_single(args, threads)
-        for threads in (1, 2)
-    }
-    by_mode = {
-        f"{mode}, {count} trainer{'s' * (count > 1)}": lambda mode=mode, count=count: run(args, mode, count)
-        for count in args.trainers
-        for mode in MODES
-        if count > 1 or mode in ("remote", "async")  # with one trainer the three consistencies are the same
-    }
-    rows = report.interleave(single | by_mode, args.repeats)
-    baseline = next(iter(single))
-    tables = {"images_per_second": report.table(rows, "images_per_second", baseline, "images/s")}
-    print("\nTensor bytes that cross the wire per batch, in both directions together")
-    for name in by_mode:
-        print(f"{name:22} {rows[name][0]['wire_bytes_per_step']:12,}")
-    growing = {
-        f"{mode}, batch {batch}": lambda mode=mode, batch=batch: run(args, mode, 2, "--batch_size", batch)
-        for batch in (8, 32, 128)
-        for mode in ("remote", "async")
-    } | {
-        f"async, batch 8, --sync_every {every}": lambda every=every: run(
-            args, "async", 2, "--batch_size", 8, "--sync_every", every
-        )
-        for every in (4, 16)
-    }
-    growing_rows = report.interleave(single | growing, args.repeats)
-    title = "images/s, 2 trainers, as the batch grows: small batches pay for the wire"
-    tables["by_batch"] = report.table(growing_rows, "images_per_second", baseline, title)
-    return {"tables": tables, "runs": rows | growing_rows}
+def speed_by_mode(args):
+    """images/s of each mode with 1, 2 and 4 trainers, and the bytes that it costs."""
+    variants = {f"one process, {threads} thread{'s' * (threads > 1)}": single(args, threads) for threads in (1, 2)}
+    for count in args.trainers:
+        # With one trainer the three consistencies are the same.
+        for mode in MODES if count > 1 else ("remote", "async"):
+            variants[f"{mode}, {count} trainer{'s' * (count > 1)}"] = distributed(args, mode, count)
+    rows = report.interleave(variants, args.repeats)
+    report.table(rows, "images_per_second", "one process, 1 thread", "images/s")
+    print("\nTensor bytes that cross the wire per batch, both directions together")
+    for mode in ("remote", "async"):
+        print(f"{mode:22} {rows[f'{mode}, {args.trainers[0]} trainer'][0]['wire_bytes_per_step']:12,}")
+    return rows
+
+
+def speed_by_batch(args):
+    """images/s of two trainers as the batch grows: small batches pay for the wire, and --sync_every helps."""
+    variants = {"one process, 1 thread": single(args, 1)}
+    for batch in (8, 128):
+        variants[f"one process, 1 thread, batch {batch}"] = single(args, 1, "--batch_size", batch)
+        for mode in ("remote", "async"):
+            variants[f"{mode}, batch {batch}"] = distributed(args, mode, 2, "--batch_size", batch)
+    for batch in (8, 32):
+        flags = ("--batch_size", batch, "--sync_every", 8)
+        variants[f"async, batch {batch}, --sync_every 8"] = distributed(args, "async", 2, *flags)
+    rows = report.interleave(variants, args.repeats)
+    report.table(rows, "images_per_second", "one process, 1 thread", "images/s, 2 trainers, by batch size")
+    return rows
 
 
 def accuracy_table(args):
@@ -89,9 +87,9 @@ def accuracy_table(args):
         runs = []
         for seed in args.seeds:
             if name in MODES:
-                runs.append(run(args, name, trainers, "--seed", seed))
+                runs.append(distributed(args, name, trainers, "--seed", seed)())
             else:
-                runs.append(run_single(args, 2, "--batch_size", args.batch_size * trainers, "--seed", seed))
+                runs.append(single(args, 2, "--batch_size", args.batch_size * trainers, "--seed", seed)())
         values = [each["test_accuracy"] for each in runs]
         stale = [each.get("staleness_mean", 0.0) for each in runs]
         worst = max(each.get("staleness_max", 0) for each in runs)
@@ -101,19 +99,19 @@ def accuracy_table(args):
     return rows
 
 
-def run(args, mode, trainers, *flags):
-    """Run main.py with this many trainers; return its summary."""
+def distributed(args, mode, trainers, *flags):
+    """Return a callable that runs main.py with this many trainers and returns its summary."""
     common = ["--dataset", args.dataset, "--data_dir", args.data_dir, "--batch_size", args.batch_size,
               "--max_batches", args.max_batches, "--log_interval", 1_000_000]  # fmt: skip
-    return report.run_main(HERE, [*common, *MODES[mode], "--world_size", trainers + 1, *flags])
+    return lambda: report.run_main(HERE, [*common, *MODES[mode], "--world_size", trainers + 1, *flags])
 
 
-def run_single(args, threads, *flags):
-    """Run train_in_one_process in a process of its own, so that its threads and memory are its own."""
+def single(args, threads, *flags):
+    """Return a callable that runs train_in_one_process in a process of its own: its threads and memory are its own."""
     common = ["--dataset", args.dataset, "--data_dir", args.data_dir, "--batch_size", args.batch_size,
               "--max_batches", args.max_batches, "--single", threads]  # fmt: skip
     command = [sys.executable, __file__, *map(str, (*common, *flags))]
-    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    return lambda: json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
 def train_in_one_process(args):
@@ -141,17 +139,17 @@ def parse_args():
     parser.add_argument("--dataset", choices=["mnist", "synthetic"], help="default: mnist if --data_dir has it")
     parser.add_argument("--trainers", type=command_line.positive_int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--batch_size", type=command_line.positive_int, default=32)
-    parser.add_argument("--max_batches", type=command_line.non_negative_int, help="default: 200; accuracy: all")
+    parser.add_argument("--max_batches", type=command_line.non_negative_int, help="default: 150; accuracy: all")
     parser.add_argument("--lr", type=command_line.positive_float, default=0.03)
     parser.add_argument("--repeats", type=command_line.positive_int, default=3)
-    parser.add_argument("--accuracy", action="store_true", help="accuracy against staleness, instead of speed")
+    parser.add_argument("--tables", nargs="+", choices=["modes", "batch", "accuracy"], default=["modes", "batch"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the accuracy table")
     parser.add_argument("--seed", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--single", type=int, metavar="THREADS", help="run only the baseline, and print its figures")
     parser.add_argument("--json", metavar="FILE", help="write the raw figures")
     args = parser.parse_args()
     if args.max_batches is None:
-        args.max_batches = 0 if args.accuracy else 200
+        args.max_batches = 0 if "accuracy" in args.tables else 150
     if args.dataset is None:
         try:
             args.dataset = "mnist"

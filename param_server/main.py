@@ -9,19 +9,17 @@
     --mode replica: trainers compute on a copy of their own; they push gradients, and get fresh weights for them
 """
 
-import os
-
-import torch
-import torch.distributed.rpc as rpc
+import command_line
+import launch
+from command_line import fraction, non_negative_int, positive_float, positive_int
 from mnist_trainer import run_training_loop
 from model_server import get_parameter_server
 from range_server import get_range_server
 from replica_trainer import run_replica_loop
-from rpc_names import trainers, worker_name
+from rpc_names import trainers, usable_cores, worker_name
 
-import command_line
-import launch
-from command_line import fraction, non_negative_int, positive_float, positive_int
+import torch
+import torch.distributed.rpc as rpc
 
 
 def parse_args(argv=None):
@@ -93,9 +91,7 @@ def share_cores(args):
 
     In `remote` that work runs on the server, one RPC thread per trainer; in `replica` on the trainers.
     """
-    if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(torch.get_num_threads(), cores // len(trainers(args))))
+    torch.set_num_threads(max(torch.get_num_threads(), usable_cores() // len(trainers(args))))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Runs in every process: trainers read the training images, rank 0 the test images.
 
-Decoding each image with PIL on every epoch, as torchvision's dataset does under a DataLoader, costs more than half of
-the training step on one core. So the set stays one uint8 tensor (47 MB), and a batch is an index and a division.
+torchvision's dataset under a DataLoader decodes and normalises each image anew with PIL in every epoch: 1.7 ms for a
+batch of 32.  So the set stays one uint8 tensor (47 MB), and a batch is an index and a division: 0.05 ms.
 
 Shapes: N images in the set, B in a batch; an image is 28 x 28.
 """
@@ -14,10 +14,10 @@ import gzip
 import io
 import os
 
-import torch
 from drawn_digits import draw_digits
-
 from report import seed_for
+
+import torch
 
 MEAN, STD = 0.1307, 0.3081  # of MNIST's training images, scaled to 0..1; the tutorial's own numbers
 FILES = {
@@ -118,7 +118,7 @@ def _download_if_missing(folder):
 
 
 def _read_idx(path, item_shape):
-    """Return the uint8 tensor (N, *item_shape) in an IDX file: 4 magic bytes, one big-endian size per dimension, data."""
+    """Return the uint8 tensor (N, *item_shape) of an IDX file: 4 magic bytes, big-endian sizes, then the data."""
     try:
         with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
             content = file.read()

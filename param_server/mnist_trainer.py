@@ -6,13 +6,14 @@ on the server.
 Shapes: B images in a batch.
 """
 
-import torch.distributed.autograd as dist_autograd
-import torch.distributed.rpc as rpc
-import torch.nn.functional as F
 from mnist_data import Shard, load_digits
 from model_server import ParameterServer, ServerSGD, get_parameter_server
 from rpc_names import for_wire, trainers
 from scoreboard import Scoreboard
+
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.optim import DistributedOptimizer
 

@@ -10,11 +10,12 @@ import contextlib
 import copy
 import threading
 
-import torch
-import torch.distributed.rpc as rpc
 from digits_net import Net, devices_of
 from rpc_names import for_wire
 from scoreboard import Scoreboard
+
+import torch
+import torch.distributed.rpc as rpc
 from torch import nn, optim
 from torch.func import functional_call
 

@@ -11,16 +11,16 @@ import contextlib
 import math
 import threading
 
-import torch
-import torch.distributed.rpc as rpc
+import launch
 from digits_net import Net
 from flat_weights import flatten_parameters, range_of
 from model_server import learning_rate
 from rpc_names import for_wire, trainers, worker_name
 from scoreboard import Scoreboard
-from torch import nn, optim
 
-import launch
+import torch
+import torch.distributed.rpc as rpc
+from torch import nn, optim
 
 range_server = None  # the one RangeServer of this process
 global_lock = threading.Lock()

@@ -6,16 +6,16 @@ where every batch and prediction crosses it, and all computing is the server's.
 Shapes: P weights in the whole network, R in one server's range; B images in a batch.
 """
 
-import torch
-import torch.distributed.rpc as rpc
-import torch.nn.functional as F
 from digits_net import Net
 from flat_weights import flatten_gradients, flatten_parameters, range_of
 from mnist_data import Shard, load_digits
 from range_server import get_range_server
+from report import seed_for
 from rpc_names import for_wire, trainers, worker_name
 
-from report import seed_for
+import torch
+import torch.distributed.rpc as rpc
+import torch.nn.functional as F
 
 
 class Replica:

@@ -1,7 +1,9 @@
-"""Who is who: ranks, RPC names, and the devices and wire between them.
+"""Who is who: ranks and RPC names; and what each has: cores, and a wire for its tensors.
 
 Runs in every process.  Servers come first: rank 0 to --num_servers - 1; every later rank is a trainer.
 """
+
+import os
 
 
 def worker_name(rank, args):
@@ -14,6 +16,11 @@ def worker_name(rank, args):
 def trainers(args):
     """Return the ranks of all trainers."""
     return range(args.num_servers, args.world_size)
+
+
+def usable_cores():
+    """Return how many cores this process may use: OMP_NUM_THREADS of them, if set, else all that it may run on."""
+    return int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
 
 
 def for_wire(tensor, args):

@@ -4,16 +4,15 @@ Lives on rank 0, one for the job, beside the parameter server.  The trainers cal
 server calls count_update.  It works alike for both modes, and knows nothing of how the weights are kept.
 """
 
-import os
 import threading
 import time
 
+import report
 import rpc_names
-import torch
-import torch.distributed.rpc as rpc
 from mnist_data import load_digits, normalised
 
-import report
+import torch
+import torch.distributed.rpc as rpc
 
 SCENARIO = "param_server"
 # A checkpoint means the same only with the same of these: a place in an epoch is counted in batches per trainer.
@@ -155,7 +154,7 @@ def evaluate(net, images, labels, batch_size=500):
     parameters and no dropout; the network behind the RRef stays in training mode and is measured with dropout on.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # nobody trains now: take every core
+    torch.set_num_threads(rpc_names.usable_cores())  # nobody trains now: take every core
     was_training = net.training
     net.eval()
     first = next(net.parameters()).device

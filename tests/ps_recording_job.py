@@ -7,17 +7,17 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "param_server"))
+import launch
 import main
 import mnist_data
 import model_server
-import torch
-import torch.distributed.rpc as rpc
-import torch.nn.functional as F
 from digits_net import Net
 from mnist_trainer import run_training_loop
 from rpc_names import trainers, worker_name
 
-import launch
+import torch
+import torch.distributed.rpc as rpc
+import torch.nn.functional as F
 
 
 class RecordingServer(model_server.ParameterServer):

@@ -4,11 +4,12 @@ import json
 import os
 import signal
 
-import pytest
-import torch
 from helpers import package_on_path, run_main, start_main
 from test_ps_equivalence import one_process
 from test_ps_runs import MODES, ranks_of, wait_for
+
+import pytest
+import torch
 
 pytestmark = [
     pytest.mark.cuda,

@@ -6,9 +6,10 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
+from helpers import package_on_path
+
 import pytest
 import torch
-from helpers import package_on_path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

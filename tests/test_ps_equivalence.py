@@ -3,10 +3,11 @@
 import re
 from argparse import Namespace
 
+from helpers import package_on_path, run_main
+
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import package_on_path, run_main
 
 with package_on_path("param_server"):
     from digits_net import Net
@@ -16,9 +17,16 @@ STEPS = 20
 COMMON = ("--dataset", "synthetic", "--no_dropout", "--log_interval", "1", "--batch_size", "8")
 
 
+@pytest.fixture(autouse=True)
+def one_thread_per_rank(monkeypatch):
+    """Threads that wait for each other crawl when a machine is busy with other things."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 def one_process(steps, batch_size, momentum=0.0, lr=0.03, seed=1):
     """The plain loop: (losses, weights by name) after so many steps."""
     args = Namespace(dataset="synthetic", seed=seed, batch_size=batch_size, max_batches=steps)
+    torch.set_num_threads(1)
     torch.manual_seed(seed)
     net = Net(dropout=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum)

@@ -2,10 +2,17 @@
 
 import re
 
-import pytest
 from helpers import assert_one_line_error, run_script
 
+import pytest
+
 FLAGS = ("--dataset", "synthetic", "--no_dropout", "--batch_size", "8")
+
+
+@pytest.fixture(autouse=True)
+def one_thread_per_rank(monkeypatch):
+    """Threads that wait for each other crawl when a machine is busy with other things."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ import sys
 import time
 from pathlib import Path
 
+from helpers import ROOT, assert_one_line_error, run_main, start_main
+
 import pytest
 import torch
-from helpers import ROOT, assert_one_line_error, run_main, start_main
 
 DRAWN = ("--dataset", "synthetic")
 MODES = {
@@ -24,6 +25,12 @@ MODES = {
     "sync": ("--mode", "replica", "--consistency", "sync"),
     "local steps": ("--mode", "replica", "--sync_every", "4"),
 }
+
+
+@pytest.fixture(autouse=True)
+def one_thread_per_rank(monkeypatch):
+    """Threads that wait for each other crawl when a machine is busy with other things."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def run(*flags, timeout=150):

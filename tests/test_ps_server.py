@@ -5,10 +5,11 @@ import threading
 import time
 import warnings
 
+from helpers import package_on_path
+
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import package_on_path
 from torch import nn
 
 with package_on_path("param_server"):
