@@ -1,9 +1,11 @@
 """ddp_rpc's parts on their own: sharded lookups, the click log, averaging on the server, the run's own checks."""
 
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
-from helpers import package_on_path
+from helpers import ROOT, package_on_path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ with package_on_path("ddp_rpc"):
     import main
     from clicks import ClickLog
     from embedding_server import EmbeddingShard, split_by_shard
+    from hybrid_model import HybridModel
 
 
 def make_args(num_embeddings=30, sparse=True, lr=0.05):
@@ -164,6 +167,27 @@ def test_replicas_that_differ_are_an_error(monkeypatch):
         model.fc.weight.zero_()
     with pytest.raises(RuntimeError, match="replicas of fc differ"):
         hybrid_trainer.check_replicas(model)
+
+
+def test_eval_mode_reaches_the_servers():
+    """Difference 13: model.eval() stops at an RRef unless somebody takes it further."""
+    shards = make_shards(2, make_args())
+    model = HybridModel.__new__(HybridModel)  # without DDP, which needs a process group
+    nn.Module.__init__(model)
+    model.emb_rrefs = [SimpleNamespace(rpc_sync=lambda shard=shard: shard) for shard in shards]
+    model.eval()
+    assert not model.training and not any(shard.training for shard in shards)
+    model.train()
+    assert model.training and all(shard.training for shard in shards)
+
+
+def test_importing_main_starts_nothing():
+    """Difference 4: spawned children import it again; it must only define."""
+    code = "import threading, main, torch.distributed as d; print(threading.active_count(), d.is_initialized())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT / "ddp_rpc", timeout=60
+    )
+    assert (done.stdout.split(), done.stderr) == (["1", "False"], "")
 
 
 @pytest.mark.parametrize("rank, is_trainer", [(0, True), (1, True), (2, False), (3, False)])
