@@ -18,6 +18,10 @@ import torch
 EXTRA_RANK = {"rl_rpc": 2, "rnn_rpc": 1, "ddp_rpc": 3, "param_server": 2}  # the last rank of JOBS' sizes
 
 
+SLOW = {"marks": pytest.mark.slow}
+RL_AND_SLOWLY_THE_OTHERS = [name if name == "rl_rpc" else pytest.param(name, **SLOW) for name in PACKAGES]
+
+
 def short(package):
     return [*JOBS[package]["size"], *JOBS[package]["short"]]
 
@@ -133,7 +137,7 @@ def test_a_foreign_listener_is_not_waited_for_in_silence():
 # --------------------------------------------------------------------------------------------------- meeting the others
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", RL_AND_SLOWLY_THE_OTHERS)
 def test_a_rank_that_never_comes_is_named(package):
     names, port = JOBS[package]["names"], free_port()
     absent = EXTRA_RANK[package]
@@ -154,9 +158,9 @@ def test_rank_0_that_never_comes_is_named():
     "package, flags, word",
     [
         ("rl_rpc", ["--world_size", "4", "--rank", "1"], "world_size 4"),
-        ("rl_rpc", ["--world_size", "3", "--rank", "1", "--mode", "rollout"], "mode rollout"),
-        ("param_server", ["--world_size", "3", "--rank", "1"], "package param_server"),
-        ("rl_rpc", ["--world_size", "3", "--rank", "0"], "--master_port"),
+        pytest.param("rl_rpc", ["--world_size", "3", "--rank", "1", "--mode", "rollout"], "mode rollout", **SLOW),
+        pytest.param("param_server", ["--world_size", "3", "--rank", "1"], "package param_server", **SLOW),
+        pytest.param("rl_rpc", ["--world_size", "3", "--rank", "0"], "--master_port", **SLOW),
     ],
 )
 def test_a_rank_that_does_not_fit_is_refused_and_the_job_goes_on(package, flags, word):
@@ -172,6 +176,7 @@ def test_a_rank_that_does_not_fit_is_refused_and_the_job_goes_on(package, flags,
         assert (rank.returncode, errors) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_place_that_is_taken_is_refused():
     port = free_port()
     place = [*short("rl_rpc"), "--master_port", port, "--join_timeout", 60]
