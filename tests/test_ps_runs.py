@@ -48,8 +48,8 @@ def run(*flags, timeout=150):
 )
 def test_every_mode_learns_and_tells_its_figures(tmp_path, mode):
     summary_file = tmp_path / "summary.json"
-    batches = 100
-    done = run(*MODES[mode], "--world_size", 3, "--max_batches", batches, "--log_interval", 25,
+    batches = 200
+    done = run(*MODES[mode], "--world_size", 3, "--max_batches", batches, "--lr", "0.1", "--log_interval", 50,
                "--summary_json", summary_file, "--plot", tmp_path / "curve.png")  # fmt: skip
     summary = json.loads(summary_file.read_text())
     assert re.search(r"^Epoch 1: Accuracy 0\.\d{4}, ", done.stdout, re.M)
@@ -199,13 +199,14 @@ def kill_a_trainer_when_training(process, trainer, checkpoint, delay=0.0):
 
 def test_a_lost_trainer_comes_back_with_max_restarts(tmp_path):
     checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
-    flags = (*DRAWN, "--world_size", 3, "--max_batches", 100, "--checkpoint", checkpoint, "--checkpoint_every", 20)
-    process = start_main("param_server", *flags, "--max_restarts", 1, "--summary_json", summary)
+    flags = (*DRAWN, "--world_size", 3, "--max_batches", 200, "--lr", "0.1", "--checkpoint", checkpoint)
+    flags = (*flags, "--checkpoint_every", 20, "--max_restarts", 1, "--summary_json", summary)
+    process = start_main("param_server", *flags)
     kill_a_trainer_when_training(process, 2, checkpoint)
     out, err = process.communicate(timeout=150)
     assert process.returncode == 0, (out, err)
     figures = json.loads(summary.read_text())
-    assert figures["restarts"] == 1 and figures["updates"] == 200 and figures["test_accuracy"] > 0.8
+    assert figures["restarts"] == 1 and figures["updates"] == 400 and figures["test_accuracy"] > 0.8
     assert "Going on from update" in out
 
 
@@ -227,7 +228,7 @@ def test_kill_9_of_one_of_four_trainers_at_a_random_moment(tmp_path, attempt):
     mode = random_.choice(["remote", "async", "bounded", "sync"])
     restarts = attempt % 2
     checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
-    flags = (*DRAWN, *MODES[mode], "--world_size", 5, "--max_batches", 60, "--max_restarts", restarts)
+    flags = (*DRAWN, *MODES[mode], "--world_size", 5, "--max_batches", 150, "--lr", "0.1", "--max_restarts", restarts)
     flags = (*flags, "--checkpoint", checkpoint, "--checkpoint_every", 4, "--summary_json", summary)
     process = start_main("param_server", *flags)
     kill_a_trainer_when_training(process, random_.randint(1, 4), checkpoint, delay=random_.uniform(0, 2))
@@ -244,7 +245,8 @@ def test_torchrun_brings_a_lost_rank_back(tmp_path):
     checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--max-restarts", "1",
                "--master-addr", "127.0.0.1", "--master-port", str(free_port()), str(ROOT / "param_server/main.py"),
-               *DRAWN, "--max_batches", "100", "--checkpoint", str(checkpoint), "--checkpoint_every", "20",
+               *DRAWN, "--max_batches", "200", "--lr", "0.1", "--checkpoint", str(checkpoint),
+               "--checkpoint_every", "20",
                "--summary_json", str(summary)]  # fmt: skip
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, text=True, start_new_session=True)
@@ -253,4 +255,4 @@ def test_torchrun_brings_a_lost_rank_back(tmp_path):
     os.kill(int(pids[-1]), signal.SIGKILL)
     assert process.wait(timeout=150) == 0, (tmp_path / "log").read_text()
     figures = json.loads(summary.read_text())
-    assert figures["restarts"] == 1 and figures["updates"] == 200 and figures["test_accuracy"] > 0.8
+    assert figures["restarts"] == 1 and figures["updates"] == 400 and figures["test_accuracy"] > 0.8
