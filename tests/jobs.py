@@ -66,7 +66,7 @@ class Job:
         if fault:  # (rank, kind, seconds)
             script = [str(ROOT / "tests" / "fault_injection.py"), package, *map(str, fault)]
         base = [*script, *JOBS[package]["size"], *flags]
-        port = str(free_port())
+        port = self.port = str(free_port())
         if way == "spawned":
             commands = [[sys.executable, *base]]
         elif way == "terminals":
@@ -101,8 +101,9 @@ class Job:
 
     def __exit__(self, *_):
         for process in self.processes:
-            for pid in session_members(process.pid):
-                os.kill(pid, signal.SIGKILL)
+            for pid in self.members(process):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             process.wait()
         for output in self.outputs:
             output.close()
@@ -137,7 +138,7 @@ class Job:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.processes[0].poll() is None:
             if self.way == "torchrun":
-                found = [pid for pid in session_members(self.processes[0].pid) if f"RANK={rank}" in environment_of(pid)]
+                found = [pid for pid in self.members(self.processes[0]) if f"RANK={rank}" in environment_of(pid)]
             else:  # children of the starting process, in the order of their ranks (one more is Python's own helper)
                 children = [pid for pid in children_of(self.processes[0].pid) if "spawn_main" in command_of(pid)]
                 found = sorted(children)[rank : rank + 1]
@@ -164,11 +165,19 @@ class Job:
             return file.read().rpartition(")")[2].split()[0] == "T"
         return False
 
+    def members(self, process):
+        """Return the live processes that one started process has brought up, itself included."""
+        members = session_members(process.pid)
+        if self.way == "torchrun":  # it puts each rank into a session of its own; all know the port where they meet
+            everyone = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+            members += [pid for pid in everyone if f"MASTER_PORT={self.port}" in environment_of(pid)]
+        return members
+
     def survivors(self, seconds=2):
         """Return the processes of this job that are left (Python's own helper process takes a moment to notice)."""
         deadline = time.monotonic() + seconds
         while True:
-            left = [pid for process in self.processes for pid in session_members(process.pid)]
+            left = [pid for process in self.processes for pid in self.members(process)]
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(0.05)

@@ -264,7 +264,7 @@ def test_a_job_that_lost_a_rank_comes_back(package, way, tmp_path):
         os.kill(job.pid_of(EXTRA_RANK[package]), signal.SIGKILL)
         statuses = job.wait(180)
         assert statuses == [0], job.text()
-        assert "The job was restarted 1 time." in job.text().strip().splitlines()[-1], job.text()
+        assert job.text(job.outputs[:1]).splitlines()[-1] == "The job was restarted 1 time.", job.text()
         assert not job.survivors()
     assert json.loads(summary.read_text())["restarts"] == 1
 
