@@ -34,7 +34,7 @@ run_scenario() { # name, then the command
 rl() { run_scenario rl rl_rpc/main.py --world_size 3 --mode rollout --seed 1; }
 rnn() { run_scenario rnn rnn_rpc/main.py --world_size 2 --seed 1; }
 ddp() { run_scenario ddp ddp_rpc/main.py --world_size 4 --seed 1; }
-ps() { run_scenario ps param_server/main.py --world_size 3 --mode replica --dataset synthetic --seed 1; }
+ps() { run_scenario ps param_server/main.py --world_size 3 --mode replica --dataset synthetic --epochs 3 --seed 1; }
 
 print_table() {
     "$python" - "$@" <<'PYTHON'
