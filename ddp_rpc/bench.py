@@ -28,7 +28,7 @@ EPOCHS = 3
 
 
 def single_process(*cell):
-    """The job without RPC and DDP, as fast as it gets: with one intra-op thread or with all cores, whichever is faster."""
+    """The job without RPC and DDP, as fast as it gets: with one intra-op thread or with all cores, whichever wins."""
     runs = []
     for threads in {1, len(os.sched_getaffinity(0))}:
         torch.set_num_threads(threads)
