@@ -55,4 +55,4 @@ def test_memory_stays_flat():
     done = run_script("rnn_rpc/bench.py", "--memory", "--vocabularies", 100, "--device", "cuda", timeout=280)
     assert done.returncode == 0, done.stderr
     growth = re.findall(r"^(ps|trainer) .* (-?[\d.]+)$", done.stdout, re.M)
-    assert len(growth) == 2 and all(float(value) < 20 for _, value in growth), done.stdout
+    assert len(growth) == 2 and all(float(value) < 32 for _, value in growth), done.stdout
