@@ -56,6 +56,11 @@ def free_port():
         return listener.getsockname()[1]
 
 
+def _heed_ctrl_c():
+    """In a new process: take Ctrl-C as in a terminal, also where the tests themselves run in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Job:
     """One job: start it, then kill what you like.  Use as a context manager: nothing of it survives the block."""
 
