@@ -219,6 +219,7 @@ class Job:
             rank, cause = int(remote[-1][1]), _last_line_of_traceback(text[remote[-1].end() :])
         if isinstance(error, RuntimeError) and CONNECTION_TROUBLE.search(cause) and self.beater:
             self.beater.join(LOST_AFTER_SECONDS + 3)  # a peer seems to be gone: its missing heartbeat will name it
+        cause = cause.partition(" Exception raised from ")[0]  # where torch's C++ stack begins
         self.end("failed", rank, " ".join(cause.split()))
 
     def end(self, kind, rank, why, mine=True, by_store=False):

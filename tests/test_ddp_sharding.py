@@ -203,7 +203,9 @@ def test_the_process_group_is_destroyed_at_the_end(monkeypatch, rank, is_trainer
     for name in ("init_rpc", "shutdown"):
         monkeypatch.setattr(main.rpc, name, record(name))
     monkeypatch.setattr(main, "HybridMaster", lambda *_: SimpleNamespace(run=record("run")))
-    job = SimpleNamespace(store=lambda name: f"store {name}", rpc_options=dict, wait_for_all=record("wait_for_all"))
+    job = SimpleNamespace(
+        store=lambda name: f"store {name}", rpc_options=lambda **_: None, wait_for_all=record("wait_for_all")
+    )
     main.run_worker(rank, main.parse_args([]), job)
     middle = [("init_rpc", None), *[("run", None)] * (rank == 2), ("wait_for_all", None), ("shutdown", None)]
     if is_trainer:
