@@ -15,7 +15,7 @@ from jobs import JOBS, Job, free_port, session_members
 import pytest
 import torch
 
-EXTRA_RANK = {"rl_rpc": 2, "rnn_rpc": 1, "ddp_rpc": 3, "param_server": 2}  # the last rank of JOBS' sizes
+LAST_RANK = {package: len(facts["names"]) - 1 for package, facts in JOBS.items()}
 
 
 SLOW = {"marks": pytest.mark.slow}
@@ -140,7 +140,7 @@ def test_a_foreign_listener_is_not_waited_for_in_silence():
 @pytest.mark.parametrize("package", RL_AND_SLOWLY_THE_OTHERS)
 def test_a_rank_that_never_comes_is_named(package):
     names, port = JOBS[package]["names"], free_port()
-    absent = EXTRA_RANK[package]
+    absent = LAST_RANK[package]
     flags = [*short(package), "--join_timeout", "6", "--master_port", port]
     ranks = [start_main(package, *flags, "--rank", rank) for rank in range(len(names)) if rank != absent]
     for rank in ranks:
@@ -261,7 +261,7 @@ def test_a_job_that_lost_a_rank_comes_back(package, way, tmp_path):
         while not checkpoint.exists():
             assert time.monotonic() < deadline, job.text()
             time.sleep(0.02)
-        os.kill(job.pid_of(EXTRA_RANK[package]), signal.SIGKILL)
+        os.kill(job.pid_of(LAST_RANK[package]), signal.SIGKILL)
         statuses = job.wait(180)
         assert statuses == [0], job.text()
         assert job.text(job.outputs[:1]).splitlines()[-1] == "The job was restarted 1 time.", job.text()
