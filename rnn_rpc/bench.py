@@ -134,10 +134,9 @@ def memory(args):
 
 
 def ranks_of(pid):
-    """The spawned ranks in the order of their start."""
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        children = sorted(map(int, file.read().split()))
-    return [child for child in children if b"spawn_main" in _read(f"/proc/{child}/cmdline")]
+    """The spawned ranks in the order of their start: forked by the job's forkserver."""
+    servers = [child for child in _children(pid) if b"multiprocessing.forkserver" in _read(f"/proc/{child}/cmdline")]
+    return sorted(rank for server in servers for rank in _children(server))
 
 
 def resident_mebibytes(pid):
@@ -145,6 +144,10 @@ def resident_mebibytes(pid):
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) / 1024
     return None  # gone
+
+
+def _children(pid):
+    return [int(child) for child in _read(f"/proc/{pid}/task/{pid}/children").split()]
 
 
 def _read(path):

@@ -5,7 +5,10 @@ line on stderr and exit status 2.
 """
 
 import argparse
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
+import signal
 import sys
 
 # When a rank dies, the RPC threads of the others each log a warning from C++, beside the line that launch.py prints.
@@ -13,7 +16,22 @@ import sys
 if "--debug" not in sys.argv:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-import torch
+# The ranks of a spawned job are forked from one clean process that has imported torch and done nothing else, so a group
+# of any size starts in the time of one import.  That process imports while this one does, so it is started first.
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(["torch.distributed.rpc", "torch.distributed.optim", "torch._dynamo"])
+if (
+    "torch" not in sys.modules  # nor in tests, nor in a rank
+    and os.path.basename(sys.argv[0]) == "main.py"
+    and not {"RANK", "TORCHELASTIC_RUN_ID"} & set(os.environ)
+    and not any(word.startswith(("--rank", "--h", "-h")) for word in sys.argv)
+):
+    multiprocessing.resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for the ranks and for this process
+    multiprocessing.forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+import torch  # noqa: E402  (after what must be set and started before)
 
 
 def _number(kind, name, accept):

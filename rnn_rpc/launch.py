@@ -31,7 +31,7 @@ from torch.distributed.optim.utils import functional_optim_map
 
 
 def launch(run_worker, args, worker_name):
-    """Run `run_worker(rank, args, job)` in every rank; does not return unless the whole job succeeded.
+    """Run `run_worker(rank, args, job)` in every rank, then end this process: the last thing that a main.py does.
 
     `worker_name(rank, args)` gives each rank's RPC name.  Exit status: 0 done, 1 failed, 2 refused, 130 Ctrl-C.
     """
@@ -45,6 +45,7 @@ def launch(run_worker, args, worker_name):
             leave_now(status)
     if args.restarts and args.rank in (None, 0):
         print(f"The job was restarted {args.restarts} time{'s' * (args.restarts > 1)}.")
+    leave_now(0)
 
 
 # ------------------------------------------------------------------------------------------ one rank of the job
@@ -114,7 +115,9 @@ def _spawn_once(run_worker, args, worker_name):
     )
     store = dist.PrefixStore(f"attempt{args.restarts}", server)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # children start with them blocked, until job.py can handle them
-    context = mp.spawn(_run_rank, (run_worker, args, worker_name, port), nprocs=args.world_size, join=False)
+    context = mp.start_processes(
+        _run_rank, (run_worker, args, worker_name, port), args.world_size, join=False, start_method="forkserver"
+    )
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     running = {process.sentinel: rank for rank, process in enumerate(context.processes)}

@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = ("rl_rpc", "rnn_rpc", "ddp_rpc", "param_server")
@@ -13,7 +14,13 @@ PACKAGES = ("rl_rpc", "rnn_rpc", "ddp_rpc", "param_server")
 def run_script(path, *flags, timeout=120, env=None):
     """Run `python path flags` (path relative to the repository) to its end; return the CompletedProcess (text)."""
     command = [sys.executable, str(ROOT / path), *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **(env or {})})
+    environment = {**os.environ, **(env or {})}
+    # Into files: a pipe would stay open until Python's fork server, a second later, has ended as well.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        done = subprocess.run(command, stdout=out, stderr=err, timeout=timeout, env=environment)
+        for stream in (out, err):
+            stream.seek(0)
+        return subprocess.CompletedProcess(command, done.returncode, out.read(), err.read())
 
 
 def run_main(package, *flags, timeout=120, env=None):

@@ -56,11 +56,6 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def _heed_ctrl_c():
-    """In a new process: take Ctrl-C as in a terminal, also where the tests themselves run in the background."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 class Job:
     """One job: start it, then kill what you like.  Use as a context manager: nothing of it survives the block."""
 
@@ -144,9 +139,8 @@ class Job:
         while time.monotonic() < deadline and self.processes[0].poll() is None:
             if self.way == "torchrun":
                 found = [pid for pid in self.members(self.processes[0]) if f"RANK={rank}" in environment_of(pid)]
-            else:  # children of the starting process, in the order of their ranks (one more is Python's own helper)
-                children = [pid for pid in children_of(self.processes[0].pid) if "spawn_main" in command_of(pid)]
-                found = sorted(children)[rank : rank + 1]
+            else:
+                found = ranks_of(self.processes[0].pid)[rank : rank + 1]
             if found:
                 return found[0]
             time.sleep(0.02)
@@ -178,8 +172,8 @@ class Job:
             members += [pid for pid in everyone if f"MASTER_PORT={self.port}" in environment_of(pid)]
         return members
 
-    def survivors(self, seconds=2):
-        """Return the processes of this job that are left (Python's own helper process takes a moment to notice)."""
+    def survivors(self, seconds=5):
+        """Return the processes of this job that are left (Python's own helper processes take a moment to notice)."""
         deadline = time.monotonic() + seconds
         while True:
             left = [pid for process in self.processes for pid in self.members(process)]
@@ -209,6 +203,12 @@ def children_of(pid):
             return [int(child) for child in file.read().split()]
     except OSError:
         return []
+
+
+def ranks_of(pid):
+    """The ranks of a spawned job in their order, as far as they are there: forked by a child of the first process."""
+    servers = [child for child in children_of(pid) if "multiprocessing.forkserver" in command_of(child)]
+    return sorted(rank for server in servers for rank in children_of(server))
 
 
 def command_of(pid):

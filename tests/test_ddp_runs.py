@@ -6,6 +6,7 @@ import re
 import signal
 
 from helpers import assert_one_line_error, run_main, start_main
+from jobs import ranks_of
 
 import pytest
 import torch
@@ -142,15 +143,9 @@ def test_a_killed_server_ends_the_job_and_a_restart_goes_on(tmp_path):
     for line in job.stdout:
         if line.startswith("epoch   2/"):
             break
-    children = sorted(int(pid) for pid in children_of(job.pid))
-    os.kill(children[-1], signal.SIGKILL)
+    os.kill(ranks_of(job.pid)[3], signal.SIGKILL)  # ps
     out, _ = job.communicate(timeout=150)
     assert job.returncode == 0 and "Going on after epoch" in out and "restarted 1 time" in out, out
-
-
-def children_of(pid):
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return file.read().split()
 
 
 @pytest.mark.cuda

@@ -58,9 +58,9 @@ def run_case(package, way, rank, kind, moment, seconds):
         if kind == "SIGSTOP" and way == "terminals":  # the stopped process cannot leave: it is its terminal's to end
             left = [survivor for survivor in left if survivor != pid]
         assert not left, (left, text)
-        if moment == "end" and set(statuses) == {0}:
-            return took  # the death came too late: all the work was done
         others = [status for number, status in enumerate(statuses) if way != "terminals" or number != rank]
+        if moment == "end" and set(others) == {0}:
+            return took  # the death came too late: all the work was done
         assert set(others) == {1}, (statuses, text)
         assert f"({name})" in text, text
         if way != "torchrun":  # its own report of a failure has a traceback

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from helpers import ROOT, assert_one_line_error, run_main, start_main
+from jobs import ranks_of
 
 import pytest
 import torch
@@ -184,17 +185,11 @@ def test_a_finished_run_goes_on_with_more_epochs_and_refuses_other_settings(tmp_
 # ------------------------------------------------------------------------------------------------- lost ranks
 
 
-def ranks_of(process):
-    """Return the pids of a spawned job's ranks, rank 0 first, once all are there."""
-    pids = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(pid) for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
 def kill_a_trainer_when_training(process, trainer, checkpoint, delay=0.0):
     wait_for(checkpoint.exists, 60, process)  # written after the first updates: so everybody is training
     time.sleep(delay)  # a moment at random, from a seed
     with contextlib.suppress(ProcessLookupError, IndexError):
-        os.kill(ranks_of(process)[trainer], signal.SIGKILL)
+        os.kill(ranks_of(process.pid)[trainer], signal.SIGKILL)
 
 
 def test_a_lost_trainer_comes_back_with_max_restarts(tmp_path):

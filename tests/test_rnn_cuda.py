@@ -6,6 +6,7 @@ import signal
 import time
 
 from helpers import run_script, start_main
+from jobs import ranks_of
 from test_rnn_equivalence import SGD, assert_equal, distributed, one_process
 
 import pytest
@@ -42,9 +43,7 @@ def test_a_server_killed_under_gpu_traffic_ends_the_job():
     for line in job.stdout:
         if line.startswith("epoch"):
             break
-    with open(f"/proc/{job.pid}/task/{job.pid}/children") as file:
-        children = sorted(map(int, file.read().split()))
-    (ps, _) = [c for c in children if b"spawn_main" in open(f"/proc/{c}/cmdline", "rb").read()]
+    (ps, _) = ranks_of(job.pid)
     killed = time.monotonic()
     os.kill(ps, signal.SIGKILL)
     _, errors = job.communicate(timeout=30)
