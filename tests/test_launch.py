@@ -248,9 +248,9 @@ def test_ctrl_c_ends_all_quietly_and_keeps_the_checkpoint(package, way, target, 
 def test_a_job_that_lost_a_rank_comes_back(package, way, tmp_path):
     checkpoint, summary = tmp_path / "checkpoint.pt", tmp_path / "summary.json"
     lengths = {  # long enough to be killed in the middle, short enough to wait for
-        "rl_rpc": ["--max_episodes", "150", "--reward_threshold", "1e9", "--eval_episodes", "1"],
-        "rnn_rpc": ["--epochs", "12", "--corpus_tokens", "40000"],
-        "ddp_rpc": ["--epochs", "12"],
+        "rl_rpc": ["--max_episodes", "50", "--reward_threshold", "1e9", "--eval_episodes", "1"],
+        "rnn_rpc": ["--epochs", "8", "--corpus_tokens", "40000"],
+        "ddp_rpc": ["--epochs", "6"],
         "param_server": ["--dataset", "synthetic", "--max_batches", "300", "--checkpoint_every", "20"],
     }
     flags = [*lengths[package], "--checkpoint", str(checkpoint), "--summary_json", str(summary)]

@@ -52,10 +52,12 @@ def distributed(tmp_path, steps, *flags):
     return {t: [by_batch[k] for k in sorted(by_batch)] for t, by_batch in losses.items()}, state["model"]
 
 
-def assert_same_weights(weights, expected):
+def assert_same_weights(weights, expected, tolerance=1e-6):
     assert weights.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            weights[name], expected[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -71,9 +73,11 @@ def assert_same_weights(weights, expected):
 def test_one_trainer_equals_one_process(tmp_path, flags):
     losses, weights = distributed(tmp_path, STEPS, "--world_size", 2, *flags)
     expected_losses, expected = one_process(STEPS, batch_size=8)
-    assert losses[1] == pytest.approx(expected_losses, abs=1e-6)
+    # Local steps subtract the sum of up to three gradients where one process subtracts one after the other.
+    tolerance = 1e-5 if "--sync_every" in flags else 1e-6
+    assert losses[1] == pytest.approx(expected_losses, abs=tolerance)
     assert expected_losses[-1] < expected_losses[0]
-    assert_same_weights(weights, expected)
+    assert_same_weights(weights, expected, tolerance)
 
 
 @pytest.mark.parametrize("mode", ["remote", "replica"])

@@ -50,7 +50,9 @@ def run(*flags, timeout=150):
 def test_every_mode_learns_and_tells_its_figures(tmp_path, mode):
     summary_file = tmp_path / "summary.json"
     batches = 200
-    done = run(*MODES[mode], "--world_size", 3, "--max_batches", batches, "--lr", "0.1", "--log_interval", 50,
+    # Gradients that are two updates old diverge at 0.1, with this network in one process too.
+    lr = 0.1 if mode == "sync" else 0.05
+    done = run(*MODES[mode], "--world_size", 3, "--max_batches", batches, "--lr", lr, "--log_interval", 50,
                "--summary_json", summary_file, "--plot", tmp_path / "curve.png")  # fmt: skip
     summary = json.loads(summary_file.read_text())
     assert re.search(r"^Epoch 1: Accuracy 0\.\d{4}, ", done.stdout, re.M)
@@ -194,7 +196,7 @@ def kill_a_trainer_when_training(process, trainer, checkpoint, delay=0.0):
 
 def test_a_lost_trainer_comes_back_with_max_restarts(tmp_path):
     checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
-    flags = (*DRAWN, "--world_size", 3, "--max_batches", 200, "--lr", "0.1", "--checkpoint", checkpoint)
+    flags = (*DRAWN, "--world_size", 3, "--max_batches", 200, "--lr", "0.05", "--checkpoint", checkpoint)
     flags = (*flags, "--checkpoint_every", 20, "--max_restarts", 1, "--summary_json", summary)
     process = start_main("param_server", *flags)
     kill_a_trainer_when_training(process, 2, checkpoint)
@@ -223,7 +225,8 @@ def test_kill_9_of_one_of_four_trainers_at_a_random_moment(tmp_path, attempt):
     mode = random_.choice(["remote", "async", "bounded", "sync"])
     restarts = attempt % 2
     checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
-    flags = (*DRAWN, *MODES[mode], "--world_size", 5, "--max_batches", 150, "--lr", "0.1", "--max_restarts", restarts)
+    lr = 0.1 if mode == "sync" else 0.03  # unbroken, these runs end at 0.90 to 0.92
+    flags = (*DRAWN, *MODES[mode], "--world_size", 5, "--max_batches", 150, "--lr", lr, "--max_restarts", restarts)
     flags = (*flags, "--checkpoint", checkpoint, "--checkpoint_every", 4, "--summary_json", summary)
     process = start_main("param_server", *flags)
     kill_a_trainer_when_training(process, random_.randint(1, 4), checkpoint, delay=random_.uniform(0, 2))
@@ -232,7 +235,7 @@ def test_kill_9_of_one_of_four_trainers_at_a_random_moment(tmp_path, attempt):
     assert process.returncode == (0 if finished else 1), (out, err)
     assert finished or not restarts, (out, err)
     if finished:
-        assert json.loads(summary.read_text())["test_accuracy"] > 0.75
+        assert json.loads(summary.read_text())["test_accuracy"] > 0.85
 
 
 @pytest.mark.slow
@@ -240,7 +243,7 @@ def test_torchrun_brings_a_lost_rank_back(tmp_path):
     checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--max-restarts", "1",
                "--master-addr", "127.0.0.1", "--master-port", str(free_port()), str(ROOT / "param_server/main.py"),
-               *DRAWN, "--max_batches", "200", "--lr", "0.1", "--checkpoint", str(checkpoint),
+               *DRAWN, "--max_batches", "200", "--lr", "0.05", "--checkpoint", str(checkpoint),
                "--checkpoint_every", "20",
                "--summary_json", str(summary)]  # fmt: skip
     with open(tmp_path / "log", "w") as log:
