@@ -27,20 +27,20 @@ TABLES = ("modes", "bags", "rows", "wire", "memory")
 EPOCHS = 3
 
 
-def single_process(*cell):
+def single_process(device, *cell):
     """The job without RPC and DDP, as fast as it gets: with one intra-op thread or with all cores, whichever wins."""
     runs = []
     for threads in {1, len(os.sched_getaffinity(0))}:
         torch.set_num_threads(threads)
-        runs.append(train_alone(*cell))
+        runs.append(train_alone(torch.device(device), *cell))
     return max(runs, key=lambda run: run["batches_per_second"])
 
 
-def train_alone(num_embeddings, batch_bags, batches):
+def train_alone(device, num_embeddings, batch_bags, batches):
     """One process, the same layers and data, sparse gradients.  Returns its figures."""
     torch.manual_seed(1)
-    bag = nn.EmbeddingBag(num_embeddings, 16, mode="sum", sparse=True)
-    fc = nn.Linear(16, NUM_CLASSES)
+    bag = nn.EmbeddingBag(num_embeddings, 16, mode="sum", sparse=True).to(device)
+    fc = nn.Linear(16, NUM_CLASSES).to(device)
     criterion = nn.CrossEntropyLoss()
     optimizer = optim.SGD([*bag.parameters(), *fc.parameters()], lr=0.05)
     log = ClickLog(num_embeddings, 16, seed=1, targets="random")
@@ -50,28 +50,30 @@ def train_alone(num_embeddings, batch_bags, batches):
         started = time.perf_counter()
         for ids, offsets, target in log_batches:
             optimizer.zero_grad()
-            criterion(fc(bag(ids, offsets)), target).backward()
+            criterion(fc(bag(ids.to(device), offsets.to(device))), target.to(device)).backward()
             optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         seconds += time.perf_counter() - started
     rate = EPOCHS * 2 * batches / seconds
     return {"batches_per_second": rate, "samples_per_second": rate * batch_bags}
 
 
-def variants(num_embeddings, batch_bags, batches, servers=(1,), modes=MODES):
+def variants(args, num_embeddings, batch_bags, batches, servers=(1,), modes=MODES):
     """Return name -> callable for one cell of a table, for report.interleave."""
-    cell = {SINGLE: lambda: single_process(num_embeddings, batch_bags, batches)}
+    cell = {SINGLE: lambda: single_process(args.device, num_embeddings, batch_bags, batches)}
     for num_servers in servers:
         for mode in modes:
             flags = ["--mode", mode, "--num_servers", num_servers, "--num_embeddings", num_embeddings,
                      "--batch_bags", batch_bags, "--batches", batches, "--epochs", EPOCHS,
-                     "--targets", "random"]  # fmt: skip
+                     "--targets", "random", "--device", args.device, "--wire", args.wire]  # fmt: skip
             name = mode + (f", {num_servers} servers" if num_servers > 1 else "")
             cell[name] = lambda flags=flags: report.run_main(HERE, flags)
     return cell
 
 
-def measure(title, figure, repeats, *cell, **choice):
-    rows = report.interleave(variants(*cell, **choice), repeats)
+def measure(args, title, figure, *cell, **choice):
+    rows = report.interleave(variants(args, *cell, **choice), args.repeats)
     return report.table(rows, figure, baseline=SINGLE, title=title)
 
 
@@ -109,23 +111,24 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES, help="which tables to measure")
     parser.add_argument("--repeats", type=command_line.positive_int, default=3, help="runs of each, interleaved")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the speed tables")
+    parser.add_argument("--wire", choices=["direct", "cpu"], default="direct", help="how CUDA tensors travel there")
     parser.add_argument("--json", metavar="FILE", help="write the raw numbers")
     args = parser.parse_args()
-    print(f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, 2 trainers, random targets, seed 1")
+    print(f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, 2 trainers, random targets, seed 1, "
+          f"device {args.device}, wire {args.wire}")
     raw = {}
     if "modes" in args.tables:
         title = "batches/s at the tutorial's sizes: 8 bags, 100 rows"
-        raw["modes"] = measure(title, "batches_per_second", args.repeats, 100, 8, 300, servers=(1, 2))
+        raw["modes"] = measure(args, title, "batches_per_second", 100, 8, 300, servers=(1, 2))
     for bags in (8, 64, 1024) if "bags" in args.tables else ():
         batches = 300 if bags < 1024 else 100
-        raw[f"{bags} bags"] = measure(
-            f"samples/s with {bags} bags, 100 rows", "samples_per_second", args.repeats, 100, bags, batches
-        )
+        title = f"samples/s with {bags} bags, 100 rows"
+        raw[f"{bags} bags"] = measure(args, title, "samples_per_second", 100, bags, batches)
     for rows in (10**2, 10**3, 10**4, 10**5, 10**6) if "rows" in args.tables else ():
         batches = 200 if rows < 10**6 else 50
-        raw[f"{rows} rows"] = measure(
-            f"batches/s with {rows:,} rows, 8 bags", "batches_per_second", args.repeats, rows, 8, batches
-        )
+        title = f"batches/s with {rows:,} rows, 8 bags"
+        raw[f"{rows} rows"] = measure(args, title, "batches_per_second", rows, 8, batches)
     if "wire" in args.tables:
         raw["wire"] = wire_table()
     if "memory" in args.tables:

@@ -103,14 +103,15 @@ def accuracy_table(args):
 def distributed(args, mode, trainers, *flags):
     """Return a callable that runs main.py with this many trainers and returns its summary."""
     common = ["--dataset", args.dataset, "--data_dir", args.data_dir, "--batch_size", args.batch_size,
-              "--max_batches", args.max_batches, "--log_interval", 1_000_000]  # fmt: skip
+              "--max_batches", args.max_batches, "--log_interval", 1_000_000,
+              "--device", args.device, "--wire", args.wire]  # fmt: skip
     return lambda: report.run_main(HERE, [*common, *MODES[mode], "--world_size", trainers + 1, *flags])
 
 
 def single(args, threads, *flags):
     """Return a callable that runs train_in_one_process in a process of its own: its threads and memory are its own."""
     common = ["--dataset", args.dataset, "--data_dir", args.data_dir, "--batch_size", args.batch_size,
-              "--max_batches", args.max_batches, "--single", threads]  # fmt: skip
+              "--max_batches", args.max_batches, "--device", args.device, "--single", threads]  # fmt: skip
     command = [sys.executable, __file__, *map(str, (*common, *flags))]
     return lambda: json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
@@ -120,15 +121,18 @@ def train_in_one_process(args):
     keep_freed_memory()
     torch.set_num_threads(args.single)
     torch.manual_seed(args.seed)
-    net = Net()
+    device = torch.device(args.device)
+    net = Net().to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=args.lr)
-    images, labels = load_digits(args, train=True)
+    images, labels = (tensor.to(device) for tensor in load_digits(args, train=True))
     started, seen = time.perf_counter(), 0
     for data, target in Shard(images, labels, args, 0, 1).batches(epoch=0):
         optimizer.zero_grad()
         F.nll_loss(net(data), target).backward()
         optimizer.step()
         seen += len(target)
+    if args.device == "cuda":
+        torch.cuda.synchronize()
     seconds = time.perf_counter() - started
     test_images, test_labels = load_digits(args, train=False)
     return {"images_per_second": seen / seconds, "test_accuracy": evaluate(net, test_images, test_labels)}
@@ -147,6 +151,8 @@ def parse_args():
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the accuracy table")
     parser.add_argument("--seed", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--single", type=int, metavar="THREADS", help="run only the baseline, and print its figures")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--wire", choices=["direct", "cpu"], default="direct", help="how CUDA tensors travel")
     parser.add_argument("--json", metavar="FILE", help="write the raw figures")
     args = parser.parse_args()
     if args.max_batches is None:

@@ -10,7 +10,7 @@ import threading
 import time
 
 from helpers import PACKAGES, assert_one_line_error, run_main, start_main
-from jobs import JOBS, Job, free_port, session_members
+from jobs import JOBS, Job, free_port, ranks_of, session_members
 
 import pytest
 import torch
@@ -237,6 +237,17 @@ def test_ctrl_c_ends_all_quietly_and_keeps_the_checkpoint(package, way, target, 
         assert "Traceback" not in job.text() and f"{package}: " not in job.text(), job.text()
     saved = torch.load(checkpoint, weights_only=True)
     assert saved["scenario"] == package and saved["state"]
+
+
+def test_a_killed_starting_process_takes_every_rank_with_it():
+    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"]) as job:
+        assert job.wait_for_text(JOBS["rl_rpc"]["training"], 60)
+        ranks = ranks_of(job.processes[0].pid)
+        assert len(ranks) == 3
+        os.kill(job.processes[0].pid, signal.SIGKILL)
+        assert job.wait(5) == [-signal.SIGKILL]
+        assert not job.survivors(15), job.text()
+        assert "lost the starting process" in job.errors(), job.text()
 
 
 # ------------------------------------------------------------------------------------------------------------- restarts

@@ -5,8 +5,9 @@ import os
 import signal
 
 from helpers import package_on_path, run_main, start_main
+from jobs import ranks_of
 from test_ps_equivalence import one_process
-from test_ps_runs import MODES, ranks_of, wait_for
+from test_ps_runs import MODES, wait_for
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def test_a_trainer_killed_while_cuda_tensors_are_in_flight(tmp_path):
     process = start_main("param_server", "--dataset", "synthetic", "--device", "cuda", "--mode", "replica",
                          "--epochs", 50, "--checkpoint", checkpoint, "--checkpoint_every", 20)  # fmt: skip
     wait_for(checkpoint.exists, 100, process)
-    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
     out, err = process.communicate(timeout=40)
     assert process.returncode == 1 and "trainer_1" in err, (out, err)
 
