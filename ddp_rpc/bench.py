@@ -9,6 +9,7 @@ Rates are those of the training loop: start-up, making of data and evaluation ar
 """
 
 import argparse
+import itertools
 import json
 import os
 import time
@@ -61,13 +62,15 @@ def train_alone(device, num_embeddings, batch_bags, batches):
 
 def variants(args, num_embeddings, batch_bags, batches, servers=(1,), modes=MODES):
     """Return name -> callable for one cell of a table, for report.interleave."""
-    cell = {SINGLE: lambda: single_process(args.device, num_embeddings, batch_bags, batches)}
-    for num_servers in servers:
-        for mode in modes:
+    cell = {SINGLE: lambda: single_process("cpu", num_embeddings, batch_bags, batches)}
+    if args.device == "cuda":
+        cell[SINGLE + ", cuda"] = lambda: single_process("cuda", num_embeddings, batch_bags, batches)
+    for num_servers, mode in itertools.product(servers, modes):
+        for suffix, place in report.places(args.device).items():
             flags = ["--mode", mode, "--num_servers", num_servers, "--num_embeddings", num_embeddings,
                      "--batch_bags", batch_bags, "--batches", batches, "--epochs", EPOCHS,
-                     "--targets", "random", "--device", args.device, "--wire", args.wire]  # fmt: skip
-            name = mode + (f", {num_servers} servers" if num_servers > 1 else "")
+                     "--targets", "random", *place]  # fmt: skip
+            name = mode + (f", {num_servers} servers" if num_servers > 1 else "") + suffix
             cell[name] = lambda flags=flags: report.run_main(HERE, flags)
     return cell
 
@@ -111,12 +114,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES, help="which tables to measure")
     parser.add_argument("--repeats", type=command_line.positive_int, default=3, help="runs of each, interleaved")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the speed tables")
-    parser.add_argument("--wire", choices=["direct", "cpu"], default="direct", help="how CUDA tensors travel there")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: speed beside the CPU's")
     parser.add_argument("--json", metavar="FILE", help="write the raw numbers")
     args = parser.parse_args()
-    print(f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, 2 trainers, random targets, seed 1, "
-          f"device {args.device}, wire {args.wire}")
+    print(f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, 2 trainers, random targets, seed 1")
     raw = {}
     if "modes" in args.tables:
         title = "batches/s at the tutorial's sizes: 8 bags, 100 rows"

@@ -50,10 +50,13 @@ def main():
 def speed_by_mode(args):
     """images/s of each mode with 1, 2 and 4 trainers, and the bytes that it costs."""
     variants = {f"one process, {threads} thread{'s' * (threads > 1)}": single(args, threads) for threads in (1, 2)}
+    if args.device == "cuda":
+        variants["one process, cuda"] = single(args, 1, "--device", "cuda")
     for count in args.trainers:
         # With one trainer the three consistencies are the same.
         for mode in MODES if count > 1 else ("remote", "async"):
-            variants[f"{mode}, {count} trainer{'s' * (count > 1)}"] = distributed(args, mode, count)
+            for suffix, place in report.places(args.device).items():
+                variants[f"{mode}, {count} trainer{'s' * (count > 1)}{suffix}"] = distributed(args, mode, count, *place)
     rows = report.interleave(variants, args.repeats)
     report.table(rows, "images_per_second", "one process, 1 thread", "images/s")
     print("\nTensor bytes that cross the wire per batch, both directions together")
@@ -103,15 +106,14 @@ def accuracy_table(args):
 def distributed(args, mode, trainers, *flags):
     """Return a callable that runs main.py with this many trainers and returns its summary."""
     common = ["--dataset", args.dataset, "--data_dir", args.data_dir, "--batch_size", args.batch_size,
-              "--max_batches", args.max_batches, "--log_interval", 1_000_000,
-              "--device", args.device, "--wire", args.wire]  # fmt: skip
+              "--max_batches", args.max_batches, "--log_interval", 1_000_000]  # fmt: skip
     return lambda: report.run_main(HERE, [*common, *MODES[mode], "--world_size", trainers + 1, *flags])
 
 
 def single(args, threads, *flags):
     """Return a callable that runs train_in_one_process in a process of its own: its threads and memory are its own."""
     common = ["--dataset", args.dataset, "--data_dir", args.data_dir, "--batch_size", args.batch_size,
-              "--max_batches", args.max_batches, "--device", args.device, "--single", threads]  # fmt: skip
+              "--max_batches", args.max_batches, "--single", threads]  # fmt: skip
     command = [sys.executable, __file__, *map(str, (*common, *flags))]
     return lambda: json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
@@ -151,8 +153,7 @@ def parse_args():
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the accuracy table")
     parser.add_argument("--seed", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--single", type=int, metavar="THREADS", help="run only the baseline, and print its figures")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--wire", choices=["direct", "cpu"], default="direct", help="how CUDA tensors travel")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the table of modes on both")
     parser.add_argument("--json", metavar="FILE", help="write the raw figures")
     args = parser.parse_args()
     if args.max_batches is None:

@@ -64,9 +64,9 @@ def single_process(seed, observers, episodes, gamma=0.99):
     return {"env_steps": steps, "env_steps_per_second": steps / (time.perf_counter() - started)}
 
 
-def main_py(mode, world_size, episodes, args):
-    flags = ["--mode", mode, "--world_size", world_size, "--seed", args.seed, "--device", args.device]
-    flags += ["--wire", args.wire, "--max_episodes", episodes, "--log_interval", episodes, "--eval_episodes", 0]
+def main_py(mode, place, world_size, episodes, seed):
+    flags = ["--mode", mode, *place, "--world_size", world_size, "--seed", seed]
+    flags += ["--max_episodes", episodes, "--log_interval", episodes, "--eval_episodes", 0]
     return report.run_main(HERE, [*flags, "--reward_threshold", 1e9])
 
 
@@ -80,8 +80,7 @@ def parse_args(argv=None):
     add("--episodes", type=command_line.positive_int, default=250, metavar="N", help="of rollout and single process")
     add("--step_episodes", type=command_line.positive_int, default=25, metavar="N", help="of the other modes")
     add("--seed", type=command_line.non_negative_int, default=1, metavar="N")
-    add("--device", choices=["cpu", "cuda"], default="cpu")
-    add("--wire", choices=["direct", "cpu"], default="direct")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the GPU beside the CPU")
     add("--json", metavar="FILE", help="write the numbers")
     return parser.parse_args(argv)
 
@@ -96,9 +95,10 @@ def main():
         observers = world_size - 1
         # Default arguments bind the loop's values now; a closure would read them when the last world size is set.
         variants = {
-            mode: lambda mode=mode, size=world_size: main_py(
-                mode, size, args.episodes if mode == "rollout" else args.step_episodes, args)
+            mode + suffix: lambda mode=mode, place=place, size=world_size: main_py(
+                mode, place, size, args.episodes if mode == "rollout" else args.step_episodes, args.seed)
             for mode in ("step", "packed", "batched", "rollout")
+            for suffix, place in report.places(args.device).items()
         }
         variants[SINGLE] = lambda observers=observers: single_process(args.seed, observers, args.episodes)
         rows = report.interleave(variants, args.repeats)

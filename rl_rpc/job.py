@@ -175,6 +175,9 @@ class Job:
                 signal.setitimer(signal.ITIMER_REAL, LOST_AFTER_SECONDS)
                 gone = self.leaving.is_set()
                 self.beat_store.set(keys[self.rank], "left" if gone else str(time.monotonic()))
+                if gone and not self.holds_store:  # who holds it may leave as soon as it reads this: no more questions
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    return
                 *beats, end = self.beat_store.multi_get(keys)
                 if end != b"-":
                     self.end(**json.loads(end), mine=False)
@@ -184,7 +187,7 @@ class Job:
                         last[rank], since[rank] = beat, now
                     elif beat not in (b"-", b"left") and rank != self.rank and now - since[rank] > self.lost_after:
                         self.end("lost", rank, f"silent for {self.lost_after:g} s (killed, stopped, or unreachable)")
-                if gone and (not self.holds_store or all(beat == b"left" for beat in beats)):
+                if gone and all(beat == b"left" for beat in beats):
                     signal.setitimer(signal.ITIMER_REAL, 0)
                     return
                 time.sleep(0.05) if gone else self.leaving.wait(BEAT_SECONDS)

@@ -177,6 +177,17 @@ def run_main(package_dir, flags, timeout=900):
             return json.load(file)
 
 
+def places(device):
+    """What a bench.py runs each mode on, as {suffix of the variant's name: flags}.
+
+    For "cuda": the CPU of the same machine, the GPU, and the GPU with tensors that cross the wire by way of the CPU.
+    """
+    flags = {"": ["--device", "cpu"]}
+    if device == "cuda":
+        flags |= {", cuda": ["--device", "cuda"], ", cuda, --wire cpu": ["--device", "cuda", "--wire", "cpu"]}
+    return flags
+
+
 def interleave(variants, repeats=3):
     """Call each of `variants` (name -> callable returning a dict of figures) in turn, `repeats` times: A B C A B C ...
 

@@ -37,14 +37,13 @@ def text_length(steps):
     return (B * (T * steps + 1)) * 10 // 9 + 1
 
 
-def single_process(vocabulary, steps, threads, args):
+def single_process(vocabulary, steps, threads, seed, device="cpu"):
     """The same model, text and optimizer without RPC; also the same memory allocator settings."""
     torch.set_num_threads(threads)
-    device = torch.device(args.device)
     table, rnn, decoder = nn.Embedding(vocabulary, E), nn.LSTM(E, H, LAYERS), nn.Linear(H, vocabulary)
     model = nn.ModuleList([table, rnn, decoder]).to(device)
     opt = torch.optim.SGD(model.parameters(), lr=1.0)
-    text = generated_corpus(vocabulary, text_length(steps), args.seed)
+    text = generated_corpus(vocabulary, text_length(steps), seed)
     hidden, times = None, []
     for input_TB, targets_TB in batches(streams(text.train, B).to(device), T):
         started = time.perf_counter()
@@ -61,9 +60,9 @@ def single_process(vocabulary, steps, threads, args):
     return {"tokens_per_second": sum(tokens for _, tokens in timed) / sum(seconds for seconds, _ in timed)}
 
 
-def flags_of(mode, vocabulary, steps, args, world_size=2):
-    flags = ["--mode", mode, "--world_size", world_size, "--seed", args.seed, "--device", args.device]
-    flags += ["--wire", args.wire, "--vocabulary", vocabulary, "--corpus_tokens", text_length(steps), "--epochs", 1]
+def flags_of(mode, vocabulary, steps, args, place=(), world_size=2):
+    flags = ["--mode", mode, "--world_size", world_size, "--seed", args.seed, *place]
+    flags += ["--vocabulary", vocabulary, "--corpus_tokens", text_length(steps), "--epochs", 1]
     flags += ["--embedding_dim", E, "--hidden_dim", H, "--num_layers", LAYERS, "--bptt", T, "--batch_size", B]
     return [*flags, "--lr", 1.0]
 
@@ -73,11 +72,15 @@ def speed(args):
     for vocabulary in args.vocabularies:
         # Default arguments bind the loop's values now; a closure would read them when the loop is over.
         variants = {
-            "single process": lambda v=vocabulary: single_process(v, args.steps, 1, args),
-            "single, 2 threads": lambda v=vocabulary: single_process(v, args.steps, 2, args),
+            "single process": lambda v=vocabulary: single_process(v, args.steps, 1, args.seed),
+            "single, 2 threads": lambda v=vocabulary: single_process(v, args.steps, 2, args.seed),
         }
-        for mode in MODES:
-            variants[mode] = lambda m=mode, v=vocabulary: report.run_main(HERE, flags_of(m, v, args.steps, args))
+        if args.device == "cuda":
+            variants["single, cuda"] = lambda v=vocabulary: single_process(v, args.steps, 1, args.seed, "cuda")
+        for suffix, place in report.places(args.device).items():
+            for mode in MODES:
+                variants[mode + suffix] = lambda m=mode, v=vocabulary, place=place: report.run_main(
+                    HERE, flags_of(m, v, args.steps, args, place))
         variants["overlap, 2 servers"] = lambda v=vocabulary: report.run_main(
             HERE, flags_of("overlap", v, args.steps, args, world_size=3))
         rows = report.interleave(variants, args.repeats)
@@ -112,7 +115,7 @@ def memory(args):
     steps, vocabulary = 2000, args.vocabularies[0]
     with tempfile.TemporaryDirectory() as folder:
         summary = os.path.join(folder, "summary.json")
-        flags = [*flags_of(args.mode, vocabulary, steps, args), "--summary_json", summary]
+        flags = [*flags_of(args.mode, vocabulary, steps, args, ["--device", args.device]), "--summary_json", summary]
         command = [sys.executable, os.path.join(HERE, "main.py"), *map(str, flags)]
         job, samples = subprocess.Popen(command, stdout=subprocess.DEVNULL), []
         while job.poll() is None:
@@ -169,8 +172,7 @@ def parse_args(argv=None):
     add("--wire_bytes", action="store_true", help="bytes per step instead")
     add("--mode", choices=MODES, default="logits", help="for --memory")
     add("--seed", type=command_line.non_negative_int, default=1, metavar="N")
-    add("--device", choices=["cpu", "cuda"], default="cpu")
-    add("--wire", choices=["direct", "cpu"], default="direct")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: speed beside the CPU; memory on the GPU alone")
     add("--json", metavar="FILE", help="write the numbers")
     args = parser.parse_args(argv)
     if args.steps <= WARM_UP_STEPS:

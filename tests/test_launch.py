@@ -200,6 +200,12 @@ def wait_for_listener(port, seconds=60):
     raise AssertionError(f"nothing listens on {port}")
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_gpu_that_is_not_there_is_refused(package):
+    done = run_main(package, "--device", "cuda", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert_one_line_error(done, 2, "--device cuda", "no CUDA GPU")
+
+
 # --------------------------------------------------------------------------------------------------------------- Ctrl-C
 
 
