@@ -65,9 +65,7 @@ class Job:
         dist.register_rendezvous_handler("job", lambda *_, **__: iter([meet_here]))
         options = rpc.TensorPipeRpcBackendOptions(init_method="job://", rpc_timeout=args.rpc_timeout, **kwargs)
         if args.device == "cuda" and args.wire == "direct":
-            for peer in range(
-                self.world_size
-            ):  # where a tensor of ours arrives; replies and gradients go back the same way
+            for peer in range(self.world_size):  # where our tensors arrive; replies and gradients come back likewise
                 options.set_device_map(self.worker_name(peer, args), {self.device: device_of(peer, args)})
         return options
 
