@@ -4,6 +4,7 @@ Runs in every rank; made by launch.py, handed to run_worker as `job`.  A rank th
 says on stderr which one was lost and why, and leaves with exit status 1, whatever it was doing.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -112,7 +113,7 @@ class Job:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hosts.count(socket.gethostname())))
 
     def leave(self):
-        """This rank's work is done and its RPC shut down: say so, and let whoever holds the store leave last."""
+        """This rank's work is done and its RPC shut down: say so, and return when every rank has."""
         self.leaving.set()
         self.beater.join()
 
@@ -173,9 +174,6 @@ class Job:
                 signal.setitimer(signal.ITIMER_REAL, LOST_AFTER_SECONDS)
                 gone = self.leaving.is_set()
                 self.beat_store.set(keys[self.rank], "left" if gone else str(time.monotonic()))
-                if gone and not self.holds_store:  # who holds it may leave as soon as it reads this: no more questions
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                    return
                 *beats, end = self.beat_store.multi_get(keys)
                 if end != b"-":
                     self.end(**json.loads(end), mine=False)
@@ -187,7 +185,7 @@ class Job:
                         self.end("lost", rank, f"silent for {self.lost_after:g} s (killed, stopped, or unreachable)")
                 if gone and all(beat == b"left" for beat in beats):
                     signal.setitimer(signal.ITIMER_REAL, 0)
-                    return
+                    return self._store_leaves_last(self.world_size - 1, LOST_AFTER_SECONDS)
                 time.sleep(0.05) if gone else self.leaving.wait(BEAT_SECONDS)
         except RuntimeError:  # the connection to the store broke
             self.end("lost", 0, "the connection to it broke", by_store=True)
@@ -242,11 +240,18 @@ class Job:
         else:
             text = f"{me}: {why}" if kind == "missing" or rank == self.rank else f"{me}: lost {lost}: {why}"
         print_error(text)
-        if store and self.holds_store:  # leave last: the others read the reason from here
-            _wait_until_read(store, self.world_size - 1 - (kind == "lost"), seconds=3)
-        elif store:
-            _within(1, lambda: store.add("end_read", 1))
+        if store:
+            self._store_leaves_last(self.world_size - 1 - (kind == "lost"), seconds=3)
         leave_now(130 if kind == "interrupted" else 1)
+
+    def _store_leaves_last(self, readers, seconds):
+        """Say that this rank has read how the job ends; whoever holds the store waits until all the others have."""
+        if not self.holds_store:
+            _within(1, lambda: self.beat_store.add("end_read", 1))
+            return
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and (_within(1, lambda: self.beat_store.add("end_read", 0)) or 0) < readers:
+            time.sleep(0.05)
 
 
 def _signals_as_bytes():
@@ -273,16 +278,15 @@ def claim_end(store, reason):
     return reason if there == written else json.loads(there)
 
 
-def _wait_until_read(store, readers, seconds):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and (_within(1, lambda: store.add("end_read", 0)) or 0) < readers:
-        time.sleep(0.05)
-
-
 def _within(seconds, call):
     """Return call(), or None if it takes longer or fails: its thread is left behind."""
     answer = []
-    thread = threading.Thread(target=lambda: answer.append(call()), daemon=True)
+
+    def try_it():
+        with contextlib.suppress(RuntimeError):  # the store's way to say that it is gone
+            answer.append(call())
+
+    thread = threading.Thread(target=try_it, daemon=True)
     thread.start()
     thread.join(seconds)
     return answer[0] if answer else None
