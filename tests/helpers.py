@@ -7,6 +7,8 @@ import subprocess
 import sys
 import tempfile
 
+import pytest
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = ("rl_rpc", "rnn_rpc", "ddp_rpc", "param_server")
 
@@ -44,6 +46,16 @@ def assert_one_line_error(done, status, *words):
     # Where ranks were running, a line of each other rank follows: that it has lost the one that failed.
     lines = done.stderr.strip().splitlines()
     assert any(all(word in line for word in words) for line in lines), (words, done.stderr)
+
+
+def assert_refused(package, flags, capsys, *words):
+    """parse_args, the first thing that main.py calls, refuses these flags: status 2 and, after the usage, one line."""
+    with package_on_path(package), pytest.raises(SystemExit) as refused:
+        import main
+
+        main.parse_args([str(flag) for flag in flags])
+    complaint = capsys.readouterr().err.splitlines()[-1]
+    assert refused.value.code == 2 and all(word in complaint for word in words), complaint
 
 
 @contextlib.contextmanager

@@ -1,12 +1,9 @@
 """ddp_rpc from outside: what its runs print and write."""
 
 import json
-import os
 import re
-import signal
 
 from helpers import assert_one_line_error, run_main, start_main
-from jobs import ranks_of
 
 import pytest
 import torch
@@ -34,10 +31,10 @@ def test_pipelined_learns_and_every_epoch_says_so(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "seed"), [("sync", 1), ("sync", 2), ("averaged", 1), ("pipelined", 1)])
-def test_the_default_run_comes_within_two_points_of_the_teacher(tmp_path, mode, seed):
+@pytest.mark.parametrize("mode", ["sync", "averaged", "pipelined"])
+def test_the_default_run_comes_within_two_points_of_the_teacher(tmp_path, mode):
     more = ("--epochs", 40) if mode == "averaged" else ()  # its table learns at half the rate with two trainers
-    _, summary = run(tmp_path, "--mode", mode, "--seed", seed, *more, timeout=200)
+    _, summary = run(tmp_path, "--mode", mode, *more, timeout=200)
     assert summary["heldout_accuracy"] > summary["ceiling_accuracy"] - 0.02
 
 
@@ -132,18 +129,6 @@ def test_a_large_table_costs_no_more_bytes_on_the_wire(tmp_path, mode):
         rows: run(tmp_path, *flags, "--num_embeddings", rows)[1]["wire_bytes_per_step"] for rows in (1_000, 1_000_000)
     }
     assert 1_000 < per_step[1_000_000] < 1.1 * per_step[1_000]
-
-
-@pytest.mark.slow
-def test_a_killed_server_ends_the_job_and_a_restart_goes_on(tmp_path):
-    file = tmp_path / "clicks.pt"
-    job = start_main("ddp_rpc", "--epochs", 30, "--checkpoint", file, "--max_restarts", 1, "--mode", "pipelined")
-    for line in job.stdout:
-        if line.startswith("epoch   2/"):
-            break
-    os.kill(ranks_of(job.pid)[3], signal.SIGKILL)  # ps
-    out, _ = job.communicate(timeout=150)
-    assert job.returncode == 0 and "Going on after epoch" in out and "restarted 1 time" in out, out
 
 
 @pytest.mark.cuda

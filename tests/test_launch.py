@@ -261,15 +261,14 @@ def test_a_killed_starting_process_takes_every_rank_with_it():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["spawned", "torchrun"])
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", ["rl_rpc", "rnn_rpc", "ddp_rpc"])
 def test_a_job_that_lost_a_rank_comes_back(package, way, tmp_path):
     checkpoint, summary = tmp_path / "checkpoint.pt", tmp_path / "summary.json"
     lengths = {  # long enough to be killed in the middle, short enough to wait for
-        "rl_rpc": ["--max_episodes", "50", "--reward_threshold", "1e9", "--eval_episodes", "1"],
+        "rl_rpc": ["--max_episodes", "30", "--reward_threshold", "1e9", "--eval_episodes", "1"],
         "rnn_rpc": ["--epochs", "8", "--corpus_tokens", "40000"],
         "ddp_rpc": ["--epochs", "6"],
-        "param_server": ["--dataset", "synthetic", "--max_batches", "300", "--checkpoint_every", "20"],
-    }
+    }  # param_server: in test_ps_runs.py
     flags = [*lengths[package], "--checkpoint", str(checkpoint), "--summary_json", str(summary)]
     flags += ["--max_restarts", "2"] if way == "spawned" else []
     with Job(package, way, flags, runner_flags=["--max-restarts", "2"]) as job:
@@ -282,13 +281,14 @@ def test_a_job_that_lost_a_rank_comes_back(package, way, tmp_path):
         statuses = job.wait(180)
         assert statuses == [0], job.text()
         assert job.text(job.outputs[:1]).splitlines()[-1] == "The job was restarted 1 time.", job.text()
+        assert "Going on" in job.text()
         assert not job.survivors()
     assert json.loads(summary.read_text())["restarts"] == 1
 
 
 def test_without_a_checkpoint_it_starts_afresh_and_says_so():
     with Job(
-        "rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"][:1], "60", "--eval_episodes", "1", "--max_restarts", "1"]
+        "rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"][:1], "30", "--eval_episodes", "1", "--max_restarts", "1"]
     ) as job:
         assert job.wait_for_text("Episode 10", 60)
         os.kill(job.pid_of(1), signal.SIGKILL)

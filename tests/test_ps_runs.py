@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from helpers import ROOT, assert_one_line_error, run_main, start_main
+from helpers import ROOT, assert_one_line_error, assert_refused, run_main, start_main
 from jobs import ranks_of
 
 import pytest
@@ -32,6 +32,10 @@ MODES = {
 def one_thread_per_rank(monkeypatch):
     """Threads that wait for each other crawl when a machine is busy with other things."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def from_files(folder):
+    return "--dataset", "mnist", "--data_dir", folder
 
 
 def run(*flags, timeout=150):
@@ -78,8 +82,8 @@ def test_what_crosses_the_wire(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["remote", "async", "bounded", "sync"])
 @pytest.mark.parametrize("trainers", [1, 4, 8])
-def test_one_to_eight_trainers_in_every_mode(mode, trainers):
-    done = run(*MODES[mode], "--world_size", trainers + 1, "--max_batches", 6, timeout=240)
+def test_one_to_eight_trainers_in_every_mode(mode, trainers, digits):
+    done = run(*MODES[mode], "--world_size", trainers + 1, "--max_batches", 6, *from_files(digits), timeout=240)
     assert re.search(rf" {6 if mode == 'sync' else 6 * trainers} updates", done.stdout)
 
 
@@ -109,8 +113,8 @@ def test_more_servers_than_one_and_two_epochs(tmp_path):
         (["0", "0"], ["unrecognized arguments: 0 0"]),  # difference 6: --rank and --num_gpus are flags
     ],
 )
-def test_a_wrong_command_line_is_refused_in_one_line(flags, words):
-    assert_one_line_error(run_main("param_server", *flags, timeout=60), 2, *words)
+def test_a_wrong_command_line_is_refused_in_one_line(flags, words, capsys):
+    assert_refused("param_server", flags, capsys, *words)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -153,9 +157,10 @@ def updates_in(checkpoint):
 
 
 @pytest.mark.parametrize("mode", ["remote", pytest.param("async", marks=pytest.mark.slow)])
-def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path, mode):
+def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path, digits, mode):
     """One trainer, no dropout: the weights are exactly those of a run that was never killed."""
-    flags = (*DRAWN, *MODES[mode], "--world_size", 2, "--no_dropout", "--batch_size", 8, "--max_batches", 120)
+    flags = (*from_files(digits), *MODES[mode], "--world_size", 2, "--no_dropout", "--batch_size", 8)
+    flags = (*flags, "--max_batches", 120)
     unbroken, broken = tmp_path / "unbroken.pt", tmp_path / "broken.pt"
     assert run_main("param_server", *flags, "--checkpoint", unbroken).returncode == 0
     flags = (*flags, "--checkpoint", broken, "--checkpoint_every", 10)
@@ -174,13 +179,14 @@ def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path, mode):
         torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=1e-6)
 
 
-def test_a_finished_run_goes_on_with_more_epochs_and_refuses_other_settings(tmp_path):
+def test_a_finished_run_goes_on_with_more_epochs_and_refuses_other_settings(tmp_path, digits):
     checkpoint = tmp_path / "end.pt"
-    flags = ("--mode", "replica", "--momentum", "0.5", "--max_batches", 5, "--checkpoint", checkpoint)
+    flags = (*from_files(digits), "--mode", "replica", "--momentum", "0.5", "--max_batches", 5)
+    flags = (*flags, "--checkpoint", checkpoint)
     run(*flags)
     more = run(*flags, "--resume", "--epochs", 2)
     assert "Epoch 2: Accuracy" in more.stdout and "Epoch 1:" not in more.stdout
-    other = run_main("param_server", *DRAWN, *flags, "--resume", "--world_size", 4)
+    other = run_main("param_server", *flags, "--resume", "--world_size", 4)
     assert_one_line_error(other, 1, "--world_size 3, this run has 4")
 
 
@@ -194,9 +200,9 @@ def kill_a_trainer_when_training(process, trainer, checkpoint, delay=0.0):
         os.kill(ranks_of(process.pid)[trainer], signal.SIGKILL)
 
 
-def test_a_lost_trainer_comes_back_with_max_restarts(tmp_path):
+def test_a_lost_trainer_comes_back_with_max_restarts(tmp_path, digits):
     checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
-    flags = (*DRAWN, "--world_size", 3, "--max_batches", 200, "--lr", "0.05", "--checkpoint", checkpoint)
+    flags = (*from_files(digits), "--world_size", 3, "--max_batches", 200, "--lr", "0.05", "--checkpoint", checkpoint)
     flags = (*flags, "--checkpoint_every", 20, "--max_restarts", 1, "--summary_json", summary)
     process = start_main("param_server", *flags)
     kill_a_trainer_when_training(process, 2, checkpoint)
@@ -217,16 +223,24 @@ def test_a_lost_trainer_ends_the_job_with_status_1(tmp_path):
     assert "trainer_1" in err and "Traceback" not in err
 
 
+# Accuracy of the following runs when nobody is killed: mean of 3, which were at most 0.006 from it (sync: equal).
+UNBROKEN = {"remote": 0.815, "async": 0.820, "bounded": 0.814, "sync": 0.788}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(20))
-def test_kill_9_of_one_of_four_trainers_at_a_random_moment(tmp_path, attempt):
-    """Never a hang, never a wrong exit status; every second time with --max_restarts: the run finishes by itself."""
+def test_kill_9_of_one_of_four_trainers_at_a_random_moment(tmp_path, digits, attempt):
+    """Never a hang, never a wrong exit status; every second time with --max_restarts: the run finishes by itself.
+
+    The second epoch at a tenth of the learning rate takes the noise out: with stale gradients at a steady 0.03 the
+    accuracy moves by points from one moment to the next, in one process as well.
+    """
     random_ = random.Random(attempt)
     mode = random_.choice(["remote", "async", "bounded", "sync"])
     restarts = attempt % 2
     checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
-    lr = 0.1 if mode == "sync" else 0.03  # unbroken: 0.89 to 0.93; one restarted run ended at 0.84, cause unknown
-    flags = (*DRAWN, *MODES[mode], "--world_size", 5, "--max_batches", 150, "--lr", lr, "--max_restarts", restarts)
+    flags = (*from_files(digits), *MODES[mode], "--world_size", 5, "--lr", 0.1 if mode == "sync" else 0.03)
+    flags = (*flags, "--epochs", 2, "--lr_step", 1, "--max_batches", 75, "--max_restarts", restarts)
     flags = (*flags, "--checkpoint", checkpoint, "--checkpoint_every", 4, "--summary_json", summary)
     process = start_main("param_server", *flags)
     kill_a_trainer_when_training(process, random_.randint(1, 4), checkpoint, delay=random_.uniform(0, 2))
@@ -235,7 +249,7 @@ def test_kill_9_of_one_of_four_trainers_at_a_random_moment(tmp_path, attempt):
     assert process.returncode == (0 if finished else 1), (out, err)
     assert finished or not restarts, (out, err)
     if finished:
-        assert json.loads(summary.read_text())["test_accuracy"] > 0.8
+        assert json.loads(summary.read_text())["test_accuracy"] > UNBROKEN[mode] - 0.025
 
 
 @pytest.mark.slow
