@@ -90,8 +90,7 @@ class Job:
         self.outputs, self.processes = [], []  # outputs: stdout and stderr of each process in turn
         for number, command in enumerate(commands):
             streams = [open(os.path.join(self.folder.name, f"{number}.{name}"), "w+") for name in ("out", "err")]
-            # torchrun waits 30 s for a stopped process before it kills it; a newer one reads here for how long.
-            environment = os.environ | {"PYTHONUNBUFFERED": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
+            environment = os.environ | {"PYTHONUNBUFFERED": "1"}
             self.outputs += streams
             self.processes.append(
                 subprocess.Popen(command, stdout=streams[0], stderr=streams[1], start_new_session=True, env=environment)

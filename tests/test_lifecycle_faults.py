@@ -101,7 +101,7 @@ def case_id(case):
     return f"{package}-{way}-{JOBS[package]['names'][rank]}-{kind}-{moment}-{seconds}"
 
 
-QUICK, FULL = range(6), range(6, 24)
+QUICK, FULL = range(6), [number for number in range(6, 25) if number != 22]  # 22: torchrun takes a minute, as for 20
 
 
 @pytest.mark.timeout(240)
