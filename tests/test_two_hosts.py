@@ -14,6 +14,7 @@ from two_hosts import ADDRESSES, TwoHosts, why_not
 
 import pytest
 
+FEW_EPISODES = ["--max_episodes", "8", "--eval_episodes", "1"]
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
@@ -81,5 +82,5 @@ def test_a_cut_link_ends_the_job(package):
 
 @pytest.mark.slow
 def test_a_slow_link_only_slows():
-    with TwoHosts(delay_ms=5) as hosts, RanksOnTwoHosts(hosts, "rl_rpc", JOBS["rl_rpc"]["short"]) as ranks:
+    with TwoHosts(delay_ms=5) as hosts, RanksOnTwoHosts(hosts, "rl_rpc", FEW_EPISODES) as ranks:
         assert set(ranks.wait(200)) == {0}, ranks.text()
