@@ -286,6 +286,7 @@ def test_a_job_that_lost_a_rank_comes_back(package, way, tmp_path):
     assert json.loads(summary.read_text())["restarts"] == 1
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_it_starts_afresh_and_says_so():
     with Job(
         "rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"][:1], "30", "--eval_episodes", "1", "--max_restarts", "1"]

@@ -49,7 +49,7 @@ def run(*flags, timeout=150):
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=[] if mode in ("remote", "bounded") else pytest.mark.slow) for mode in MODES]
+    "mode", [pytest.param(mode, marks=[] if mode == "remote" else pytest.mark.slow) for mode in MODES]
 )
 def test_every_mode_learns_and_tells_its_figures(tmp_path, mode):
     summary_file = tmp_path / "summary.json"
@@ -69,6 +69,7 @@ def test_every_mode_learns_and_tells_its_figures(tmp_path, mode):
     assert (tmp_path / "curve.png").stat().st_size > 5_000
 
 
+@pytest.mark.slow
 def test_what_crosses_the_wire(tmp_path):
     """Difference 4: in `remote`, images and predictions; not the 10 MB of weights and gradients of an assert."""
     figures = {}
@@ -179,6 +180,7 @@ def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path, digits, mo
         torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_with_more_epochs_and_refuses_other_settings(tmp_path, digits):
     checkpoint = tmp_path / "end.pt"
     flags = (*from_files(digits), "--mode", "replica", "--momentum", "0.5", "--max_batches", 5)

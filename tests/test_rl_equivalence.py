@@ -113,6 +113,7 @@ def test_another_seed_plays_something_else(tmp_path):
     assert play(tmp_path, "rollout", 3, "--seed", 1)[0] != play(tmp_path, "rollout", 3, "--seed", 2)[0]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_in_another_mode_too(tmp_path):
     lines, expected = play(tmp_path, "rollout", 3, episodes=12, name="whole")
     first, _ = play(tmp_path, "step", 3, episodes=5, name="halves")

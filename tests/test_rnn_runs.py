@@ -38,6 +38,7 @@ def test_a_run_prints_that_it_learns(tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_all_modes_do_the_same_work(tmp_path):
     """Calls per step: look-up and decoder (two in `overlap`), and optimizer steps and clipping at 2 owners."""
     found = {mode: summary_of(tmp_path, *SMALL, "--mode", mode, "--clip", 0)[1] for mode in bench.MODES}
@@ -69,6 +70,7 @@ def test_annealing_divides_the_learning_rate_by_four(tmp_path):
     assert epochs[-1][0] < epochs[0][0]
 
 
+@pytest.mark.slow
 def test_a_text_of_yours(tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("the cat sat on the mat and the dog sat on the log\n" * 200)
