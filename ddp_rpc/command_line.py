@@ -11,10 +11,10 @@ import os
 import signal
 import sys
 
-# When a rank dies, the RPC threads of the others each log a warning from C++, beside the line that launch.py prints.
+# When a rank dies, the RPC threads of the others each log it from C++, with a stack, beside the line of job.py.
 # torch reads this level when it is loaded, so it must be set before: main.py imports this module first.
 if "--debug" not in sys.argv:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 # The ranks of a spawned job are forked from one clean process that has imported torch and done nothing else, so a group
 # of any size starts in the time of one import.  That process imports while this one does, so it is started first.

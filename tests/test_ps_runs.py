@@ -132,6 +132,15 @@ def test_unusable_data_ends_the_whole_job_with_status_1(tmp_path):
     assert_one_line_error(done, 1, "is not an IDX file")
 
 
+def test_data_that_cannot_be_had_is_told_in_one_line(tmp_path):
+    """The server fails while the trainers' calls to it are under way: C++ must not tell that as well, stack and all."""
+    (tmp_path / "file").touch()
+    done = run_main("param_server", "--data_dir", tmp_path / "file" / "data", timeout=100)
+    cause, *others = done.stderr.splitlines()
+    assert done.returncode == 1 and "Two ways out: --data_dir DIR" in cause and "--dataset synthetic" in cause
+    assert len(others) == 2 and all("lost rank 0 (parameter_server): it failed" in line for line in others), others
+
+
 def test_too_high_a_learning_rate_is_told(tmp_path):
     done = run_main("param_server", *DRAWN, "--mode", "replica", "--lr", "1e30", "--max_batches", 20, timeout=100)
     assert_one_line_error(done, 1, "not finite: try a lower --lr")
