@@ -216,10 +216,10 @@ class Job:
             cause = f"it left in the middle of its work (sys.exit({error.code!r}))"
         elif remote:  # "On WorkerInfo(...):\n<repr>\n<traceback>", nested where calls were: the innermost is the cause
             rank, cause = int(remote[-1][1]), _last_line_of_traceback(text[remote[-1].end() :])
+        cause = " ".join(cause.split()).partition(" Exception raised from ")[0]  # one line, without C++'s stack
         if isinstance(error, RuntimeError) and CONNECTION_TROUBLE.search(cause) and self.beater:
             self.beater.join(LOST_AFTER_SECONDS + 3)  # a peer seems to be gone: its missing heartbeat will name it
-        cause = cause.partition(" Exception raised from ")[0]  # where torch's C++ stack begins
-        self.end("failed", rank, " ".join(cause.split()))
+        self.end("failed", rank, cause)
 
     def end(self, kind, rank, why, mine=True, by_store=False):
         """Tell the other ranks (the first reason given is the reason), print this rank's line, and leave at once."""
