@@ -177,8 +177,10 @@ def test_bench_prints_a_table(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_solves_cartpole_from_four_of_five_seeds(tmp_path, world_size):
-    seeds, solved = iter(range(1, 6)), 0
-    while solved < 4 and (seed := next(seeds, None)):
+    solved = 0
+    for seed in range(1, 6):
+        if solved == 4:
+            break
         path = tmp_path / f"{seed}.json"
         done = run_main("rl_rpc", "--mode", "rollout", "--world_size", world_size, "--seed", seed,
                         "--summary_json", path, timeout=280)  # fmt: skip
