@@ -14,12 +14,11 @@ import json
 import os
 import time
 
-import command_line
-import report
-from clicks import NUM_CLASSES, ClickLog
-
 import torch
 from torch import nn, optim
+
+from clicks import NUM_CLASSES, ClickLog
+from glue import flags, measure
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SINGLE = "single process"
@@ -61,23 +60,37 @@ def train_alone(device, num_embeddings, batch_bags, batches):
 
 
 def variants(args, num_embeddings, batch_bags, batches, servers=(1,), modes=MODES):
-    """Return name -> callable for one cell of a table, for report.interleave."""
+    """Return name -> callable for one cell of a table, for measure.interleave."""
     cell = {SINGLE: lambda: single_process("cpu", num_embeddings, batch_bags, batches)}
     if args.device == "cuda":
         cell[SINGLE + ", cuda"] = lambda: single_process("cuda", num_embeddings, batch_bags, batches)
     for num_servers, mode in itertools.product(servers, modes):
-        for suffix, place in report.places(args.device).items():
-            flags = ["--mode", mode, "--num_servers", num_servers, "--num_embeddings", num_embeddings,
-                     "--batch_bags", batch_bags, "--batches", batches, "--epochs", EPOCHS,
-                     "--targets", "random", *place]  # fmt: skip
+        for suffix, place in measure.places(args.device).items():
+            flags = [
+                "--mode",
+                mode,
+                "--num_servers",
+                num_servers,
+                "--num_embeddings",
+                num_embeddings,
+                "--batch_bags",
+                batch_bags,
+                "--batches",
+                batches,
+                "--epochs",
+                EPOCHS,
+                "--targets",
+                "random",
+                *place,
+            ]
             name = mode + (f", {num_servers} servers" if num_servers > 1 else "") + suffix
-            cell[name] = lambda flags=flags: report.run_main(HERE, flags)
+            cell[name] = lambda flags=flags: measure.run_main(HERE, flags)
     return cell
 
 
-def measure(args, title, figure, *cell, **choice):
-    rows = report.interleave(variants(args, *cell, **choice), args.repeats)
-    return report.table(rows, figure, baseline=SINGLE, title=title)
+def measured(args, title, figure, *cell, **choice):
+    rows = measure.interleave(variants(args, *cell, **choice), args.repeats)
+    return measure.table(rows, figure, baseline=SINGLE, title=title)
 
 
 def wire_table():
@@ -88,9 +101,24 @@ def wire_table():
         for rows in (1_000, 1_000_000):
             cell = []
             for bags in (8, 1024):
-                flags = ["--mode", mode, "--num_embeddings", rows, "--batch_bags", bags, "--batches", 20, "--epochs", 1,
-                         "--transport", "tcp", "--targets", "random", "--sparse"]  # fmt: skip
-                cell.append(report.run_main(HERE, flags)["wire_bytes_per_step"])
+                flags = [
+                    "--mode",
+                    mode,
+                    "--num_embeddings",
+                    rows,
+                    "--batch_bags",
+                    bags,
+                    "--batches",
+                    20,
+                    "--epochs",
+                    1,
+                    "--transport",
+                    "tcp",
+                    "--targets",
+                    "random",
+                    "--sparse",
+                ]
+                cell.append(measure.run_main(HERE, flags)["wire_bytes_per_step"])
             result[f"{mode}, {rows} rows"] = cell
             print(f"{mode:10} {rows:10,} {cell[0]:10,.0f} {cell[1]:10,.0f}", flush=True)
     return result
@@ -102,9 +130,23 @@ def memory_table(rows=4_000_000):
     print(f"{'servers':>8} {'rows held':>10} {'peak of process':>16}")
     result = {}
     for servers in (1, 2, 4):
-        flags = ["--mode", "pipelined", "--num_servers", servers, "--num_embeddings", rows, "--batches", 5,
-                 "--epochs", 1, "--num_trainers", 1, "--targets", "random"]  # fmt: skip
-        held = report.run_main(HERE, flags)["server_megabytes"]
+        flags = [
+            "--mode",
+            "pipelined",
+            "--num_servers",
+            servers,
+            "--num_embeddings",
+            rows,
+            "--batches",
+            5,
+            "--epochs",
+            1,
+            "--num_trainers",
+            1,
+            "--targets",
+            "random",
+        ]
+        held = measure.run_main(HERE, flags)["server_megabytes"]
         result[servers] = held
         print(f"{servers:8} {max(h[0] for h in held):10,.0f} {max(h[1] for h in held):16,.0f}", flush=True)
     return result
@@ -113,7 +155,7 @@ def memory_table(rows=4_000_000):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES, help="which tables to measure")
-    parser.add_argument("--repeats", type=command_line.positive_int, default=3, help="runs of each, interleaved")
+    parser.add_argument("--repeats", type=flags.positive_int, default=3, help="runs of each, interleaved")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: speed beside the CPU's")
     parser.add_argument("--json", metavar="FILE", help="write the raw numbers")
     args = parser.parse_args()
@@ -121,15 +163,15 @@ def main():
     raw = {}
     if "modes" in args.tables:
         title = "batches/s at the tutorial's sizes: 8 bags, 100 rows"
-        raw["modes"] = measure(args, title, "batches_per_second", 100, 8, 300, servers=(1, 2))
+        raw["modes"] = measured(args, title, "batches_per_second", 100, 8, 300, servers=(1, 2))
     for bags in (8, 64, 1024) if "bags" in args.tables else ():
         batches = 300 if bags < 1024 else 100
         title = f"samples/s with {bags} bags, 100 rows"
-        raw[f"{bags} bags"] = measure(args, title, "samples_per_second", 100, bags, batches)
+        raw[f"{bags} bags"] = measured(args, title, "samples_per_second", 100, bags, batches)
     for rows in (10**2, 10**3, 10**4, 10**5, 10**6) if "rows" in args.tables else ():
         batches = 200 if rows < 10**6 else 50
         title = f"batches/s with {rows:,} rows, 8 bags"
-        raw[f"{rows} rows"] = measure(args, title, "batches_per_second", rows, 8, batches)
+        raw[f"{rows} rows"] = measured(args, title, "batches_per_second", rows, 8, batches)
     if "wire" in args.tables:
         raw["wire"] = wire_table()
     if "memory" in args.tables:

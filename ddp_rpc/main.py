@@ -8,16 +8,17 @@
 Ranks: the trainers first (trainer0, trainer1, ...), then the master, then the servers (ps, or ps0, ps1, ...).
 """
 
+import glue.before_torch  # noqa: F401  (first, see there)
+
 import argparse
 import os
 
-import command_line
-import launch
-from hybrid_master import HybridMaster
-from training_modes import MODES
-
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
+
+from glue import flags, launch, placement
+from master import HybridMaster
+from modes import MODES
 
 ROLES = "the ranks are --num_trainers (1 or more), then 1 master, then --num_servers (1 or more)"
 
@@ -32,16 +33,16 @@ def worker_name(rank, args):
 
 
 def parse_args(argv=None):
-    parser = command_line.argument_parser(__doc__, modes=tuple(MODES), world_size=None)
+    parser = flags.argument_parser(__doc__, modes=tuple(MODES), world_size=None)
     add = parser.add_argument_group("the scenario").add_argument
-    add("--num_trainers", type=command_line.positive_int, metavar="T", help="trainers: what --world_size leaves, or 2")
-    add("--num_servers", type=command_line.positive_int, metavar="S", help="parameter servers; if not given, 1")
-    add("--num_embeddings", type=command_line.positive_int, default=100, metavar="N", help="rows of the table")
-    add("--embedding_dim", type=command_line.positive_int, default=16, metavar="D", help="numbers in each row")
-    add("--batch_bags", type=command_line.positive_int, default=8, metavar="B", help="bags in each trainer's batch")
-    add("--batches", type=command_line.positive_int, default=200, help="batches of each trainer in an epoch")
-    add("--epochs", type=command_line.positive_int, default=20, help="epochs")
-    add("--lr", type=command_line.positive_float, default=0.05, help="learning rate of SGD")
+    add("--num_trainers", type=flags.positive_int, metavar="T", help="trainers: what --world_size leaves, or 2")
+    add("--num_servers", type=flags.positive_int, metavar="S", help="parameter servers; if not given, 1")
+    add("--num_embeddings", type=flags.positive_int, default=100, metavar="N", help="rows of the table")
+    add("--embedding_dim", type=flags.positive_int, default=16, metavar="D", help="numbers in each row")
+    add("--batch_bags", type=flags.positive_int, default=8, metavar="B", help="bags in each trainer's batch")
+    add("--batches", type=flags.positive_int, default=200, help="batches of each trainer in an epoch")
+    add("--epochs", type=flags.positive_int, default=20, help="epochs")
+    add("--lr", type=flags.positive_float, default=0.05, help="learning rate of SGD")
     add("--targets", choices=["teacher", "random"], default="teacher", help="random: as in the tutorial")
     add("--sparse", action=argparse.BooleanOptionalAction, help="step only the rows looked up (but not in sync)")
     add("--table_device", choices=["same", "cpu"], default="same", help="the table's: same as --device, or the CPU")
@@ -49,7 +50,7 @@ def parse_args(argv=None):
     if args.sparse is None:
         args.sparse = args.mode != "sync"  # the tutorial's EmbeddingBag has dense gradients
     divide_ranks(parser, args)
-    command_line.check_arguments(parser, args, min_world_size=3, roles=ROLES)
+    flags.check_arguments(parser, args, min_world_size=3, roles=ROLES)
     if args.num_servers > args.num_embeddings:
         parser.error(f"--num_servers {args.num_servers}: more than the table has rows (--num_embeddings)")
     return args
@@ -57,7 +58,7 @@ def parse_args(argv=None):
 
 def divide_ranks(parser, args):
     """Work out --world_size, --num_trainers and --num_servers from those that were given; refuse a contradiction."""
-    given = int(os.environ["WORLD_SIZE"]) if command_line.under_torchrun(args) else args.world_size
+    given = int(os.environ["WORLD_SIZE"]) if flags.under_torchrun(args) else args.world_size
     if args.num_servers is None:
         args.num_servers = 1 if given is None or args.num_trainers is None else given - 1 - args.num_trainers
     if args.num_trainers is None:
@@ -69,7 +70,7 @@ def divide_ranks(parser, args):
 
 def process_group_backend(args):
     """NCCL where each trainer has a GPU of its own; it refuses two ranks on one, and has no CPU: gloo there."""
-    devices = {launch.device_of(trainer, args) for trainer in range(args.num_trainers)}
+    devices = {placement.device_of(trainer, args) for trainer in range(args.num_trainers)}
     return "nccl" if args.device == "cuda" and len(devices) == args.num_trainers else "gloo"
 
 

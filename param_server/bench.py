@@ -15,15 +15,14 @@ import subprocess
 import sys
 import time
 
-import command_line
-import report
-from digits_net import Net
-from launch import keep_freed_memory
-from mnist_data import Shard, load_digits
-from scoreboard import evaluate
-
 import torch
 import torch.nn.functional as F
+
+from digits_net import Net
+from glue import flags, measure
+from glue.launch import keep_freed_memory
+from mnist_data import Shard, load_digits
+from scoreboard import evaluate
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 MODES = {
@@ -55,10 +54,10 @@ def speed_by_mode(args):
     for count in args.trainers:
         # With one trainer the three consistencies are the same.
         for mode in MODES if count > 1 else ("remote", "async"):
-            for suffix, place in report.places(args.device).items():
+            for suffix, place in measure.places(args.device).items():
                 variants[f"{mode}, {count} trainer{'s' * (count > 1)}{suffix}"] = distributed(args, mode, count, *place)
-    rows = report.interleave(variants, args.repeats)
-    report.table(rows, "images_per_second", "one process, 1 thread", "images/s")
+    rows = measure.interleave(variants, args.repeats)
+    measure.table(rows, "images_per_second", "one process, 1 thread", "images/s")
     print("\nTensor bytes that cross the wire per batch, both directions together")
     for mode in ("remote", "async"):
         some = next(runs for name, runs in rows.items() if name.startswith(mode))
@@ -76,8 +75,8 @@ def speed_by_batch(args):
     for batch in (8, 32):
         flags = ("--batch_size", batch, "--sync_every", 8)
         variants[f"async, batch {batch}, --sync_every 8"] = distributed(args, "async", 2, *flags)
-    rows = report.interleave(variants, args.repeats)
-    report.table(rows, "images_per_second", "one process, 1 thread", "images/s, 2 trainers, by batch size")
+    rows = measure.interleave(variants, args.repeats)
+    measure.table(rows, "images_per_second", "one process, 1 thread", "images/s, 2 trainers, by batch size")
     return rows
 
 
@@ -97,23 +96,46 @@ def accuracy_table(args):
         values = [each["test_accuracy"] for each in runs]
         stale = [each.get("staleness_mean", 0.0) for each in runs]
         worst = max(each.get("staleness_max", 0) for each in runs)
-        print(f"{name:26} {trainers:8} {statistics.mean(values):15.4f} {' '.join(f'{v:.4f}' for v in values):>24} "
-              f"{statistics.mean(stale):15.2f} {worst:4}", flush=True)  # fmt: skip
+        print(
+            f"{name:26} {trainers:8} {statistics.mean(values):15.4f} {' '.join(f'{v:.4f}' for v in values):>24} "
+            f"{statistics.mean(stale):15.2f} {worst:4}",
+            flush=True,
+        )
         rows[f"{name}, {trainers}"] = runs
     return rows
 
 
 def distributed(args, mode, trainers, *flags):
     """Return a callable that runs main.py with this many trainers and returns its summary."""
-    common = ["--dataset", args.dataset, "--data_dir", args.data_dir, "--batch_size", args.batch_size,
-              "--max_batches", args.max_batches, "--log_interval", 1_000_000]  # fmt: skip
-    return lambda: report.run_main(HERE, [*common, *MODES[mode], "--world_size", trainers + 1, *flags])
+    common = [
+        "--dataset",
+        args.dataset,
+        "--data_dir",
+        args.data_dir,
+        "--batch_size",
+        args.batch_size,
+        "--max_batches",
+        args.max_batches,
+        "--log_interval",
+        1_000_000,
+    ]
+    return lambda: measure.run_main(HERE, [*common, *MODES[mode], "--world_size", trainers + 1, *flags])
 
 
 def single(args, threads, *flags):
     """Return a callable that runs train_in_one_process in a process of its own: its threads and memory are its own."""
-    common = ["--dataset", args.dataset, "--data_dir", args.data_dir, "--batch_size", args.batch_size,
-              "--max_batches", args.max_batches, "--single", threads]  # fmt: skip
+    common = [
+        "--dataset",
+        args.dataset,
+        "--data_dir",
+        args.data_dir,
+        "--batch_size",
+        args.batch_size,
+        "--max_batches",
+        args.max_batches,
+        "--single",
+        threads,
+    ]
     command = [sys.executable, __file__, *map(str, (*common, *flags))]
     return lambda: json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
@@ -144,11 +166,11 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data_dir", default="data")
     parser.add_argument("--dataset", choices=["mnist", "synthetic"], help="default: mnist if --data_dir has it")
-    parser.add_argument("--trainers", type=command_line.positive_int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--batch_size", type=command_line.positive_int, default=32)
-    parser.add_argument("--max_batches", type=command_line.non_negative_int, help="default: 150; accuracy: all")
-    parser.add_argument("--lr", type=command_line.positive_float, default=0.03)
-    parser.add_argument("--repeats", type=command_line.positive_int, default=3)
+    parser.add_argument("--trainers", type=flags.positive_int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--batch_size", type=flags.positive_int, default=32)
+    parser.add_argument("--max_batches", type=flags.non_negative_int, help="default: 150; accuracy: all")
+    parser.add_argument("--lr", type=flags.positive_float, default=0.03)
+    parser.add_argument("--repeats", type=flags.positive_int, default=3)
     parser.add_argument("--tables", nargs="+", choices=["modes", "batch", "accuracy"], default=["modes", "batch"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the accuracy table")
     parser.add_argument("--seed", type=int, default=1, help=argparse.SUPPRESS)

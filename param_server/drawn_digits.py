@@ -49,8 +49,17 @@ def _font_files():
     import matplotlib
 
     folder = os.path.join(matplotlib.get_data_path(), "fonts", "ttf")
-    names = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSansMono",
-             "STIXGeneral", "STIXGeneralItalic", "cmr10")  # fmt: skip
+    names = (
+        "DejaVuSans",
+        "DejaVuSans-Bold",
+        "DejaVuSans-Oblique",
+        "DejaVuSerif",
+        "DejaVuSerif-Bold",
+        "DejaVuSansMono",
+        "STIXGeneral",
+        "STIXGeneralItalic",
+        "cmr10",
+    )
     return [os.path.join(folder, f"{name}.ttf") for name in names]
 
 

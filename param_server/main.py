@@ -1,29 +1,31 @@
 """Trainers that share one network through a parameter server, on MNIST.
 
-    python param_server/main.py --world_size 3               a server and two trainers, all spawned here
-    python param_server/main.py --world_size 3 --rank 0      one rank per terminal or host: rank 0 is the server ...
-    python param_server/main.py --world_size 3 --rank 1      ... every other rank a trainer (--master_addr HOST)
-    torchrun --nproc-per-node 3 param_server/main.py         the same, started by torchrun
+python param_server/main.py --world_size 3               a server and two trainers, all spawned here
+python param_server/main.py --world_size 3 --rank 0      one rank per terminal or host: rank 0 is the server ...
+python param_server/main.py --world_size 3 --rank 1      ... every other rank a trainer (--master_addr HOST)
+torchrun --nproc-per-node 3 param_server/main.py         the same, started by torchrun
 
-    --mode remote (the tutorial's): the network runs on the server; trainers send images and get predictions
-    --mode replica: trainers compute on a copy of their own; they push gradients, and get fresh weights for them
+--mode remote (the tutorial's): the network runs on the server; trainers send images and get predictions
+--mode replica: trainers compute on a copy of their own; they push gradients, and get fresh weights for them
 """
 
-import command_line
-import launch
-from command_line import fraction, non_negative_int, positive_float, positive_int
-from mnist_trainer import run_training_loop
-from model_server import get_parameter_server
-from range_server import get_range_server
-from replica_trainer import run_replica_loop
-from rpc_names import trainers, usable_cores, worker_name
+import glue.before_torch  # noqa: F401  (first, see there)
 
 import torch
 import torch.distributed.rpc as rpc
 
+from glue import flags, launch
+from glue.flags import fraction, non_negative_int, positive_float, positive_int
+from glue.placement import usable_cores
+from remote_server import get_parameter_server
+from remote_trainer import run_training_loop
+from replica_server import get_range_server
+from replica_trainer import run_replica_loop
+from rpc_names import trainers, worker_name
+
 
 def parse_args(argv=None):
-    parser = command_line.argument_parser(__doc__, modes=("remote", "replica"), world_size=3)
+    parser = flags.argument_parser(__doc__, modes=("remote", "replica"), world_size=3)
     add = parser.add_argument_group("training").add_argument
     add("--dataset", choices=["mnist", "synthetic"], default="mnist", help="synthetic: digits drawn from the seed")
     add("--data_dir", default="data", metavar="DIR", help="where MNIST's four files are, or are downloaded to")
@@ -36,11 +38,19 @@ def parse_args(argv=None):
     add("--no_dropout", action="store_true", help="deterministic training, for comparisons")
     add("--log_interval", type=positive_int, default=100, metavar="N", help="batches between two printed losses")
     add("--checkpoint_every", type=positive_int, default=500, metavar="N", help="updates between two checkpoints")
-    add("--num_gpus", type=int, choices=[0, 1, 2], help="remote: GPUs that the server splits the network over "
-        "(default: 1 with --device cuda, else 0)")  # fmt: skip
+    add(
+        "--num_gpus",
+        type=int,
+        choices=[0, 1, 2],
+        help="remote: GPUs that the server splits the network over (default: 1 with --device cuda, else 0)",
+    )
     add = parser.add_argument_group("replica").add_argument
-    add("--consistency", choices=["async", "bounded", "sync"], default="async", help="apply each gradient at once; "
-        "hold back who runs ahead; average one gradient of each trainer")  # fmt: skip
+    add(
+        "--consistency",
+        choices=["async", "bounded", "sync"],
+        default="async",
+        help="apply each gradient at once; hold back who runs ahead; average one gradient of each trainer",
+    )
     add("--max_staleness", type=non_negative_int, metavar="S", help="bounded: pushes to run ahead (default: 4)")
     add("--sync_every", type=positive_int, default=1, metavar="K", help="batches between two pushes")
     add("--num_servers", type=positive_int, default=1, metavar="M", help="servers that share the weights")
@@ -58,7 +68,7 @@ def parse_args(argv=None):
     if (args.num_gpus or 0) > torch.cuda.device_count():
         parser.error(f"--num_gpus {args.num_gpus}: torch sees {torch.cuda.device_count()} CUDA GPUs here")
     servers = "rank 0 is the server" if args.num_servers == 1 else f"{args.num_servers} servers come first"
-    command_line.check_arguments(
+    flags.check_arguments(
         parser, args, min_world_size=args.num_servers + 1, roles=f"{servers}, every other rank a trainer"
     )
     if args.num_gpus is None:
@@ -69,9 +79,7 @@ def parse_args(argv=None):
 def run_worker(rank, args, job):
     """Run one rank: the tutorial's run_parameter_server or run_worker."""
     share_cores(args)
-    rpc.init_rpc(
-        worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options()
-    )
+    rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
     server = None
     if rank < args.num_servers:
         # A server has no loop: RPC threads answer the trainers while this thread waits below.

@@ -14,10 +14,10 @@ import gzip
 import io
 import os
 
-from drawn_digits import draw_digits
-from report import seed_for
-
 import torch
+
+from drawn_digits import draw_digits
+from glue.seeds import seed_for
 
 MEAN, STD = 0.1307, 0.3081  # of MNIST's training images, scaled to 0..1; the tutorial's own numbers
 FILES = {

@@ -6,16 +6,17 @@ where every batch and prediction crosses it, and all computing is the server's.
 Shapes: P weights in the whole network, R in one server's range; B images in a batch.
 """
 
-from digits_net import Net
-from flat_weights import flatten_gradients, flatten_parameters, range_of
-from mnist_data import Shard, load_digits
-from range_server import get_range_server
-from report import seed_for
-from rpc_names import for_wire, trainers, worker_name
-
 import torch
 import torch.distributed.rpc as rpc
 import torch.nn.functional as F
+
+from digits_net import Net
+from flat_weights import flatten_gradients, flatten_parameters, range_of
+from glue.placement import to_wire
+from glue.seeds import seed_for
+from mnist_data import Shard, load_digits
+from replica_server import get_range_server
+from rpc_names import trainers, worker_name
 
 
 class Replica:
@@ -41,7 +42,7 @@ class Replica:
         """
         futures = []
         for rref, part, (version, _, _) in zip(self.server_rrefs, self.ranges, self.answers, strict=True):
-            gradient_R = for_wire(self.gradient[part], self.args)
+            gradient_R = to_wire(self.gradient[part], self.args)
             # timeout=0: no limit. The server may hold the answer back until slower trainers have caught up.
             futures.append(rref.rpc_async(timeout=0).push(self.rank, version, gradient_R, images, batches))
         self._receive(futures)

@@ -7,12 +7,12 @@ server calls count_update.  It works alike for both modes, and knows nothing of 
 import threading
 import time
 
-import report
-import rpc_names
-from mnist_data import load_digits, normalised
-
 import torch
 import torch.distributed.rpc as rpc
+
+import rpc_names
+from glue import checkpoint, placement, report
+from mnist_data import load_digits, normalised
 
 SCENARIO = "param_server"
 # A checkpoint means the same only with the same of these: a place in an epoch is counted in batches per trainer.
@@ -93,11 +93,13 @@ class Scoreboard:
     def save(self):
         """Write --checkpoint, if asked for: weights and books of the same moment, as the server's lock is held."""
         if self.args.checkpoint:
-            books = {name: getattr(self, name) for name in
-                     ("epoch", "updates", "batches_done", "staleness_sum", "staleness_max", "accuracy")}  # fmt: skip
+            books = {
+                name: getattr(self, name)
+                for name in ("epoch", "updates", "batches_done", "staleness_sum", "staleness_max", "accuracy")
+            }
             settings = {name: getattr(self.args, name) for name in SETTINGS}
             state = {"settings": settings, "books": books} | self.server.capture()
-            report.save_checkpoint(self.args.checkpoint, SCENARIO, state)
+            checkpoint.save(self.args.checkpoint, SCENARIO, state)
 
     def close(self):
         """Say and write the result of the job: rank 0, after every trainer has finished."""
@@ -117,7 +119,7 @@ class Scoreboard:
     # ------------------------------------------------------------------------------------------------------- helpers
 
     def _restore(self):
-        state = report.load_checkpoint(self.args, SCENARIO)
+        state = checkpoint.load(self.args, SCENARIO)
         if state is None:
             return
         try:
@@ -154,7 +156,7 @@ def evaluate(net, images, labels, batch_size=500):
     parameters and no dropout; the network behind the RRef stays in training mode and is measured with dropout on.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(rpc_names.usable_cores())  # nobody trains now: take every core
+    torch.set_num_threads(placement.usable_cores())  # nobody trains now: take every core
     was_training = net.training
     net.eval()
     first = next(net.parameters()).device

@@ -9,18 +9,18 @@ units, A = actions. ob_id = an observer's rank, an int.
 
 import threading
 
-from environment import make_env, reward_threshold, sizes
-from observer import Observer, noise_seed
-from policy import EpisodeNoise, Policy
-from report import seed_for
-from trajectory import Trajectory, discounted
-
 import numpy as np
 import torch
 import torch.distributed.rpc as rpc
 from torch import optim
 from torch.distributed.rpc import RRef, remote
 from torch.distributions import Categorical
+
+from environment import make_env, reward_threshold, sizes
+from glue.seeds import seed_for
+from observer import Observer, noise_seed
+from policy import EpisodeNoise, Policy
+from trajectory import Trajectory, discounted
 
 
 class Agent:

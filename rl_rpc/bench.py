@@ -6,21 +6,21 @@
 Every row of a table plays the same episodes of the same seed, and learns from them; rates count training too, start-up
 not. The modes with RPCs in every step play the first episodes only, or they would take the afternoon.
 """
+
 import argparse
 import json
 import os
 import time
 
-import command_line
-import report
-from environment import make_env, sizes
-from observer import environment_seed, noise_seed
-from policy import EpisodeNoise, Policy
-from trajectory import discounted
-
 import numpy as np
 import torch
 from torch.distributions import Categorical
+
+from environment import make_env, sizes
+from glue import flags, measure, seeds
+from observer import environment_seed, noise_seed
+from policy import EpisodeNoise, Policy
+from trajectory import discounted
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SINGLE = "single process"
@@ -34,7 +34,7 @@ def single_process(seed, observers, episodes, gamma=0.99):
     """
     torch.set_num_threads(1)
     env = make_env("CartPole-v1")
-    torch.manual_seed(report.seed_for(seed, 0))
+    torch.manual_seed(seeds.seed_for(seed, 0))
     policy = Policy(*sizes(env))
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     steps, started = 0, time.perf_counter()
@@ -67,7 +67,7 @@ def single_process(seed, observers, episodes, gamma=0.99):
 def main_py(mode, place, world_size, episodes, seed):
     flags = ["--mode", mode, *place, "--world_size", world_size, "--seed", seed]
     flags += ["--max_episodes", episodes, "--log_interval", episodes, "--eval_episodes", 0]
-    return report.run_main(HERE, [*flags, "--reward_threshold", 1e9])
+    return measure.run_main(HERE, [*flags, "--reward_threshold", 1e9])
 
 
 def parse_args(argv=None):
@@ -75,11 +75,11 @@ def parse_args(argv=None):
         prog="rl_rpc/bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--world_sizes", type=command_line.positive_int, nargs="+", default=[2, 3, 5], metavar="N")
-    add("--repeats", type=command_line.positive_int, default=3, metavar="N")
-    add("--episodes", type=command_line.positive_int, default=250, metavar="N", help="of rollout and single process")
-    add("--step_episodes", type=command_line.positive_int, default=25, metavar="N", help="of the other modes")
-    add("--seed", type=command_line.non_negative_int, default=1, metavar="N")
+    add("--world_sizes", type=flags.positive_int, nargs="+", default=[2, 3, 5], metavar="N")
+    add("--repeats", type=flags.positive_int, default=3, metavar="N")
+    add("--episodes", type=flags.positive_int, default=250, metavar="N", help="of rollout and single process")
+    add("--step_episodes", type=flags.positive_int, default=25, metavar="N", help="of the other modes")
+    add("--seed", type=flags.non_negative_int, default=1, metavar="N")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the GPU beside the CPU")
     add("--json", metavar="FILE", help="write the numbers")
     return parser.parse_args(argv)
@@ -88,24 +88,27 @@ def parse_args(argv=None):
 def main():
     args = parse_args()
     cores = len(os.sched_getaffinity(0))
-    print(f"torch {torch.__version__}, {cores} cores, device {args.device}, seed {args.seed}, {args.repeats} repeats, "
-          f"{args.step_episodes} episodes ({args.episodes}: rollout, {SINGLE})")
+    print(
+        f"torch {torch.__version__}, {cores} cores, device {args.device}, seed {args.seed}, {args.repeats} repeats, "
+        f"{args.step_episodes} episodes ({args.episodes}: rollout, {SINGLE})"
+    )
     numbers = {}
     for world_size in args.world_sizes:
         observers = world_size - 1
         # Default arguments bind the loop's values now; a closure would read them when the last world size is set.
         variants = {
             mode + suffix: lambda mode=mode, place=place, size=world_size: main_py(
-                mode, place, size, args.episodes if mode == "rollout" else args.step_episodes, args.seed)
+                mode, place, size, args.episodes if mode == "rollout" else args.step_episodes, args.seed
+            )
             for mode in ("step", "packed", "batched", "rollout")
-            for suffix, place in report.places(args.device).items()
+            for suffix, place in measure.places(args.device).items()
         }
         variants[SINGLE] = lambda observers=observers: single_process(args.seed, observers, args.episodes)
-        rows = report.interleave(variants, args.repeats)
+        rows = measure.interleave(variants, args.repeats)
         if len({row["env_steps"] for name in ("rollout", SINGLE) for row in rows[name]}) != 1:
             raise RuntimeError("rollout and the single process played different episodes: their rates do not compare")
         title = f"env steps per second, world size {world_size} ({observers} observer{'s' * (observers > 1)})"
-        numbers[world_size] = report.table(rows, "env_steps_per_second", SINGLE, title)
+        numbers[world_size] = measure.table(rows, "env_steps_per_second", SINGLE, title)
     if args.json:
         with open(args.json, "w") as file:
             json.dump(numbers, file, indent=2)

@@ -7,9 +7,9 @@ Shapes: D = observation features, A = number of actions.
 
 import copy
 
-from report import seed_for
-
 import gymnasium as gym
+
+from glue.seeds import seed_for
 
 
 def make_env(env_id, render_mode=None):

@@ -8,18 +8,18 @@
 Rank 0 is the agent; every other rank is an observer with an environment of its own.
 """
 
+import glue.before_torch  # noqa: F401  (first, see there)
+
 import math
 import os
 import statistics
 import time
 
-import command_line
-import launch
-import report
+import torch.distributed.rpc as rpc
+
 from agent import Agent
 from environment import make_env, play_greedily
-
-import torch.distributed.rpc as rpc
+from glue import checkpoint, flags, launch, report
 
 
 def worker_name(rank, args):
@@ -29,14 +29,14 @@ def worker_name(rank, args):
 
 def parse_args(argv=None):
     modes = ("step", "packed", "batched", "rollout")
-    parser = command_line.argument_parser(__doc__, modes, world_size=2, transport="shm")
+    parser = flags.argument_parser(__doc__, modes, world_size=2, transport="shm")
     add = parser.add_argument_group("the scenario").add_argument
     add("--env_id", default="CartPole-v1", metavar="ID", help="gymnasium environment: flat Box in, Discrete out")
-    add("--gamma", type=command_line.fraction, default=0.99, metavar="G", help="how much to value future rewards")
+    add("--gamma", type=flags.fraction, default=0.99, metavar="G", help="how much to value future rewards")
     add("--reward_threshold", type=float, metavar="R", help="running reward that is solved (the environment's own)")
-    add("--max_episodes", type=command_line.positive_int, default=2000, metavar="N", help="stop here, solved or not")
-    add("--log_interval", type=command_line.positive_int, default=10, metavar="N", help="episodes per line, checkpoint")
-    add("--eval_episodes", type=command_line.non_negative_int, default=100, metavar="N", help="greedy ones, at the end")
+    add("--max_episodes", type=flags.positive_int, default=2000, metavar="N", help="stop here, solved or not")
+    add("--log_interval", type=flags.positive_int, default=10, metavar="N", help="episodes per line, checkpoint")
+    add("--eval_episodes", type=flags.non_negative_int, default=100, metavar="N", help="greedy ones, at the end")
     add("--save", metavar="FILE.pt", help="write the trained policy, for play.py")
     args = parser.parse_args(argv)
     try:
@@ -44,7 +44,7 @@ def parse_args(argv=None):
     except ValueError as error:
         parser.error(str(error))
     roles = "rank 0 is the agent, every other rank an observer"
-    command_line.check_arguments(parser, args, min_world_size=2, roles=roles)
+    flags.check_arguments(parser, args, min_world_size=2, roles=roles)
     if args.save and not os.path.isdir(os.path.dirname(os.path.abspath(args.save))):
         parser.error(f"--save {args.save}: that folder does not exist")  # said now, not after the training
     if args.mode == "rollout" and args.world_size > os.cpu_count():
@@ -68,7 +68,7 @@ def run_agent(args, job):
     """Commands episodes until the policy is good enough, then shows what it learned."""
     result = report.Report("rl_rpc", args)
     agent = Agent(args, job.device, [worker_name(rank, args) for rank in range(1, args.world_size)])
-    if state := report.load_checkpoint(args, "rl_rpc"):
+    if state := checkpoint.load(args, "rl_rpc"):
         agent.load_state_dict(state)
         result.say(f"Going on after episode {agent.episode}, with an average reward of {agent.running_reward:.2f}.")
     result.say(
@@ -92,14 +92,14 @@ def run_agent(args, job):
                 f"Episode {agent.episode}\tLast reward: {last_reward:.2f}\tAverage reward: {agent.running_reward:.2f}"
             )
             if args.checkpoint:
-                report.save_checkpoint(args.checkpoint, "rl_rpc", agent.state_dict())
+                checkpoint.save(args.checkpoint, "rl_rpc", agent.state_dict())
     bar.close()
     steps_per_second = (agent.env_steps - steps_before) / (time.perf_counter() - started)
 
     if args.checkpoint:
-        report.save_checkpoint(args.checkpoint, "rl_rpc", agent.state_dict())
+        checkpoint.save(args.checkpoint, "rl_rpc", agent.state_dict())
     if args.save:
-        report.save_checkpoint(args.save, "rl_rpc", agent.state_dict())
+        checkpoint.save(args.save, "rl_rpc", agent.state_dict())
     if agent.solved:
         result.say(f"Solved! Running reward is now {agent.running_reward}!")
     else:

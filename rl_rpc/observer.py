@@ -7,12 +7,12 @@ tutorial's first; each of the others is that one plus a single idea.
 Shapes: T = steps of an episode, D = observation features.
 """
 
-from environment import make_env, sizes
-from policy import EpisodeNoise, Policy
-from report import seed_for
-
 import numpy as np
 import torch.distributed.rpc as rpc
+
+from environment import make_env, sizes
+from glue.seeds import seed_for
+from policy import EpisodeNoise, Policy
 
 MAX_STEPS = 10_000  # as in the tutorial; environments with a limit of their own end earlier
 

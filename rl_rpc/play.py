@@ -6,16 +6,16 @@
 
 Runs alone, without RPC. A --checkpoint file of main.py can be played as well.
 """
+
 import argparse
 import sys
 from types import SimpleNamespace
 
-import command_line
-import report
-from environment import make_env, play_episode, sizes
-from policy import Policy
-
 import gymnasium
+
+from environment import make_env, play_episode, sizes
+from glue import checkpoint, flags, seeds
+from policy import Policy
 
 
 def parse_args(argv=None):
@@ -23,15 +23,15 @@ def parse_args(argv=None):
         prog="rl_rpc/play.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("policy", metavar="FILE.pt", help="written by main.py --save")
-    parser.add_argument("--episodes", type=command_line.positive_int, default=3, metavar="N", help="default: 3")
-    parser.add_argument("--seed", type=command_line.non_negative_int, default=1, metavar="N", help="default: 1")
+    parser.add_argument("--episodes", type=flags.positive_int, default=3, metavar="N", help="default: 3")
+    parser.add_argument("--seed", type=flags.non_negative_int, default=1, metavar="N", help="default: 1")
     parser.add_argument("--gif", metavar="FILE.gif", help="write the episodes as an animation")
     return parser.parse_args(argv)
 
 
 def load_policy(path):
     """(policy, env_id) from a file that main.py saved. Raises ValueError if it is not one; executes nothing in it."""
-    state = report.load_checkpoint(SimpleNamespace(checkpoint=path, resume=True, restarts=0), "rl_rpc")
+    state = checkpoint.load(SimpleNamespace(checkpoint=path, resume=True, restarts=0), "rl_rpc")
     policy = Policy(*sizes(make_env(state["env_id"])))
     policy.load_state_dict(state["policy"])
     return policy, state["env_id"]
@@ -44,7 +44,7 @@ def main():
         policy, env_id = load_policy(args.policy)
         env = make_env(env_id, render_mode="rgb_array" if args.gif else None)
         for episode in range(1, args.episodes + 1):
-            seed = report.seed_for(args.seed, "play", episode)
+            seed = seeds.seed_for(args.seed, "play", episode)
             draw = (lambda: frames.append(env.render())) if args.gif else None
             reward = play_episode(env, policy.act_greedily, seed, on_step=draw)
             print(f"Episode {episode}\tReward: {reward:.2f}", flush=True)
@@ -59,8 +59,12 @@ def write_gif(path, frames, fps):
     from PIL import Image  # only here: playing without --gif needs neither Pillow nor a renderer
 
     pictures = [Image.fromarray(frame) for frame in frames]
-    report.write_aside(path, lambda aside: pictures[0].save(
-        aside, format="GIF", save_all=True, append_images=pictures[1:], duration=1000 / fps, loop=0))
+    checkpoint.write_aside(
+        path,
+        lambda aside: pictures[0].save(
+            aside, format="GIF", save_all=True, append_images=pictures[1:], duration=1000 / fps, loop=0
+        ),
+    )
     print(f"{len(frames)} frames written to {path}")
 
 

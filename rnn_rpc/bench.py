@@ -17,19 +17,17 @@ import sys
 import tempfile
 import time
 
-import command_line
-import launch
-import report
-from corpus import batches, generated_corpus, streams
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from corpus import batches, generated_corpus, streams
+from glue import flags, launch, measure
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 E, H, LAYERS, T, B = 200, 200, 2, 35, 20
 MODES = ("logits", "loss", "overlap")
-WARM_UP_STEPS = 5  # as in rnn_trainer.py
+WARM_UP_STEPS = 5  # as in trainer.py
 
 
 def text_length(steps):
@@ -77,15 +75,17 @@ def speed(args):
         }
         if args.device == "cuda":
             variants["single, cuda"] = lambda v=vocabulary: single_process(v, args.steps, 1, args.seed, "cuda")
-        for suffix, place in report.places(args.device).items():
+        for suffix, place in measure.places(args.device).items():
             for mode in MODES:
-                variants[mode + suffix] = lambda m=mode, v=vocabulary, place=place: report.run_main(
-                    HERE, flags_of(m, v, args.steps, args, place))
-        variants["overlap, 2 servers"] = lambda v=vocabulary: report.run_main(
-            HERE, flags_of("overlap", v, args.steps, args, world_size=3))
-        rows = report.interleave(variants, args.repeats)
+                variants[mode + suffix] = lambda m=mode, v=vocabulary, place=place: measure.run_main(
+                    HERE, flags_of(m, v, args.steps, args, place)
+                )
+        variants["overlap, 2 servers"] = lambda v=vocabulary: measure.run_main(
+            HERE, flags_of("overlap", v, args.steps, args, world_size=3)
+        )
+        rows = measure.interleave(variants, args.repeats)
         title = f"tokens per second, V = {vocabulary:,}"
-        numbers[vocabulary] = report.table(rows, "tokens_per_second", "single process", title)
+        numbers[vocabulary] = measure.table(rows, "tokens_per_second", "single process", title)
     return numbers
 
 
@@ -102,7 +102,7 @@ def wire_bytes(args):
     numbers = []
     for vocabulary in args.vocabularies:
         for mode in MODES:
-            run = report.run_main(HERE, [*flags_of(mode, vocabulary, args.steps, args), "--transport", "tcp"])
+            run = measure.run_main(HERE, [*flags_of(mode, vocabulary, args.steps, args), "--transport", "tcp"])
             computed = payload_bytes(mode, vocabulary)
             row = (vocabulary, mode, computed, run["wire_bytes_per_step"], run["tokens_per_second"])
             print(f"{row[0]:7,} {row[1]:8} {row[2]:20,} {row[3]:22,} {row[4]:18,.0f}", flush=True)
@@ -163,15 +163,16 @@ def _read(path):
 
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(
-        prog="rnn_rpc/bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        prog="rnn_rpc/bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--vocabularies", type=command_line.positive_int, nargs="+", default=[100, 1000, 10_000, 33_000], metavar="V")
-    add("--repeats", type=command_line.positive_int, default=3, metavar="N")
-    add("--steps", type=command_line.positive_int, default=30, metavar="N", help="of training, 5 of them to warm up")
+    add("--vocabularies", type=flags.positive_int, nargs="+", default=[100, 1000, 10_000, 33_000], metavar="V")
+    add("--repeats", type=flags.positive_int, default=3, metavar="N")
+    add("--steps", type=flags.positive_int, default=30, metavar="N", help="of training, 5 of them to warm up")
     add("--memory", action="store_true", help="resident memory over 2,000 iterations instead (of the first V)")
     add("--wire_bytes", action="store_true", help="bytes per step instead")
     add("--mode", choices=MODES, default="logits", help="for --memory")
-    add("--seed", type=command_line.non_negative_int, default=1, metavar="N")
+    add("--seed", type=flags.non_negative_int, default=1, metavar="N")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: speed beside the CPU; memory on the GPU alone")
     add("--json", metavar="FILE", help="write the numbers")
     args = parser.parse_args(argv)
@@ -184,8 +185,11 @@ def main():
     args = parse_args()
     launch.keep_freed_memory()  # what every rank does: else the single process would pay for page faults they do not
     cores = len(os.sched_getaffinity(0))
-    print(f"torch {torch.__version__}, {cores} cores, device {args.device}, seed {args.seed}, {args.steps} steps of "
-          f"T x B = {T} x {B} tokens, E = H = {H}, {LAYERS} layers", flush=True)
+    print(
+        f"torch {torch.__version__}, {cores} cores, device {args.device}, seed {args.seed}, {args.steps} steps of "
+        f"T x B = {T} x {B} tokens, E = H = {H}, {LAYERS} layers",
+        flush=True,
+    )
     numbers = memory(args) if args.memory else wire_bytes(args) if args.wire_bytes else speed(args)
     if args.json:
         with open(args.json, "w") as file:

@@ -11,10 +11,10 @@ from bisect import bisect
 from collections import Counter
 from dataclasses import dataclass
 
-from report import seed_for
-
 import numpy as np
 import torch
+
+from glue.seeds import seed_for
 
 UNKNOWN, END_OF_LINE = "<unk>", "<eos>"
 EVAL_BATCH_SIZE = 10  # as in the word-language-model recipe
@@ -33,11 +33,15 @@ class Corpus:
     bigram_floor: float | None = None  # the same for a model that remembers one token only
 
     def __str__(self):
-        text = (f"{len(self.train):,} tokens of {self.name} to train on, {len(self.heldout):,} held out, "
-                f"V = {len(self.vocabulary):,}.")
+        text = (
+            f"{len(self.train):,} tokens of {self.name} to train on, {len(self.heldout):,} held out, "
+            f"V = {len(self.vocabulary):,}."
+        )
         if self.floor:
-            text += (f"\nNo model can get below a perplexity of {self.floor:.3f}, and none that looks back one word "
-                     f"only below {self.bigram_floor:.3f}.")
+            text += (
+                f"\nNo model can get below a perplexity of {self.floor:.3f}, and none that looks back one word "
+                f"only below {self.bigram_floor:.3f}."
+            )
         return text
 
     def spell(self, ids):
@@ -135,10 +139,14 @@ def generated_corpus(num_tokens, length, seed):
     ids = source.sample(length, seed_for(seed, "sample"))
     train, heldout = _hold_out_the_end(ids)
     return Corpus(
-        name=f"a generated source of {num_tokens} words", vocabulary=[spell_number(i) for i in range(num_tokens)],
-        train=train, heldout=heldout, separator=" ",
-        floor=source.floor_perplexity(), bigram_floor=source.bigram_floor_perplexity(),
-    )  # fmt: skip
+        name=f"a generated source of {num_tokens} words",
+        vocabulary=[spell_number(i) for i in range(num_tokens)],
+        train=train,
+        heldout=heldout,
+        separator=" ",
+        floor=source.floor_perplexity(),
+        bigram_floor=source.bigram_floor_perplexity(),
+    )
 
 
 # --------------------------------------------------------------------------------------------------- a text of yours
@@ -211,8 +219,10 @@ def training_streams(corpus, batch_size, bptt):
     """Return (train (., B), held-out (., B')) streams. Raises ValueError if there is too little text for one batch."""
     train, needed = streams(corpus.train, batch_size), batch_size * (bptt + 1)
     if len(corpus.train) < needed:
-        raise ValueError(f"{corpus.name}: {len(corpus.train)} tokens to train on are less than one batch, "
-                         f"{needed} = --batch_size {batch_size} x (--bptt {bptt} + 1)")
+        raise ValueError(
+            f"{corpus.name}: {len(corpus.train)} tokens to train on are less than one batch, "
+            f"{needed} = --batch_size {batch_size} x (--bptt {bptt} + 1)"
+        )
     eval_batch_size = min(EVAL_BATCH_SIZE, len(corpus.heldout) // 2)
     if eval_batch_size == 0:
         raise ValueError(f"{corpus.name}: too short to hold out a tenth of it")

@@ -9,15 +9,15 @@
 Rank 0 is `ps`, rank 1 `trainer`; with three ranks, 0 is `ps0` (table), 1 `trainer`, 2 `ps1` (decoder).
 """
 
+import glue.before_torch  # noqa: F401  (first, see there)
+
 import math
 
-import command_line
-import launch
-import report
-from corpus import load_corpus, training_streams
-from rnn_trainer import Trainer
-
 import torch.distributed.rpc as rpc
+
+from corpus import load_corpus, training_streams
+from glue import checkpoint, flags, launch, report
+from trainer import Trainer
 
 TRAINER_RANK = 1
 DEFAULT_LR = {"sgd": 2.0, "adam": 0.005}
@@ -31,9 +31,9 @@ def worker_name(rank, args):
 
 
 def parse_args(argv=None):
-    parser = command_line.argument_parser(__doc__, ("logits", "loss", "overlap"), world_size=2)
-    count, size = command_line.non_negative_int, command_line.positive_int
-    number, positive = command_line.non_negative_float, command_line.positive_float
+    parser = flags.argument_parser(__doc__, ("logits", "loss", "overlap"), world_size=2)
+    count, size = flags.non_negative_int, flags.positive_int
+    number, positive = flags.non_negative_float, flags.positive_float
     add = parser.add_argument_group("the text").add_argument
     add("--corpus", metavar="FILE", help="a UTF-8 text to learn; without it, one is generated")
     add("--tokens", choices=["word", "char"], default="word", help="what a token of --corpus is")
@@ -44,7 +44,7 @@ def parse_args(argv=None):
     add("--embedding_dim", type=size, default=64, metavar="E", help="size of a token's vector")
     add("--hidden_dim", type=size, default=64, metavar="H", help="LSTM units per layer")
     add("--num_layers", type=size, default=1, metavar="L", help="LSTM layers")
-    add("--dropout", type=command_line.fraction, default=0.0, metavar="P", help="of table and LSTM outputs")
+    add("--dropout", type=flags.fraction, default=0.0, metavar="P", help="of table and LSTM outputs")
     add = parser.add_argument_group("training").add_argument
     add("--epochs", type=size, default=6, metavar="N", help="passes over the text")
     add("--batch_size", type=size, default=20, metavar="B", help="streams of text that are read side by side")
@@ -59,7 +59,7 @@ def parse_args(argv=None):
         parser.error(f"--vocabulary {args.vocabulary}: a text of one word has nothing to learn")
     args.lr = args.lr or DEFAULT_LR[args.optimizer]
     roles = "rank 0 is ps, rank 1 the trainer; with 3, rank 2 is a second server, for the decoder"
-    command_line.check_arguments(parser, args, min_world_size=2, max_world_size=3, roles=roles)
+    flags.check_arguments(parser, args, min_world_size=2, max_world_size=3, roles=roles)
     return args
 
 
@@ -79,7 +79,7 @@ def run_trainer(args, job):
     corpus = load_corpus(args)
     train_SB, heldout_SB = training_streams(corpus, args.batch_size, args.bptt)
     trainer = Trainer(args, job, [worker_name(rank, args) for rank in range(args.world_size)], corpus.vocabulary)
-    if state := report.load_checkpoint(args, "rnn_rpc"):
+    if state := checkpoint.load(args, "rnn_rpc"):
         trainer.load_state(state)
     result.say(str(corpus))
     if trainer.epoch:
@@ -93,20 +93,30 @@ def run_trainer(args, job):
         heldout = math.exp(trainer.evaluate(heldout_SB))
         trainer.anneal(heldout)
         floor = f" (floor {corpus.floor:.3f})" if corpus.floor else ""
-        result.say(f"epoch {trainer.epoch:3d} | lr {lr:g} | train perplexity {train:.3f} | "
-                   f"held-out perplexity {heldout:.3f}{floor}")
+        result.say(
+            f"epoch {trainer.epoch:3d} | lr {lr:g} | train perplexity {train:.3f} | "
+            f"held-out perplexity {heldout:.3f}{floor}"
+        )
         result.scalar("perplexity/train", train, trainer.epoch)
         result.scalar("perplexity/heldout", heldout, trainer.epoch)
         if args.checkpoint:
-            report.save_checkpoint(args.checkpoint, "rnn_rpc", trainer.state())
+            checkpoint.save(args.checkpoint, "rnn_rpc", trainer.state())
     bar.close()
 
     if args.generate:
         result.say(corpus.spell(trainer.generate(args.generate)))
-    result.close(plot=("perplexity/train", "perplexity/heldout"), floor=corpus.floor and ("floor", corpus.floor),
-                 xlabel="epoch", heldout_perplexity=trainer.heldout, floor_perplexity=corpus.floor,
-                 bigram_floor_perplexity=corpus.bigram_floor, vocabulary=len(corpus.vocabulary), epochs=trainer.epoch,
-                 steps=trainer.step, **trainer.figures())
+    result.close(
+        plot=("perplexity/train", "perplexity/heldout"),
+        floor=corpus.floor and ("floor", corpus.floor),
+        xlabel="epoch",
+        heldout_perplexity=trainer.heldout,
+        floor_perplexity=corpus.floor,
+        bigram_floor_perplexity=corpus.bigram_floor,
+        vocabulary=len(corpus.vocabulary),
+        epochs=trainer.epoch,
+        steps=trainer.step,
+        **trainer.figures(),
+    )
 
 
 if __name__ == "__main__":

@@ -8,15 +8,15 @@ they live.  Before that, it calls torch.add on its neighbour in RPC's three ways
 Source: the example in the documentation of torch.distributed.rpc (distributed autograd and distributed optimizer).
 """
 
-import command_line
-import launch
-import report
+import glue.before_torch  # noqa: F401  (first, see there)
 
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import optim
 from torch.distributed.optim import DistributedOptimizer
+
+from glue import flags, launch, seeds
 
 
 def worker_name(rank, args):
@@ -51,7 +51,7 @@ def three_ways_to_call(neighbour, say):
 def run_ring(rank, args, say):
     """Two tensors of the neighbour: p becomes p - lr * gradient, there."""
     neighbour = worker_name((rank + 1) % args.world_size, args)
-    seeds = [report.seed_for(args.seed, rank, i) for i in range(2)]
+    seeds = [seeds.seed_for(args.seed, rank, i) for i in range(2)]
     # Every iteration has a context of its own, which holds its gradients on every worker that it reaches. Nothing is
     # left in parameter.grad, so there is no zero_grad(), and workers that train at once do not mix their gradients.
     with dist_autograd.context() as context_id:
@@ -89,10 +89,10 @@ def run_worker(rank, args, job):
 
 
 def parse_args(argv=None):
-    parser = command_line.argument_parser(__doc__, ("ring",), world_size=2)
-    parser.add_argument("--lr", type=command_line.positive_float, default=0.05, metavar="X", help="learning rate")
+    parser = flags.argument_parser(__doc__, ("ring",), world_size=2)
+    parser.add_argument("--lr", type=flags.positive_float, default=0.05, metavar="X", help="learning rate")
     args = parser.parse_args(argv)
-    command_line.check_arguments(parser, args, min_world_size=2, roles="every rank is a worker in the ring")
+    flags.check_arguments(parser, args, min_world_size=2, roles="every rank is a worker in the ring")
     return args
 
 

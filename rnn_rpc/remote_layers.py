@@ -6,13 +6,13 @@ server has no loop and no code of its own: RPC threads run what is called here.
 Shapes: T = time steps, B = streams, E = embedding size, H = hidden size, V = vocabulary size.
 """
 
-from report import seed_for
-
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.rpc import RRef
+
+from glue.seeds import seed_for
 
 
 class RemoteLayer(nn.Module):

@@ -2,9 +2,9 @@
 
 import signal
 
-from helpers import package_on_path
-
 import pytest
+
+from helpers import package_on_path
 
 # Where the tests run in the background, a shell has made them ignore Ctrl-C, and every job that they start with them.
 signal.signal(signal.SIGINT, signal.default_int_handler)

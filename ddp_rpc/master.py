@@ -1,0 +1,131 @@
+"""What the master does: make the table on the servers, send the trainers to work, print and save what they tell it.
+
+Runs in the master process: run_master on its main thread, epoch_done on RPC threads, called by the first trainer.
+"""
+
+import queue
+
+import torch
+import torch.distributed.rpc as rpc
+
+from embedding_server import EmbeddingShard
+from glue import checkpoint, placement, report, seeds
+from trainer import run_trainer
+
+SCENARIO = "ddp_rpc"
+ROWS_AT_A_TIME = 262144
+
+
+class HybridMaster:
+    """The master's side of the job.  Trainers hold an RRef to it."""
+
+    def __init__(self, args, worker_name):
+        """`worker_name(rank, args)` gives the names that trainers and servers have."""
+        self.args, self.worker_name = args, worker_name
+        self.report = report.Report(SCENARIO, args)
+        self.bar = self.report.progress(total=args.epochs * args.batches, unit="step")
+        saved = checkpoint.load(args, SCENARIO)
+        self.emb_rrefs = [self.create_shard(shard) for shard in range(args.num_servers)]
+        self.fc_state, self.epochs_done = None, 0
+        if saved is not None:
+            self.restore(saved)
+
+    def create_shard(self, shard):
+        """Create one server's part of the table there, and return an RRef to it (the tutorial's rpc.remote)."""
+        args = self.args
+        rank = args.num_trainers + 1 + shard
+        device = "cpu" if args.table_device == "cpu" else str(placement.device_of(rank, args))
+        return rpc.remote(
+            self.worker_name(rank, args),
+            EmbeddingShard,
+            timeout=0,  # a large table takes long to fill
+            args=(shard, args.num_servers, args.num_trainers, args, device, seeds.seed_for(args.seed, "table")),
+        )
+
+    def run(self):
+        """Run the training function on every trainer, wait for all of them, and report the result."""
+        args, ended = self.args, queue.SimpleQueue()
+        me = rpc.RRef(self)
+        for trainer in range(args.num_trainers):
+            device = str(placement.device_of(trainer, args))
+            trainer_args = (self.emb_rrefs, me, trainer, args, device, self.fc_state, self.epochs_done)
+            # timeout=0: this call lasts as long as the training; the default would cut it off after 60 seconds.
+            future = rpc.rpc_async(self.worker_name(trainer, args), run_trainer, args=trainer_args, timeout=0)
+            future.add_done_callback(ended.put)
+        # In the order in which they end: when one fails the others wait for it in an allreduce, and we must hear of it.
+        results = [ended.get().wait() for _ in range(args.num_trainers)]
+        self.close(results)
+
+    def epoch_done(self, epoch, figures, seconds, fc_state):
+        """Print one line, and save a checkpoint.  `seconds` is the training time so far, in this run.
+
+        Needs no lock: only the first trainer calls it, one epoch after the other, and all trainers wait meanwhile.
+        """
+        args = self.args
+        for name, value in figures.items():
+            self.report.scalar(name.replace("_", "/"), value, epoch)
+        text = (
+            f"epoch {epoch:3d}/{args.epochs}  held-out loss {figures['heldout_loss']:.4f}  "
+            f"accuracy {figures['heldout_accuracy']:.4f} (ceiling {figures['ceiling_accuracy']:.4f})"
+        )
+        if epoch > self.epochs_done:
+            rate = (epoch - self.epochs_done) * args.batches * args.num_trainers / seconds
+            text += f"  {rate:.0f} batches/s"
+        self.report.say(text)
+        self.bar.n = epoch * args.batches
+        self.bar.refresh()
+        if args.checkpoint and epoch > self.epochs_done:
+            self.save(epoch, fc_state)
+
+    def save(self, epoch, fc_state):
+        """Write the whole model to one file.  (So the master holds the whole table here, and only here.)"""
+        args = self.args
+        table = torch.empty(args.num_embeddings, args.embedding_dim)
+        for shard, rref in enumerate(self.emb_rrefs):
+            table[shard :: args.num_servers] = rref.rpc_sync(timeout=0).get_rows()
+        state = {"epoch": epoch, "table": table, "fc": fc_state}
+        checkpoint.save(args.checkpoint, SCENARIO, state)
+
+    def restore(self, saved):
+        """Hand a checkpoint's rows to the servers, however many servers wrote it.  ValueError if it does not fit."""
+        args = self.args
+        table, wanted = saved["table"], (args.num_embeddings, args.embedding_dim)
+        if tuple(table.shape) != wanted:
+            raise ValueError(
+                f"{args.checkpoint} holds a table of {table.shape[0]} x {table.shape[1]}, and not of {wanted[0]} x "
+                f"{wanted[1]} as --num_embeddings and --embedding_dim ask for"
+            )
+        for first in range(0, args.num_embeddings, ROWS_AT_A_TIME):
+            rows = table[first : first + ROWS_AT_A_TIME]
+            torch.futures.wait_all([rref.rpc_async(timeout=0).put_rows(first, rows) for rref in self.emb_rrefs])
+        self.fc_state, self.epochs_done = saved["fc"], saved["epoch"]
+        self.report.say(f"Going on after epoch {self.epochs_done} of {args.checkpoint}.")
+
+    def close(self, results):
+        """Tell the result of the run: `results` are the trainers' measurements."""
+        args = self.args
+        self.bar.close()
+        seconds = max(result["seconds"] for result in results)
+        batches = max(args.epochs - self.epochs_done, 0) * args.batches * args.num_trainers
+        rate = batches / seconds if batches else 0.0
+        per_step = sum(result["wire_bytes"] for result in results) / (args.batches * args.num_trainers)
+        figures = {
+            "heldout_loss": results[0]["heldout_loss"],
+            "heldout_accuracy": results[0]["heldout_accuracy"],
+            "ceiling_accuracy": results[0]["ceiling_accuracy"],
+            "replicas_max_difference": results[0]["replicas_max_difference"],
+            "batches_per_second": rate,
+            "samples_per_second": rate * args.batch_bags,
+            "wire_bytes_per_step": per_step,
+            "num_trainers": args.num_trainers,
+            "num_servers": args.num_servers,
+            "server_megabytes": [rref.rpc_sync().megabytes() for rref in self.emb_rrefs],
+        }
+        self.report.say(
+            f"{args.mode}: held-out accuracy {figures['heldout_accuracy']:.4f}, "
+            f"the teacher's own {figures['ceiling_accuracy']:.4f}; "
+            f"{rate:.0f} batches/s, {figures['samples_per_second']:.0f} samples/s; replicas of fc identical on "
+            f"{args.num_trainers} trainer{'s' * (args.num_trainers > 1)}"
+        )
+        ceiling = ("the teacher's own", figures["ceiling_accuracy"])
+        self.report.close(plot=("heldout/accuracy",), floor=ceiling, xlabel="epoch", **figures)

@@ -1,0 +1,74 @@
+"""Mode `remote`, the trainer's side: the tutorial's TrainerNet and training loop.
+
+Runs in each process `trainer_1`, `trainer_2`, ...  A trainer has data and the loop; the network and its optimizer are
+on the server.
+
+Shapes: B images in a batch.
+"""
+
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.optim import DistributedOptimizer
+
+from glue.placement import to_wire
+from mnist_data import Shard, load_digits
+from remote_server import ParameterServer, ServerSGD, get_parameter_server
+from rpc_names import trainers
+from scoreboard import Scoreboard
+
+
+def call_method(method, rref, *args, **kwargs):
+    """Runs on the owner of `rref`: call the method on what it refers to.  Source: tutorial, `call_method`."""
+    return method(rref.local_value(), *args, **kwargs)
+
+
+def remote_method(method, rref, *args, **kwargs):
+    """Call a method of what `rref` refers to, there where it lives, and wait.  Source: tutorial, `remote_method`.
+
+    Since torch 1.6, rref.rpc_sync().method(...) does the same; this shows what that is made of.
+    """
+    return rpc.rpc_sync(rref.owner(), call_method, args=(method, rref, *args), kwargs=kwargs)
+
+
+class TrainerNet(nn.Module):
+    """A network whose forward pass is a remote call.  Source: tutorial, class `TrainerNet`."""
+
+    def __init__(self, rank, args, device):
+        super().__init__()
+        self.rank, self.args, self.device = rank, args, device
+        # An RRef: a reference to an object in another process, which lives at least as long as somebody holds one.
+        self.param_server_rref = rpc.remote("parameter_server", get_parameter_server, args=(args,))
+
+    def get_global_param_rrefs(self):
+        """Return RRefs to all parameters to optimize: only the server's, as this module has none of its own."""
+        return remote_method(ParameterServer.get_param_rrefs, self.param_server_rref)
+
+    def forward(self, x):
+        """Return the server's log-probabilities (B, 10) for images (B, 1, 28, 28)."""
+        x = to_wire(x, self.args)
+        return remote_method(ParameterServer.forward, self.param_server_rref, self.rank, x).to(self.device)
+
+
+def run_training_loop(rank, args, device):
+    """Train until the Scoreboard says that the work is done.  Source: tutorial, `run_training_loop`."""
+    net = TrainerNet(rank, args, device)
+    opt = DistributedOptimizer(ServerSGD, net.get_global_param_rrefs(), args=args, trainer=rank)
+    scoreboard_rref = remote_method(ParameterServer.get_scoreboard, net.param_server_rref)
+    images, labels = (tensor.to(device) for tensor in load_digits(args, train=True))
+    shard = Shard(images, labels, args, rank - trainers(args)[0], len(trainers(args)))
+
+    # timeout=0: no limit. This call waits for the slowest trainer, and for the evaluation.
+    while place := scoreboard_rref.rpc_sync(timeout=0).next_epoch(rank):
+        epoch, first_batch = place
+        for batch, (data, target) in enumerate(shard.batches(epoch, first_batch), start=first_batch):
+            # The context collects this batch's gradients on every process it touched, apart from all other batches'.
+            # That is why there is no zero_grad, and why trainers do not mix up their gradients.
+            with dist_autograd.context() as cid:
+                model_output = net(data)
+                loss = F.nll_loss(model_output, target)
+                dist_autograd.backward(cid, [loss])  # from here through the RPC into the server's graph
+                opt.step(cid)
+            if batch % args.log_interval == 0:
+                remote_method(Scoreboard.record_loss, scoreboard_rref, rank, batch, loss.item())

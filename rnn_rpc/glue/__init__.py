@@ -1,0 +1,1 @@
+"""The glue: what a real job needs around the story."""

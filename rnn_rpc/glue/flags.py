@@ -1,0 +1,122 @@
+"""The flags that all four packages share, and the checks that refuse wrong ones.  (The same file in all four.)
+
+Runs in every process, before anything else; called from each main.py's parse_args.  A wrong command line ends in one
+line on stderr and exit status 2.
+"""
+
+import argparse
+import os
+
+import torch
+
+
+def _number(kind, name, accept):
+    """Return an argparse type: a number of this kind, refused in one line that says what was wanted."""
+
+    def parse(text):
+        value = kind(text)  # argparse turns a ValueError into its own one line: "invalid <name> value"
+        if not accept(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {name}")
+        return value
+
+    parse.__name__ = name
+    return parse
+
+
+positive_int = _number(int, "a positive integer", lambda value: value > 0)
+non_negative_int = _number(int, "a non-negative integer", lambda value: value >= 0)
+positive_float = _number(float, "a positive number", lambda value: 0 < value < float("inf"))
+non_negative_float = _number(float, "a non-negative number", lambda value: 0 <= value < float("inf"))
+fraction = _number(float, "a fraction (0 <= x < 1)", lambda value: 0 <= value < 1)
+port_number = _number(int, "a port (1 to 65535)", lambda value: 0 < value < 65536)
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keep the lines of the docstring as they are, and show every default."""
+
+
+def argument_parser(description, modes, world_size, transport="uv"):
+    """Return a parser with the shared flags.  The first of `modes` (the tutorial's own pattern) is the default."""
+    prog = os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + "/main.py"
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, formatter_class=_HelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument_group("the job (these flags are the same in all four packages)").add_argument
+    add("--world_size", type=positive_int, default=world_size, metavar="N", help="all processes together")
+    add("--rank", type=non_negative_int, metavar="R", help="run only this rank here (without it: all of them)")
+    add("--master_addr", default="localhost", metavar="HOST", help="where the ranks meet: the address of rank 0")
+    add(
+        "--master_port",
+        type=port_number,
+        default=29500,
+        metavar="PORT",
+        help="and its port (all ranks here: any free one)",
+    )
+    add("--join_timeout", type=positive_float, default=300, metavar="S", help="seconds to wait for missing ranks")
+    add("--mode", choices=modes, default=modes[0], help="the communication pattern; the tutorial's is the default")
+    add("--seed", type=non_negative_int, default=1, metavar="N", help="everything random derives from it and the rank")
+    add("--device", choices=["cpu", "cuda", "auto"], default="cpu", help="where tensors live; ranks may share a GPU")
+    add(
+        "--wire", choices=["direct", "cpu"], default="direct", help="CUDA tensors over RPC: as they are, or via the CPU"
+    )
+    add(
+        "--rpc_timeout",
+        type=positive_float,
+        default=60,
+        metavar="S",
+        help="seconds without an answer before an RPC fails",
+    )
+    add(
+        "--transport",
+        choices=["auto", "shm", "uv", "tcp"],
+        default="auto",
+        help=f"how messages travel; auto is {transport} here",
+    )
+    add("--logdir", metavar="DIR", help="write TensorBoard event files")
+    add("--plot", metavar="FILE.png", help="draw the learning curve at the end")
+    add("--summary_json", metavar="FILE", help="write the result of the run")
+    add("--checkpoint", metavar="FILE", help="save here at intervals and at the end")
+    add("--resume", action="store_true", help="go on from --checkpoint")
+    add("--max_restarts", type=non_negative_int, default=0, metavar="N", help="start again when a rank was lost")
+    add("--trace", metavar="FILE.json", help="record every RPC, to look at in ui.perfetto.dev")
+    add("--check", action="store_true", help="explain this machine (with --rank: and meet the other ranks), then exit")
+    add("--debug", action="store_true", help="show tracebacks")
+    parser.set_defaults(restarts=0, auto_transport=transport)
+    return parser
+
+
+def under_torchrun(args):
+    """True in a process that torchrun started (an explicit --rank wins over its environment)."""
+    return args.rank is None and "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def check_arguments(parser, args, min_world_size, roles, max_world_size=None):
+    """Refuse what cannot work (one line, exit status 2); take rank and world size from torchrun where it started us."""
+    args.torchrun = under_torchrun(args)
+    if args.torchrun:
+        args.rank, args.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        args.master_addr, args.master_port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        args.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        args.resume = args.resume or args.restarts > 0
+    size = args.world_size
+    if size < min_world_size or (max_world_size and size > max_world_size):
+        limits = f"{min_world_size} to {max_world_size}" if max_world_size else f"at least {min_world_size}"
+        parser.error(f"--world_size {size} does not fit: it must be {limits} ({roles})")
+    if args.rank is not None and args.rank >= size:
+        parser.error(f"--rank {args.rank} is out of range: with --world_size {size} the ranks are 0 to {size - 1}")
+    if args.max_restarts and args.rank is not None:
+        parser.error(
+            "--max_restarts starts spawned ranks again; with one rank per terminal or host use torchrun --max-restarts"
+        )
+    if args.resume and not args.checkpoint and not args.restarts:
+        parser.error("--resume needs --checkpoint FILE to go on from")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA GPU here (torch.cuda.is_available() is False)")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    for flag in ("logdir", "plot", "summary_json", "checkpoint", "trace"):
+        path = getattr(args, flag)
+        if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+            parser.error(f"--{flag} {path}: that folder does not exist")
+        if path and flag != "logdir" and os.path.isdir(path):
+            parser.error(f"--{flag} {path}: that is a folder, not a file")

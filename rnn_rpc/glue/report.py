@@ -1,0 +1,94 @@
+"""What a run tells: lines, progress, curves, summary, picture.
+
+Runs in the one process of a job that reports its result.
+"""
+
+import json
+import sys
+import threading
+import time
+
+import torch
+from tqdm import tqdm
+
+from glue.checkpoint import write_aside
+
+tqdm.set_lock(threading.RLock())  # tqdm's own lock is a system-wide semaphore, which a killed process leaves behind
+
+
+class Report:
+    """The result of one run, as it grows: say() and scalar() while it works, close() at the end."""
+
+    def __init__(self, scenario, args):
+        self.scenario, self.args = scenario, args
+        self.started = time.perf_counter()
+        self.curves = {}  # name -> ([step, ...], [value, ...])
+        self.writer = None
+        if args.logdir:
+            from torch.utils.tensorboard import SummaryWriter  # seconds to import, so only when asked for
+
+            self.writer = SummaryWriter(args.logdir)
+
+    def say(self, text):
+        """Print a line on stdout, above the progress bar if there is one."""
+        tqdm.write(text)
+        sys.stdout.flush()
+
+    def progress(self, total=None, unit="step"):
+        """Return a tqdm bar on a terminal; piped, it stays silent."""
+        return tqdm(total=total, unit=unit, leave=False, dynamic_ncols=True, disable=not sys.stderr.isatty())
+
+    def scalar(self, name, value, step):
+        """Note one point of a curve, for --logdir and --plot."""
+        steps, values = self.curves.setdefault(name, ([], []))
+        steps.append(step)
+        values.append(float(value))
+        if self.writer:
+            self.writer.add_scalar(name, value, step)
+
+    def close(self, plot=(), floor=None, xlabel="step", **figures):
+        """Write --summary_json (with the scenario's own `figures`) and --plot (the curves named in `plot`).
+
+        `floor` is a (label, value) pair: a horizontal line for a known bound or target.  Returns the summary.
+        """
+        args = self.args
+        summary = {
+            "scenario": self.scenario,
+            "mode": args.mode,
+            "world_size": args.world_size,
+            "seed": args.seed,
+            "device": args.device,
+            "torch": torch.__version__,
+            "restarts": args.restarts,
+            "wall_seconds": round(time.perf_counter() - self.started, 3),
+        } | figures
+        if self.writer:
+            self.writer.close()
+        if args.summary_json:
+            write_aside(args.summary_json, lambda path: _dump_json(summary, path))
+        if args.plot:
+            write_aside(args.plot, lambda path: self._draw(path, plot or tuple(self.curves), floor, xlabel))
+        return summary
+
+    def _draw(self, path, names, floor, xlabel):
+        import matplotlib
+
+        matplotlib.use("Agg")  # no screen needed
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+        for name in names:
+            axes.plot(*self.curves.get(name, ([], [])), label=name, linewidth=1.2)
+        if floor:
+            axes.axhline(floor[1], linestyle="--", color="gray", linewidth=1, label=f"{floor[0]} ({floor[1]:.4g})")
+        axes.set(title=f"{self.scenario}, mode {self.args.mode}, world size {self.args.world_size}", xlabel=xlabel)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(path, dpi=120, format="png")
+        pyplot.close(figure)
+
+
+def _dump_json(value, path):
+    with open(path, "w") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")

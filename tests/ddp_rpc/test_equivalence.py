@@ -1,0 +1,110 @@
+"""ddp_rpc computes what one process computes: the table and fc after two epochs, to 1e-5, mode by mode."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from helpers import package_on_path, run_main
+
+with package_on_path("ddp_rpc"):
+    from clicks import ClickLog
+    from embedding_server import INITIAL_STD
+    from glue.seeds import seed_for
+    from trainer import learning_rate_scale
+
+SIZES = {"num_embeddings": 50, "embedding_dim": 12, "batch_bags": 6, "batches": 15, "epochs": 2, "lr": 0.05}
+FLAGS = [text for name, value in SIZES.items() for text in (f"--{name}", value)]
+
+
+def one_process(num_trainers=1, stale_lookups=False, seed=1):
+    """The plain loop, on the joined batches of all trainers; returns (table [N, D], fc's state_dict).
+
+    stale_lookups: the sums of a batch are looked up before the batch in front of it is applied to the table.
+    """
+    args = SimpleNamespace(**SIZES)
+    table_generator = torch.Generator().manual_seed(seed_for(seed, "table"))
+    table = torch.randn(args.num_embeddings, args.embedding_dim, generator=table_generator) * INITIAL_STD
+    torch.manual_seed(seed_for(seed, "fc"))
+    fc = nn.Linear(args.embedding_dim, 8)
+    optimizer = torch.optim.SGD(fc.parameters(), lr=args.lr)
+    log = ClickLog(args.num_embeddings, args.embedding_dim, seed_for(seed, "teacher"))
+    for epoch in range(1, args.epochs + 1):
+        by_trainer = [
+            log.batches(args.batches, args.batch_bags, seed_for(seed, "clicks", trainer, epoch))
+            for trainer in range(num_trainers)
+        ]
+        batches = [join(parts) for parts in zip(*by_trainer, strict=True)]
+        scale = learning_rate_scale(epoch, args.epochs)
+        seen = table.clone()  # the table as the current lookup finds it
+        for ids, offsets, target in batches:
+            seen.requires_grad_()
+            loss = F.cross_entropy(fc(F.embedding_bag(ids, seen, offsets, mode="sum")), target) * scale
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            stepped = table - args.lr * seen.grad
+            seen = (table if stale_lookups else stepped).clone()
+            table = stepped
+    return table, fc.state_dict()
+
+
+def join(parts):
+    """Put the batches of several trainers one behind the other."""
+    starts = torch.tensor([0, *[len(ids) for ids, _, _ in parts]]).cumsum(0)
+    offsets = [offsets + start for (_, offsets, _), start in zip(parts, starts, strict=False)]
+    return torch.cat([p[0] for p in parts]), torch.cat(offsets), torch.cat([p[2] for p in parts])
+
+
+def distributed(tmp_path, *flags):
+    """Run main.py; return (table [N, D], fc's state_dict) from its checkpoint."""
+    file = tmp_path / "end.pt"
+    done = run_main("ddp_rpc", *FLAGS, "--checkpoint", file, *flags)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    state = torch.load(file, weights_only=True)["state"]
+    return state["table"], state["fc"]
+
+
+def largest_difference(one, other):
+    pairs = zip((one[0], *one[1].values()), (other[0], *other[1].values()), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    "trainers, servers",
+    [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(3, 2, marks=pytest.mark.slow)],
+)
+def test_averaged_trainers_equal_one_process_on_the_joined_batch(tmp_path, trainers, servers):
+    found = distributed(tmp_path, "--mode", "averaged", "--num_trainers", trainers, "--num_servers", servers)
+    assert largest_difference(found, one_process(trainers)) < 1e-5
+    # It did move, and a trainer that drew another's batches would have moved differently.
+    assert largest_difference(found, one_process(1)) > 1e-3
+
+
+@pytest.mark.parametrize("sparse", ["--no-sparse", "--sparse"])
+def test_sync_with_one_trainer_equals_one_process(tmp_path, sparse):
+    found = distributed(tmp_path, "--mode", "sync", "--num_trainers", 1, "--num_servers", 2, sparse)
+    assert largest_difference(found, one_process()) < 1e-5
+
+
+def test_pipelined_with_one_trainer_equals_one_process_with_lookups_one_step_old(tmp_path):
+    found = distributed(tmp_path, "--mode", "pipelined", "--num_trainers", 1, "--num_servers", 2)
+    assert largest_difference(found, one_process(stale_lookups=True)) < 1e-5
+    assert largest_difference(found, one_process()) > 1e-4  # so the staleness is real
+
+
+def test_sync_steps_the_table_once_for_each_trainer(tmp_path):
+    """Difference 12: in the tutorial's pattern, two trainers are not one process on the joined batch."""
+    start = one_process_start()
+    found = distributed(tmp_path, "--mode", "sync", "--num_trainers", 2)
+    joined = one_process(2)
+    moved, moved_joined = (float((table - start).norm()) for table in (found[0], joined[0]))
+    assert largest_difference(found, joined) > 1e-3
+    assert moved > 1.5 * moved_joined  # about twice: two steps of the full rate instead of one
+
+
+def one_process_start(seed=1):
+    generator = torch.Generator().manual_seed(seed_for(seed, "table"))
+    return torch.randn(SIZES["num_embeddings"], SIZES["embedding_dim"], generator=generator) * INITIAL_STD

@@ -1,0 +1,253 @@
+"""ddp_rpc's parts on their own: sharded lookups, the click log, averaging on the server, the run's own checks."""
+
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from helpers import ROOT, package_on_path
+
+with package_on_path("ddp_rpc"):
+    import embedding_server
+    import main
+    import trainer
+    from clicks import ClickLog
+    from embedding_server import EmbeddingShard, split_by_shard
+    from model import HybridModel
+
+
+def make_args(num_embeddings=30, sparse=True, lr=0.05):
+    return SimpleNamespace(num_embeddings=num_embeddings, embedding_dim=5, sparse=sparse, lr=lr, wire="direct")
+
+
+def make_shards(num_shards, args, num_trainers=1):
+    return [EmbeddingShard(shard, num_shards, num_trainers, args, "cpu", seed=3) for shard in range(num_shards)]
+
+
+def whole_table(shards):
+    table = torch.empty(sum(len(shard.weight) for shard in shards), shards[0].embedding_dim)
+    for number, shard in enumerate(shards):
+        table[number :: len(shards)] = shard.get_rows()
+    return table
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    bags=st.lists(st.lists(st.integers(0, 29), min_size=1, max_size=10), min_size=1, max_size=12),
+    num_shards=st.integers(1, 7),
+    sparse=st.booleans(),
+)
+def test_sharded_lookup_equals_one_embedding_bag(bags, num_shards, sparse):
+    """Forward and gradients, to 1e-6, for any bags; also where a shard has none of a bag's ids, or of all."""
+    shards = make_shards(num_shards, make_args(sparse=sparse))
+    whole = nn.EmbeddingBag.from_pretrained(whole_table(shards), freeze=False, mode="sum")
+    ids = torch.tensor([i for bag in bags for i in bag])
+    offsets = torch.tensor([0, *[len(bag) for bag in bags[:-1]]]).cumsum(0)
+    gradient = torch.randn(len(bags), 5, generator=torch.Generator().manual_seed(len(ids)))
+
+    expected = whole(ids, offsets)
+    expected.backward(gradient)
+    parts = split_by_shard(ids, offsets, num_shards)
+    found = sum(shard(*part) for shard, part in zip(shards, parts, strict=True))
+    found.backward(gradient)
+
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    for number, shard in enumerate(shards):
+        dense = shard.weight.grad.to_dense() if sparse else shard.weight.grad
+        # An id may come up over a hundred times, and its gradient be that large: 1e-6 of it, where it is more than one.
+        torch.testing.assert_close(dense, whole.weight.grad[number::num_shards], rtol=1e-6, atol=1e-6)
+
+
+def test_the_table_does_not_depend_on_the_number_of_servers(monkeypatch):
+    monkeypatch.setattr(embedding_server, "BLOCK_ROWS", 7)  # blocks that end within a shard's stride
+    tables = [whole_table(make_shards(number, make_args())) for number in (1, 2, 3, 30)]
+    for table in tables[1:]:
+        assert torch.equal(table, tables[0])
+
+
+def test_rows_move_from_one_number_of_servers_to_another():
+    rows = torch.randn(30, 5)
+    shards = make_shards(4, make_args())
+    for first in range(0, 30, 11):
+        for shard in shards:
+            shard.put_rows(first, rows[first : first + 11])
+    assert torch.equal(whole_table(shards), rows)
+
+
+def test_a_sparse_step_leaves_the_other_rows_alone():
+    (shard,) = make_shards(1, make_args())
+    before = shard.get_rows().clone()
+    shard.exchange(0, None, torch.tensor([3, 3, 8]), torch.tensor([0, 2]))
+    shard.exchange(0, torch.ones(2, 5), None, None)
+    change = (shard.get_rows() - before) / -0.05
+    assert change[3].tolist() == pytest.approx([2.0] * 5, abs=1e-5)  # it was in its bag twice
+    assert change[8].tolist() == pytest.approx([1.0] * 5, abs=1e-5)
+    assert change.abs().sum().item() == pytest.approx(15.0, abs=1e-4)
+
+
+def test_average_and_step_waits_for_every_trainer_and_steps_once(monkeypatch):
+    (shard,) = make_shards(1, make_args(sparse=False), num_trainers=3)
+    before = shard.get_rows().clone()
+    gradients = {trainer: torch.full((30, 5), float(trainer)) for trainer in (1, 2, 6)}
+    monkeypatch.setattr(embedding_server.dist_autograd, "get_gradients", lambda c: {shard.weight: gradients[c]})
+    futures = [shard.average_and_step(1), shard.average_and_step(2)]
+    assert not any(future.done() for future in futures) and torch.equal(shard.get_rows(), before)
+    futures.append(shard.average_and_step(6))
+    torch.futures.wait_all(futures)
+    torch.testing.assert_close(shard.get_rows(), before - 0.05 * 3)
+
+
+def test_concurrent_exchanges_lose_no_gradient():
+    """Eight threads, as RPC would call: the steps are locked, so every gradient arrives (to rounding)."""
+    (shard,) = make_shards(1, make_args())
+    before = shard.get_rows().clone()
+
+    def trainer(number):
+        for _ in range(100):
+            shard.exchange(number, None, torch.arange(30), torch.arange(30))
+            shard.exchange(number, torch.ones(30, 5), None, None)
+
+    threads = [threading.Thread(target=trainer, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close(shard.get_rows(), before - 0.05 * 800, rtol=1e-4, atol=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------ click log
+
+
+def test_every_batch_has_the_same_number_of_bags():
+    """Difference 8: DDP averages over trainers, so batches of 4 and 9 bags would give a wrong mean."""
+    for ids, offsets, target in ClickLog(100, 16, seed=1).batches(50, 8, seed=2):
+        assert len(offsets) == len(target) == 8
+        sizes = torch.diff(torch.cat([offsets, torch.tensor([len(ids)])]))
+        assert offsets[0] == 0 and sizes.min() >= 1 and sizes.max() <= 10
+        assert ids.min() >= 0 and ids.max() < 100
+
+
+def test_the_mean_of_unequal_batches_is_not_the_mean_of_their_samples():
+    """Difference 8, the tutorial's way: batches of 4 and 9 samples, averaged as DDP averages."""
+    losses = torch.arange(13.0)
+    assert (losses[:4].mean() + losses[4:].mean()) / 2 != losses.mean()
+
+
+def test_the_log_repeats_and_trainers_draw_different_parts():
+    log, again = ClickLog(100, 16, seed=1), ClickLog(100, 16, seed=1)
+    one, two, other = log.batches(3, 8, seed=5), again.batches(3, 8, seed=5), log.batches(3, 8, seed=6)
+    assert all(torch.equal(a, b) for x, y in zip(one, two, strict=True) for a, b in zip(x, y, strict=True))
+    assert not torch.equal(torch.cat([x[2] for x in one]), torch.cat([x[2] for x in other]))
+
+
+@pytest.mark.parametrize("targets, low, high", [("teacher", 0.6, 0.9), ("random", 0.10, 0.15)])
+def test_the_teacher_knows_most_of_its_own_labels_and_nobody_knows_random_ones(targets, low, high):
+    log = ClickLog(100, 16, seed=1, targets=targets)
+    ((ids, offsets, target),) = log.batches(1, 8192, seed=2)
+    accuracy = (log.teacher_logits(ids, offsets).argmax(dim=1) == target).float().mean()
+    assert low < accuracy < high
+
+
+# ------------------------------------------------------------------------------------------------- the run's checks
+
+
+def test_replicas_that_differ_are_an_error(monkeypatch):
+    def all_reduce(tensor, operation):
+        if operation == trainer.dist.ReduceOp.MAX:
+            tensor[3] += 1e-7  # another trainer's replica
+
+    monkeypatch.setattr(trainer.dist, "all_reduce", all_reduce)
+    model = SimpleNamespace(fc=nn.Linear(2, 2, bias=True))
+    with torch.no_grad():
+        model.fc.weight.zero_()
+    with pytest.raises(RuntimeError, match="replicas of fc differ"):
+        trainer.check_replicas(model)
+
+
+def test_eval_mode_reaches_the_servers():
+    """Difference 13: model.eval() stops at an RRef unless somebody takes it further."""
+    shards = make_shards(2, make_args())
+    model = HybridModel.__new__(HybridModel)  # without DDP, which needs a process group
+    nn.Module.__init__(model)
+    model.emb_rrefs = [SimpleNamespace(rpc_sync=lambda shard=shard: shard) for shard in shards]
+    model.eval()
+    assert not model.training and not any(shard.training for shard in shards)
+    model.train()
+    assert model.training and all(shard.training for shard in shards)
+
+
+def test_importing_main_starts_nothing():
+    """Difference 4: spawned children import it again; it must only define."""
+    code = "import threading, main, torch.distributed as d; print(threading.active_count(), d.is_initialized())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT / "ddp_rpc", timeout=60
+    )
+    assert (done.stdout.split(), done.stderr) == (["1", "False"], "")
+
+
+@pytest.mark.parametrize("rank, is_trainer", [(0, True), (1, True), (2, False), (3, False)])
+def test_the_process_group_is_destroyed_at_the_end(monkeypatch, rank, is_trainer):
+    """Difference 9; and difference 6: one meeting place, the job's store, instead of two fixed ports."""
+    calls = []
+
+    def record(name):
+        return lambda *_, **keywords: calls.append((name, keywords.get("store")))
+
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(main.dist, name, record(name))
+    for name in ("init_rpc", "shutdown"):
+        monkeypatch.setattr(main.rpc, name, record(name))
+    monkeypatch.setattr(main, "HybridMaster", lambda *_: SimpleNamespace(run=record("run")))
+    job = SimpleNamespace(
+        store=lambda name: f"store {name}", rpc_options=lambda **_: None, wait_for_all=record("wait_for_all")
+    )
+    main.run_worker(rank, main.parse_args([]), job)
+    middle = [("init_rpc", None), *[("run", None)] * (rank == 2), ("wait_for_all", None), ("shutdown", None)]
+    if is_trainer:
+        middle = [("init_process_group", "store trainers"), *middle, ("destroy_process_group", None)]
+    assert calls == middle
+
+
+@pytest.mark.parametrize(
+    "flags, sizes",
+    [
+        ([], (2, 1, 4)),
+        (["--world_size", "5"], (3, 1, 5)),
+        (["--num_trainers", "3", "--num_servers", "2"], (3, 2, 6)),
+        (["--world_size", "6", "--num_servers", "3"], (2, 3, 6)),
+        (["--world_size", "6", "--num_trainers", "3"], (3, 2, 6)),
+    ],
+)
+def test_how_the_ranks_are_divided(flags, sizes):
+    args = main.parse_args(flags)
+    assert (args.num_trainers, args.num_servers, args.world_size) == sizes
+    names = [main.worker_name(rank, args) for rank in range(args.world_size)]
+    assert len(set(names)) == len(names) and names[0] == "trainer0" and names[sizes[0]] == "master"
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--world_size", "2"], ["--world_size 2", "1 master"]),
+        (["--world_size", "4", "--num_trainers", "4"], ["--world_size 4"]),
+        (["--world_size", "7", "--num_trainers", "2", "--num_servers", "2"], ["--world_size 7"]),
+        (["--num_servers", "0"], ["--num_servers", "0"]),
+        (["--num_trainers", "0"], ["--num_trainers", "0"]),
+        (["--num_servers", "11", "--num_embeddings", "10"], ["--num_servers 11", "--num_embeddings"]),
+        (["--lr", "0"], ["--lr", "0"]),
+        (["--mode", "async"], ["--mode", "async"]),
+        (["--rank", "4"], ["--rank 4"]),
+    ],
+)
+def test_wrong_command_lines_are_refused_in_one_line(capsys, flags, words):
+    with pytest.raises(SystemExit) as refused:
+        main.parse_args(flags)
+    assert refused.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert all(word in last for word in words), last

@@ -1,0 +1,111 @@
+"""Checkpoints are whole or not there, and reading one executes nothing."""
+
+import argparse
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+
+import pytest
+import torch
+
+from helpers import PACKAGES, ROOT, assert_one_line_error, package_on_path, run_main
+from jobs import JOBS
+
+SAVE_FOREVER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import report, torch
+count = 0
+while True:
+    count += 1
+    checkpoint.save(sys.argv[2], "rl_rpc", {"count": count, "weights": torch.full((300_000,), float(count))})
+    print(count, flush=True)
+"""
+
+
+def load(path, scenario="rl_rpc"):
+    with package_on_path("rl_rpc"):
+        from glue import checkpoint
+
+        args = argparse.Namespace(checkpoint=str(path), resume=True, restarts=0)
+        return checkpoint.load(args, scenario)
+
+
+def test_kill_9_at_any_moment_leaves_a_whole_file(tmp_path):
+    path, draw = tmp_path / "checkpoint.pt", random.Random(1)
+    last = 0
+    for _ in range(5):
+        command = [sys.executable, "-c", SAVE_FOREVER, str(ROOT / "rl_rpc"), str(path)]
+        saver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert saver.stdout.readline() == "1\n"  # one is written; now kill it at a random moment of a later one
+        time.sleep(draw.uniform(0.0, 0.05))
+        os.kill(saver.pid, signal.SIGKILL)
+        printed = saver.stdout.read().split()
+        saver.wait()
+        state = load(path)
+        assert torch.equal(state["weights"], torch.full((300_000,), float(state["count"])))
+        assert int((printed or ["1"])[-1]) <= state["count"]
+        last += state["count"]
+    assert last > 5, "no later save was ever reached: the test kills too early"
+    assert len(os.listdir(tmp_path)) <= 2, "killed saves must not pile up files"
+
+
+class Hostile:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (self.marker,)
+
+
+def damaged_files(tmp_path):
+    """Name -> path of files that are not a checkpoint of rl_rpc."""
+    good = tmp_path / "good.pt"
+    torch.save({"scenario": "rl_rpc", "state": {"weights": torch.ones(1000)}}, good)
+    content = good.read_bytes()
+    files = {
+        "empty": b"",
+        "text": b"not a checkpoint\n",
+        "truncated": content[: len(content) // 2],
+        "flipped": content[:200] + bytes(byte ^ 0xFF for byte in content[200:400]) + content[400:],
+        "hostile pickle": pickle.dumps(Hostile(str(tmp_path / "executed"))),
+    }
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    torch.save({"scenario": "rnn_rpc", "state": {}}, tmp_path / "another scenario's")
+    torch.save([1, 2, 3], tmp_path / "a list")
+    torch.save({"scenario": "rl_rpc", "state": Hostile(str(tmp_path / "executed"))}, tmp_path / "hostile torch file")
+    with zipfile.ZipFile(tmp_path / "a zip", "w") as archive:
+        archive.writestr("hello", "world")
+    return [*files, "another scenario's", "a list", "hostile torch file", "a zip", "missing"]
+
+
+def test_what_is_not_a_checkpoint_is_refused_and_not_executed(tmp_path):
+    names = damaged_files(tmp_path)
+    assert load(tmp_path / "good.pt")["weights"].sum() == 1000
+    for name in names:
+        with pytest.raises(ValueError) as refused:
+            load(tmp_path / name)
+        message = str(refused.value)
+        assert name in message and "\n" not in message, message
+    assert not (tmp_path / "executed").exists()
+    torch.load(tmp_path / "hostile torch file", weights_only=False)  # the file is hostile indeed:
+    assert (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("package", [p if p == "rl_rpc" else pytest.param(p, marks=pytest.mark.slow) for p in PACKAGES])
+def test_a_foreign_checkpoint_ends_the_run_in_one_line(package, tmp_path):
+    foreign = tmp_path / "foreign.pt"
+    torch.save({"scenario": "something else", "state": {}}, foreign)
+    done = run_main(package, *JOBS[package]["size"], *JOBS[package]["short"], "--checkpoint", foreign, "--resume")
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count("foreign.pt is not a checkpoint of") == 1, done.stderr
+
+
+def test_resume_without_a_file_is_refused():
+    assert_one_line_error(run_main("rl_rpc", "--resume"), 2, "--resume needs --checkpoint FILE")

@@ -1,0 +1,21 @@
+"""Large groups on a small machine: they start, work and end (what that takes is in the README)."""
+
+import pytest
+
+from helpers import run_main
+
+SIZES = {
+    "rl_rpc": lambda n: ["--world_size", n, "--max_episodes", 2, "--eval_episodes", 1],
+    "ddp_rpc": lambda n: ["--num_trainers", n - 2, "--num_servers", 1, "--epochs", 1, "--batches", 5],
+    "param_server": lambda n: ["--world_size", n, "--mode", "replica", "--max_batches", 2],
+}  # rnn_rpc has two or three ranks by its nature
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("size", [16, 32])
+@pytest.mark.parametrize("package", SIZES)
+def test_a_large_group_starts_works_and_ends(package, size, digits):
+    data = ["--data_dir", digits] if package == "param_server" else []
+    done = run_main(package, *SIZES[package](size), *data, timeout=380)
+    assert (done.returncode, done.stderr) == (0, "")

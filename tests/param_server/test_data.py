@@ -1,0 +1,197 @@
+"""param_server's data: one pass per epoch for all trainers, IDX files good and bad, downloads, drawn digits."""
+
+import gzip
+import multiprocessing
+import os
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers import package_on_path
+
+with package_on_path("param_server"):
+    import drawn_digits
+    import mnist_data
+
+
+def arguments(**changes):
+    values = {"dataset": "mnist", "data_dir": "nowhere", "seed": 1, "batch_size": 32, "max_batches": 0}
+    return Namespace(**(values | changes))
+
+
+def idx(array_shape, content=None, kind=8):
+    """Return the bytes of an IDX file of this shape."""
+    size = torch.Size(array_shape).numel()
+    header = bytes([0, 0, kind, len(array_shape)]) + b"".join(n.to_bytes(4, "big") for n in array_shape)
+    return header + (bytes(range(10)) * (size // 10 + 1))[:size] if content is None else header + content
+
+
+def write_mnist(folder, count=40, compressed=False):
+    for images, labels in mnist_data.FILES.values():
+        for name, content in ((images, idx((count, 28, 28))), (labels, idx((count,)))):
+            with (gzip.open if compressed else open)(folder / (name + ".gz" * compressed), "wb") as file:
+                file.write(content)
+
+
+# ------------------------------------------------------------------- difference 3: the trainers share one pass
+
+
+def shards(count, trainers, batch_size, **changes):
+    images = torch.arange(count).view(-1, 1, 1).expand(count, 28, 28)
+    args = arguments(batch_size=batch_size, **changes)
+    return [mnist_data.Shard(images, torch.arange(count), args, t, trainers) for t in range(trainers)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(count=st.integers(1, 300), trainers=st.integers(1, 9), batch_size=st.integers(1, 40), epoch=st.integers(0, 3))
+def test_an_epoch_is_one_pass_by_all_trainers_together(count, trainers, batch_size, epoch):
+    parts = [[labels for _, labels in shard.batches(epoch)] for shard in shards(count, trainers, batch_size)]
+    seen = torch.cat([labels for part in parts for labels in part] + [torch.empty(0, dtype=torch.int64)])
+    assert len(seen) == len(seen.unique())  # nobody sees what another sees
+    assert count - len(seen) < trainers  # at most a few sit out, so that all make the same number of batches
+    assert len({len(part) for part in parts}) == 1
+    assert all(len(labels) > 0 for part in parts for labels in part)
+
+
+@settings(max_examples=30, deadline=None)
+@given(trainers=st.integers(1, 5), batch_size=st.integers(1, 12), epoch=st.integers(0, 3))
+def test_batch_k_of_all_trainers_is_batch_k_of_one_process_on_the_joined_batch(trainers, batch_size, epoch):
+    joined = [labels for _, labels in shards(120, 1, trainers * batch_size)[0].batches(epoch)]
+    parts = [list(shard.batches(epoch)) for shard in shards(120, trainers, batch_size)]
+    for k, expected in enumerate(joined):
+        assert sorted(torch.cat([part[k][1] for part in parts]).tolist()) == sorted(expected.tolist())
+
+
+def test_epochs_differ_and_repeat_exactly_from_the_seed():
+    def order(epoch, seed):
+        return torch.cat([labels for _, labels in shards(100, 1, 10, seed=seed)[0].batches(epoch)]).tolist()
+
+    assert order(0, 1) == order(0, 1)
+    assert order(0, 1) != order(1, 1)
+    assert order(0, 1) != order(0, 2)
+
+
+def test_a_resumed_epoch_goes_on_with_the_next_batch():
+    whole = [labels.tolist() for _, labels in shards(100, 2, 7)[1].batches(2)]
+    rest = [labels.tolist() for _, labels in shards(100, 2, 7)[1].batches(2, first=3)]
+    assert rest == whole[3:]
+
+
+def test_normalised_is_torchvisions_to_tensor_and_normalize():
+    images = torch.randint(0, 256, (3, 28, 28), dtype=torch.uint8)
+    expected = (images.unsqueeze(1).float() / 255 - 0.1307) / 0.3081
+    torch.testing.assert_close(mnist_data.normalised(images), expected)
+
+
+# ------------------------------------------------------------------------------------------------- IDX files
+
+
+@pytest.mark.parametrize("compressed", [False, True], ids=["plain", "gz"])
+@pytest.mark.parametrize("below", ["", "MNIST/raw"], ids=["in the folder", "where torchvision puts them"])
+def test_reads_the_four_files_plain_or_compressed(tmp_path, compressed, below):
+    (tmp_path / below).mkdir(parents=True, exist_ok=True)
+    write_mnist(tmp_path / below, compressed=compressed)
+    images, labels = mnist_data.load_digits(arguments(data_dir=str(tmp_path)), train=True)
+    assert images.shape == (40, 28, 28) and images.dtype == torch.uint8 and images[0, 0, 3] == 3
+    assert labels.tolist() == [n % 10 for n in range(40)]
+
+
+@pytest.mark.parametrize(
+    "name, content, complaint",
+    [
+        ("train-images-idx3-ubyte", idx((40, 28, 28))[:-1], "damaged"),
+        ("train-images-idx3-ubyte", idx((40, 28, 28)) + b"x", "damaged"),
+        ("train-images-idx3-ubyte", idx((40, 27, 28)), "damaged"),
+        ("train-images-idx3-ubyte", idx((0, 28, 28)), "damaged"),
+        ("train-images-idx3-ubyte", b"", "not an IDX file of images"),
+        ("train-images-idx3-ubyte", b"<html>404</html>", "not an IDX file of images"),
+        ("train-images-idx3-ubyte", idx((40,)), "not an IDX file of images"),
+        ("train-images-idx3-ubyte", idx((40, 28, 28), kind=13), "not an IDX file of images"),
+        ("train-labels-idx1-ubyte", idx((39,)), "39 labels for the 40 images"),
+        ("train-labels-idx1-ubyte", idx((40,), content=bytes([10] * 40)), "label 10"),
+        ("train-labels-idx1-ubyte", idx((40, 28, 28)), "not an IDX file of labels"),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line_that_names_it(tmp_path, name, content, complaint):
+    write_mnist(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=complaint) as caught:
+        mnist_data.load_digits(arguments(data_dir=str(tmp_path)), train=True)
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_truncated_gz_file_is_refused_in_one_line(tmp_path):
+    write_mnist(tmp_path, compressed=True)
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match="cannot be read") as caught:
+        mnist_data.load_digits(arguments(data_dir=str(tmp_path)), train=True)
+    assert "\n" not in str(caught.value)
+
+
+# ------------------------------------------------------------------- difference 10: one download, and its failure
+
+
+def _load_with_counted_downloads(folder, counter):
+    import torchvision.datasets
+
+    def download(root, download):
+        with open(counter, "a") as file:
+            file.write("x")
+        for images, labels in mnist_data.FILES.values():  # written bit by bit, as a download is
+            for name, content in ((images, idx((40, 28, 28))), (labels, idx((40,)))):
+                with open(os.path.join(root, name), "wb") as file:
+                    for start in range(0, len(content), 4096):
+                        file.write(content[start : start + 4096])
+
+    torchvision.datasets.MNIST = download
+    images, _ = mnist_data.load_digits(arguments(data_dir=folder), train=True)
+    assert len(images) == 40
+
+
+def test_processes_that_start_together_download_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    counter = str(tmp_path / "downloads")
+    folder = str(tmp_path / "data")
+    processes = [context.Process(target=_load_with_counted_downloads, args=(folder, counter)) for _ in range(5)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 5
+    assert Path(counter).read_text() == "x"
+
+
+def test_no_network_names_both_ways_out(tmp_path, monkeypatch):
+    import torchvision.datasets
+
+    def download(root, download):
+        raise RuntimeError("Error downloading train-images-idx3-ubyte.gz:\nTried https://...")
+
+    monkeypatch.setattr(torchvision.datasets, "MNIST", download)
+    with pytest.raises(ValueError, match=r"--data_dir DIR .*--dataset synthetic") as caught:
+        mnist_data.load_digits(arguments(data_dir=str(tmp_path)), train=True)
+    assert "\n" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------- drawn digits
+
+
+def test_drawn_digits_repeat_from_the_seed_and_differ_from_each_other():
+    images, labels = drawn_digits.draw_digits(300, seed=5)
+    again, labels_again = drawn_digits.draw_digits(300, seed=5)
+    assert torch.equal(images, again) and torch.equal(labels, labels_again)
+    assert not torch.equal(images, drawn_digits.draw_digits(300, seed=6)[0])
+    assert len(images.view(300, -1).unique(dim=0)) == 300
+    assert labels.bincount(minlength=10).min() > 10
+
+
+def test_drawn_train_and_test_images_are_different_draws():
+    args = arguments(dataset="synthetic")
+    train, test = mnist_data.load_digits(args, train=True)[0], mnist_data.load_digits(args, train=False)[0]
+    assert len(train) == 20_000 and len(test) == 4_000
+    assert not torch.equal(train[:4_000], test)

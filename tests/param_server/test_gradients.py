@@ -1,0 +1,34 @@
+"""Several trainers on one server over real RPC: each gradient equals one process's, and the published way fails."""
+
+import re
+
+import pytest
+
+from helpers import assert_one_line_error, run_script
+
+FLAGS = ("--dataset", "synthetic", "--no_dropout", "--batch_size", "8")
+
+
+@pytest.fixture(autouse=True)
+def one_thread_per_rank(monkeypatch):
+    """Threads that wait for each other crawl when a machine is busy with other things."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.parametrize("trainers, batches", [pytest.param(3, 8), pytest.param(8, 6, marks=pytest.mark.slow)])
+def test_every_gradient_of_concurrent_trainers_is_right(trainers, batches):
+    job = ("RecordingServer", *FLAGS, "--world_size", trainers + 1, "--max_batches", batches)
+    done = run_script("tests/param_server/recording_job.py", *job, timeout=200)
+    assert done.returncode == 0, done.stderr
+    line = re.search(r"checked (\d+) gradients, (\d+) late, worst difference (\S+)", done.stdout)
+    checked, late, worst = line.groups()
+    assert int(checked) == trainers * batches
+    assert int(late) > trainers  # the steps did overlap: otherwise this would prove nothing
+    assert float(worst) < 1e-6
+
+
+def test_the_tutorials_way_fails_and_the_failure_is_told():
+    done = run_script(
+        "tests/param_server/recording_job.py", "TutorialServer", *FLAGS, "--world_size", 5, "--max_batches", 60
+    )
+    assert_one_line_error(done, 1, "modified by an inplace operation")

@@ -1,0 +1,116 @@
+"""The repository itself: the shared glue is the same everywhere, each package stands alone, READMEs tell the truth."""
+
+import contextlib
+import io
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from helpers import PACKAGES, ROOT, package_on_path
+from jobs import JOBS
+
+READMES = [ROOT / "README.md", *(ROOT / package / "README.md" for package in PACKAGES)]
+
+
+def glue_of(package):
+    """Everything below a package's glue/: path -> bytes."""
+    folder = ROOT / package / "glue"
+    files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_every_copy_of_the_glue_has_the_same_bytes():
+    first = glue_of("rl_rpc")
+    assert "__init__.py" in first and len(first) > 5
+    for package in PACKAGES[1:]:
+        copy = glue_of(package)
+        assert sorted(copy) == sorted(first), package
+        assert [name for name in first if copy[name] != first[name]] == [], package
+
+
+def test_main_is_short_and_has_no_class():
+    for package in PACKAGES:
+        text = (ROOT / package / "main.py").read_text()
+        assert len(text.splitlines()) <= 140 and "\nclass " not in text, package
+
+
+def test_ruff_finds_nothing():
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", str(ROOT)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_copied_out_alone_runs_from_anywhere(package, tmp_path):
+    shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, str(tmp_path / package / "main.py"), *JOBS[package]["size"], *JOBS[package]["short"]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def commands_in(readme):
+    """(package, script, words) of every command of this repository in the README's code blocks."""
+    text = readme.read_text().replace("\\\n", " ")
+    for line in text.splitlines():
+        line = line.strip().strip("`").removeprefix("$ ")
+        if not line.startswith(("python ", "torchrun ")):
+            continue
+        words = shlex.split(line, comments=True)
+        for number, word in enumerate(words):
+            if word.endswith(".py") and words[0] in ("python", "torchrun"):
+                path = pathlib.PurePath(word)
+                package = path.parts[0] if len(path.parts) > 1 else readme.parent.name
+                if package in PACKAGES:
+                    yield package, path.name, words[number + 1 :]
+                break
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_commands_in_the_readmes_parse(readme):
+    count = 0
+    for package, script, words in commands_in(readme):
+        assert (ROOT / package / script).is_file(), (package, script)
+        if script != "main.py":
+            continue
+        words = [re.sub(r"^(HOST|10\.0\.0\.1)$", "localhost", word) for word in words]
+        if "cuda" in words:
+            continue  # refused where there is no GPU
+        if "--resume" in words and "--checkpoint" not in words:
+            raise AssertionError((readme, words))
+        complaint = io.StringIO()
+        with package_on_path(package), contextlib.redirect_stderr(complaint):
+            import main
+
+            try:
+                main.parse_args(words)
+            except SystemExit as ended:
+                assert ended.code == 0, (words, complaint.getvalue())
+        count += 1
+    assert count >= (4 if readme.parent == ROOT else 3), readme
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_links_in_the_readmes_lead_somewhere(readme):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", readme.read_text()):
+        if not target.startswith("http"):
+            assert (readme.parent / target).exists(), (readme, target)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_numbered_difference_names_a_test_that_exists(package):
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    tests = re.findall(r"^ *def test_(\w+)\(", sources, re.MULTILINE)
+    tests += [path.stem.removeprefix("test_") for path in (ROOT / "tests").rglob("test_*.py")]
+    readme = (ROOT / package / "README.md").read_text()
+    section = re.search(r"^## Differences.*?\n(.*?)(?=^## )", readme, re.DOTALL | re.MULTILINE).group(1)
+    items = re.split(r"^(?:\d+\. |\| \d+ \| )", section, flags=re.MULTILINE)[1:]  # a list, or a table
+    assert len(items) >= 7
+    for item in items:
+        quoted = " ".join(re.findall(r"`([^`]+)`", item))
+        named = [word.removeprefix("test_") for word in re.findall(r"\w+", quoted)]
+        assert any(word in test for word in named if len(word) > 6 for test in tests), item

@@ -1,0 +1,156 @@
+"""rnn_rpc's differences from the tutorial that show inside the model. One process: a worker may call itself."""
+
+import math
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from torch import nn
+
+from helpers import package_on_path
+
+with package_on_path("rnn_rpc"):
+    import model
+    import remote_layers
+
+pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
+V, E, H, T, B = 10, 4, 6, 5, 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_worker(tmp_path_factory):
+    """An RPC group of one: `trainer`, which is its own parameter server."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TP_SOCKET_IFNAME", "lo")
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        patch.setitem(sys.modules, "remote_layers", remote_layers)  # RPC pickles classes by their module's name
+        store = tmp_path_factory.mktemp("rpc") / "store"
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", _transports=["uv"])
+        rpc.init_rpc("trainer", rank=0, world_size=1, rpc_backend_options=options)
+        yield
+        rpc.shutdown()
+
+
+def new_model(dropout=0.0, mode="logits", layers=2):
+    return model.RNNModel(["trainer"], V, E, H, layers, dropout, seed=1, mode=mode)
+
+
+def batch():
+    ids = torch.randint(V, (T + 1, B), generator=torch.Generator().manual_seed(1))
+    return ids[:-1], ids[1:]
+
+
+def test_a_parenthesis_was_missing():
+    """Difference 1: the published EmbeddingTable.forward is no Python."""
+    published = "def forward(self, input):\n    return self.drop(self.encoder(input.cuda()).cpu()\n"
+    with pytest.raises(SyntaxError):
+        compile(published, "tutorial", "exec")
+
+
+def test_the_loss_is_taken_over_the_vocabulary():
+    """Difference 4: CrossEntropyLoss wants the classes on axis 1. Of (T, B, V) logits that is the batch: the published
+    call runs, with targets of shape (T, V), and scores how well the model tells streams apart."""
+    model, (input_TB, targets_TB) = new_model(), batch()
+    logits_TBV, _ = model(input_TB, model.init_hidden(B))
+    assert logits_TBV.shape == (T, B, V)
+    published = nn.CrossEntropyLoss()(logits_TBV, torch.randint(B, (T, V)))  # no error, and near ln B
+    assert published.item() == pytest.approx(math.log(B), abs=0.1)
+    loss, _ = model.loss(input_TB, targets_TB, model.init_hidden(B))
+    assert loss.item() / (T * B) == pytest.approx(math.log(V), abs=0.1)
+
+
+@pytest.mark.parametrize("mode", ["loss", "overlap"])
+@pytest.mark.parametrize("num_streams", [1, 2, 3])
+def test_modes_agree_for_every_number_of_streams(mode, num_streams):
+    input_TB, targets_TB = (ids[:, :num_streams].contiguous() for ids in batch())
+    results = {}
+    for name in ("logits", mode):
+        model = new_model(mode=name)
+        with dist_autograd.context() as context_id:
+            loss, hidden = model.loss(input_TB, targets_TB, model.init_hidden(num_streams))
+            dist_autograd.backward(context_id, [loss])
+            gradients = dist_autograd.get_gradients(context_id)
+            found = [gradients[rref.local_value()] for rref in model.parameter_rrefs()]
+        results[name] = [loss.detach(), *(state.detach() for state in hidden), *found]
+    for one, other in zip(results["logits"], results[mode], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_eval_reaches_the_remote_layers():
+    """Difference 8: nn.Module's own eval() ends at the process boundary: an RRef is not a submodule."""
+    model = new_model(dropout=0.5)
+    layers = [rref.local_value() for rref in (model.emb_table_rref, model.decoder_rref)]
+    nn.Module.train(model, False)  # what the tutorial's model would have done
+    assert all(layer.training for layer in layers)
+    model.eval()
+    assert not any(layer.training for layer in layers) and not model.rnn.training
+    input_TB, targets_TB = batch()
+    losses = [model.loss(input_TB, targets_TB, model.init_hidden(B), draw)[0].item() for draw in range(3)]
+    assert len(set(losses)) == 1
+    model.train()
+    torch.manual_seed(1)
+    assert all(layer.training for layer in layers) and model.rnn.training
+    losses = [model.loss(input_TB, targets_TB, model.init_hidden(B), draw)[0].item() for draw in range(3)]
+    assert len(set(losses)) == 3
+
+
+def test_no_graph_is_built_on_a_server_in_eval_mode():
+    """Difference 9: torch.no_grad() on the trainer is not seen by the server's threads."""
+    model = new_model()
+    table, input_TB = model.emb_table_rref.local_value(), batch()[0]
+    assert table(input_TB).requires_grad
+    model.eval()
+    decoder = model.decoder_rref.local_value()
+    assert not table(input_TB).requires_grad and not decoder(torch.zeros(T, B, H)).requires_grad
+
+
+def test_switching_the_mode_sends_no_parameters():
+    """Difference 8: calling train() through the proxy would send the whole module back."""
+    model = new_model()
+    assert isinstance(model.decoder_rref.rpc_sync().train(), remote_layers.Decoder)
+    assert model.decoder_rref.rpc_sync().set_training(True) is None
+
+
+def test_dropout_masks_depend_on_their_key_only():
+    """Difference 10: not on what other threads have drawn meanwhile, as nn.Dropout's do."""
+    x = torch.ones(40, 50, requires_grad=True)
+    keyed, plain = remote_layers.KeyedDropout(0.4, seed=3), nn.Dropout(0.4)
+    torch.manual_seed(1)
+    first, plain_first = keyed(x, (7, 0)), plain(x)
+    torch.manual_seed(1)
+    torch.rand(1)  # another RPC thread's draw
+    assert torch.equal(keyed(x, (7, 0)), first) and not torch.equal(plain(x), plain_first)
+    assert not torch.equal(keyed(x, (7, 1)), first)
+    assert first.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
+    assert (first == 0).float().mean().item() == pytest.approx(0.4, abs=0.05)
+    first.sum().backward()
+    assert torch.equal(x.grad, first.detach())
+
+
+def test_clipping_takes_the_norm_of_all_workers():
+    """Difference 11: clip_grad_norm_ would see the LSTM's parameters alone, and none of their gradients."""
+    model, (input_TB, targets_TB) = new_model(), batch()
+    args = types.SimpleNamespace(clip=0.01)
+    trainer = types.SimpleNamespace(args=args, owners={"trainer": None}, rpc_calls=0)
+    with dist_autograd.context() as context_id:
+        loss, _ = model.loss(input_TB, targets_TB, model.init_hidden(B))
+        dist_autograd.backward(context_id, [loss])
+        assert all(parameter.grad is None for parameter in model.parameters())
+        before = math.sqrt(sum(g.square().sum() for g in dist_autograd.get_gradients(context_id).values()))
+        assert trainer.Trainer.clip_gradients(trainer, context_id) == pytest.approx(before, rel=1e-5)
+        after = math.sqrt(sum(g.square().sum() for g in dist_autograd.get_gradients(context_id).values()))
+        assert after == pytest.approx(0.01, rel=1e-3)
+        assert trainer.Trainer.clip_gradients(trainer, context_id) == pytest.approx(0.01, rel=1e-3)
+        again = math.sqrt(sum(g.square().sum() for g in dist_autograd.get_gradients(context_id).values()))
+        assert again == pytest.approx(after, rel=1e-3)
+
+
+def test_layers_start_from_seeds_of_their_own():
+    """Difference 12: two constructors side by side on one server would draw from one generator, in any order."""
+    states = [new_model().state() for _ in range(2)]
+    for part in ("table", "decoder", "rnn"):
+        for name, value in states[0][part].items():
+            assert torch.equal(value, states[1][part][name])

@@ -1,0 +1,45 @@
+"""Let ranks die by the hundred: the cases of test_lifecycle_faults.py, from other seeds, until one breaks the contract.
+
+python tests/tools/soak_faults.py --cases 100 --seed 1000
+"""
+
+import argparse
+import collections
+import pathlib
+import statistics
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
+
+from faults import case_id, draw_case, run_case
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1000, help="number of the first case")
+    args = parser.parse_args()
+    took, broken = collections.defaultdict(list), 0
+    for number in range(args.seed, args.seed + args.cases):
+        case = draw_case(number)
+        started = time.monotonic()
+        try:
+            seconds = run_case(*case)
+        except AssertionError as error:
+            broken += 1
+            print(f"{number} {case_id(case)}: BROKEN {error}", flush=True)
+            continue
+        took[case[3]].append(seconds)
+        print(
+            f"{number} {case_id(case)}: ended in {seconds:.1f} s ({time.monotonic() - started:.0f} s in all)",
+            flush=True,
+        )
+    for kind, seconds in sorted(took.items()):
+        print(f"{kind}: {len(seconds)} cases, median {statistics.median(seconds):.1f} s, longest {max(seconds):.1f} s")
+    print(f"{broken} of {args.cases} cases broke the contract")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
