@@ -20,6 +20,8 @@ import torch.distributed.rpc as rpc
 from torch import nn, optim
 from torch.nn import functional as F
 
+from glue.placement import to_wire
+
 # nn.EmbeddingBag starts with N(0, 1): so large against a step of lr 0.05 that the rows would take for ever to learn.
 INITIAL_STD = 0.1
 BLOCK_ROWS = 65536
@@ -52,7 +54,7 @@ class EmbeddingShard(nn.EmbeddingBag):
         num_rows = len(range(shard, args.num_embeddings, num_shards))
         super().__init__(num_rows, args.embedding_dim, mode="sum", sparse=args.sparse, device=device)
         EmbeddingShard.of_this_process = self
-        self.shard, self.num_shards, self.num_trainers, self.wire = shard, num_shards, num_trainers, args.wire
+        self.shard, self.num_shards, self.num_trainers = shard, num_shards, num_trainers
         self.optimizer = optim.SGD(self.parameters(), lr=args.lr)  # for the modes without DistributedOptimizer
         self.lock = threading.Lock()  # guards the three below, weight.grad and the optimizer
         self.averaging, self.averaged = [], torch.futures.Future()
@@ -75,7 +77,7 @@ class EmbeddingShard(nn.EmbeddingBag):
         """
         device = self.weight.device
         sums_BD = super().forward(ids_I.to(device), offsets_B.to(device))
-        return sums_BD.cpu() if self.wire == "cpu" else sums_BD
+        return to_wire(sums_BD)
 
     def set_training(self, training):
         """Switch to train or eval mode (of no effect on a sum; on dropout, say).  Called while nobody trains."""

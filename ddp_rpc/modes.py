@@ -16,6 +16,7 @@ from torch.distributed.optim import DistributedOptimizer
 
 import embedding_server
 from embedding_server import inline, unpacked
+from glue.placement import to_wire
 
 
 class SyncTraining:
@@ -85,7 +86,6 @@ class PipelinedTraining:
     def __init__(self, model, trainer, args):
         self.model, self.criterion = model, nn.CrossEntropyLoss()
         self.trainer = trainer
-        self.through_cpu = args.wire == "cpu"
         self.opt = optim.SGD(model.parameters(), lr=args.lr)
         if model.device.type == "cpu":  # NCCL's allreduce is as fast as its gather
             model.fc.register_comm_hook(None, gather_and_average)
@@ -117,7 +117,7 @@ class PipelinedTraining:
             (loss * scale).backward()  # DDP averages the gradients of fc here; the sums' gradient stays our own
             self.opt.step()
             self.opt.zero_grad()
-            gradient_BD = sums_BD.grad.cpu() if self.through_cpu else sums_BD.grad
+            gradient_BD = to_wire(sums_BD.grad)
             total += loss.detach()
         # The epoch ends with empty pipes: evaluation and checkpoint see every gradient applied.
         torch.futures.wait_all(coming)

@@ -73,7 +73,7 @@ class ParameterServer(nn.Module):
             snapshot = {name: param.clone() for name, param in self.model.named_parameters()}
             self.snapshot_of[trainer] = (self.scoreboard.updates, len(inp), inp.nbytes + 2 * len(inp) * 10 * 4)
         out = functional_call(self._own_skeleton(), snapshot, (inp,))
-        return to_wire(out.to(self.devices[0]), self.args)
+        return to_wire(out.to(self.devices[0]))
 
     def get_param_rrefs(self):
         """Return an RRef to each parameter, for DistributedOptimizer.  Reads only: needs no lock."""

@@ -47,7 +47,7 @@ class TrainerNet(nn.Module):
 
     def forward(self, x):
         """Return the server's log-probabilities (B, 10) for images (B, 1, 28, 28)."""
-        x = to_wire(x, self.args)
+        x = to_wire(x)
         return remote_method(ParameterServer.forward, self.param_server_rref, self.rank, x).to(self.device)
 
 

@@ -167,7 +167,7 @@ class RangeServer:
 
     def _answer(self):
         """Return (version, learning rate, weights (R,)).  A copy: RPC reads it when the lock is long free."""
-        weights_R = to_wire(self.weights.detach().clone(), self.args)
+        weights_R = to_wire(self.weights.detach().clone())
         return self.version, self.optimizer.param_groups[0]["lr"], weights_R
 
     def _on_every_server(self, method, *args):

@@ -42,7 +42,7 @@ class Replica:
         """
         futures = []
         for rref, part, (version, _, _) in zip(self.server_rrefs, self.ranges, self.answers, strict=True):
-            gradient_R = to_wire(self.gradient[part], self.args)
+            gradient_R = to_wire(self.gradient[part])
             # timeout=0: no limit. The server may hold the answer back until slower trainers have caught up.
             futures.append(rref.rpc_async(timeout=0).push(self.rank, version, gradient_R, images, batches))
         self._receive(futures)

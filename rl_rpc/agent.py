@@ -17,6 +17,7 @@ from torch.distributed.rpc import RRef, remote
 from torch.distributions import Categorical
 
 from environment import make_env, reward_threshold, sizes
+from glue.placement import to_wire
 from glue.seeds import seed_for
 from observer import Observer, noise_seed
 from policy import EpisodeNoise, Policy
@@ -163,8 +164,7 @@ class Agent:
     def _weights_to_send(self):
         """Mode `rollout`: the weights for the observers. The one place where `--wire` matters here: states are born
         on the CPU and actions are ints, so in the other modes no GPU tensor ever crosses."""
-        weights = self.policy.state_dict()
-        return {name: w.cpu() for name, w in weights.items()} if self.args.wire == "cpu" else weights
+        return {name: to_wire(weight) for name, weight in self.policy.state_dict().items()}
 
     def finish_episode(self):
         """REINFORCE on all observers' steps; returns the lowest observer's reward. No RPC in here.

@@ -12,6 +12,7 @@ import torch.distributed.rpc as rpc
 from torch import nn
 from torch.distributed.rpc import RRef
 
+from glue.placement import to_wire
 from glue.seeds import seed_for
 from remote_layers import Decoder, EmbeddingTable, summed_cross_entropy
 
@@ -25,10 +26,10 @@ class RNNModel(nn.Module):
     `devices` maps a worker's name to the device its tensors live on.
     """
 
-    def __init__(self, ps, ntoken, ninp, nhid, nlayers, dropout=0.5, *, seed, devices=(), wire="direct", mode="logits"):
+    def __init__(self, ps, ntoken, ninp, nhid, nlayers, dropout=0.5, *, seed, devices=(), mode="logits"):
         super().__init__()
         on = {name: str(device) for name, device in dict(devices).items()}
-        self.device, self.wire = torch.device(on.get("trainer", "cpu")), wire
+        self.device = torch.device(on.get("trainer", "cpu"))
         self.loss = {"logits": self.loss_here, "loss": self.loss_there, "overlap": self.loss_overlapped}[mode]
         self.rpc_calls = 0  # made by this class; the messages of backward passes and RRef bookkeeping come on top
 
@@ -37,10 +38,10 @@ class RNNModel(nn.Module):
         # remote() returns at once, before the layer is there. Every layer has a seed of its own: two constructors that
         # run side by side on one server would share its default generator, in an order that nobody knows.
         self.emb_table_rref = rpc.remote(
-            ps[0], EmbeddingTable, args=(ntoken, ninp, dropout, seed_for(seed, "table"), on.get(ps[0], "cpu"), wire)
+            ps[0], EmbeddingTable, args=(ntoken, ninp, dropout, seed_for(seed, "table"), on.get(ps[0], "cpu"))
         )
         self.decoder_rref = rpc.remote(
-            ps[-1], Decoder, args=(ntoken, nhid, dropout, seed_for(seed, "decoder"), on.get(ps[-1], "cpu"), wire)
+            ps[-1], Decoder, args=(ntoken, nhid, dropout, seed_for(seed, "decoder"), on.get(ps[-1], "cpu"))
         )
 
     def forward(self, input_TB, hidden, draw=0):
@@ -136,4 +137,4 @@ class RNNModel(nn.Module):
         return tensor.to(self.device)
 
     def _to_send(self, tensor):
-        return tensor.cpu() if self.wire == "cpu" else tensor
+        return to_wire(tensor)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.rpc import RRef
 
+from glue.placement import to_wire
 from glue.seeds import seed_for
 
 
@@ -22,9 +23,9 @@ class RemoteLayer(nn.Module):
     way while it steps the optimizer, changes the mode, or loads a state; passes among themselves only read.
     """
 
-    def __init__(self, device, wire):
+    def __init__(self, device):
         super().__init__()
-        self.device, self.wire = torch.device(device), wire
+        self.device = torch.device(device)
 
     def parameter_rrefs(self):
         """One RRef per parameter, for DistributedOptimizer. The RRefs travel, the parameters stay."""
@@ -50,14 +51,14 @@ class RemoteLayer(nn.Module):
         return tensor.to(self.device)
 
     def _to_send(self, tensor):
-        return tensor.cpu() if self.wire == "cpu" else tensor
+        return to_wire(tensor)
 
 
 class EmbeddingTable(RemoteLayer):
     """Token ids -> vectors. Source: tutorial part 2, EmbeddingTable."""
 
-    def __init__(self, ntoken, ninp, dropout, seed, device="cpu", wire="direct"):
-        super().__init__(device, wire)
+    def __init__(self, ntoken, ninp, dropout, seed, device="cpu"):
+        super().__init__(device)
         self.drop = KeyedDropout(dropout, seed)
         self.encoder = nn.Embedding(ntoken, ninp)
         nn.init.uniform_(self.encoder.weight, -0.1, 0.1, torch.Generator().manual_seed(seed))
@@ -73,8 +74,8 @@ class EmbeddingTable(RemoteLayer):
 class Decoder(RemoteLayer):
     """Hidden vectors -> a score per word of the vocabulary. Source: tutorial part 2, Decoder."""
 
-    def __init__(self, ntoken, nhid, dropout, seed, device="cpu", wire="direct"):
-        super().__init__(device, wire)
+    def __init__(self, ntoken, nhid, dropout, seed, device="cpu"):
+        super().__init__(device)
         self.drop = KeyedDropout(dropout, seed)
         self.decoder = nn.Linear(nhid, ntoken)
         nn.init.uniform_(self.decoder.weight, -0.1, 0.1, torch.Generator().manual_seed(seed))

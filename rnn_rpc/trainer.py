@@ -44,7 +44,6 @@ class Trainer:
             args.dropout,
             seed=args.seed,
             devices=self.devices,
-            wire=args.wire,
             mode=args.mode,
         )
         self.lr = args.lr

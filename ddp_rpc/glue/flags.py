@@ -36,7 +36,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefa
 
 
 def argument_parser(description, modes, world_size, transport="uv"):
-    """Return a parser with the shared flags.  The first of `modes` (the tutorial's own pattern) is the default."""
+    """Return a parser with the shared flags.  `modes`: names; the first, the tutorial's own, is the default."""
     prog = os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + "/main.py"
     parser = argparse.ArgumentParser(
         prog=prog, description=description, formatter_class=_HelpFormatter, allow_abbrev=False
@@ -53,12 +53,14 @@ def argument_parser(description, modes, world_size, transport="uv"):
         help="and its port (all ranks here: any free one)",
     )
     add("--join_timeout", type=positive_float, default=300, metavar="S", help="seconds to wait for missing ranks")
-    add("--mode", choices=modes, default=modes[0], help="the communication pattern; the tutorial's is the default")
+    add(
+        "--mode",
+        choices=list(modes),
+        default=next(iter(modes)),
+        help="the communication pattern",
+    )
     add("--seed", type=non_negative_int, default=1, metavar="N", help="everything random derives from it and the rank")
     add("--device", choices=["cpu", "cuda", "auto"], default="cpu", help="where tensors live; ranks may share a GPU")
-    add(
-        "--wire", choices=["direct", "cpu"], default="direct", help="CUDA tensors over RPC: as they are, or via the CPU"
-    )
     add(
         "--rpc_timeout",
         type=positive_float,
@@ -90,8 +92,12 @@ def under_torchrun(args):
     return args.rank is None and "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def check_arguments(parser, args, min_world_size, roles, max_world_size=None):
-    """Refuse what cannot work (one line, exit status 2); take rank and world size from torchrun where it started us."""
+def check_arguments(parser, args, min_world_size, roles, max_world_size=None, agree=()):
+    """Refuse what cannot work (one line, exit status 2); take rank and world size from torchrun where it started us.
+
+    `agree`: the scenario's own flags that must be the same in every rank, for ranks that are started one by one.
+    """
+    args.agree = ("world_size", "mode", "seed", "check", *agree)
     args.torchrun = under_torchrun(args)
     if args.torchrun:
         args.rank, args.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -18,7 +18,7 @@ import torch.distributed.rpc as rpc
 
 from glue.addresses import interface_towards
 from glue.job import PACKAGE
-from glue.placement import device_of
+from glue.placement import device_of, usable_cores
 
 TRIES, SECONDS_TO_CONNECT = 50, 3.0
 
@@ -37,7 +37,7 @@ def explain(args, meeting=False):
         taken = _holder_of(args.master_port)
         state = f"taken by {taken}: choose another --master_port" if taken else "free"
         print(f"port         {args.master_port} is {state} (spawned ranks need none: they take any free one)")
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     threads = max(1, cores // args.world_size)
     print(f"cores        {cores}, so {threads} intra-op thread(s) for each of {args.world_size} ranks on this machine")
     gpus = torch.cuda.device_count()
@@ -108,7 +108,7 @@ def _devices(args):
     devices = [str(device_of(rank, args)) for rank in range(args.world_size)]
     if args.device == "cpu":
         return "every rank on the CPU"
-    return "ranks on " + ", ".join(devices) + " (device maps join each pair)"
+    return "ranks on " + ", ".join(devices)
 
 
 def _holder_of(port):

@@ -16,12 +16,11 @@ import time
 import traceback
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 from glue.addresses import hold_store, listen_only_towards
-from glue.placement import device_of
+from glue.placement import device_of, share_cores
 
 PACKAGE = os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 BEAT_SECONDS, LOST_AFTER_SECONDS = 1.0, 8.0  # a rank shows that it lives; a rank that did not for so long is lost
@@ -56,15 +55,11 @@ class Job:
         # basic channel sends tensors with their message, where the default reads them from the peer's memory.  torch
         # has no public name for either choice, hence the underscores.
         kwargs["_transports"] = ["shm", "uv"] if transport == "shm" else ["uv"]
-        if transport in ("shm", "tcp") and args.device == "cpu":
+        if transport in ("shm", "tcp"):
             kwargs["_channels"] = ["basic"]
         meet_here = (self.store("rpc"), self.rank, self.world_size)
         dist.register_rendezvous_handler("job", lambda *_, **__: iter([meet_here]))
-        options = rpc.TensorPipeRpcBackendOptions(init_method="job://", rpc_timeout=args.rpc_timeout, **kwargs)
-        if args.device == "cuda" and args.wire == "direct":
-            for peer in range(self.world_size):  # where our tensors arrive; replies and gradients come back likewise
-                options.set_device_map(self.worker_name(peer, args), {self.device: device_of(peer, args)})
-        return options
+        return rpc.TensorPipeRpcBackendOptions(init_method="job://", rpc_timeout=args.rpc_timeout, **kwargs)
 
     def store(self, prefix):
         """Return a store of the job's own for `dist.init_process_group(store=...)`."""
@@ -103,10 +98,9 @@ class Job:
         except dist.DistStoreError:
             missing = [name for name, key in zip(self.names, hellos, strict=True) if not self.main_store.check([key])]
             self.end("missing", self.rank, f"{', '.join(missing)} did not come within {self._patience()}")
-        # Each rank gets its fair share of this machine's cores, unless the user has decided otherwise.
         hosts = [json.loads(self.main_store.get(key))["host"] for key in hellos]
-        if "OMP_NUM_THREADS" not in os.environ or self.args.torchrun:  # torchrun sets it to 1 by itself
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hosts.count(socket.gethostname())))
+        self.ranks_here = hosts.count(socket.gethostname())
+        share_cores(self.ranks_here)
 
     def leave(self):
         """This rank's work is done and its RPC shut down: say so, and return when every rank has."""
@@ -134,8 +128,7 @@ class Job:
 
     def _say_hello(self):
         """Take this rank's place; refuse a job that was started differently, and a place that is taken."""
-        flags = ("world_size", "mode", "num_trainers", "num_servers", "check")
-        mine = {"package": PACKAGE} | {flag: getattr(self.args, flag) for flag in flags if hasattr(self.args, flag)}
+        mine = {"package": PACKAGE} | {flag: getattr(self.args, flag) for flag in self.args.agree}
         theirs = json.loads(self.main_store.compare_set("job", "", json.dumps(mine)))  # the first one's, for all
         for key in mine | theirs:
             if mine.get(key) != theirs.get(key):

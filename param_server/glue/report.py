@@ -92,3 +92,14 @@ def _dump_json(value, path):
     with open(path, "w") as file:
         json.dump(value, file, indent=2)
         file.write("\n")
+
+
+def check_finite(value, what, step, lower="--lr", at_most=float("inf")):
+    """Return `value`, a number; raise ValueError, one line for the user, if training has diverged.
+
+    `what` names it ("loss"), `step` says when, `lower` is the flag to lower; `at_most` is a bound where one is known.
+    """
+    value = float(value)
+    if not abs(value) <= at_most or value in (float("inf"), float("-inf")):  # NaN is not less than anything
+        raise ValueError(f"step {step}: the {what} is {value:g}: training has diverged, try a lower {lower}")
+    return value

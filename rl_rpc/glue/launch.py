@@ -56,6 +56,7 @@ def _run_rank(rank, run_worker, args, worker_name, parent_port=None):
     job = Job(rank, args, worker_name, parent_port)
     try:
         job.join()
+        trace.watch_calls()
         if args.check:
             check.meet(job)
         else:

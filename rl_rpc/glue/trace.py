@@ -1,7 +1,7 @@
-"""`--trace FILE.json`: every RPC of every rank on one time line, for ui.perfetto.dev.  (The same file in all four.)
+"""Every RPC of this process passes here: counted always, and for `--trace FILE.json` noted on a time line.
 
-Runs in every process while its role works, only when asked for.  One row per thread of a rank, one bar per RPC from
-the call to its reply, as the caller saw it: rpc_sync and rpc_async until the answer is there, remote until it is sent.
+Runs in every process.  The time line is for ui.perfetto.dev: one row per thread of a rank, one bar per RPC from the
+call to its reply, as the caller saw it: rpc_sync and rpc_async until the answer is there, remote until it is sent.
 """
 
 import contextlib
@@ -10,51 +10,77 @@ import os
 import threading
 import time
 
-from torch.distributed.rpc import api
+from torch.distributed.rpc import api, internal
+
+_lock = threading.Lock()
+_counts = {"made": 0, "served": 0}
+_note = None  # what `recorded` puts here is told of each call: (label, peer, start in ns, thread)
+
+
+def rpc_calls():
+    """Return {"made": RPCs that this process has sent, "served": those that it has run for others}, since its start.
+
+    The program's own: what torch asks its peers for by itself (who is there, of which type is this RRef) is not in it,
+    nor are built-in operators such as torch.add on the serving side, which run in C++ alone.
+    """
+    with _lock:
+        return dict(_counts)
+
+
+def watch_calls():
+    """Let every RPC pass through this module from now on.  Before init_rpc, which looks up what serves them once."""
+    plain_invoke, plain_profiler, plain_run = api._invoke_rpc, api._enable_rpc_profiler, internal._run_function
+
+    def invoke(to, func, rpc_type, args=None, kwargs=None, timeout=api.UNSET_RPC_TIMEOUT):
+        _count("made", func)
+        note, started, thread = _note, time.time_ns(), threading.get_ident()
+        future = plain_invoke(to, func, rpc_type, args, kwargs, timeout)
+        if note:
+            # rref.rpc_sync().method(...) is _local_invoke(rref, "method", ...): name the method, not the helper.
+            method = args[1] if func.__name__.startswith("_local_invoke") else func.__name__
+            label, peer = f"{rpc_type.value} {method}", getattr(to, "name", to)
+            future.add_done_callback(lambda _: note(label, peer, started, thread))
+        return future
+
+    def profiler(should_profile, qualified_name, func, rpc_type, worker):  # torch passes here for remote() as well
+        if rpc_type is api.RPCExecMode.REMOTE:
+            _count("made", func)
+            if _note:
+                _note(f"remote {func.__name__}", worker.name, time.time_ns(), threading.get_ident())
+        return plain_profiler(should_profile, qualified_name, func, rpc_type, worker)
+
+    def run(call):
+        _count("served", getattr(call, "func", None))
+        return plain_run(call)
+
+    api._invoke_rpc, api._enable_rpc_profiler, internal._run_function = invoke, profiler, run
+
+
+def _count(side, func):
+    name, module = getattr(func, "__name__", ""), getattr(func, "__module__", None) or ""
+    if not module.startswith("torch.distributed.rpc") or name.startswith("_local_invoke"):
+        with _lock:
+            _counts[side] += 1
 
 
 @contextlib.contextmanager
 def recorded(path, rank, name, join_parts, wait_for_all):
     """Record this rank's RPCs while the block runs, in the file `path`.rank; spawned, rank 0 joins them in `path`."""
+    global _note
     if not path:
         yield
         return
-    events = []
+    events = [{"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank} ({name})"}}]
 
     def note(label, peer, started, thread):
-        events.append(
-            {
-                "name": f"{label} -> {peer}",
-                "ph": "X",
-                "pid": rank,
-                "tid": thread % 100_000,
-                "ts": started / 1000,
-                "dur": (time.time_ns() - started) / 1000,
-            }
-        )
+        span = {"ts": started / 1000, "dur": (time.time_ns() - started) / 1000}  # microseconds
+        events.append({"name": f"{label} -> {peer}", "ph": "X", "pid": rank, "tid": thread % 100_000} | span)
 
-    plain_invoke, plain_profiler = api._invoke_rpc, api._enable_rpc_profiler
-
-    def invoke(to, func, rpc_type, args=None, kwargs=None, timeout=api.UNSET_RPC_TIMEOUT):
-        started, thread = time.time_ns(), threading.get_ident()
-        future = plain_invoke(to, func, rpc_type, args, kwargs, timeout)
-        # rref.rpc_sync().method(...) is a call of _local_invoke(rref, "method", ...): name the method, not the helper.
-        method = args[1] if func.__name__.startswith("_local_invoke") else func.__name__
-        peer = getattr(to, "name", to)
-        future.add_done_callback(lambda _: note(f"{rpc_type.value} {method}", peer, started, thread))
-        return future
-
-    def profiler(should_profile, qualified_name, func, rpc_type, worker):  # torch passes here for remote() as well
-        if rpc_type is api.RPCExecMode.REMOTE:
-            note(f"remote {func.__name__}", worker.name, time.time_ns(), threading.get_ident())
-        return plain_profiler(should_profile, qualified_name, func, rpc_type, worker)
-
-    api._invoke_rpc, api._enable_rpc_profiler = invoke, profiler
+    _note = note
     try:
         yield
     finally:
-        api._invoke_rpc, api._enable_rpc_profiler = plain_invoke, plain_profiler
-    events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank} ({name})"}})
+        _note = None
     with open(f"{path}.{rank}", "w") as file:
         json.dump({"traceEvents": events}, file)
     if join_parts:

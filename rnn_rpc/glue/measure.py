@@ -11,8 +11,12 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 
+import psutil
 from tqdm import tqdm
+
+from glue import trace
 
 
 def wire_bytes():
@@ -22,22 +26,53 @@ def wire_bytes():
     transports move tensors between processes of one host through memory.
     """
     total = 0
-    for descriptor in os.listdir("/proc/self/fd"):
-        if not _is_socket(descriptor):
+    for connection in psutil.Process().net_connections("tcp"):
+        try:
+            ours = socket.socket(fileno=os.dup(connection.fd))
+        except OSError:  # closed since it was listed
             continue
-        connection = socket.socket(fileno=os.dup(int(descriptor)))
-        with connection:
-            if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
-                information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-                total += sum(struct.unpack_from("QQ", information, 120))  # tcpi_bytes_acked, tcpi_bytes_received
+        with ours:
+            information = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+            total += sum(struct.unpack_from("QQ", information, 120))  # tcpi_bytes_acked, tcpi_bytes_received
     return total
 
 
-def _is_socket(descriptor):
-    try:
-        return os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
-    except OSError:  # closed since it was listed
-        return False
+class Meter:
+    """What the steps of a training loop cost this rank: seconds, RPCs and bytes, counted around them.
+
+        for batch in meter.over(batches):
+            ...  # one step
+
+    `transport` is the job's: bytes are counted only where all of them are seen, with "tcp".
+    """
+
+    def __init__(self, transport, warm_up=0):
+        """The first `warm_up` steps open connections and touch fresh memory: they are not in `seconds`."""
+        self.count_bytes, self.warm_up = transport == "tcp" and hasattr(socket, "TCP_INFO"), warm_up
+        self.steps = self.timed_steps = self.rpc_calls = self.bytes = 0
+        self.seconds = 0.0
+
+    def over(self, batches):
+        """Yield each of `batches`; the time until the next one is asked for is one step's."""
+        calls, total = trace.rpc_calls(), wire_bytes() if self.count_bytes else 0
+        for batch in batches:
+            started = time.perf_counter()
+            yield batch
+            self.steps += 1
+            if self.steps > self.warm_up:
+                self.timed_steps += 1
+                self.seconds += time.perf_counter() - started
+        self.rpc_calls += sum(trace.rpc_calls().values()) - sum(calls.values())
+        self.bytes += wire_bytes() - total if self.count_bytes else 0
+
+    def figures(self):
+        """Return what a summary says of it: RPCs made and served, and TCP bytes sent and received, by this rank."""
+        steps = max(1, self.steps)
+        return {
+            "rpc_calls": self.rpc_calls,
+            "rpc_calls_per_step": round(self.rpc_calls / steps, 2),
+            "wire_bytes_per_step": round(self.bytes / steps) if self.count_bytes else None,
+        }
 
 
 def run_main(package_dir, flags, timeout=900):
@@ -53,14 +88,8 @@ def run_main(package_dir, flags, timeout=900):
 
 
 def places(device):
-    """What a bench.py runs each mode on, as {suffix of the variant's name: flags}.
-
-    For "cuda": the CPU of the same machine, the GPU, and the GPU with tensors that cross the wire by way of the CPU.
-    """
-    flags = {"": ["--device", "cpu"]}
-    if device == "cuda":
-        flags |= {", cuda": ["--device", "cuda"], ", cuda, --wire cpu": ["--device", "cuda", "--wire", "cpu"]}
-    return flags
+    """Return what a bench.py runs each mode on, as {suffix of its name: flags}; for "cuda", the CPU as well."""
+    return {"": ["--device", "cpu"]} | ({", cuda": ["--device", "cuda"]} if device == "cuda" else {})
 
 
 def interleave(variants, repeats=3):
