@@ -66,6 +66,36 @@ class Agent:
         """Called by observers. File the reward (float) of the last action. Unlocked, as select_action."""
         self.trajectories[ob_id].rewards.append(reward)
 
+    # ---- every mode ----------------------------------------------------------------------------------------------
+
+    @property
+    def episode(self):
+        """The number of the episode under way, or of the next one: the first is 1."""
+        return self.learner.episodes + 1
+
+    def _command(self, start, file=lambda trajectory, answer: None):
+        """Begin an episode: `start(observer)` on every observer, then `file(trajectory, answer)` as each one ends.
+
+        The futures are waited for in the order in which they end: when one fails, others may be waiting for it, or
+        play for hours, and its error must be heard now. In which order calls arrive meanwhile changes nothing: each
+        is filed under its own ob_id.
+        """
+        for ob_id in self.ob_rrefs:
+            noise = EpisodeNoise(noise_seed(self.learner.seed, ob_id, self.episode), self.policy)
+            self.trajectories[ob_id] = Trajectory(noise)
+        ended = queue.SimpleQueue()
+        for ob_id, ob_rref in self.ob_rrefs.items():
+            # timeout=0: an episode may take any time. (--rpc_timeout still bounds each select_action.)
+            future = start(ob_rref.rpc_async(timeout=0))
+            future.add_done_callback(lambda future, ob_id=ob_id: ended.put((ob_id, future)))
+        for _ in self.ob_rrefs:
+            ob_id, future = ended.get()
+            file(self.trajectories[ob_id], future.wait())
+
+    def finish_episode(self):
+        """Learn from all observers' episodes; return the lowest observer's reward. No RPC in here."""
+        return self.learner.learn(list(self.trajectories.values()))  # in rank order: sums round alike in every run
+
     # ---- mode `packed`: the last reward travels with the next state ----------------------------------------------
 
     def run_episode_packed(self):
@@ -139,36 +169,6 @@ class Agent:
         """Let all observers play one episode by themselves, with a copy of the policy."""
         weights = {name: to_wire(weight) for name, weight in self.policy.state_dict().items()}
         self._command(lambda observer: observer.run_episode_rollout(weights, self.episode), Trajectory.fill)
-
-    # ---- every mode ----------------------------------------------------------------------------------------------
-
-    @property
-    def episode(self):
-        """The number of the episode under way, or of the next one: the first is 1."""
-        return self.learner.episodes + 1
-
-    def _command(self, start, file=lambda trajectory, answer: None):
-        """Begin an episode: `start(observer)` on every observer, then `file(trajectory, answer)` as each one ends.
-
-        The futures are waited for in the order in which they end: when one fails, others may be waiting for it, or
-        play for hours, and its error must be heard now. In which order calls arrive meanwhile changes nothing: each
-        is filed under its own ob_id.
-        """
-        for ob_id in self.ob_rrefs:
-            noise = EpisodeNoise(noise_seed(self.learner.seed, ob_id, self.episode), self.policy)
-            self.trajectories[ob_id] = Trajectory(noise)
-        ended = queue.SimpleQueue()
-        for ob_id, ob_rref in self.ob_rrefs.items():
-            # timeout=0: an episode may take any time. (--rpc_timeout still bounds each select_action.)
-            future = start(ob_rref.rpc_async(timeout=0))
-            future.add_done_callback(lambda future, ob_id=ob_id: ended.put((ob_id, future)))
-        for _ in self.ob_rrefs:
-            ob_id, future = ended.get()
-            file(self.trajectories[ob_id], future.wait())
-
-    def finish_episode(self):
-        """Learn from all observers' episodes; return the lowest observer's reward. No RPC in here."""
-        return self.learner.learn(list(self.trajectories.values()))  # in rank order: sums round alike in every run
 
 
 MODES = {

@@ -57,7 +57,7 @@ def test_solves_cartpole_saves_and_plays(tmp_path):
 
 
 def test_training_that_diverges_ends_the_run_in_one_line(tmp_path):
-    """The tutorial goes on with a policy of NaNs for ever."""
+    """Tutorial: Categorical complains of NaNs, in several lines and a traceback."""
     summary = tmp_path / "summary.json"
     flags = ("--mode", "rollout", "--lr", 1e300, "--max_episodes", 50, "--summary_json", summary)
     done = run_main("rl_rpc", *flags)
