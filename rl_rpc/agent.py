@@ -114,7 +114,7 @@ class Agent:
     # ---- mode `batched`: all observers are answered from one forward pass ----------------------------------------
 
     def run_episode_batched(self):
-        """Let all observers play one episode, in step with each other."""
+        """Let all observers play one episode, in step with each other: all act, then all move on."""
         self.playing = set(self.ob_rrefs)
         self._command(lambda observer: observer.run_episode_batched(self.agent_rref, self.episode))
 
@@ -151,7 +151,7 @@ class Agent:
         return batch
 
     def _answer(self, batch):
-        """One forward pass for all of `batch`. Needs no lock: nobody else can fill a batch until these are answered."""
+        """Answer all of `batch` from one forward pass. Unlocked: nobody can fill the next until these are answered."""
         if not batch:
             return
         ob_ids = sorted(batch)

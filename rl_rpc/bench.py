@@ -27,7 +27,7 @@ SINGLE = "single process"
 
 
 def single_process(seed, observers, episodes):
-    """The job without RPC: one process plays all observers' episodes, one by one, and learns as the agent does.
+    """Do the job without RPC: play all observers' episodes in this process, one by one, and learn as the agent does.
 
     As fast as we can make it with the same policy and environment, so the comparison is fair to it: one forward pass
     per step without gradient, one with gradient per episode, and a single intra-op thread (more do not help).

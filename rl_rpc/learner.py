@@ -61,7 +61,8 @@ class Learner:
 
     @property
     def solved(self):
-        return self.episodes > 0 and self.running_reward > self.reward_threshold  # nothing is solved by not playing
+        """Whether the running reward is above the threshold. Nothing is solved by not playing."""
+        return self.episodes > 0 and self.running_reward > self.reward_threshold
 
     def until_solved(self, max_episodes):
         """Yield the number of each episode that is to be played: the first is 1."""

@@ -54,7 +54,7 @@ def parse_args(argv=None):
 
 
 def run_worker(rank, args, job):
-    """What every process runs. Source: tutorial part 1, run_worker."""
+    """Run one rank: in every process. Source: tutorial part 1, run_worker."""
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
     if rank == 0:
         run_agent(args, job)

@@ -216,6 +216,10 @@ def test_importing_main_parses_and_seeds_and_starts_nothing(monkeypatch):
     assert torch.equal(before[0], torch.random.get_rng_state()) and threading.active_count() == before[1]
 
 
+def test_ranks_must_agree_on_the_environment():
+    assert {"env_id", "seed", "mode"} <= set(main_module.parse_args([]).agree)
+
+
 def test_transport_follows_the_mode():
     assert main_module.parse_args(["--mode", "step", "--world_size", "99"]).auto_transport == "shm"
     assert main_module.parse_args(["--mode", "rollout", "--world_size", "9999"]).auto_transport == "uv"

@@ -42,7 +42,7 @@ def test_default_command_prints_what_the_tutorial_prints(tmp_path):
         torch.testing.assert_close(state["policy"][name], expected, rtol=0, atol=1e-5)
 
 
-def test_solves_cartpole_saves_and_plays(tmp_path):
+def test_solves_cartpole_saves_and_plays(tmp_path, capsys):
     """Some 70,000 steps; the seed decides in how many episodes, and the rounding of the CPU at hand does."""
     summary_path, policy = tmp_path / "summary.json", tmp_path / "policy.pt"
     done = run_main("rl_rpc", "--mode", "rollout", "--save", policy, "--summary_json", summary_path)
@@ -50,9 +50,8 @@ def test_solves_cartpole_saves_and_plays(tmp_path):
     assert float(SOLVED_LINE.search(done.stdout)[1]) > 475
     summary = json.loads(summary_path.read_text())
     assert summary["solved"] is True and summary["eval_mean_reward"] >= 475
-    played = run_script("rl_rpc/play.py", policy, "--episodes", 3)
-    rewards = [float(r) for r in re.findall(r"^Episode \d\tReward: ([\d.]+)$", played.stdout, re.M)]
-    assert (played.returncode, played.stderr) == (0, "")
+    play_module.main([str(policy), "--episodes", "3"])
+    rewards = [float(r) for r in re.findall(r"^Episode \d\tReward: ([\d.]+)$", capsys.readouterr().out, re.M)]
     assert len(rewards) == 3 and statistics.mean(rewards) >= 475
 
 
@@ -81,6 +80,7 @@ def test_gif_or_one_line_that_says_what_is_missing(tmp_path):
         assert len(played.stderr.strip().splitlines()) == 1 and "gymnasium[classic-control]" in played.stderr
     else:
         assert (played.returncode, played.stderr) == (0, "") and gif.read_bytes().startswith(b"GIF8")
+        assert re.fullmatch(r"Episode 1\tReward: \d+\.00\n\d+ frames written to .*\n", played.stdout)
 
 
 def test_play_refuses_what_is_not_a_policy(tmp_path):
