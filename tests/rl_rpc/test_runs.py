@@ -45,7 +45,7 @@ def test_default_command_prints_what_the_tutorial_prints(tmp_path):
 def test_solves_cartpole_saves_and_plays(tmp_path, capsys):
     """Some 70,000 steps; the seed decides in how many episodes, and the rounding of the CPU at hand does."""
     summary_path, policy = tmp_path / "summary.json", tmp_path / "policy.pt"
-    done = run_main("rl_rpc", "--mode", "rollout", "--save", policy, "--summary_json", summary_path)
+    done = run_main("rl_rpc", "--mode", "rollout", "--save", policy, "--summary_json", summary_path, timeout=280)
     assert (done.returncode, done.stderr) == (0, "")
     assert float(SOLVED_LINE.search(done.stdout)[1]) > 475
     summary = json.loads(summary_path.read_text())
