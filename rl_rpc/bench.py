@@ -9,65 +9,58 @@ not. The modes with RPCs in every step play the first episodes only, or they wou
 
 import argparse
 import json
+import math
 import os
 import time
 
-import numpy as np
 import torch
-from torch.distributions import Categorical
 
-from environment import make_env, sizes
-from glue import flags, measure, seeds
+from agent import MODES
+from environment import make_env
+from glue import flags, measure, placement
+from learner import Learner, Trajectory
 from observer import environment_seed, noise_seed
-from policy import EpisodeNoise, Policy
-from trajectory import discounted
+from policy import EpisodeNoise
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SINGLE = "single process"
 
 
-def single_process(seed, observers, episodes, gamma=0.99):
-    """The job without RPC: one process plays all observers' episodes, one by one, and learns as the agent does.
+def single_process(seed, observers, episodes):
+    """Do the job without RPC: play all observers' episodes in this process, one by one, and learn as the agent does.
 
     As fast as we can make it with the same policy and environment, so the comparison is fair to it: one forward pass
     per step without gradient, one with gradient per episode, and a single intra-op thread (more do not help).
     """
     torch.set_num_threads(1)
+    learner = Learner("CartPole-v1", seed, threshold=math.inf)
     env = make_env("CartPole-v1")
-    torch.manual_seed(seeds.seed_for(seed, 0))
-    policy = Policy(*sizes(env))
-    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
-    steps, started = 0, time.perf_counter()
-    for episode in range(1, episodes + 1):
-        states, actions, returns, masks = [], [], [], []
-        for ob_id in range(1, observers + 1):
-            noise, rewards = EpisodeNoise(noise_seed(seed, ob_id, episode), policy), []
-            state, _ = env.reset(seed=environment_seed(seed, ob_id, episode))
-            done = False
-            while not done:
-                uniform, mask = noise.at(len(rewards))
-                states.append(state)
-                actions += policy.act(state[None], mask, [uniform])
-                state, reward, terminated, truncated, _ = env.step(actions[-1])
-                rewards.append(float(reward))
-                done = terminated or truncated
-            returns += discounted(rewards, gamma)
-            masks.append(noise.masks(len(rewards)))
-        probs = policy(torch.as_tensor(np.stack(states), dtype=torch.float64), torch.cat(masks))
-        goal = torch.tensor(returns, dtype=torch.float64)
-        goal = (goal - goal.mean()) / (goal.std() + np.finfo(np.float32).eps.item())
-        loss = -(Categorical(probs).log_prob(torch.tensor(actions)) * goal).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        steps += len(actions)
-    return {"env_steps": steps, "env_steps_per_second": steps / (time.perf_counter() - started)}
+    started = time.perf_counter()
+    for episode in learner.until_solved(episodes):
+        learner.learn([play(env, learner.policy, seed, ob_id, episode) for ob_id in range(1, observers + 1)])
+    return {"env_steps": learner.env_steps, "env_steps_per_second": learner.env_steps / (time.perf_counter() - started)}
+
+
+def play(env, policy, seed, ob_id, episode):
+    """Return the Trajectory of one observer's episode."""
+    trajectory = Trajectory(EpisodeNoise(noise_seed(seed, ob_id, episode), policy))
+    state, _ = env.reset(seed=environment_seed(seed, ob_id, episode))
+    done = False
+    while not done:
+        uniform, mask = trajectory.next_draw()
+        trajectory.states.append(state)
+        trajectory.actions += policy.act(state[None], mask, [uniform])
+        state, reward, terminated, truncated, _ = env.step(trajectory.actions[-1])
+        trajectory.rewards.append(float(reward))
+        done = terminated or truncated
+    return trajectory
 
 
 def main_py(mode, place, world_size, episodes, seed):
-    flags = ["--mode", mode, *place, "--world_size", world_size, "--seed", seed]
-    flags += ["--max_episodes", episodes, "--log_interval", episodes, "--eval_episodes", 0]
-    return measure.run_main(HERE, [*flags, "--reward_threshold", 1e9])
+    """Return the summary of one run of main.py."""
+    words = ["--mode", mode, *place, "--world_size", world_size, "--seed", seed]
+    words += ["--max_episodes", episodes, "--log_interval", episodes, "--eval_episodes", 0]
+    return measure.run_main(HERE, [*words, "--reward_threshold", 1e9])
 
 
 def parse_args(argv=None):
@@ -87,10 +80,9 @@ def parse_args(argv=None):
 
 def main():
     args = parse_args()
-    cores = len(os.sched_getaffinity(0))
     print(
-        f"torch {torch.__version__}, {cores} cores, device {args.device}, seed {args.seed}, {args.repeats} repeats, "
-        f"{args.step_episodes} episodes ({args.episodes}: rollout, {SINGLE})"
+        f"torch {torch.__version__}, {placement.usable_cores()} cores, device {args.device}, seed {args.seed}, "
+        f"{args.repeats} repeats, {args.step_episodes} episodes ({args.episodes}: rollout, {SINGLE})"
     )
     numbers = {}
     for world_size in args.world_sizes:
@@ -100,7 +92,7 @@ def main():
             mode + suffix: lambda mode=mode, place=place, size=world_size: main_py(
                 mode, place, size, args.episodes if mode == "rollout" else args.step_episodes, args.seed
             )
-            for mode in ("step", "packed", "batched", "rollout")
+            for mode in MODES
             for suffix, place in measure.places(args.device).items()
         }
         variants[SINGLE] = lambda observers=observers: single_process(args.seed, observers, args.episodes)

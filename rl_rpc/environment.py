@@ -13,7 +13,7 @@ from glue.seeds import seed_for
 
 
 def make_env(env_id, render_mode=None):
-    """One gymnasium environment with a flat Box observation (D,) and a Discrete(A) action space.
+    """Return a gymnasium environment with a flat Box observation (D,) and a Discrete(A) action space.
 
     Raises ValueError, in one line, for an environment that does not exist, cannot be built here or does not fit.
     Source: gymnasium.make replaces the tutorial's gym.make.
@@ -35,12 +35,12 @@ def make_env(env_id, render_mode=None):
 
 
 def sizes(env):
-    """(D, A): what the first and the last layer of the policy are made for."""
+    """Return (D, A): what the first and the last layer of the policy are made for."""
     return env.observation_space.shape[0], int(env.action_space.n)
 
 
 def reward_threshold(env, chosen=None):
-    """The running reward that counts as solved: the one chosen by the user, else the environment's own.
+    """Return the running reward that counts as solved: the one chosen by the user, else the environment's own.
 
     Without either it is infinite: the job then runs for its --max_episodes.
     """
@@ -51,7 +51,7 @@ def reward_threshold(env, chosen=None):
 
 
 def play_episode(env, choose_action, seed=None, max_steps=10_000, on_step=None):
-    """Plays one episode on a local environment; returns its total reward.
+    """Play one episode on a local environment; return its total reward.
 
     choose_action: state (D,) float array -> action, an int in [0, A). on_step is called after the reset and every step.
     """
@@ -69,7 +69,7 @@ def play_episode(env, choose_action, seed=None, max_steps=10_000, on_step=None):
 
 
 def play_greedily(policy, env_id, episodes, seed):
-    """Rewards of `episodes` episodes in which the most probable action is always taken, dropout off."""
+    """Return the rewards of `episodes` episodes in which the most probable action is always taken, dropout off."""
     policy = copy.deepcopy(policy).cpu()  # one state at a time: a GPU would only add its launch times
     env = make_env(env_id)
     return [play_episode(env, policy.act_greedily, seed_for(seed, "evaluation", n)) for n in range(episodes)]

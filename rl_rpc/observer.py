@@ -1,8 +1,8 @@
 """The observer: it owns an environment, plays episodes in it, and asks the agent what to do.
 
 Runs in every process but rank 0, on an RPC thread: the agent creates the Observer there with rpc.remote and then calls
-one of its run_episode methods per episode. There is one such method per communication pattern (`--mode`), the
-tutorial's first; each of the others is that one plus a single idea.
+one of its run_episode methods per episode. There is one such method per mode, the tutorial's first; each of the others
+is that one plus a single idea. The agent's side of a mode is its method of the same name.
 
 Shapes: T = steps of an episode, D = observation features.
 """
@@ -18,7 +18,7 @@ MAX_STEPS = 10_000  # as in the tutorial; environments with a limit of their own
 
 
 def environment_seed(seed, ob_id, episode):
-    """Seed of one observer's reset of one episode. In the tutorial all observers' environments shared one seed.
+    """Return the seed of one observer's reset of one episode. The tutorial gave all observers the same.
 
     Seeding every episode, and not only the first, makes an episode a function of (seed, observer, episode, weights):
     what a resumed run plays does not depend on what was played before it.
@@ -27,7 +27,7 @@ def environment_seed(seed, ob_id, episode):
 
 
 def noise_seed(seed, ob_id, episode):
-    """Seed of the EpisodeNoise of one observer's episode."""
+    """Return the seed of the EpisodeNoise of one observer's episode."""
     return seed_for(seed, ob_id, episode, 1)
 
 
@@ -37,15 +37,15 @@ class Observer:
     Not locked: only the agent calls it, and only when its previous episode has ended, so one call is under way at most.
     """
 
-    def __init__(self, env_id, seed, dropout):
+    def __init__(self, env_id, seed):
         self.id = rpc.get_worker_info().id  # this process's rank: the name under which the agent files our steps
         self.seed = seed
         self.env = make_env(env_id)
         self.first_action = self.env.action_space.start  # the policy counts actions from 0, a few environments do not
-        self.policy = Policy(*sizes(self.env), dropout=dropout)  # acts in mode `rollout` only, with the agent's weights
+        self.policy = Policy(*sizes(self.env))  # acts in mode `rollout` only, with the agent's weights
 
     def run_episode(self, agent_rref, episode):
-        """Mode `step`, the tutorial's pattern: two RPCs per step.
+        """Mode `step`, the tutorial's: play one episode with two RPCs per step.
 
         agent_rref refers to the Agent on rank 0; a call on `agent_rref.rpc_sync()` runs there, while this thread waits.
         Source: tutorial part 1, class Observer.
@@ -63,9 +63,9 @@ class Observer:
                 break
 
     def run_episode_packed(self, agent_rref, episode):
-        """Mode `packed`: the last reward travels with the next state, which halves the RPCs.
+        """Mode `packed`: let the last reward travel with the next state, which halves the RPCs.
 
-        Returns the episode's last reward, which has no next state to travel with.
+        Return the episode's last reward, which has no next state to travel with.
         """
         state, reward = self._reset(episode), None
         for _ in range(MAX_STEPS):
@@ -76,7 +76,7 @@ class Observer:
         return reward
 
     def run_episode_batched(self, agent_rref, episode):
-        """Mode `batched`: as `packed`, but the agent answers all observers from one forward pass.
+        """Mode `batched`: play as in `packed`, with an agent that answers all observers from one forward pass.
 
         From here that is the same call: it only returns later, when the other observers' states are in too. What is
         new is that the agent must be told that we stop, or the others would wait for our next state.
@@ -90,10 +90,10 @@ class Observer:
         agent_rref.rpc_sync().leave_batch(self.id, reward)
 
     def run_episode_rollout(self, weights, episode):
-        """Mode `rollout`: the agent's weights come with the call, the whole trajectory is its answer; no RPC between.
+        """Mode `rollout`: play with the weights that come with the call; answer with the trajectory. No RPC between.
 
-        weights: Policy.state_dict(), on any device. Returns states (T, D) float array, actions (T) and rewards (T)
-        lists. The random numbers are those that the agent would have drawn for us, so the actions are the same too.
+        weights: Policy.state_dict(). Return states, a (T, D) float array, and the lists actions (T) and rewards (T).
+        The random numbers are those that the agent would have drawn for us, so the actions are the same too.
         """
         # Acts on the CPU also when the agent is on a GPU: one state at a time is too little for a GPU to be faster.
         self.policy.load_state_dict(weights)

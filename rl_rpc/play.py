@@ -8,6 +8,7 @@ Runs alone, without RPC. A --checkpoint file of main.py can be played as well.
 """
 
 import argparse
+import os
 import sys
 from types import SimpleNamespace
 
@@ -30,15 +31,18 @@ def parse_args(argv=None):
 
 
 def load_policy(path):
-    """(policy, env_id) from a file that main.py saved. Raises ValueError if it is not one; executes nothing in it."""
+    """Return (policy, env_id) from a file of main.py's. Raises ValueError if it is not one; executes nothing in it."""
     state = checkpoint.load(SimpleNamespace(checkpoint=path, resume=True, restarts=0), "rl_rpc")
     policy = Policy(*sizes(make_env(state["env_id"])))
     policy.load_state_dict(state["policy"])
     return policy, state["env_id"]
 
 
-def main():
-    args = parse_args()
+def main(argv=None):
+    args = parse_args(argv)
+    if args.gif:
+        # The frames go to a file and to no screen: without this the renderer complains on a machine that has none.
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     frames = []
     try:
         policy, env_id = load_policy(args.policy)
@@ -55,7 +59,7 @@ def main():
 
 
 def write_gif(path, frames, fps):
-    """frames: list of (height, width, 3) uint8 arrays, as env.render() gives them."""
+    """Write an animation. frames: list of (height, width, 3) uint8 arrays, as env.render() gives them."""
     from PIL import Image  # only here: playing without --gif needs neither Pillow nor a renderer
 
     pictures = [Image.fromarray(frame) for frame in frames]

@@ -26,7 +26,7 @@ class Policy(nn.Module):
         self.affine2 = nn.Linear(hidden, num_actions, dtype=DTYPE)
 
     def forward(self, state_BD, mask_BH=None):
-        """Action probabilities (B, A).
+        """Return action probabilities (B, A).
 
         mask_BH is the dropout mask, 0 or 1/(1-p) per unit, made by EpisodeNoise; None: no dropout, as in evaluation.
         nn.Dropout would draw the mask from the process's global generator, which RPC threads share: two observers
@@ -37,9 +37,9 @@ class Policy(nn.Module):
             x = x * mask_BH
         return F.softmax(self.affine2(F.relu(x)), dim=-1)
 
-    @torch.no_grad()  # log-probabilities are recomputed with gradient in Agent.finish_episode, all steps at once
+    @torch.no_grad()  # log-probabilities are recomputed with gradient in Learner.policy_loss, all steps at once
     def act(self, states_BD, mask_BH, uniforms):
-        """Draws one action per state: a list of B ints.
+        """Draw one action per state; return a list of B ints.
 
         states_BD: B states as one numpy array, as environments give them; uniforms: B floats in [0, 1).
         """
@@ -49,13 +49,13 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def act_greedily(self, state):
-        """The most probable action for one state (D,), dropout off."""
+        """Return the most probable action for one state (D,), dropout off."""
         weight = self.affine1.weight
         return int(self(torch.as_tensor(state, dtype=weight.dtype, device=weight.device)).argmax())
 
 
 def draw(probs, uniform):
-    """Inverse of the cumulative distribution: the action in whose slice of [0, 1) the uniform number falls.
+    """Return the action in whose slice of [0, 1) the uniform number falls: the inverse of the distribution.
 
     Does what torch.distributions.Categorical(probs).sample() does, with a random number that the caller brings along,
     and at a tenth of its cost for a handful of actions.
@@ -85,14 +85,14 @@ class EpisodeNoise:
         self.uniforms, self.masks_BH = [], []
 
     def at(self, t):
-        """(uniform, mask_BH) of step t: a float in [0, 1) and a (1, H) tensor."""
+        """Return (uniform, mask_BH) of step t: a float in [0, 1) and a (1, H) tensor."""
         self._draw_up_to(t + 1)
         block_BH = self.masks_BH[t // self.BLOCK]
         start = t % self.BLOCK
         return self.uniforms[t], block_BH[start : start + 1]
 
     def masks(self, steps):
-        """The dropout masks of the episode's first `steps` steps, (T, H)."""
+        """Return the dropout masks of the episode's first `steps` steps, (T, H)."""
         self._draw_up_to(steps)
         return torch.cat(self.masks_BH)[:steps]
 

@@ -1,5 +1,6 @@
-"""The agent's and the policy's own logic, without processes, and what differs from the tutorial (README numbers)."""
+"""The agent's and the policy's own logic, without processes, and what differs from the tutorial (DIFFERENCES.md)."""
 
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -10,34 +11,85 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import package_on_path
+from helpers import ROOT, load_module, package_on_path
 
 with package_on_path("rl_rpc"):
     import agent as agent_module
     import environment
+    import learner as learner_module
     import main as main_module
     import observer
     import policy as policy_module
 
+equivalence = load_module(ROOT / "tests" / "rl_rpc" / "test_equivalence.py")
+
+
+class Handle:
+    """What stands for an RRef: calls run here, a synchronous one in the calling thread, others in one of their own."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def rpc_sync(self):
+        return Caller(self.value, lambda method, args: wait_for(method(*args)))
+
+    def rpc_async(self, timeout):
+        def in_a_thread(method, args):
+            future = torch.futures.Future()
+
+            def run():
+                try:
+                    future.set_result(wait_for(method(*args)))
+                except Exception as error:
+                    future.set_exception(error)
+
+            threading.Thread(target=run, daemon=True).start()
+            return future
+
+        return Caller(self.value, in_a_thread)
+
+
+class Caller:
+    def __init__(self, value, call):
+        self.__value, self.__call = value, call
+
+    def __getattr__(self, name):
+        return lambda *args: self.__call(getattr(self.__value, name), args)
+
+
+def wait_for(answer):
+    return answer.wait() if isinstance(answer, torch.futures.Future) else answer
+
 
 @pytest.fixture
 def make_agent(monkeypatch):
-    """Agents without RPC: RRef stands for itself, and there are as many observers as asked for, unborn."""
+    """Agents without RPC: observers are objects of this process, behind a Handle each."""
 
-    def make(observers, **changed):
-        monkeypatch.setattr(agent_module, "RRef", lambda value: value)
-        monkeypatch.setattr(agent_module.rpc, "get_worker_info", lambda name: SimpleNamespace(id=int(name)))
-        monkeypatch.setattr(agent_module, "remote", lambda *args, **kwargs: None)
-        flags = {"env_id": "CartPole-v1", "seed": 1, "reward_threshold": None, "mode": "step", "gamma": 0.99, **changed}
-        args = SimpleNamespace(wire="direct", **flags)
-        agent = agent_module.Agent(args, torch.device("cpu"), [str(rank) for rank in range(1, observers + 1)])
-        agent.episode = 1
+    def make(observers, **settings):
+        made = []
+
+        def remote(name, cls, args):
+            made.append(int(name))
+            return Handle(cls(*args))
+
+        def get_worker_info(name=None):
+            return SimpleNamespace(id=int(name or made[-1]))
+
+        monkeypatch.setattr(agent_module, "RRef", Handle)
+        monkeypatch.setattr(agent_module, "remote", remote)
+        monkeypatch.setattr(agent_module.rpc, "get_worker_info", get_worker_info)
+        names = [str(rank) for rank in range(1, observers + 1)]
+        agent = agent_module.Agent(names, learner_module.Learner(**settings))
         for ob_id in agent.ob_rrefs:
-            agent.trajectories[ob_id] = agent_module.Trajectory(policy_module.EpisodeNoise(ob_id, agent.policy))
+            agent.trajectories[ob_id] = new_trajectory(agent, ob_id)
         agent.playing = set(agent.ob_rrefs)
         return agent
 
     return make
+
+
+def new_trajectory(agent, ob_id):
+    return learner_module.Trajectory(policy_module.EpisodeNoise(ob_id, agent.policy))
 
 
 def play_through(agent, ob_id, steps, reward=1.0):
@@ -46,13 +98,44 @@ def play_through(agent, ob_id, steps, reward=1.0):
         agent.report_reward(ob_id, reward)
 
 
-def parameters_after(agent, rewards_by_observer):
-    for ob_id, rewards in rewards_by_observer.items():
-        for t, reward in enumerate(rewards):
-            agent.select_action(ob_id, np.full(4, 0.01 * t, dtype=np.float32))
-            agent.report_reward(ob_id, reward)
+def parameters_after(agent, steps_by_observer):
+    for ob_id, steps in steps_by_observer.items():
+        play_through(agent, ob_id, steps)
     agent.finish_episode()
     return [p.detach().clone() for p in agent.policy.parameters()]
+
+
+# ---- the modes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", equivalence.MODES)
+def test_with_one_observer_every_mode_is_the_single_process_loop(make_agent, mode):
+    rewards, parameters = equivalence.single_process_reinforce(seed=1, episodes=15)
+    agent, played = make_agent(1), []
+    for _ in agent.learner.until_solved(15):
+        agent_module.MODES[mode](agent)
+        played.append(agent.finish_episode())
+    assert played == rewards
+    for name, expected in parameters.items():
+        torch.testing.assert_close(agent.policy.state_dict()[name], expected, rtol=0, atol=1e-5)
+
+
+def test_the_first_failure_ends_the_episode_while_others_still_play(make_agent):
+    """Tutorial: futures are waited for in rank order, so an error is heard when all of lower rank have ended."""
+    agent, over, ended = make_agent(3), threading.Event(), []
+
+    def play_for_ever(*_):
+        ended.append(over.wait(5))
+
+    def fail(*_):
+        raise ValueError("the second observer failed")
+
+    agent.ob_rrefs[1].value.run_episode = agent.ob_rrefs[3].value.run_episode = play_for_ever
+    agent.ob_rrefs[2].value.run_episode = fail
+    with pytest.raises(ValueError, match="the second observer failed"):
+        agent.run_episode()
+    assert not ended
+    over.set()
 
 
 # ---- differences from the tutorial -----------------------------------------------------------------------------------
@@ -73,9 +156,9 @@ def test_observers_see_different_environments_and_draws():
 def test_returns_do_not_leak_from_one_observer_into_another(make_agent, monkeypatch):
     """Tutorial: the running return R went on through the concatenated rewards of all observers."""
     seen = []
-    original = agent_module.discounted
-    monkeypatch.setattr(agent_module, "discounted", lambda r, g: seen.append(original(r, g)) or seen[-1])
-    parameters_after(make_agent(2), {1: [1.0, 1.0], 2: [1.0, 1.0, 1.0]})
+    original = learner_module.discounted
+    monkeypatch.setattr(learner_module, "discounted", lambda r, g: seen.append(original(r, g)) or seen[-1])
+    parameters_after(make_agent(2), {1: 2, 2: 3})
     assert seen == [[1.99, 1.0], [pytest.approx(2.9701), 1.99, 1.0]]
 
 
@@ -83,55 +166,58 @@ def test_returns_do_not_leak_from_one_observer_into_another(make_agent, monkeypa
 @settings(max_examples=50, deadline=None)
 def test_discounted_returns_are_the_definition(rewards, gamma):
     expected = [sum(gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))]
-    assert agent_module.discounted(rewards, gamma) == pytest.approx(expected, abs=1e-9)
+    assert learner_module.discounted(rewards, gamma) == pytest.approx(expected, abs=1e-9)
 
 
 def test_the_last_reward_is_the_lowest_observers_and_not_divided(make_agent):
-    """Tutorial (published code): an episode's steps were shared out between the observers."""
+    """Tutorial (older text, published code): an episode's steps were shared out between the observers."""
     agent = make_agent(3)
     for ob_id, steps in ((1, 30), (2, 12), (3, 20)):
         play_through(agent, ob_id, steps)
     assert agent.finish_episode() == 12
-    assert agent.running_reward == pytest.approx(0.05 * 12)
-    assert agent.env_steps == 62
+    assert agent.learner.running_reward == pytest.approx(0.05 * 12)
+    assert agent.learner.env_steps == 62
 
 
 def test_the_threshold_is_within_reach_with_any_number_of_observers(make_agent):
     agent = make_agent(4)
     for _ in range(80):
         for ob_id in agent.trajectories:
-            trajectory = agent_module.Trajectory(policy_module.EpisodeNoise(ob_id, agent.policy))
-            trajectory.states, trajectory.actions = np.zeros((500, 4)), [0, 1] * 250
-            trajectory.rewards = [1.0] * 500
-            agent.trajectories[ob_id] = trajectory
+            agent.trajectories[ob_id] = new_trajectory(agent, ob_id)
+            agent.trajectories[ob_id].fill((np.zeros((500, 4)), [0, 1] * 250, [1.0] * 500))
         agent.finish_episode()
-        agent.episode += 1
-    assert agent.solved and agent.reward_threshold == 475
+    assert agent.learner.solved and agent.learner.reward_threshold == 475
 
 
 def test_negative_rewards_do_not_count_as_solved_at_once(make_agent):
     """Tutorial: the running reward starts at 0, which is above Acrobot's threshold of -100."""
     agent = make_agent(1, env_id="Acrobot-v1")
-    agent.episode = 0
-    assert not agent.solved
-    agent.episode = 1
+    assert not agent.learner.solved
     for _ in range(500):
         agent.select_action(1, np.zeros(6, dtype=np.float32))
         agent.report_reward(1, -1.0)
     agent.finish_episode()
-    assert agent.running_reward == -500 and not agent.solved
+    assert agent.learner.running_reward == -500 and not agent.learner.solved
 
 
 def test_an_episode_of_one_step_leaves_the_policy_finite(make_agent):
     """The standard deviation of one return is NaN, and so would every weight be."""
-    for weight in parameters_after(make_agent(1), {1: [1.0]}):
+    for weight in parameters_after(make_agent(1), {1: 1}):
         assert torch.isfinite(weight).all()
 
 
-def test_importing_main_parses_nothing():
-    """Tutorial: argparse and seeding ran at import, again in every spawned child."""
-    assert main_module.parse_args(["--world_size", "3"]).seed == 1
-    assert main_module.parse_args(["--seed", "7"]).seed == 7
+def test_importing_main_parses_and_seeds_and_starts_nothing(monkeypatch):
+    """Tutorial: argparse ran at import, and so did mp.spawn (texts) or the seeding (published code)."""
+    monkeypatch.setattr(sys, "argv", ["something_else.py", "--no_such_flag"])
+    monkeypatch.setattr(torch.multiprocessing, "spawn", None)
+    before = torch.random.get_rng_state(), threading.active_count()
+    with package_on_path("rl_rpc"):
+        import main  # noqa: F401
+    assert torch.equal(before[0], torch.random.get_rng_state()) and threading.active_count() == before[1]
+
+
+def test_ranks_must_agree_on_the_environment():
+    assert {"env_id", "seed", "mode"} <= set(main_module.parse_args([]).agree)
 
 
 def test_transport_follows_the_mode():
@@ -154,11 +240,10 @@ def test_actions_do_not_depend_on_how_calls_interleave(make_agent):
         thread.join()
     for ob_id, trajectory in one_by_one.trajectories.items():
         assert at_once.trajectories[ob_id].actions == trajectory.actions
-    assert at_once.rpc_calls == one_by_one.rpc_calls == 4 + 4 * 600
 
 
 def test_batched_answers_when_all_who_play_are_in_and_not_before(make_agent):
-    agent, state = make_agent(3, mode="batched"), np.zeros(4, dtype=np.float32)
+    agent, state = make_agent(3), np.zeros(4, dtype=np.float32)
     first = agent.select_action_batched(1, None, state)
     second = agent.select_action_batched(2, None, state)
     assert not first.done() and not second.done()
@@ -281,10 +366,11 @@ def test_actions_that_do_not_start_at_zero_and_episodes_that_never_end():
         gym.registry.pop("OffsetCorridor-v0")
 
 
-def test_checkpoint_of_another_environment_is_refused(make_agent):
-    state = make_agent(1).state_dict()
+def test_checkpoint_of_another_environment_is_refused():
+    first = learner_module.Learner()
+    first.episodes = 7
     with pytest.raises(ValueError, match="CartPole-v1"):
-        make_agent(1, env_id="Acrobot-v1").load_state_dict(state)
-    again = make_agent(1)
-    again.load_state_dict(state)
-    assert again.episode == 1
+        learner_module.Learner("Acrobot-v1").load_state_dict(first.state_dict())
+    again = learner_module.Learner()
+    again.load_state_dict(first.state_dict())
+    assert again.episodes == 7

@@ -1,6 +1,7 @@
 """The four modes, and a plain single-process REINFORCE loop, learn the same thing from the same seed."""
 
 import itertools
+import json
 import re
 
 import gymnasium as gym
@@ -16,11 +17,12 @@ with package_on_path("rl_rpc"):
     from glue import seeds
 
 MODES = ("step", "packed", "batched", "rollout")
+EPISODES = 15
 EPISODE_LINE = re.compile(r"^Episode (\d+)\tLast reward: (-?[\d.]+)\tAverage reward: (-?[\d.]+)$", re.M)
 
 
-def single_process_reinforce(seed, episodes, gamma=0.99):
-    """REINFORCE with one environment and no RPC, written out as in textbooks; returns (episode rewards, parameters).
+def single_process_reinforce(seed, episodes, observers=1, gamma=0.99):
+    """REINFORCE without RPC, written out as in textbooks; return (lowest reward of each episode, parameters).
 
     It keeps a graph per step and its own returns loop, as the tutorial does; it shares only the random numbers (and the
     initial weights that follow from the seed) with the code under test.
@@ -29,57 +31,47 @@ def single_process_reinforce(seed, episodes, gamma=0.99):
     network = policy.Policy()
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
     env = gym.make("CartPole-v1")
-    episode_rewards = []
+    lowest_rewards = []
     for episode in range(1, episodes + 1):
-        noise = policy.EpisodeNoise(observer.noise_seed(seed, 1, episode), network)
-        state, _ = env.reset(seed=observer.environment_seed(seed, 1, episode))
-        log_probs, rewards = [], []
-        for t in itertools.count():
-            uniform, mask = noise.at(t)
-            h = torch.from_numpy(state).double().unsqueeze(0) @ network.affine1.weight.T + network.affine1.bias
-            h = torch.relu(h * mask)
-            probs = torch.softmax(h @ network.affine2.weight.T + network.affine2.bias, dim=1)[0]
-            action = 0 if uniform < probs[0].item() else 1
-            log_probs.append(torch.log(probs[action]))
-            state, reward, terminated, truncated, _ = env.step(action)
-            rewards.append(reward)
-            if terminated or truncated:
-                break
-        returns = [sum(gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))]
+        log_probs, returns, totals = [], [], []
+        for ob_id in range(1, observers + 1):
+            noise = policy.EpisodeNoise(observer.noise_seed(seed, ob_id, episode), network)
+            state, _ = env.reset(seed=observer.environment_seed(seed, ob_id, episode))
+            rewards = []
+            for t in itertools.count():
+                uniform, mask = noise.at(t)
+                h = torch.from_numpy(state).double().unsqueeze(0) @ network.affine1.weight.T + network.affine1.bias
+                h = torch.relu(h * mask)
+                probs = torch.softmax(h @ network.affine2.weight.T + network.affine2.bias, dim=1)[0]
+                action = 0 if uniform < probs[0].item() else 1
+                log_probs.append(torch.log(probs[action]))
+                state, reward, terminated, truncated, _ = env.step(action)
+                rewards.append(reward)
+                if terminated or truncated:
+                    break
+            returns += [sum(gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))]
+            totals.append(sum(rewards))
         returns = torch.tensor(returns, dtype=torch.float64)
         returns = (returns - returns.mean()) / (returns.std() + np.finfo(np.float32).eps.item())
         loss = sum(-log_prob * g for log_prob, g in zip(log_probs, returns, strict=True))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        episode_rewards.append(sum(rewards))
-    return episode_rewards, network.state_dict()
+        lowest_rewards.append(min(totals))
+    return lowest_rewards, network.state_dict()
 
 
-def play(tmp_path, mode, world_size, *flags, episodes=15, name=None):
-    """Run main.py; returns (its lines, its checkpoint)."""
-    path = tmp_path / f"{name or mode}.pt"
+def play(folder, mode, world_size=4, *flags, episodes=EPISODES, name=None):
+    """Run main.py; return (its lines, its checkpoint, its summary)."""
+    path, summary = folder / f"{name or mode}.pt", folder / f"{name or mode}.json"
     if world_size > 2:  # more ranks than cores, and whatever else runs on a machine that tests: wait without spinning
         flags += ("--transport", "uv")
-    done = run_main(
-        "rl_rpc",
-        "--mode",
-        mode,
-        "--world_size",
-        world_size,
-        "--max_episodes",
-        episodes,
-        "--log_interval",
-        1,
-        "--eval_episodes",
-        0,
-        "--checkpoint",
-        path,
-        *flags,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return EPISODE_LINE.findall(done.stdout), torch.load(path, weights_only=True)["state"]
+    flags += ("--mode", mode, "--world_size", world_size, "--max_episodes", episodes, "--log_interval", 1)
+    flags += ("--eval_episodes", 0, "--checkpoint", path, "--summary_json", summary)
+    done = run_main("rl_rpc", *flags)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    state = torch.load(path, weights_only=True, map_location="cpu")["state"]
+    return EPISODE_LINE.findall(done.stdout), state, json.loads(summary.read_text())
 
 
 def assert_equal_to_the_bit(state, expected):
@@ -87,53 +79,84 @@ def assert_equal_to_the_bit(state, expected):
     assert state["running_reward"] == expected["running_reward"]
     for name, weight in expected["policy"].items():
         assert torch.equal(state["policy"][name], weight), name
+    for index, moments in expected["optimizer"]["state"].items():
+        for name, value in moments.items():
+            assert torch.equal(state["optimizer"]["state"][index][name], value)
 
 
-@pytest.fixture(scope="module")
-def reference():
-    return single_process_reinforce(seed=1, episodes=15)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_with_one_observer_every_mode_is_the_single_process_loop(tmp_path, reference, mode):
+def assert_is_the_single_process_loop(lines, state, reference):
     rewards, parameters = reference
-    lines, state = play(tmp_path, mode, 2)
     assert [float(last) for _, last, _ in lines] == rewards
     for name, expected in parameters.items():
         torch.testing.assert_close(state["policy"][name], expected, rtol=0, atol=1e-5)
 
 
-def test_all_modes_play_and_learn_the_same_with_three_observers(tmp_path):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Three observers, fifteen episodes, once in each mode: {mode: (lines, checkpoint, summary)}."""
+    folder = tmp_path_factory.mktemp("runs")
+    return {mode: play(folder, mode) for mode in MODES}
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return single_process_reinforce(seed=1, episodes=EPISODES, observers=3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_is_the_single_process_loop(runs, reference, mode):
+    lines, state, _ = runs[mode]
+    assert_is_the_single_process_loop(lines, state, reference)
+
+
+def test_all_modes_play_and_learn_the_same_with_three_observers(runs):
     """Equal weights to the bit after 15 episodes: one differing action anywhere would have changed them."""
-    runs = {mode: play(tmp_path, mode, 4) for mode in MODES}
-    lines, expected = runs["step"]
-    assert len(lines) == 15 and expected["env_steps"] > 15 * 3 * 8
+    lines, expected, _ = runs["step"]
+    assert len(lines) == EPISODES and expected["env_steps"] > EPISODES * 3 * 8
     for mode in MODES[1:]:
         assert runs[mode][0] == lines, mode
         assert_equal_to_the_bit(runs[mode][1], expected)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("step", marks=pytest.mark.slow), "batched"])
-def test_a_repeated_run_repeats_exactly(tmp_path, mode):
+def test_rpc_calls_by_mode(runs):
+    """Of one run, made and served by the agent; torch's own questions are not in it."""
+    (steps,) = {summary["env_steps"] for _, _, summary in runs.values()}
+    commands = 3 * EPISODES
+    assert {mode: summary["rpc_calls"] for mode, (_, _, summary) in runs.items()} == {
+        "step": commands + 2 * steps,
+        "packed": commands + steps,
+        "batched": commands + steps + 3 * EPISODES,
+        "rollout": commands,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["step", "batched"])
+def test_a_repeated_run_repeats_exactly(tmp_path, runs, mode):
     """Three observers on two cores interleave differently each time."""
-    lines, expected = play(tmp_path, mode, 4, name="first")
-    again, state = play(tmp_path, mode, 4, name="second")
-    assert again == lines
-    assert_equal_to_the_bit(state, expected)
+    lines, state, _ = play(tmp_path, mode)
+    assert lines == runs[mode][0]
+    assert_equal_to_the_bit(state, runs[mode][1])
 
 
 @pytest.mark.slow
-def test_another_seed_plays_something_else(tmp_path):
-    assert play(tmp_path, "rollout", 3, "--seed", 1)[0] != play(tmp_path, "rollout", 3, "--seed", 2)[0]
+def test_another_seed_plays_something_else(tmp_path, runs):
+    assert play(tmp_path, "rollout", 4, "--seed", 2)[0] != runs["rollout"][0]
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_in_another_mode_too(tmp_path):
-    lines, expected = play(tmp_path, "rollout", 3, episodes=12, name="whole")
-    first, _ = play(tmp_path, "step", 3, episodes=5, name="halves")
-    second, state = play(tmp_path, "rollout", 3, "--resume", episodes=12, name="halves")
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_in_another_mode_too(tmp_path, runs):
+    lines, expected, _ = runs["rollout"]
+    first, _, _ = play(tmp_path, "step", episodes=5, name="halves")
+    second, state, _ = play(tmp_path, "rollout", 4, "--resume", name="halves")
     assert first + second == lines
     assert_equal_to_the_bit(state, expected)
-    for index, moments in expected["optimizer"]["state"].items():
-        for name, value in moments.items():
-            assert torch.equal(state["optimizer"]["state"][index][name], value)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+@pytest.mark.parametrize("mode", MODES)
+def test_cuda_plays_the_same_episodes_as_the_cpu(tmp_path, reference, mode):
+    """Actions are equal (float64: rounding does not choose one); the weights are the loop's on the CPU."""
+    lines, state, _ = play(tmp_path, mode, 4, "--device", "cuda")
+    assert_is_the_single_process_loop(lines, state, reference)
