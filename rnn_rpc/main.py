@@ -34,6 +34,7 @@ def worker_name(rank, args):
 
 
 def parse_args(argv=None):
+    """Return the command line as a namespace, or leave with status 2."""
     parser = flags.argument_parser(__doc__, MODES, world_size=2)
     count, size = flags.non_negative_int, flags.positive_int
     number, positive = flags.non_negative_float, flags.positive_float

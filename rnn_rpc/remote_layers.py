@@ -131,7 +131,7 @@ def scale_gradients(context_id, factor):
 
 
 def set_learning_rate(optimizer_rref, lr):
-    """DistributedOptimizer has no param_groups; the torch.optim optimizer that it made on this owner does."""
+    """Set it here: DistributedOptimizer has no param_groups, the torch.optim optimizer that it made here does."""
     for group in optimizer_rref.local_value().optim.param_groups:
         group["lr"] = lr
 

@@ -99,7 +99,7 @@ class Trainer:
         return check_finite(mean_loss(losses), "held-out loss", self.step, at_most=self.worst_loss)
 
     def anneal(self, heldout_perplexity):
-        """The recipe's schedule: when held-out perplexity has not fallen, go on with a quarter of the learning rate."""
+        """Go on with a quarter of the learning rate when held-out perplexity has not fallen: the recipe's schedule."""
         self.heldout = heldout_perplexity
         if heldout_perplexity < self.best:
             self.best = heldout_perplexity

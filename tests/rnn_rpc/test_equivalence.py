@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.rpc import api, internal
 
-from helpers import package_on_path, run_main
+from helpers import ROOT, package_on_path, run_main
 
 with package_on_path("rnn_rpc"):
     import bench
@@ -198,11 +198,20 @@ def test_foreign_checkpoints_are_refused(tmp_path_factory, flags, words):
 @pytest.mark.parametrize("lr", [1000, 1e6])
 @pytest.mark.parametrize("mode", ["logits", "loss"])
 def test_divergence_ends_the_run(tmp_path, mode, lr):
-    """By the first loss that is not finite, or a thousand times worse than a blind guess: then nothing is written."""
+    """Difference 16: the first loss that is not finite, or a thousand times worse than a guess.  Nothing is written."""
     files = ("--summary_json", tmp_path / "summary.json", "--checkpoint", tmp_path / "c.pt")
     with pytest.raises(ValueError, match=r"^step \d+: the (held-out )?loss is [\w.+]+: .* lower --lr$"):
         train(*SIZES, "--mode", mode, "--lr", lr, "--clip", 0, *files)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_tutorials_sizes_run(tmp_path):
+    """Difference 17: DIFFERENCES.md's line, 10 epochs of 5 batches, as in the tutorial: too few to learn anything."""
+    flags = "--vocabulary 10 --corpus_tokens 86 --embedding_dim 2 --hidden_dim 3 --num_layers 4 --dropout 0.5"
+    flags += " --bptt 5 --batch_size 3 --epochs 10 --lr 0.05 --clip 0"
+    assert flags in " ".join((ROOT / "rnn_rpc" / "DIFFERENCES.md").read_text().replace("\\\n", "").split())
+    summary = train(*flags.split(), "--summary_json", tmp_path / "summary.json")
+    assert summary["steps"] == 50 and summary["heldout_perplexity"] == pytest.approx(10, rel=0.2)
 
 
 # What a step sends, and what it leaves behind.

@@ -71,7 +71,7 @@ def test_modes_agree_for_every_number_of_streams(mode, num_streams):
 
 
 def test_eval_reaches_the_remote_layers():
-    """Difference 8: nn.Module's own eval() ends at the process boundary: an RRef is not a submodule."""
+    """Difference 9: nn.Module's own eval() ends at the process boundary: an RRef is not a submodule."""
     model = new_model(dropout=0.5)
     layers = [rref.local_value() for rref in (model.emb_table_rref, model.decoder_rref)]
     nn.Module.train(model, False)  # what the tutorial's model would have done
@@ -89,7 +89,7 @@ def test_eval_reaches_the_remote_layers():
 
 
 def test_no_graph_is_built_on_a_server_in_eval_mode():
-    """Difference 9: torch.no_grad() on the trainer is not seen by the server's threads."""
+    """Difference 10: torch.no_grad() on the trainer is not seen by the server's threads."""
     model = new_model()
     table, data_TB = model.emb_table_rref.local_value(), batch()[0]
     assert table(data_TB).requires_grad
@@ -99,14 +99,14 @@ def test_no_graph_is_built_on_a_server_in_eval_mode():
 
 
 def test_switching_the_mode_sends_no_parameters():
-    """Difference 8: calling train() through the proxy would send the whole module back."""
+    """Difference 9: calling train() through the proxy would send the whole module back."""
     model = new_model()
     assert isinstance(model.decoder_rref.rpc_sync().train(), remote_layers.Decoder)
     assert model.decoder_rref.rpc_sync().set_training(True) is None
 
 
 def test_dropout_masks_depend_on_their_key_only():
-    """Difference 10: not on what other threads have drawn meanwhile, as nn.Dropout's do."""
+    """Difference 11: not on what other threads have drawn meanwhile, as nn.Dropout's do."""
     x = torch.ones(40, 50, requires_grad=True)
     keyed, plain = remote_layers.KeyedDropout(0.4, seed=3), nn.Dropout(0.4)
     torch.manual_seed(1)
@@ -117,12 +117,22 @@ def test_dropout_masks_depend_on_their_key_only():
     assert not torch.equal(keyed(x, (7, 1)), first)
     assert first.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
     assert (first == 0).float().mean().item() == pytest.approx(0.4, abs=0.05)
+    assert keyed(x.to("meta"), 7).shape == x.shape  # drawn on the CPU: another device needs no generator of its own
     first.sum().backward()
     assert torch.equal(x.grad, first.detach())
 
 
+def test_a_servers_device_is_its_own(monkeypatch):
+    """Difference 6: its own command line says it, not the trainer's, which never sends one."""
+    monkeypatch.setattr(remote_layers.RemoteLayer, "device", torch.device("meta"))
+    model = new_model()
+    remote = [rref.local_value() for rref in model.parameter_rrefs()[:1] + model.parameter_rrefs()[-2:]]
+    assert {parameter.device.type for parameter in remote} == {"meta"}
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
 def test_clipping_takes_the_norm_of_all_workers():
-    """Difference 11: clip_grad_norm_ would see the LSTM's parameters alone, and not this step's gradients."""
+    """Difference 12: clip_grad_norm_ would see the LSTM's parameters alone, and not this step's gradients."""
     trainer, (data_TB, target_TB) = new_trainer(clip=0.01), batch()
     model = trainer.model
 
@@ -140,7 +150,7 @@ def test_clipping_takes_the_norm_of_all_workers():
 
 
 def test_the_step_puts_the_contexts_gradients_into_grad():
-    """Difference 13: backward leaves .grad alone; DistributedOptimizer's step fills it, and what it left there counts
+    """Difference 8: backward leaves .grad alone; DistributedOptimizer's step fills it, and what it left there counts
     for nothing in the next step, whose gradients take its place."""
     trainer, (data_TB, target_TB) = new_trainer(), batch()
     parameters = [rref.local_value() for rref in trainer.model.parameter_rrefs()]
@@ -160,7 +170,7 @@ def test_the_step_puts_the_contexts_gradients_into_grad():
 
 
 def test_annealing_divides_the_learning_rate_by_four():
-    """After each epoch whose held-out perplexity is not the lowest so far; on every owner of parameters."""
+    """Difference 13: after each epoch whose held-out perplexity is not the lowest so far; on every owner."""
     trainer = new_trainer(lr=8.0)
     for heldout, lr in ((9.0, 8.0), (5.0, 8.0), (5.0, 2.0), (6.0, 0.5), (4.0, 0.5)):
         trainer.anneal(heldout)
@@ -169,7 +179,7 @@ def test_annealing_divides_the_learning_rate_by_four():
 
 
 def test_layers_start_from_seeds_of_their_own():
-    """Difference 12: two constructors side by side on one server would draw from one generator, in any order."""
+    """Difference 14: two constructors side by side on one server would draw from one generator, in any order."""
     states = [new_model().state() for _ in range(2)]
     for part in ("table", "decoder", "rnn"):
         for name, value in states[0][part].items():

@@ -23,7 +23,7 @@ def summary_of(tmp_path, *flags, timeout=120):
 
 
 def test_a_run_prints_that_it_learns(tmp_path):
-    """Differences 2, 5, 6: the published code calls a function that is not there, prints no loss, and needs a GPU."""
+    """Differences 2, 5, 6: the tutorial calls a function that is not there, prints no loss, and needs a GPU."""
     plot = tmp_path / "curve.png"
     text, summary = summary_of(tmp_path, *SMALL, "--clip", 0, "--generate", 15, "--plot", plot)
     epochs = EPOCH.findall(text)
