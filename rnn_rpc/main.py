@@ -63,6 +63,7 @@ def parse_args(argv=None):
         parser.error(f"--vocabulary {args.vocabulary}: a text of one word has nothing to learn")
     args.lr = args.lr or DEFAULT_LR[args.optimizer]
     roles = "rank 0 is ps, rank 1 the trainer; with 3, rank 2 is a second server, for the decoder"
+    # Nothing of the above has to agree between ranks that are started one by one: only the trainer uses it.
     flags.check_arguments(parser, args, min_world_size=2, max_world_size=3, roles=roles)
     return args
 
