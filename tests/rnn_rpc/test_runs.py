@@ -103,7 +103,9 @@ def test_primer_steps_the_neighbours_tensors():
 @pytest.mark.slow
 def test_bench_runs(tmp_path):
     path = tmp_path / "bench.json"
-    done = run_script("rnn_rpc/bench.py", "--vocabularies", 50, "--repeats", 1, "--steps", 8, "--json", path)
+    done = run_script(
+        "rnn_rpc/bench.py", "--vocabularies", 50, "--repeats", 1, "--steps", 8, "--json", path, timeout=280
+    )
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())["50"]
     assert {"logits", "loss", "overlap", "single process"} < set(rows) and all(
