@@ -1,6 +1,6 @@
 """The language model: an LSTM here, an embedding table and a decoder on parameter servers.
 
-Runs in the trainer process. Everything that crosses a process boundary in training is in this file and in the few
+Runs in the trainer process.  Everything that crosses a process boundary in training is in this file and in the few
 lines of trainer.py that clip and step.
 
 Shapes: T = time steps, B = streams (b: those of one micro-batch), L = layers, E = embedding size, H = hidden size,
@@ -16,87 +16,78 @@ from glue.placement import to_wire
 from glue.seeds import seed_for
 from remote_layers import Decoder, EmbeddingTable, summed_cross_entropy
 
-MICRO_BATCHES = 2  # mode `overlap`: in flight at once. More were slower: each costs a gradient of V x H to add up
+MICRO_BATCHES = 2  # mode `overlap`: in flight at once.  More were slower: each costs a gradient of V x H to add up
 
 
 class RNNModel(nn.Module):
     """Source: tutorial part 2, RNNModel.
 
     `ps` names the servers: the first owns the embedding table, the last (often the same one) the decoder.
-    `devices` maps a worker's name to the device its tensors live on.
     """
 
-    def __init__(self, ps, ntoken, ninp, nhid, nlayers, dropout=0.5, *, seed, devices=(), mode="logits"):
+    def __init__(self, ps, ntoken, ninp, nhid, nlayers, dropout=0.5, *, seed, device="cpu"):
         super().__init__()
-        on = {name: str(device) for name, device in dict(devices).items()}
-        self.device = torch.device(on.get("trainer", "cpu"))
-        self.loss = {"logits": self.loss_here, "loss": self.loss_there, "overlap": self.loss_overlapped}[mode]
-        self.rpc_calls = 0  # made by this class; the messages of backward passes and RRef bookkeeping come on top
-
+        self.ntoken, self.device = ntoken, torch.device(device)
         torch.manual_seed(seed_for(seed, "rnn"))
         self.rnn = nn.LSTM(ninp, nhid, nlayers, dropout=dropout if nlayers > 1 else 0).to(self.device)
-        # remote() returns at once, before the layer is there. Every layer has a seed of its own: two constructors that
+        # remote() returns at once, before the layer is there.  Every layer has a seed of its own: two constructors that
         # run side by side on one server would share its default generator, in an order that nobody knows.
-        self.emb_table_rref = rpc.remote(
-            ps[0], EmbeddingTable, args=(ntoken, ninp, dropout, seed_for(seed, "table"), on.get(ps[0], "cpu"))
-        )
-        self.decoder_rref = rpc.remote(
-            ps[-1], Decoder, args=(ntoken, nhid, dropout, seed_for(seed, "decoder"), on.get(ps[-1], "cpu"))
-        )
+        self.emb_table_rref = rpc.remote(ps[0], EmbeddingTable, args=(ntoken, ninp, dropout, seed_for(seed, "table")))
+        self.decoder_rref = rpc.remote(ps[-1], Decoder, args=(ntoken, nhid, dropout, seed_for(seed, "decoder")))
 
     def forward(self, input_TB, hidden, draw=0):
-        """(T, B) ids, hidden -> logits (T, B, V), hidden. `draw` names this pass's dropout masks on the servers.
+        """(T, B) ids, hidden -> logits (T, B, V), hidden.  `draw` names this pass's dropout masks on the servers.
 
         It reads like a local model: while a distributed autograd context is open, RPC notes each tensor that leaves
         and comes back, and the backward pass follows them.
         """
         emb_TBE = self._look_up(input_TB, draw)
         output_TBH, hidden = self.rnn(emb_TBE, hidden)
-        decoded_TBV = self._received(self.decoder_rref.rpc_sync().forward(self._to_send(output_TBH), draw))
-        self.rpc_calls += 1
-        return decoded_TBV, hidden
+        decoded_TBV = self.decoder_rref.rpc_sync().forward(to_wire(output_TBH), draw)
+        return decoded_TBV.to(self.device), hidden
 
-    # ---- one method per mode: (T, B) ids, (T, B) targets, hidden -> summed loss (a scalar), hidden ------------------
+    def _look_up(self, input_TB, draw):
+        return self.emb_table_rref.rpc_sync().forward(to_wire(input_TB), draw).to(self.device)
 
-    def loss_here(self, input_TB, targets_TB, hidden, draw=0):
+    # One method per mode: (T, B) ids, (T, B) targets, hidden -> the loss summed over T * B (a scalar), hidden.
+
+    def loss_here(self, input_TB, target_TB, hidden, draw=0):
         """Mode `logits`, the tutorial's: the scores of all V words come over the wire, the loss is computed here."""
         decoded_TBV, hidden = self(input_TB, hidden, draw)
-        return summed_cross_entropy(decoded_TBV, targets_TB.to(self.device)), hidden
+        return summed_cross_entropy(decoded_TBV, target_TB.to(self.device)), hidden
 
-    def loss_there(self, input_TB, targets_TB, hidden, draw=0):
+    def loss_there(self, input_TB, target_TB, hidden, draw=0):
         """Mode `loss`: the targets travel to the decoder instead, and one number comes back."""
         emb_TBE = self._look_up(input_TB, draw)
         output_TBH, hidden = self.rnn(emb_TBE, hidden)
-        loss = self.decoder_rref.rpc_sync().loss(self._to_send(output_TBH), self._to_send(targets_TB), draw)
-        self.rpc_calls += 1
-        return self._received(loss), hidden
+        loss = self.decoder_rref.rpc_sync().loss(to_wire(output_TBH), to_wire(target_TB), draw)
+        return loss.to(self.device), hidden
 
-    def loss_overlapped(self, input_TB, targets_TB, hidden, draw=0):
+    def loss_overlapped(self, input_TB, target_TB, hidden, draw=0):
         """Mode `overlap`: `loss` in micro-batches of some streams each, so that both processes work at once.
 
         Exact: streams know nothing of each other until their gradients are added up, so only the order of sums differs.
         While the decoder works on the first micro-batch, the LSTM runs the next; then the decoder's RPC threads take
-        the idle core as well. The backward pass needs no code of its own: it follows the same graph, in which the
+        the idle core as well.  The backward pass needs no code of its own: it follows the same graph, in which the
         micro-batches are side by side, so one's LSTM and the other's decoder run backward at the same time.
         """
         losses, hiddens = [], []
         emb_TBE = self._look_up(input_TB, draw)
-        pieces = [tensor.chunk(MICRO_BATCHES, dim=1) for tensor in (emb_TBE, targets_TB, *hidden)]
-        for i, (emb_TbE, targets_Tb, h_LbH, c_LbH) in enumerate(zip(*pieces, strict=True)):
+        pieces = [tensor.chunk(MICRO_BATCHES, dim=1) for tensor in (emb_TBE, target_TB, *hidden)]
+        for i, (emb_TbE, target_Tb, h_LbH, c_LbH) in enumerate(zip(*pieces, strict=True)):
             output_TbH, hidden = self.rnn(emb_TbE, (h_LbH.contiguous(), c_LbH.contiguous()))
             # Trap: the proxy's first asynchronous call would ask for the object's type and go on in another thread,
-            # outside this autograd context. parameter_rrefs() has made a synchronous call, so the type is known.
+            # outside this autograd context.  parameter_rrefs() has made a synchronous call, so the type is known.
             decoder = self.decoder_rref.rpc_async()
-            losses.append(decoder.loss(self._to_send(output_TbH), self._to_send(targets_Tb.contiguous()), (draw, i)))
+            losses.append(decoder.loss(to_wire(output_TbH), to_wire(target_Tb.contiguous()), (draw, i)))
             hiddens.append(hidden)
-        self.rpc_calls += len(losses)
         hidden = tuple(torch.cat(states, 1) for states in zip(*hiddens, strict=True))
-        return sum(self._received(loss.wait()) for loss in losses), hidden
+        return sum(loss.wait().to(self.device) for loss in losses), hidden
 
-    # ---- the rest ---------------------------------------------------------------------------------------------------
+    # What the optimizer, the evaluation and a checkpoint need of all three parts.
 
     def parameter_rrefs(self):
-        """One RRef per parameter, wherever it lives, for DistributedOptimizer. Source: tutorial part 2."""
+        """Return one RRef per parameter, wherever it lives, for DistributedOptimizer.  Source: tutorial part 2."""
         remote_params = []
         remote_params.extend(self.emb_table_rref.rpc_sync().parameter_rrefs())
         remote_params.extend(RRef(parameter) for parameter in self.rnn.parameters())
@@ -104,18 +95,18 @@ class RNNModel(nn.Module):
         return remote_params
 
     def train(self, mode=True):
-        """train() and eval() for *all* parts of the model: nn.Module's own would switch the LSTM only."""
+        """Switch *all* parts of the model, as eval() does through it: nn.Module's own would switch the LSTM only."""
         for rref in (self.emb_table_rref, self.decoder_rref):
             rref.rpc_sync().set_training(mode)
         return super().train(mode)
 
     def init_hidden(self, num_streams):
-        """(h, c), each (L, B, H): the start of a text."""
+        """Return (h, c), each (L, B, H) zeros: the start of a text."""
         zeros_LBH = torch.zeros(self.rnn.num_layers, num_streams, self.rnn.hidden_size, device=self.device)
         return zeros_LBH, zeros_LBH.clone()
 
     def state(self):
-        """All parameters, local and remote, on the CPU."""
+        """Return all parameters, local and remote, on the CPU."""
         return {
             "table": self.emb_table_rref.rpc_sync().state(),
             "decoder": self.decoder_rref.rpc_sync().state(),
@@ -123,18 +114,10 @@ class RNNModel(nn.Module):
         }
 
     def load_state(self, state):
+        """Put checkpointed parameters in place, on all workers."""
         self.emb_table_rref.rpc_sync().load_state(state["table"])
         self.decoder_rref.rpc_sync().load_state(state["decoder"])
         self.rnn.load_state_dict(state["rnn"])
 
-    def _look_up(self, input_TB, draw):
-        self.rpc_calls += 1
-        return self._received(self.emb_table_rref.rpc_sync().forward(self._to_send(input_TB), draw))
 
-    # The trainer's end of `--wire cpu`; see RemoteLayer.
-
-    def _received(self, tensor):
-        return tensor.to(self.device)
-
-    def _to_send(self, tensor):
-        return to_wire(tensor)
+MODES = {"logits": RNNModel.loss_here, "loss": RNNModel.loss_there, "overlap": RNNModel.loss_overlapped}

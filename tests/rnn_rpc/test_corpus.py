@@ -68,7 +68,7 @@ def test_streams_and_batches_follow_the_recipe():
     """Difference 3: targets are the input one step later, not uninitialised memory; batches continue each other."""
     stream = corpus.streams(torch.arange(26), 4)
     assert stream.shape == (6, 4) and stream[:, 1].tolist() == [6, 7, 8, 9, 10, 11]
-    seen = list(corpus.batches(stream, bptt=2))
+    seen = list(corpus.get_next_batch(stream, bptt=2))
     assert [len(input_TB) for input_TB, _ in seen] == [2, 2, 1]
     for input_TB, targets_TB in seen:
         assert torch.equal(targets_TB, input_TB + 1)

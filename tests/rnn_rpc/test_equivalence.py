@@ -1,66 +1,83 @@
-"""rnn_rpc computes what one plain process computes: every loss of 20 iterations, and every parameter after them."""
+"""rnn_rpc computes what one plain process computes, and moves what it says it moves.
+
+main.run_trainer runs in this process; its servers are in processes of their own, started once for all cases.
+"""
 
 import glob
+import itertools
+import json
 import math
+import sys
 
 import pytest
 import torch
+import torch.distributed.rpc as rpc
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.rpc import api, internal
 
-from helpers import package_on_path, run_main
+from helpers import ROOT, package_on_path, run_main
 
 with package_on_path("rnn_rpc"):
+    import bench
     import corpus
+    import main
+    import model
     import remote_layers
-    from glue import seeds
+    from glue import seeds, trace
+
+pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
+MODES = list(model.MODES)
 
 STEPS, V, E, H, LAYERS, T, B = 20, 12, 6, 8, 2, 7, 4
-SIZES = (
-    "--vocabulary",
-    V,
-    "--embedding_dim",
-    E,
-    "--hidden_dim",
-    H,
-    "--num_layers",
-    LAYERS,
-    "--bptt",
-    T,
-    "--batch_size",
-    B,
-    "--corpus_tokens",
-    626,
-    "--epochs",
-    1,
-    "--log_interval",
-    1,
-)  # 626: 20 batches to train on
+SIZES = ["--vocabulary", V, "--embedding_dim", E, "--hidden_dim", H, "--num_layers", LAYERS, "--bptt", T]
+SIZES += ["--batch_size", B, "--epochs", 1, "--log_interval", 1, "--corpus_tokens", 626]  # 626: 20 batches to train on
 SGD = {"optimizer": "sgd", "lr": 5.0, "clip": 0.05}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_launched(rpc_group):
+    """What glue/launch.py does in a rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "remote_layers", remote_layers)  # RPC pickles functions by their module's name
+        patch.setattr("torch.distributed.optim.optimizer.functional_optim_map", {})
+        for module, name in ((api, "_invoke_rpc"), (api, "_enable_rpc_profiler"), (internal, "_run_function")):
+            patch.setattr(module, name, getattr(module, name))  # to be as it was, after
+        trace.watch_calls()
+        yield
+
+
+def train(*flags):
+    """Run main.py's trainer with these flags; return its summary, where they ask for one."""
+    args = main.parse_args([str(flag) for flag in flags])
+    main.run_trainer(args, torch.device("cpu"))
+    if args.summary_json:
+        with open(args.summary_json) as file:
+            return json.load(file, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
 
 
 def one_process(optimizer="sgd", lr=5.0, clip=0.05, dropout=0.0, seed=1):
     """Plain PyTorch, nothing remote; returns (losses, parameters by name)."""
-    seeds = {part: seeds.seed_for(seed, part) for part in ("table", "decoder", "rnn")}
-    torch.manual_seed(seeds["rnn"])
+    own = {part: seeds.seed_for(seed, part) for part in ("table", "decoder", "rnn")}
+    torch.manual_seed(own["rnn"])
     rnn = nn.LSTM(E, H, LAYERS, dropout=dropout)
     table, decoder = nn.Embedding(V, E), nn.Linear(H, V)
     for part, weight in (("table", table.weight), ("decoder", decoder.weight)):
-        nn.init.uniform_(weight, -0.1, 0.1, torch.Generator().manual_seed(seeds[part]))
+        nn.init.uniform_(weight, -0.1, 0.1, torch.Generator().manual_seed(own[part]))
     nn.init.zeros_(decoder.bias)
-    after_table = remote_layers.KeyedDropout(dropout, seeds["table"])
-    before_decoder = remote_layers.KeyedDropout(dropout, seeds["decoder"])
+    after_table = remote_layers.KeyedDropout(dropout, own["table"])
+    before_decoder = remote_layers.KeyedDropout(dropout, own["decoder"])
     parameters = [*table.parameters(), *rnn.parameters(), *decoder.parameters()]
     opt = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer](parameters, lr=lr)
 
     text = corpus.generated_corpus(V, 626, seed)
     hidden, losses = (torch.zeros(LAYERS, B, H), torch.zeros(LAYERS, B, H)), []
-    for step, (input_TB, targets_TB) in enumerate(corpus.batches(corpus.streams(text.train, B), T)):
+    for step, (data_TB, target_TB) in enumerate(corpus.get_next_batch(corpus.streams(text.train, B), T)):
         torch.manual_seed(seeds.seed_for(seed, "dropout", step))
         hidden = tuple(state.detach() for state in hidden)
-        output, hidden = rnn(after_table(table(input_TB), step), hidden)
+        output, hidden = rnn(after_table(table(data_TB), step), hidden)
         logits_TBV = decoder(before_decoder(output, step))
-        loss = F.cross_entropy(logits_TBV.flatten(0, 1), targets_TB.flatten())
+        loss = F.cross_entropy(logits_TBV.flatten(0, 1), target_TB.flatten())
         opt.zero_grad()
         loss.backward()
         if clip:
@@ -76,16 +93,14 @@ def one_process(optimizer="sgd", lr=5.0, clip=0.05, dropout=0.0, seed=1):
     return losses, {part: {n: p.detach() for n, p in group.items()} for part, group in named.items()}
 
 
-def distributed(tmp_path, *flags, steps=STEPS):
+def distributed(tmp_path, *flags, run=train):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     checkpoint, logs = tmp_path / "end.pt", tmp_path / "logs"
-    done = run_main("rnn_rpc", *SIZES, "--checkpoint", checkpoint, "--logdir", logs, *flags)
-    assert (done.returncode, done.stderr) == (0, "")
+    run(*SIZES, "--checkpoint", checkpoint, "--logdir", logs, *flags)
     (events,) = glob.glob(f"{logs}/events*")
-    accumulator = EventAccumulator(events).Reload()
-    losses = [event.value for event in accumulator.Scalars("loss/train")]
-    assert len(losses) == steps
+    losses = [event.value for event in EventAccumulator(events).Reload().Scalars("loss/train")]
+    assert len(losses) == STEPS
     return losses, torch.load(checkpoint, weights_only=True)["state"]["model"]
 
 
@@ -98,10 +113,26 @@ def assert_equal(one, other, tolerance):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("mode", ["logits", "loss", "overlap"])
+@pytest.mark.parametrize("mode", MODES)
 def test_equals_one_process(tmp_path, mode, world_size):
+    """Every loss of 20 iterations, and every parameter after them."""
     found = distributed(tmp_path, "--mode", mode, "--world_size", world_size, "--lr", SGD["lr"], "--clip", SGD["clip"])
     assert_equal(found, one_process(**SGD), tolerance=1e-6)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_one_process_on_the_cpu(tmp_path, mode, monkeypatch):
+    """All ranks on GPUs.  1e-4: a GPU adds up in another order, 20 steps long; and without TF32's shorter numbers."""
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+
+    def run(*flags):
+        done = run_main("rnn_rpc", "--device", "cuda", *flags)
+        assert (done.returncode, done.stderr) == (0, "")
+
+    found = distributed(tmp_path, "--mode", mode, "--lr", SGD["lr"], "--clip", SGD["clip"], run=run)
+    assert_equal(found, one_process(**SGD), tolerance=1e-4)
 
 
 def test_the_global_norm_is_what_clips():
@@ -112,7 +143,7 @@ def test_the_global_norm_is_what_clips():
     assert clipped[0][0] == pytest.approx(math.log(V), abs=0.1)  # an untrained model gives each word the same chance
 
 
-@pytest.mark.parametrize("mode", ["logits", pytest.param("loss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["logits", "loss"])
 def test_dropout_and_adam_equal_one_process(tmp_path, mode):
     """Dropout masks are keyed, so even a run with dropout repeats exactly, on any worker."""
     adam = {"optimizer": "adam", "lr": 0.01, "clip": 0.1, "dropout": 0.3}
@@ -120,20 +151,18 @@ def test_dropout_and_adam_equal_one_process(tmp_path, mode):
     assert_equal(distributed(tmp_path, "--mode", mode, *flags), one_process(**adam), tolerance=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["logits", *(pytest.param(m, marks=pytest.mark.slow) for m in ("loss", "overlap"))])
-def test_resumed_equals_uninterrupted(tmp_path, mode):
+@pytest.mark.parametrize("mode", MODES)
+def test_resumed_equals_uninterrupted(tmp_path, mode, capsys):
     """Stopped after epoch 1 of 2 and resumed: parameters, optimizer state, dropout masks, learning rate all go on."""
-    flags = ("--mode", mode, "--optimizer", "adam", "--dropout", 0.3)
-    whole = tmp_path / "whole.pt"
-    assert run_main("rnn_rpc", *SIZES, *flags, "--epochs", 2, "--checkpoint", whole).returncode == 0
-    parts = tmp_path / "parts.pt"
-    assert run_main("rnn_rpc", *SIZES, *flags, "--checkpoint", parts).returncode == 0
-    done = run_main("rnn_rpc", *SIZES, *flags, "--epochs", 2, "--checkpoint", parts, "--resume")
-    assert (done.returncode, done.stderr) == (0, "") and "Going on after epoch 1" in done.stdout
+    flags = (*SIZES, "--mode", mode, "--optimizer", "adam", "--dropout", 0.3)
+    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
+    train(*flags, "--epochs", 2, "--checkpoint", whole)
+    train(*flags, "--checkpoint", parts)
+    train(*flags, "--epochs", 2, "--checkpoint", parts, "--resume")
+    assert "Going on after epoch 1" in capsys.readouterr().out
     one, other = (torch.load(path, weights_only=True)["state"] for path in (whole, parts))
     # `overlap` adds two micro-batches' gradients in the order in which they arrive; the rest is the same to the bit.
-    tolerance = 1e-6 if mode == "overlap" else 0
-    assert_same(one, other, tolerance)
+    assert_same(one, other, tolerance=1e-6 if mode == "overlap" else 0)
 
 
 def assert_same(one, other, tolerance):
@@ -147,3 +176,88 @@ def assert_same(one, other, tolerance):
         assert one == pytest.approx(other, rel=1e-9 if tolerance == 0 else 1e-5)
     else:
         assert one == other
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--hidden_dim", 9), "--hidden_dim 8, not 9"),
+        (("--vocabulary", 51), "another vocabulary"),
+        (("--world_size", 3), "--world_size 2, not 3"),
+        (("--optimizer", "adam"), "--optimizer sgd, not adam"),
+    ],
+)
+def test_foreign_checkpoints_are_refused(tmp_path_factory, flags, words):
+    checkpoint = tmp_path_factory.getbasetemp() / "foreign.pt"
+    if not checkpoint.exists():
+        train(*SIZES, "--checkpoint", checkpoint)
+    with pytest.raises(ValueError, match=words):
+        train(*SIZES, "--checkpoint", checkpoint, "--resume", *flags)
+
+
+@pytest.mark.parametrize("lr", [1000, 1e6])
+@pytest.mark.parametrize("mode", ["logits", "loss"])
+def test_divergence_ends_the_run(tmp_path, mode, lr):
+    """Difference 16: the first loss that is not finite, or a thousand times worse than a guess.  Nothing is written."""
+    files = ("--summary_json", tmp_path / "summary.json", "--checkpoint", tmp_path / "c.pt")
+    with pytest.raises(ValueError, match=r"^step \d+: the (held-out )?loss is [\w.+]+: .* lower --lr$"):
+        train(*SIZES, "--mode", mode, "--lr", lr, "--clip", 0, *files)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_tutorials_sizes_run(tmp_path):
+    """Difference 17: DIFFERENCES.md's line, 10 epochs of 5 batches, as in the tutorial: too few to learn anything."""
+    flags = "--vocabulary 10 --corpus_tokens 86 --embedding_dim 2 --hidden_dim 3 --num_layers 4 --dropout 0.5"
+    flags += " --bptt 5 --batch_size 3 --epochs 10 --lr 0.05 --clip 0"
+    assert flags in " ".join((ROOT / "rnn_rpc" / "DIFFERENCES.md").read_text().replace("\\\n", "").split())
+    summary = train(*flags.split(), "--summary_json", tmp_path / "summary.json")
+    assert summary["steps"] == 50 and summary["heldout_perplexity"] == pytest.approx(10, rel=0.2)
+
+
+# What a step sends, and what it leaves behind.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bytes_on_the_wire_are_what_the_tensors_weigh(tmp_path, mode):
+    """At most 3 % and 30 kB of envelopes come on top.  Here E = H = 200, V = 1,000."""
+    flags = ["--transport", "tcp", "--embedding_dim", 200, "--hidden_dim", 200, "--vocabulary", 1000, "--epochs", 1]
+    flags += ["--corpus_tokens", bench.text_length(20), "--mode", mode, "--summary_json", tmp_path / "summary.json"]
+    computed = bench.payload_bytes(mode, 1000)
+    assert computed < train(*flags)["wire_bytes_per_step"] < 1.03 * computed + 30_000
+
+
+REFERENCES = "__import__('torch').distributed.rpc._rref_context_get_debug_info()"
+CONTEXTS = "__import__('torch').distributed.autograd._get_debug_info()"
+TENSORS = "sum(issubclass(type(thing), __import__('torch').Tensor) for thing in __import__('gc').get_objects())"
+
+
+@pytest.mark.parametrize(("mode", "calls"), [("logits", 4), ("loss", 4), ("overlap", 5)])
+def test_a_step_makes_so_many_calls_and_leaves_nothing_behind(mode, calls):
+    """Look-up, decoder (two in `overlap`), and the steps of two optimizers.  References, autograd contexts and tensors
+    are as many after 3 steps as after 15, on both sides: nothing leaks."""
+    trainer = main.Trainer(model.RNNModel(["ps"], V, E, H, LAYERS, seed=1), mode, "sgd", 1.0, clip=0, seed=1)
+    text = corpus.streams(corpus.generated_corpus(V, 626, 1).train, B)
+    counts, made = [], []
+    for step, _ in enumerate(trainer.train_epoch(corpus.get_next_batch(text, T), B), 1):
+        made.append(trace.rpc_calls()["made"])
+        if step in (3, 15):
+            asked = (REFERENCES, CONTEXTS, TENSORS)
+            counts.append(
+                {rank: [rpc.rpc_sync(rank, eval, args=(what,)) for what in asked] for rank in ("trainer", "ps")}
+            )
+    assert [after - before for before, after in itertools.pairwise(made[3:15])] == [calls] * 11
+    assert counts[0] == counts[1]
+    references, contexts, _ = counts[1]["ps"]
+    assert int(references["num_owner_rrefs"]) >= 3  # table, decoder, optimizer
+    assert contexts["num_autograd_contexts"] == counts[1]["trainer"][1]["num_autograd_contexts"] == 0
+
+
+def test_a_text_of_yours(tmp_path, capsys):
+    path = tmp_path / "book.txt"
+    path.write_text("the cat sat on the mat and the dog sat on the log\n" * 200)
+    flags = ["--corpus", path, "--optimizer", "adam", "--lr", 0.01, "--mode", "loss", "--generate", 30]
+    for tokens, bound in (("char", 2.0), ("word", 3.0)):
+        summary = train(*flags, "--tokens", tokens, "--summary_json", tmp_path / "summary.json")
+        assert summary["heldout_perplexity"] < bound and summary["floor_perplexity"] is None
+        written = capsys.readouterr().out.partition("epoch   6")[2]
+        assert "cat" in written or "dog" in written or "sat" in written

@@ -1,13 +1,11 @@
-"""rnn_rpc's differences from the tutorial that show inside the model. One process: a worker may call itself."""
+"""rnn_rpc's differences from the tutorial that show inside the model.  One process: a worker may call itself."""
 
 import math
 import sys
-import types
 
 import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
-import torch.distributed.rpc as rpc
 from torch import nn
 
 from helpers import package_on_path
@@ -15,27 +13,27 @@ from helpers import package_on_path
 with package_on_path("rnn_rpc"):
     import model
     import remote_layers
+    import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
 V, E, H, T, B = 10, 4, 6, 5, 3
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_worker(tmp_path_factory):
-    """An RPC group of one: `trainer`, which is its own parameter server."""
+def as_launched(rpc_group):
+    """What glue/launch.py does in a rank.  Here `trainer` is its own parameter server."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TP_SOCKET_IFNAME", "lo")
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         patch.setitem(sys.modules, "remote_layers", remote_layers)  # RPC pickles classes by their module's name
-        store = tmp_path_factory.mktemp("rpc") / "store"
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", _transports=["uv"])
-        rpc.init_rpc("trainer", rank=0, world_size=1, rpc_backend_options=options)
+        patch.setattr("torch.distributed.optim.optimizer.functional_optim_map", {})
         yield
-        rpc.shutdown()
 
 
-def new_model(dropout=0.0, mode="logits", layers=2):
-    return model.RNNModel(["trainer"], V, E, H, layers, dropout, seed=1, mode=mode)
+def new_model(dropout=0.0):
+    return model.RNNModel(["trainer"], V, E, H, 2, dropout, seed=1)
+
+
+def new_trainer(clip=0.0, lr=0.1):
+    return trainer.Trainer(new_model(), "logits", "sgd", lr, clip, seed=1)
 
 
 def batch():
@@ -43,79 +41,72 @@ def batch():
     return ids[:-1], ids[1:]
 
 
-def test_a_parenthesis_was_missing():
-    """Difference 1: the published EmbeddingTable.forward is no Python."""
-    published = "def forward(self, input):\n    return self.drop(self.encoder(input.cuda()).cpu()\n"
-    with pytest.raises(SyntaxError):
-        compile(published, "tutorial", "exec")
-
-
 def test_the_loss_is_taken_over_the_vocabulary():
     """Difference 4: CrossEntropyLoss wants the classes on axis 1. Of (T, B, V) logits that is the batch: the published
     call runs, with targets of shape (T, V), and scores how well the model tells streams apart."""
-    model, (input_TB, targets_TB) = new_model(), batch()
-    logits_TBV, _ = model(input_TB, model.init_hidden(B))
+    model, (data_TB, target_TB) = new_model(), batch()
+    logits_TBV, _ = model(data_TB, model.init_hidden(B))
     assert logits_TBV.shape == (T, B, V)
     published = nn.CrossEntropyLoss()(logits_TBV, torch.randint(B, (T, V)))  # no error, and near ln B
     assert published.item() == pytest.approx(math.log(B), abs=0.1)
-    loss, _ = model.loss(input_TB, targets_TB, model.init_hidden(B))
+    loss, _ = model.loss_here(data_TB, target_TB, model.init_hidden(B))
     assert loss.item() / (T * B) == pytest.approx(math.log(V), abs=0.1)
 
 
 @pytest.mark.parametrize("mode", ["loss", "overlap"])
 @pytest.mark.parametrize("num_streams", [1, 2, 3])
 def test_modes_agree_for_every_number_of_streams(mode, num_streams):
-    input_TB, targets_TB = (ids[:, :num_streams].contiguous() for ids in batch())
+    data_TB, target_TB = (ids[:, :num_streams].contiguous() for ids in batch())
     results = {}
     for name in ("logits", mode):
-        model = new_model(mode=name)
+        rnn_model = new_model()
+        parameters = [rref.local_value() for rref in rnn_model.parameter_rrefs()]
         with dist_autograd.context() as context_id:
-            loss, hidden = model.loss(input_TB, targets_TB, model.init_hidden(num_streams))
+            loss, hidden = model.MODES[name](rnn_model, data_TB, target_TB, rnn_model.init_hidden(num_streams))
             dist_autograd.backward(context_id, [loss])
             gradients = dist_autograd.get_gradients(context_id)
-            found = [gradients[rref.local_value()] for rref in model.parameter_rrefs()]
-        results[name] = [loss.detach(), *(state.detach() for state in hidden), *found]
+        results[name] = [loss.detach(), *(state.detach() for state in hidden), *map(gradients.get, parameters)]
     for one, other in zip(results["logits"], results[mode], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_eval_reaches_the_remote_layers():
-    """Difference 8: nn.Module's own eval() ends at the process boundary: an RRef is not a submodule."""
+    """Difference 9: nn.Module's own eval() ends at the process boundary: an RRef is not a submodule."""
     model = new_model(dropout=0.5)
     layers = [rref.local_value() for rref in (model.emb_table_rref, model.decoder_rref)]
     nn.Module.train(model, False)  # what the tutorial's model would have done
     assert all(layer.training for layer in layers)
     model.eval()
     assert not any(layer.training for layer in layers) and not model.rnn.training
-    input_TB, targets_TB = batch()
-    losses = [model.loss(input_TB, targets_TB, model.init_hidden(B), draw)[0].item() for draw in range(3)]
+    data_TB, target_TB = batch()
+    losses = [model.loss_here(data_TB, target_TB, model.init_hidden(B), draw)[0].item() for draw in range(3)]
     assert len(set(losses)) == 1
     model.train()
     torch.manual_seed(1)
     assert all(layer.training for layer in layers) and model.rnn.training
-    losses = [model.loss(input_TB, targets_TB, model.init_hidden(B), draw)[0].item() for draw in range(3)]
+    losses = [model.loss_here(data_TB, target_TB, model.init_hidden(B), draw)[0].item() for draw in range(3)]
     assert len(set(losses)) == 3
 
 
 def test_no_graph_is_built_on_a_server_in_eval_mode():
-    """Difference 9: torch.no_grad() on the trainer is not seen by the server's threads."""
+    """Difference 10: torch.no_grad() on the trainer is not seen by the server's threads."""
     model = new_model()
-    table, input_TB = model.emb_table_rref.local_value(), batch()[0]
-    assert table(input_TB).requires_grad
+    table, data_TB = model.emb_table_rref.local_value(), batch()[0]
+    assert table(data_TB).requires_grad
     model.eval()
     decoder = model.decoder_rref.local_value()
-    assert not table(input_TB).requires_grad and not decoder(torch.zeros(T, B, H)).requires_grad
+    assert not table(data_TB).requires_grad and not decoder(torch.zeros(T, B, H)).requires_grad
 
 
 def test_switching_the_mode_sends_no_parameters():
-    """Difference 8: calling train() through the proxy would send the whole module back."""
+    """Difference 9: calling train() through the proxy would send the whole module back."""
     model = new_model()
     assert isinstance(model.decoder_rref.rpc_sync().train(), remote_layers.Decoder)
     assert model.decoder_rref.rpc_sync().set_training(True) is None
 
 
 def test_dropout_masks_depend_on_their_key_only():
-    """Difference 10: not on what other threads have drawn meanwhile, as nn.Dropout's do."""
+    """Difference 11: not on what other threads have drawn meanwhile, as nn.Dropout's do."""
     x = torch.ones(40, 50, requires_grad=True)
     keyed, plain = remote_layers.KeyedDropout(0.4, seed=3), nn.Dropout(0.4)
     torch.manual_seed(1)
@@ -126,30 +117,69 @@ def test_dropout_masks_depend_on_their_key_only():
     assert not torch.equal(keyed(x, (7, 1)), first)
     assert first.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
     assert (first == 0).float().mean().item() == pytest.approx(0.4, abs=0.05)
+    assert keyed(x.to("meta"), 7).shape == x.shape  # drawn on the CPU: another device needs no generator of its own
     first.sum().backward()
     assert torch.equal(x.grad, first.detach())
 
 
+def test_a_servers_device_is_its_own(monkeypatch):
+    """Difference 6: its own command line says it, not the trainer's, which never sends one."""
+    monkeypatch.setattr(remote_layers.RemoteLayer, "device", torch.device("meta"))
+    model = new_model()
+    remote = [rref.local_value() for rref in model.parameter_rrefs()[:1] + model.parameter_rrefs()[-2:]]
+    assert {parameter.device.type for parameter in remote} == {"meta"}
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
 def test_clipping_takes_the_norm_of_all_workers():
-    """Difference 11: clip_grad_norm_ would see the LSTM's parameters alone, and none of their gradients."""
-    model, (input_TB, targets_TB) = new_model(), batch()
-    args = types.SimpleNamespace(clip=0.01)
-    trainer = types.SimpleNamespace(args=args, owners={"trainer": None}, rpc_calls=0)
+    """Difference 12: clip_grad_norm_ would see the LSTM's parameters alone, and not this step's gradients."""
+    trainer, (data_TB, target_TB) = new_trainer(clip=0.01), batch()
+    model = trainer.model
+
+    def norm(context_id):
+        return math.sqrt(sum(g.square().sum() for g in dist_autograd.get_gradients(context_id).values()))
+
     with dist_autograd.context() as context_id:
-        loss, _ = model.loss(input_TB, targets_TB, model.init_hidden(B))
+        loss, _ = model.loss_here(data_TB, target_TB, model.init_hidden(B))
         dist_autograd.backward(context_id, [loss])
-        assert all(parameter.grad is None for parameter in model.parameters())
-        before = math.sqrt(sum(g.square().sum() for g in dist_autograd.get_gradients(context_id).values()))
-        assert trainer.Trainer.clip_gradients(trainer, context_id) == pytest.approx(before, rel=1e-5)
-        after = math.sqrt(sum(g.square().sum() for g in dist_autograd.get_gradients(context_id).values()))
-        assert after == pytest.approx(0.01, rel=1e-3)
-        assert trainer.Trainer.clip_gradients(trainer, context_id) == pytest.approx(0.01, rel=1e-3)
-        again = math.sqrt(sum(g.square().sum() for g in dist_autograd.get_gradients(context_id).values()))
-        assert again == pytest.approx(after, rel=1e-3)
+        before = norm(context_id)
+        assert before > 0.02 and trainer.clip_gradients(context_id) == pytest.approx(before, rel=1e-5)
+        assert norm(context_id) == pytest.approx(0.01, rel=1e-3)
+        assert trainer.clip_gradients(context_id) == pytest.approx(0.01, rel=1e-3)
+        assert norm(context_id) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_step_puts_the_contexts_gradients_into_grad():
+    """Difference 8: backward leaves .grad alone; DistributedOptimizer's step fills it, and what it left there counts
+    for nothing in the next step, whose gradients take its place."""
+    trainer, (data_TB, target_TB) = new_trainer(), batch()
+    parameters = [rref.local_value() for rref in trainer.model.parameter_rrefs()]
+    hidden, left = trainer.model.init_hidden(B), [None] * len(parameters)
+    for _ in range(2):
+        before = [parameter.detach().clone() for parameter in parameters]
+        with dist_autograd.context() as context_id:
+            loss, _ = trainer.model.loss_here(data_TB, target_TB, hidden)
+            dist_autograd.backward(context_id, [loss])
+            assert all(parameter.grad is grad for parameter, grad in zip(parameters, left, strict=True))
+            gradients = dist_autograd.get_gradients(context_id)
+            trainer.opt.step(context_id)
+        left = [parameter.grad for parameter in parameters]
+        for parameter, old in zip(parameters, before, strict=True):
+            torch.testing.assert_close(parameter.grad, gradients[parameter])
+            torch.testing.assert_close(parameter, old - 0.1 * gradients[parameter])
+
+
+def test_annealing_divides_the_learning_rate_by_four():
+    """Difference 13: after each epoch whose held-out perplexity is not the lowest so far; on every owner."""
+    trainer = new_trainer(lr=8.0)
+    for heldout, lr in ((9.0, 8.0), (5.0, 8.0), (5.0, 2.0), (6.0, 0.5), (4.0, 0.5)):
+        trainer.anneal(heldout)
+        groups = trainer.owners["trainer"].local_value().optim.param_groups
+        assert trainer.lr == lr and [group["lr"] for group in groups] == [lr]
 
 
 def test_layers_start_from_seeds_of_their_own():
-    """Difference 12: two constructors side by side on one server would draw from one generator, in any order."""
+    """Difference 14: two constructors side by side on one server would draw from one generator, in any order."""
     states = [new_model().state() for _ in range(2)]
     for part in ("table", "decoder", "rnn"):
         for name, value in states[0][part].items():

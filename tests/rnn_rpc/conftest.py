@@ -1,0 +1,46 @@
+"""An RPC group that lasts as long as the tests: this process is `trainer`, three others serve it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch.distributed.rpc as rpc
+
+from helpers import ROOT
+
+SERVERS = ("ps", "ps0", "ps1")  # the first for --world_size 2, the others for 3
+SERVE = """
+import sys
+import torch.distributed.rpc as rpc
+import remote_layers
+name, rank, store = sys.argv[1:]
+options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", _transports=["uv"], _channels=["basic"])
+rpc.init_rpc(name, rank=int(rank), world_size=4, rpc_backend_options=options)
+rpc.shutdown()
+"""
+
+
+@pytest.fixture(scope="session")
+def rpc_group(tmp_path_factory):
+    """One for all: torch keeps RRefs in one table per process, which knows the first group that the process was in."""
+    store = tmp_path_factory.mktemp("rpc") / "store"
+    tcp = {"_transports": ["uv"], "_channels": ["basic"]}  # so that the kernel sees every byte, as with --transport tcp
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", **tcp)
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+            patch.setenv(variable, "lo")
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "rnn_rpc"), "TORCH_CPP_LOG_LEVEL": "FATAL"}
+        command = [sys.executable, "-W", "ignore", "-c", SERVE]
+        servers = [
+            subprocess.Popen([*command, name, str(rank), str(store)], env=environment)
+            for rank, name in enumerate(SERVERS, 1)
+        ]
+        try:
+            rpc.init_rpc("trainer", rank=0, world_size=4, rpc_backend_options=options)
+            yield
+            rpc.shutdown()
+        finally:
+            for server in servers:
+                server.kill()
+                server.wait()
