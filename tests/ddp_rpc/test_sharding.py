@@ -163,6 +163,7 @@ def test_replicas_that_differ_are_an_error(monkeypatch):
         trainer.check_replicas(model)
 
 
+@pytest.mark.slow
 def test_importing_main_starts_nothing():
     """Spawned children import it again; it must only define."""
     code = "import threading, main, torch.distributed as d; print(threading.active_count(), d.is_initialized())"
@@ -231,6 +232,15 @@ def test_the_first_trainer_to_fail_ends_the_run(monkeypatch):
     monkeypatch.setattr(master.rpc, "RRef", lambda value: value)
     with pytest.raises(ValueError, match="step 3"):
         master.HybridMaster(main.parse_args([]), main.worker_name, lambda rank: "cpu").run()
+
+
+def test_a_checkpoint_of_other_sizes_is_refused(monkeypatch, tmp_path):
+    file = tmp_path / "small.pt"
+    torch.save({"scenario": "ddp_rpc", "state": {"epoch": 1, "table": torch.zeros(10, 16), "fc": {}}}, file)
+    monkeypatch.setattr(master.rpc, "remote", lambda *_, **__: None)
+    args = main.parse_args(["--checkpoint", str(file), "--resume"])
+    with pytest.raises(ValueError, match="10 x 16, and not of 100 x 16"):
+        master.HybridMaster(args, main.worker_name, lambda rank: "cpu")
 
 
 def test_nothing_remote_is_configured_by_a_whole_command_line(monkeypatch):
