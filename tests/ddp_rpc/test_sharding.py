@@ -89,6 +89,15 @@ def test_a_sparse_step_leaves_the_other_rows_alone():
     assert change.abs().sum().item() == pytest.approx(15.0, abs=1e-4)
 
 
+def test_a_server_starts_its_backward_where_the_table_is(monkeypatch):
+    """What has gone through to_wire is a copy on the CPU, which has no use for a gradient from a GPU."""
+    monkeypatch.setattr(embedding_server, "to_wire", lambda tensor: tensor.clone())
+    (shard,) = make_shards(1)
+    answer = exchange(0, None, torch.tensor([3]), torch.tensor([0]))
+    (kept,) = shard.lookups[0]
+    assert kept.grad_fn.name().startswith("EmbeddingBag") and kept.tolist() == answer.tolist()
+
+
 def test_average_and_step_waits_for_every_trainer_and_steps_once(monkeypatch):
     (shard,) = make_shards(1, sparse=False, num_trainers=3)
     before = shard.get_rows().clone()
