@@ -3,12 +3,13 @@
     python ddp_rpc/bench.py                        # everything: about 25 minutes on 2 cores
     python ddp_rpc/bench.py --tables modes --repeats 3 --json bench.json
 
-Tables: modes (at the tutorial's sizes, 1 and 2 servers), bags (8, 64, 1024 in a batch), rows (10^2 to 10^6),
+Tables: modes (about the tutorial's sizes, 1 and 2 servers), bags (8, 64, 1024 in a batch), rows (10^2 to 10^6),
 wire (bytes per step and trainer, over TCP alone), memory (of each server, as their number grows).
 Rates are those of the training loop: start-up, making of data and evaluation are not in them, here and there.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -18,26 +19,26 @@ import torch
 from torch import nn, optim
 
 from clicks import NUM_CLASSES, ClickLog
-from glue import flags, measure
+from glue import flags, measure, placement
+from modes import MODES
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SINGLE = "single process"
-MODES = ("sync", "averaged", "pipelined")
 TABLES = ("modes", "bags", "rows", "wire", "memory")
 EPOCHS = 3
 
 
 def single_process(device, *cell):
-    """The job without RPC and DDP, as fast as it gets: with one intra-op thread or with all cores, whichever wins."""
+    """Return the figures of the job without RPC and DDP, as fast as it gets: with one intra-op thread or all cores."""
     runs = []
-    for threads in {1, len(os.sched_getaffinity(0))}:
+    for threads in {1, placement.usable_cores()}:
         torch.set_num_threads(threads)
         runs.append(train_alone(torch.device(device), *cell))
     return max(runs, key=lambda run: run["batches_per_second"])
 
 
 def train_alone(device, num_embeddings, batch_bags, batches):
-    """One process, the same layers and data, sparse gradients.  Returns its figures."""
+    """Train in this process alone, the same layers and data, sparse gradients; return its figures."""
     torch.manual_seed(1)
     bag = nn.EmbeddingBag(num_embeddings, 16, mode="sum", sparse=True).to(device)
     fc = nn.Linear(16, NUM_CLASSES).to(device)
@@ -53,42 +54,32 @@ def train_alone(device, num_embeddings, batch_bags, batches):
             criterion(fc(bag(ids.to(device), offsets.to(device))), target.to(device)).backward()
             optimizer.step()
         if device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # the clock waits for the GPU's last step
         seconds += time.perf_counter() - started
     rate = EPOCHS * 2 * batches / seconds
     return {"batches_per_second": rate, "samples_per_second": rate * batch_bags}
 
 
-def variants(args, num_embeddings, batch_bags, batches, servers=(1,), modes=MODES):
-    """Return name -> callable for one cell of a table, for measure.interleave."""
-    cell = {SINGLE: lambda: single_process("cpu", num_embeddings, batch_bags, batches)}
+def run(mode, rows, bags, batches, *words):
+    """Run main.py on random targets, with these further flags; return its summary."""
+    sizes = ["--num_embeddings", rows, "--batch_bags", bags, "--batches", batches, "--epochs", EPOCHS]
+    return measure.run_main(HERE, ["--mode", mode, "--targets", "random", *sizes, *words])
+
+
+def variants(args, *cell, servers=(1,)):
+    """Return name -> callable for one cell of a table, for measure.interleave; cell is (rows, bags, batches)."""
+    calls = {SINGLE: lambda: single_process("cpu", *cell)}
     if args.device == "cuda":
-        cell[SINGLE + ", cuda"] = lambda: single_process("cuda", num_embeddings, batch_bags, batches)
-    for num_servers, mode in itertools.product(servers, modes):
+        calls[SINGLE + ", cuda"] = lambda: single_process("cuda", *cell)
+    for number, mode in itertools.product(servers, MODES):
         for suffix, place in measure.places(args.device).items():
-            flags = [
-                "--mode",
-                mode,
-                "--num_servers",
-                num_servers,
-                "--num_embeddings",
-                num_embeddings,
-                "--batch_bags",
-                batch_bags,
-                "--batches",
-                batches,
-                "--epochs",
-                EPOCHS,
-                "--targets",
-                "random",
-                *place,
-            ]
-            name = mode + (f", {num_servers} servers" if num_servers > 1 else "") + suffix
-            cell[name] = lambda flags=flags: measure.run_main(HERE, flags)
-    return cell
+            name = mode + (f", {number} servers" if number > 1 else "") + suffix
+            calls[name] = functools.partial(run, mode, *cell, "--num_servers", number, *place)
+    return calls
 
 
 def measured(args, title, figure, *cell, **choice):
+    """Run one cell of a table, print it, and return its numbers."""
     rows = measure.interleave(variants(args, *cell, **choice), args.repeats)
     return measure.table(rows, figure, baseline=SINGLE, title=title)
 
@@ -97,57 +88,23 @@ def wire_table():
     """Print the bytes that a trainer sends and receives per step, RPC and process group together."""
     print(f"\nbytes per step and trainer (--transport tcp)\n{'':10} {'rows':>10} {'8 bags':>10} {'1024 bags':>10}")
     result = {}
-    for mode in MODES:
-        for rows in (1_000, 1_000_000):
-            cell = []
-            for bags in (8, 1024):
-                flags = [
-                    "--mode",
-                    mode,
-                    "--num_embeddings",
-                    rows,
-                    "--batch_bags",
-                    bags,
-                    "--batches",
-                    20,
-                    "--epochs",
-                    1,
-                    "--transport",
-                    "tcp",
-                    "--targets",
-                    "random",
-                    "--sparse",
-                ]
-                cell.append(measure.run_main(HERE, flags)["wire_bytes_per_step"])
-            result[f"{mode}, {rows} rows"] = cell
-            print(f"{mode:10} {rows:10,} {cell[0]:10,.0f} {cell[1]:10,.0f}", flush=True)
+    for mode, rows in itertools.product(MODES, (1_000, 1_000_000)):
+        # Sparse gradients in sync, too: the bytes are the same, and a step does not take the whole table's time.
+        words = ["--epochs", 1, "--transport", "tcp", "--sparse"]
+        runs = [run(mode, rows, bags, 20, *words) for bags in (8, 1024)]
+        cell = result[f"{mode}, {rows} rows"] = [one["wire_bytes_per_step"] for one in runs]
+        print(f"{mode:10} {rows:10,} {cell[0]:10,} {cell[1]:10,}", flush=True)
     return result
 
 
 def memory_table(rows=4_000_000):
     """Print what one server holds as the table is divided among more of them."""
     print(f"\n10^6 bytes on each server, a table of {rows:,} x 16")
-    print(f"{'servers':>8} {'rows held':>10} {'peak of process':>16}")
+    print(f"{'servers':>8} {'table':>10} {'peak of process':>16}")
     result = {}
     for servers in (1, 2, 4):
-        flags = [
-            "--mode",
-            "pipelined",
-            "--num_servers",
-            servers,
-            "--num_embeddings",
-            rows,
-            "--batches",
-            5,
-            "--epochs",
-            1,
-            "--num_trainers",
-            1,
-            "--targets",
-            "random",
-        ]
-        held = measure.run_main(HERE, flags)["server_megabytes"]
-        result[servers] = held
+        words = ["--epochs", 1, "--num_servers", servers, "--num_trainers", 1]
+        held = result[servers] = run("pipelined", rows, 8, 5, *words)["server_megabytes"]
         print(f"{servers:8} {max(h[0] for h in held):10,.0f} {max(h[1] for h in held):16,.0f}", flush=True)
     return result
 
@@ -159,10 +116,10 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: speed beside the CPU's")
     parser.add_argument("--json", metavar="FILE", help="write the raw numbers")
     args = parser.parse_args()
-    print(f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, 2 trainers, random targets, seed 1")
+    print(f"torch {torch.__version__}, {placement.usable_cores()} cores, 2 trainers, random targets, seed 1")
     raw = {}
     if "modes" in args.tables:
-        title = "batches/s at the tutorial's sizes: 8 bags, 100 rows"
+        title = "batches/s at about the tutorial's sizes: 8 bags, 100 rows"
         raw["modes"] = measured(args, title, "batches_per_second", 100, 8, 300, servers=(1, 2))
     for bags in (8, 64, 1024) if "bags" in args.tables else ():
         batches = 300 if bags < 1024 else 100

@@ -13,12 +13,14 @@ import glue.before_torch  # noqa: F401  (first, see there)
 import argparse
 import os
 
+import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
-from glue import flags, launch, placement
+from glue import flags, launch
 from master import HybridMaster
 from modes import MODES
+from trainer import Plan
 
 ROLES = "the ranks are --num_trainers (1 or more), then 1 master, then --num_servers (1 or more)"
 
@@ -33,7 +35,8 @@ def worker_name(rank, args):
 
 
 def parse_args(argv=None):
-    parser = flags.argument_parser(__doc__, modes=tuple(MODES), world_size=None)
+    """Return the command line's flags; leave with status 2 and one line where they cannot work."""
+    parser = flags.argument_parser(__doc__, MODES, world_size=None)
     add = parser.add_argument_group("the scenario").add_argument
     add("--num_trainers", type=flags.positive_int, metavar="T", help="trainers: what --world_size leaves, or 2")
     add("--num_servers", type=flags.positive_int, metavar="S", help="parameter servers; if not given, 1")
@@ -50,7 +53,7 @@ def parse_args(argv=None):
     if args.sparse is None:
         args.sparse = args.mode != "sync"  # the tutorial's EmbeddingBag has dense gradients
     divide_ranks(parser, args)
-    flags.check_arguments(parser, args, min_world_size=3, roles=ROLES)
+    flags.check_arguments(parser, args, min_world_size=3, roles=ROLES, agree=Plan.names())
     if args.num_servers > args.num_embeddings:
         parser.error(f"--num_servers {args.num_servers}: more than the table has rows (--num_embeddings)")
     return args
@@ -68,24 +71,36 @@ def divide_ranks(parser, args):
         parser.error(f"--world_size {given or args.world_size} does not fit: {ROLES}")
 
 
-def process_group_backend(args):
-    """NCCL where each trainer has a GPU of its own; it refuses two ranks on one, and has no CPU: gloo there."""
-    devices = {placement.device_of(trainer, args) for trainer in range(args.num_trainers)}
-    return "nccl" if args.device == "cuda" and len(devices) == args.num_trainers else "gloo"
+def process_group_options(rank, trainer_devices):
+    """Return init_process_group's backend and device_id for a trainer, from the devices of all trainers.
+
+    NCCL where there are several and each has a GPU of its own: it refuses two ranks on one, and has no CPU.
+    """
+    own_gpu_each = len(set(trainer_devices)) == len(trainer_devices) > 1 and "cpu" not in trainer_devices
+    return (
+        {"backend": "nccl", "device_id": torch.device(trainer_devices[rank])} if own_gpu_each else {"backend": "gloo"}
+    )
 
 
 def run_worker(rank, args, job):
-    """What every process runs.  Trainers and servers only join: what they do, they are sent over RPC."""
-    is_trainer = rank < args.num_trainers
+    """Run one rank.  Trainers and servers only join: what they do, they are sent over RPC."""
+    is_trainer, is_master = rank < args.num_trainers, rank == args.num_trainers
+    # Each rank says itself where its tensors live: on another host that may be another kind of device than here.
+    devices = job.store("devices")
+    devices.set(str(rank), "cpu" if args.table_device == "cpu" and not is_trainer else str(job.device))
+
+    def device_of(other):
+        return devices.get(str(other)).decode()
+
     if is_trainer:  # the trainers are a process group of their own, for DDP, beside the RPC group of all ranks
-        dist.init_process_group(
-            process_group_backend(args), store=job.store("trainers"), rank=rank, world_size=args.num_trainers
-        )
+        trainers = range(args.num_trainers)
+        options = process_group_options(rank, [device_of(trainer) for trainer in trainers])
+        dist.init_process_group(store=job.store("trainers"), rank=rank, world_size=args.num_trainers, **options)
     # Four threads answer a server's few callers as well as the default 16, and share the cores with less switching.
     options = job.rpc_options(num_worker_threads=max(4, args.num_trainers + 2))
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=options)
-    if rank == args.num_trainers:
-        HybridMaster(args, worker_name).run()
+    if is_master:
+        HybridMaster(args, worker_name, device_of).run()
     job.wait_for_all()
     rpc.shutdown()
     if is_trainer:

@@ -1,6 +1,6 @@
 """What the master does: make the table on the servers, send the trainers to work, print and save what they tell it.
 
-Runs in the master process: run_master on its main thread, epoch_done on RPC threads, called by the first trainer.
+Runs in the master process: run() on its main thread, epoch_done() on RPC threads, called by the first trainer.
 """
 
 import queue
@@ -9,24 +9,25 @@ import torch
 import torch.distributed.rpc as rpc
 
 from embedding_server import EmbeddingShard
-from glue import checkpoint, placement, report, seeds
-from trainer import run_trainer
+from glue import checkpoint, report
+from glue.seeds import seed_for
+from trainer import Plan, _run_trainer
 
 SCENARIO = "ddp_rpc"
 ROWS_AT_A_TIME = 262144
 
 
 class HybridMaster:
-    """The master's side of the job.  Trainers hold an RRef to it."""
+    """The master's side of the job.  The first trainer holds an RRef to it."""
 
-    def __init__(self, args, worker_name):
-        """`worker_name(rank, args)` gives the names that trainers and servers have."""
-        self.args, self.worker_name = args, worker_name
+    def __init__(self, args, worker_name, device_of):
+        """`worker_name(rank, args)` gives each rank's name, `device_of(rank)` where its tensors live, as a string."""
+        self.args, self.worker_name, self.device_of = args, worker_name, device_of
         self.report = report.Report(SCENARIO, args)
         self.bar = self.report.progress(total=args.epochs * args.batches, unit="step")
         saved = checkpoint.load(args, SCENARIO)
         self.emb_rrefs = [self.create_shard(shard) for shard in range(args.num_servers)]
-        self.fc_state, self.epochs_done = None, 0
+        self.epochs_done, self.fc_state = 0, None
         if saved is not None:
             self.restore(saved)
 
@@ -34,23 +35,28 @@ class HybridMaster:
         """Create one server's part of the table there, and return an RRef to it (the tutorial's rpc.remote)."""
         args = self.args
         rank = args.num_trainers + 1 + shard
-        device = "cpu" if args.table_device == "cpu" else str(placement.device_of(rank, args))
         return rpc.remote(
             self.worker_name(rank, args),
             EmbeddingShard,
             timeout=0,  # a large table takes long to fill
-            args=(shard, args.num_servers, args.num_trainers, args, device, seeds.seed_for(args.seed, "table")),
+            args=(shard, args.num_servers, args.num_embeddings, args.embedding_dim),
+            kwargs={
+                "num_trainers": args.num_trainers,
+                "lr": args.lr,
+                "sparse": args.sparse,
+                "seed": seed_for(args.seed, "table"),
+                "device": self.device_of(rank),
+            },
         )
 
     def run(self):
         """Run the training function on every trainer, wait for all of them, and report the result."""
         args, ended = self.args, queue.SimpleQueue()
-        me = rpc.RRef(self)
-        for trainer in range(args.num_trainers):
-            device = str(placement.device_of(trainer, args))
-            trainer_args = (self.emb_rrefs, me, trainer, args, device, self.fc_state, self.epochs_done)
+        plan, me = Plan.of(args), rpc.RRef(self)
+        for rank in range(args.num_trainers):
+            trainer_args = (self.emb_rrefs, rank, self.device_of(rank), plan, me, self.epochs_done, self.fc_state)
             # timeout=0: this call lasts as long as the training; the default would cut it off after 60 seconds.
-            future = rpc.rpc_async(self.worker_name(trainer, args), run_trainer, args=trainer_args, timeout=0)
+            future = rpc.rpc_async(self.worker_name(rank, args), _run_trainer, args=trainer_args, timeout=0)
             future.add_done_callback(ended.put)
         # In the order in which they end: when one fails the others wait for it in an allreduce, and we must hear of it.
         results = [ended.get().wait() for _ in range(args.num_trainers)]
@@ -102,21 +108,22 @@ class HybridMaster:
         self.report.say(f"Going on after epoch {self.epochs_done} of {args.checkpoint}.")
 
     def close(self, results):
-        """Tell the result of the run: `results` are the trainers' measurements."""
-        args = self.args
+        """Tell the result of the run: `results` are the trainers' measurements, of which some are the same for all."""
+        args, of_all = self.args, results[0]
         self.bar.close()
         seconds = max(result["seconds"] for result in results)
         batches = max(args.epochs - self.epochs_done, 0) * args.batches * args.num_trainers
         rate = batches / seconds if batches else 0.0
-        per_step = sum(result["wire_bytes"] for result in results) / (args.batches * args.num_trainers)
         figures = {
-            "heldout_loss": results[0]["heldout_loss"],
-            "heldout_accuracy": results[0]["heldout_accuracy"],
-            "ceiling_accuracy": results[0]["ceiling_accuracy"],
-            "replicas_max_difference": results[0]["replicas_max_difference"],
+            "heldout_loss": of_all["heldout_loss"],
+            "heldout_accuracy": of_all["heldout_accuracy"],
+            "ceiling_accuracy": of_all["ceiling_accuracy"],
+            "replicas_max_difference": of_all["replicas_max_difference"],
             "batches_per_second": rate,
             "samples_per_second": rate * args.batch_bags,
-            "wire_bytes_per_step": per_step,
+            "rpc_calls": of_all["rpc_calls"],  # by one trainer, and so are the two below
+            "rpc_calls_per_step": of_all["rpc_calls_per_step"],
+            "wire_bytes_per_step": of_all["wire_bytes_per_step"],
             "num_trainers": args.num_trainers,
             "num_servers": args.num_servers,
             "server_megabytes": [rref.rpc_sync().megabytes() for rref in self.emb_rrefs],

@@ -38,9 +38,3 @@ class HybridModel(nn.Module):
     def add_up(self, parts_BD):
         """Return the whole bags' sums [B, D] on this trainer's device, from the servers' partial sums [B, D]."""
         return sum(part_BD.to(self.device) for part_BD in parts_BD)
-
-    def train(self, mode=True):
-        """Switch this model to train or eval mode, on the servers too: nn.Module.train() stops at an RRef."""
-        for rref in self.emb_rrefs:
-            rref.rpc_sync().set_training(mode)
-        return super().train(mode)

@@ -1,7 +1,8 @@
 """The three ways to train a HybridModel, side by side: sync (the tutorial's), averaged, pipelined.
 
-Runs in the trainer processes, on the RPC thread that run_trainer came in on.  Each class is one idea; each trains one
-epoch of batches (ids [I], offsets [B], target [B]) and returns the mean of their losses as this trainer saw them.
+Runs in the trainer processes, on the RPC thread that _run_trainer came in on.  Each class is one idea, and its
+`train(batches, scale)` one epoch: it trains on each of the batches (ids [I], offsets [B], target [B]) and yields its
+loss, a tensor on this trainer's device.  What the servers do for each mode stands in embedding_server.py.
 
 `scale` multiplies the loss.  For plain SGD that is the same as multiplying the learning rate, and it is how to lower
 the rate of optimizers that live in other processes without asking them.
@@ -16,7 +17,8 @@ from torch.distributed.optim import DistributedOptimizer
 
 import embedding_server
 from embedding_server import inline, unpacked
-from glue.placement import to_wire
+
+# --------------------------------------------------------------------------------------------------------------- sync
 
 
 class SyncTraining:
@@ -26,22 +28,24 @@ class SyncTraining:
     gradients: the sparse part learns with T times the rate of the dense part.
     """
 
-    def __init__(self, model, trainer, args):
+    def __init__(self, model, lr):
         self.model, self.criterion = model, nn.CrossEntropyLoss()
         parameter_rrefs = [rpc.RRef(parameter) for parameter in model.parameters()]  # those of fc alone
-        self.set_up_optimizers(parameter_rrefs, args.lr)
+        self.set_up_optimizers(parameter_rrefs, lr)
 
     def set_up_optimizers(self, parameter_rrefs, lr):
+        """Make what steps the parameters: those in `parameter_rrefs`, which are fc's, and those of the table."""
         for rref in self.model.emb_rrefs:
-            parameter_rrefs += rpc.rpc_sync(rref.owner(), embedding_server.retrieve_embedding_parameters, args=(rref,))
+            parameter_rrefs += rpc.rpc_sync(rref.owner(), embedding_server._retrieve_embedding_parameters, args=(rref,))
         # It makes an optim.SGD on every process that owns a parameter, and steps each by RPC: this process's own, too.
         self.opt = DistributedOptimizer(optim.SGD, parameter_rrefs, lr=lr)
 
     def step_optimizers(self, context_id):
+        """Step with the gradients that backward has left in the context, here and on the servers."""
         self.opt.step(context_id)
 
-    def train_epoch(self, batches, scale):
-        total = 0.0
+    def train(self, batches, scale):
+        """Train on each batch, and yield its loss."""
         for ids_I, offsets_B, target_B in batches:
             # A context of its own for each batch keeps the gradients of concurrent backwards apart, also on the
             # servers. They live in it, not in .grad, so there is no zero_grad() here.
@@ -51,8 +55,10 @@ class SyncTraining:
                 # Through fc (here DDP averages) and through the lookups, on the servers.
                 dist_autograd.backward(context_id, [loss * scale])
                 self.step_optimizers(context_id)
-            total += loss.detach()
-        return float(total) / len(batches)
+            yield loss.detach()
+
+
+# ----------------------------------------------------------------------------------------------------------- averaged
 
 
 class AveragedTraining(SyncTraining):
@@ -74,6 +80,9 @@ class AveragedTraining(SyncTraining):
         torch.futures.wait_all(steps)
 
 
+# ---------------------------------------------------------------------------------------------------------- pipelined
+
+
 class PipelinedTraining:
     """One round trip for each batch, and it is under way while the batch before it trains.
 
@@ -83,10 +92,9 @@ class PipelinedTraining:
     without dist_autograd's messages and DistributedOptimizer's.
     """
 
-    def __init__(self, model, trainer, args):
+    def __init__(self, model, lr):
         self.model, self.criterion = model, nn.CrossEntropyLoss()
-        self.trainer = trainer
-        self.opt = optim.SGD(model.parameters(), lr=args.lr)
+        self.opt = optim.SGD(model.parameters(), lr=lr)
         if model.device.type == "cpu":  # NCCL's allreduce is as fast as its gather
             model.fc.register_comm_hook(None, gather_and_average)
 
@@ -97,16 +105,15 @@ class PipelinedTraining:
         if batch is not None:
             parts = embedding_server.split_by_shard(batch[0], batch[1], num_shards)
         # A bag's sum is the sum of the parts, so each part's gradient is the gradient of the sum: all get the same.
-        servers = [rref.owner() for rref in self.model.emb_rrefs]
+        trainer, gradient = dist.get_rank(), inline(gradient_BD)
         return [
-            rpc.rpc_async(
-                server, embedding_server.exchange, args=(self.trainer, *map(inline, (gradient_BD, ids_I, offsets_B)))
-            )
-            for server, (ids_I, offsets_B) in zip(servers, parts, strict=True)
+            rpc.rpc_async(rref.owner(), embedding_server.exchange, args=(trainer, gradient, *map(inline, part)))
+            for rref, part in zip(self.model.emb_rrefs, parts, strict=True)
         ]
 
-    def train_epoch(self, batches, scale):
-        total, gradient_BD = 0.0, None
+    def train(self, batches, scale):
+        """Train on each batch, and yield its loss."""
+        gradient_BD = None
         coming = self.exchange(None, batches[0])
         for batch, next_batch in zip(batches, [*batches[1:], None], strict=True):
             sums_BD = self.model.add_up(unpacked(part.wait()) for part in coming).requires_grad_()
@@ -117,12 +124,11 @@ class PipelinedTraining:
             (loss * scale).backward()  # DDP averages the gradients of fc here; the sums' gradient stays our own
             self.opt.step()
             self.opt.zero_grad()
-            gradient_BD = to_wire(sums_BD.grad)
-            total += loss.detach()
-        # The epoch ends with empty pipes: evaluation and checkpoint see every gradient applied.
-        torch.futures.wait_all(coming)
-        torch.futures.wait_all(self.exchange(gradient_BD, None))
-        return float(total) / len(batches)
+            gradient_BD = sums_BD.grad
+            if next_batch is None:  # the epoch ends with empty pipes: evaluation and checkpoint see every gradient
+                torch.futures.wait_all(coming)
+                torch.futures.wait_all(self.exchange(gradient_BD, None))
+            yield loss.detach()
 
 
 def gather_and_average(_, bucket):
@@ -139,5 +145,7 @@ def gather_and_average(_, bucket):
     averaged.set_result(all_TP.mean(dim=0))
     return averaged
 
+
+# -------------------------------------------------------------------------------------------------------- all of them
 
 MODES = {"sync": SyncTraining, "averaged": AveragedTraining, "pipelined": PipelinedTraining}

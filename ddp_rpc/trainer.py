@@ -1,9 +1,9 @@
-"""What a trainer does (runs in every trainer process, on an RPC thread: the master sends run_trainer there).
+"""What a trainer does (runs in every trainer process, on an RPC thread: the master sends _run_trainer there).
 
 Shapes: B bags in a batch, I ids in a batch, C classes.
 """
 
-import time
+import dataclasses
 
 import torch
 import torch.distributed as dist
@@ -11,47 +11,76 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
 from clicks import ClickLog
-from glue import measure, seeds
+from glue.measure import Meter
+from glue.report import check_finite
+from glue.seeds import seed_for
 from model import HybridModel
 from modes import MODES
 
 HELDOUT_BATCHES, HELDOUT_BAGS = 16, 512  # 8,192 bags: an accuracy of 80 % is then good to about half a point
 
 
-def run_trainer(emb_rrefs, master_rref, trainer, args, device, fc_state, epochs_done):
-    """Train until args.epochs are done, together with the other trainers; return this trainer's measurements (a dict).
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a job is to do: the flags on which all ranks must agree (compared when they meet, see main.py)."""
+
+    mode: str
+    seed: int
+    transport: str
+    num_trainers: int
+    num_servers: int
+    num_embeddings: int
+    embedding_dim: int
+    sparse: bool
+    targets: str
+    batch_bags: int
+    batches: int
+    epochs: int
+    lr: float
+
+    @classmethod
+    def names(cls):
+        """Return the names of all these flags."""
+        return tuple(field.name for field in dataclasses.fields(cls))
+
+    @classmethod
+    def of(cls, args):
+        """Return the plan on a command line."""
+        return cls(**{name: value for name, value in vars(args).items() if name in cls.names()})
+
+
+def _run_trainer(emb_rrefs, rank, device, plan, master_rref, epochs_done=0, fc_state=None):
+    """Train until plan.epochs are done, together with the other trainers; return this trainer's measurements (a dict).
 
     emb_rrefs are the servers' EmbeddingShards, master_rref the HybridMaster that hears how it goes; device is a string;
-    fc_state is the state_dict of `fc` to go on from, or None.  Called once in each trainer.  Follows the tutorial's
-    _run_trainer.  Raises RuntimeError if the trainers' replicas of `fc` differ at the end.
+    fc_state is the state_dict of `fc` to go on from, after so many epochs.  Called once in each trainer.  Follows the
+    tutorial's _run_trainer.  Raises ValueError when training diverges, and RuntimeError if the trainers' replicas of
+    `fc` differ at the end.
     """
-    torch.manual_seed(seeds.seed_for(args.seed, "fc"))
-    model = HybridModel(emb_rrefs, args.embedding_dim, torch.device(device))
+    torch.manual_seed(seed_for(plan.seed, "fc"))
+    model = HybridModel(emb_rrefs, plan.embedding_dim, torch.device(device))
     if fc_state is not None:
         model.fc.module.load_state_dict(fc_state)
-    training = MODES[args.mode](model, trainer, args)
+    training = MODES[plan.mode](model, plan.lr)
 
     # Each trainer draws a part of the log that no other has, and judges a part of the held-out bags.
-    log = ClickLog(args.num_embeddings, args.embedding_dim, seeds.seed_for(args.seed, "teacher"), args.targets)
-    heldout = log.batches(HELDOUT_BATCHES, HELDOUT_BAGS, seeds.seed_for(args.seed, "held-out"))
-    heldout = heldout[trainer :: args.num_trainers]
+    log = ClickLog(plan.num_embeddings, plan.embedding_dim, seed_for(plan.seed, "teacher"), plan.targets)
+    heldout = log.batches(HELDOUT_BATCHES, HELDOUT_BAGS, seed_for(plan.seed, "held-out"))
+    heldout = heldout[rank :: plan.num_trainers]
+    meter, step = Meter(plan.transport), epochs_done * plan.batches
 
-    seconds, wire_bytes = 0.0, 0
-    figures = evaluate(model, log, heldout)  # before the first step: what chance looks like
-    tell_master(master_rref, trainer, epochs_done, figures, seconds, model)
-    for epoch in range(epochs_done + 1, args.epochs + 1):
-        batches = log.batches(args.batches, args.batch_bags, seeds.seed_for(args.seed, "clicks", trainer, epoch))
+    figures = evaluate(model, log, heldout, step)  # before the first step: what chance looks like
+    tell_master(master_rref, epochs_done, figures, meter.seconds, model)
+    for epoch in range(epochs_done + 1, plan.epochs + 1):
+        batches = log.batches(plan.batches, plan.batch_bags, seed_for(plan.seed, "clicks", rank, epoch))
         dist.barrier()  # the clock measures training: no making of data, no waiting for a checkpoint
-        bytes_before = measure.wire_bytes() if epoch == args.epochs else 0
-        started = time.perf_counter()
-        training.train_epoch(batches, learning_rate_scale(epoch, args.epochs))
-        dist.barrier()
-        seconds += time.perf_counter() - started
-        if epoch == args.epochs:  # one epoch tells as much as all
-            wire_bytes = measure.wire_bytes() - bytes_before
-        figures = evaluate(model, log, heldout)
-        tell_master(master_rref, trainer, epoch, figures, seconds, model)
-    return {"seconds": seconds, "wire_bytes": wire_bytes, "replicas_max_difference": check_replicas(model), **figures}
+        losses = training.train(batches, learning_rate_scale(epoch, plan.epochs))
+        for _, loss in zip(meter.over(batches), losses, strict=True):  # batch by batch: the meter, then the step
+            step += 1
+            check_finite(loss, "loss", step)
+        figures = evaluate(model, log, heldout, step)
+        tell_master(master_rref, epoch, figures, meter.seconds, model)
+    return {"seconds": meter.seconds, "replicas_max_difference": check_replicas(model), **figures, **meter.figures()}
 
 
 def learning_rate_scale(epoch, epochs):
@@ -63,12 +92,12 @@ def learning_rate_scale(epoch, epochs):
 
 
 @torch.no_grad()
-def evaluate(model, log, heldout):
+def evaluate(model, log, heldout, step):
     """Return loss and accuracy on the held-out bags, and the teacher's accuracy there; the same on every trainer.
 
-    Every trainer calls it at once, when all have stepped for the last time, with its own part of the bags.
+    Every trainer calls it at once, with its own part of the bags.  Raises ValueError when training has diverged.
     """
-    model.eval()
+    dist.barrier()  # all have stepped for the last time
     totals = torch.zeros(4, dtype=torch.float64)  # loss, correct, the teacher's correct, bags
     for ids_I, offsets_B, target_B in heldout:
         logits_BC = model(ids_I, offsets_B).cpu()
@@ -80,17 +109,16 @@ def evaluate(model, log, heldout):
     totals = totals.to(model.device)
     dist.all_reduce(totals)  # sums over all trainers, so a part may be smaller than another, or empty
     loss, correct, teacher_correct, bags = totals.tolist()
-    model.train()
     return {
-        "heldout_loss": loss / bags,
+        "heldout_loss": check_finite(loss / bags, "held-out loss", step),
         "heldout_accuracy": correct / bags,
         "ceiling_accuracy": teacher_correct / bags,
     }
 
 
-def tell_master(master_rref, trainer, epoch, figures, seconds, model):
+def tell_master(master_rref, epoch, figures, seconds, model):
     """Let the master print and save what the first trainer tells it, while the others wait."""
-    if trainer == 0:
+    if dist.get_rank() == 0:
         fc_state = {name: tensor.cpu() for name, tensor in model.fc.module.state_dict().items()}
         # timeout=0: a large table takes long to save
         master_rref.rpc_sync(timeout=0).epoch_done(epoch, figures, seconds, fc_state)
@@ -104,6 +132,6 @@ def check_replicas(model):
     dist.all_reduce(lowest, dist.ReduceOp.MIN)
     dist.all_reduce(highest, dist.ReduceOp.MAX)
     difference = float((highest - lowest).max())
-    if difference != 0:  # NaN is different from 0, too
+    if difference != 0:
         raise RuntimeError(f"the trainers' replicas of fc differ by up to {difference:g}")
     return difference

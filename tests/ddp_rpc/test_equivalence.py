@@ -19,19 +19,24 @@ SIZES = {"num_embeddings": 50, "embedding_dim": 12, "batch_bags": 6, "batches": 
 FLAGS = [text for name, value in SIZES.items() for text in (f"--{name}", value)]
 
 
-def one_process(num_trainers=1, stale_lookups=False, seed=1):
+def start_of_table(seed=1):
+    generator = torch.Generator().manual_seed(seed_for(seed, "table"))
+    return torch.randn(SIZES["num_embeddings"], SIZES["embedding_dim"], generator=generator) * INITIAL_STD
+
+
+def one_process(num_trainers=1, stale_lookups=False, seed=1, epochs=SIZES["epochs"]):
     """The plain loop, on the joined batches of all trainers; returns (table [N, D], fc's state_dict).
 
     stale_lookups: the sums of a batch are looked up before the batch in front of it is applied to the table.
+    epochs: how many of the run's are done.
     """
     args = SimpleNamespace(**SIZES)
-    table_generator = torch.Generator().manual_seed(seed_for(seed, "table"))
-    table = torch.randn(args.num_embeddings, args.embedding_dim, generator=table_generator) * INITIAL_STD
+    table = start_of_table(seed)
     torch.manual_seed(seed_for(seed, "fc"))
     fc = nn.Linear(args.embedding_dim, 8)
     optimizer = torch.optim.SGD(fc.parameters(), lr=args.lr)
     log = ClickLog(args.num_embeddings, args.embedding_dim, seed_for(seed, "teacher"))
-    for epoch in range(1, args.epochs + 1):
+    for epoch in range(1, epochs + 1):
         by_trainer = [
             log.batches(args.batches, args.batch_bags, seed_for(seed, "clicks", trainer, epoch))
             for trainer in range(num_trainers)
@@ -58,11 +63,11 @@ def join(parts):
     return torch.cat([p[0] for p in parts]), torch.cat(offsets), torch.cat([p[2] for p in parts])
 
 
-def distributed(tmp_path, *flags):
+def distributed(tmp_path, *flags, says="replicas of fc identical"):
     """Run main.py; return (table [N, D], fc's state_dict) from its checkpoint."""
     file = tmp_path / "end.pt"
     done = run_main("ddp_rpc", *FLAGS, "--checkpoint", file, *flags)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.returncode == 0 and done.stderr == "" and says in done.stdout, (done.stdout, done.stderr)
     state = torch.load(file, weights_only=True)["state"]
     return state["table"], state["fc"]
 
@@ -72,18 +77,17 @@ def largest_difference(one, other):
     return max(float((a - b).abs().max()) for a, b in pairs)
 
 
-@pytest.mark.parametrize(
-    "trainers, servers",
-    [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(3, 2, marks=pytest.mark.slow)],
-)
-def test_averaged_trainers_equal_one_process_on_the_joined_batch(tmp_path, trainers, servers):
-    found = distributed(tmp_path, "--mode", "averaged", "--num_trainers", trainers, "--num_servers", servers)
-    assert largest_difference(found, one_process(trainers)) < 1e-5
+@pytest.mark.parametrize(("trainers", "servers", "seed"), [(2, 2, 1), pytest.param(3, 1, 2, marks=pytest.mark.slow)])
+def test_averaged_trainers_equal_one_process_on_the_joined_batch(tmp_path, trainers, servers, seed):
+    """So each trainer draws batches of its own, and everything random follows from the seed."""
+    sizes = ("--num_trainers", trainers, "--num_servers", servers, "--seed", seed)
+    found = distributed(tmp_path, "--mode", "averaged", *sizes)
+    assert largest_difference(found, one_process(trainers, seed=seed)) < 1e-5
     # It did move, and a trainer that drew another's batches would have moved differently.
-    assert largest_difference(found, one_process(1)) > 1e-3
+    assert largest_difference(found, one_process(1, seed=seed)) > 1e-3
 
 
-@pytest.mark.parametrize("sparse", ["--no-sparse", "--sparse"])
+@pytest.mark.parametrize("sparse", ["--no-sparse", pytest.param("--sparse", marks=pytest.mark.slow)])
 def test_sync_with_one_trainer_equals_one_process(tmp_path, sparse):
     found = distributed(tmp_path, "--mode", "sync", "--num_trainers", 1, "--num_servers", 2, sparse)
     assert largest_difference(found, one_process()) < 1e-5
@@ -96,15 +100,30 @@ def test_pipelined_with_one_trainer_equals_one_process_with_lookups_one_step_old
 
 
 def test_sync_steps_the_table_once_for_each_trainer(tmp_path):
-    """Difference 12: in the tutorial's pattern, two trainers are not one process on the joined batch."""
-    start = one_process_start()
+    """In the tutorial's pattern, two trainers are not one process on the joined batch."""
     found = distributed(tmp_path, "--mode", "sync", "--num_trainers", 2)
     joined = one_process(2)
-    moved, moved_joined = (float((table - start).norm()) for table in (found[0], joined[0]))
+    moved, moved_joined = (float((table - start_of_table()).norm()) for table in (found[0], joined[0]))
     assert largest_difference(found, joined) > 1e-3
     assert moved > 1.5 * moved_joined  # about twice: two steps of the full rate instead of one
 
 
-def one_process_start(seed=1):
-    generator = torch.Generator().manual_seed(seed_for(seed, "table"))
-    return torch.randn(SIZES["num_embeddings"], SIZES["embedding_dim"], generator=generator) * INITIAL_STD
+def test_a_run_that_goes_on_with_other_servers_equals_one_that_was_not_interrupted(tmp_path):
+    """The checkpoint after the first epoch is the plain loop's; three servers go on from it."""
+    table, fc = one_process(2, epochs=1)
+    torch.save({"scenario": "ddp_rpc", "state": {"epoch": 1, "table": table, "fc": fc}}, tmp_path / "end.pt")
+    found = distributed(tmp_path, "--mode", "averaged", "--num_servers", 3, "--resume", says="Going on after epoch 1 ")
+    assert largest_difference(found, one_process(2)) < 1e-5
+    assert largest_difference(found, (table, fc)) > 1e-3
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+@pytest.mark.parametrize("table_device", ["same", "cpu"])
+@pytest.mark.parametrize(("mode", "trainers"), [("sync", 1), ("averaged", 2), ("pipelined", 1)])
+def test_on_a_gpu_that_all_ranks_share_it_equals_one_process_on_the_cpu(tmp_path, mode, trainers, table_device):
+    """1e-4: a GPU adds up in another order."""
+    place = ("--device", "cuda", "--table_device", table_device, "--num_trainers", trainers, "--num_servers", 2)
+    found = distributed(tmp_path, "--mode", mode, *place)
+    assert largest_difference(found, one_process(trainers, stale_lookups=mode == "pipelined")) < 1e-4

@@ -16,18 +16,16 @@ from helpers import ROOT, package_on_path
 with package_on_path("ddp_rpc"):
     import embedding_server
     import main
+    import master
     import trainer
     from clicks import ClickLog
-    from embedding_server import EmbeddingShard, split_by_shard
-    from model import HybridModel
+    from embedding_server import EmbeddingShard, average_and_step, exchange, split_by_shard
 
 
-def make_args(num_embeddings=30, sparse=True, lr=0.05):
-    return SimpleNamespace(num_embeddings=num_embeddings, embedding_dim=5, sparse=sparse, lr=lr, wire="direct")
-
-
-def make_shards(num_shards, args, num_trainers=1):
-    return [EmbeddingShard(shard, num_shards, num_trainers, args, "cpu", seed=3) for shard in range(num_shards)]
+def make_shards(num_shards, sparse=True, num_trainers=1):
+    """A table of 30 x 5 on so many servers."""
+    more = {"num_trainers": num_trainers, "lr": 0.05, "sparse": sparse, "seed": 3, "device": "cpu"}
+    return [EmbeddingShard(shard, num_shards, 30, 5, **more) for shard in range(num_shards)]
 
 
 def whole_table(shards):
@@ -45,7 +43,7 @@ def whole_table(shards):
 )
 def test_sharded_lookup_equals_one_embedding_bag(bags, num_shards, sparse):
     """Forward and gradients, to 1e-6, for any bags; also where a shard has none of a bag's ids, or of all."""
-    shards = make_shards(num_shards, make_args(sparse=sparse))
+    shards = make_shards(num_shards, sparse=sparse)
     whole = nn.EmbeddingBag.from_pretrained(whole_table(shards), freeze=False, mode="sum")
     ids = torch.tensor([i for bag in bags for i in bag])
     offsets = torch.tensor([0, *[len(bag) for bag in bags[:-1]]]).cumsum(0)
@@ -66,14 +64,14 @@ def test_sharded_lookup_equals_one_embedding_bag(bags, num_shards, sparse):
 
 def test_the_table_does_not_depend_on_the_number_of_servers(monkeypatch):
     monkeypatch.setattr(embedding_server, "BLOCK_ROWS", 7)  # blocks that end within a shard's stride
-    tables = [whole_table(make_shards(number, make_args())) for number in (1, 2, 3, 30)]
+    tables = [whole_table(make_shards(number)) for number in (1, 2, 3, 30)]
     for table in tables[1:]:
         assert torch.equal(table, tables[0])
 
 
 def test_rows_move_from_one_number_of_servers_to_another():
     rows = torch.randn(30, 5)
-    shards = make_shards(4, make_args())
+    shards = make_shards(4)
     for first in range(0, 30, 11):
         for shard in shards:
             shard.put_rows(first, rows[first : first + 11])
@@ -81,37 +79,47 @@ def test_rows_move_from_one_number_of_servers_to_another():
 
 
 def test_a_sparse_step_leaves_the_other_rows_alone():
-    (shard,) = make_shards(1, make_args())
+    (shard,) = make_shards(1)
     before = shard.get_rows().clone()
-    shard.exchange(0, None, torch.tensor([3, 3, 8]), torch.tensor([0, 2]))
-    shard.exchange(0, torch.ones(2, 5), None, None)
+    exchange(0, None, torch.tensor([3, 3, 8]), torch.tensor([0, 2]))
+    exchange(0, torch.ones(2, 5), None, None)
     change = (shard.get_rows() - before) / -0.05
     assert change[3].tolist() == pytest.approx([2.0] * 5, abs=1e-5)  # it was in its bag twice
     assert change[8].tolist() == pytest.approx([1.0] * 5, abs=1e-5)
     assert change.abs().sum().item() == pytest.approx(15.0, abs=1e-4)
 
 
+def test_a_server_starts_its_backward_where_the_table_is(monkeypatch):
+    """What has gone through to_wire is a copy on the CPU, which has no use for a gradient from a GPU."""
+    monkeypatch.setattr(embedding_server, "to_wire", lambda tensor: tensor.clone())
+    (shard,) = make_shards(1)
+    answer = exchange(0, None, torch.tensor([3]), torch.tensor([0]))
+    (kept,) = shard.lookups[0]
+    assert kept.grad_fn.name().startswith("EmbeddingBag") and kept.tolist() == answer.tolist()
+
+
 def test_average_and_step_waits_for_every_trainer_and_steps_once(monkeypatch):
-    (shard,) = make_shards(1, make_args(sparse=False), num_trainers=3)
+    (shard,) = make_shards(1, sparse=False, num_trainers=3)
     before = shard.get_rows().clone()
     gradients = {trainer: torch.full((30, 5), float(trainer)) for trainer in (1, 2, 6)}
     monkeypatch.setattr(embedding_server.dist_autograd, "get_gradients", lambda c: {shard.weight: gradients[c]})
-    futures = [shard.average_and_step(1), shard.average_and_step(2)]
+    rref = SimpleNamespace(local_value=lambda: shard)
+    futures = [average_and_step(rref, 1), average_and_step(rref, 2)]
     assert not any(future.done() for future in futures) and torch.equal(shard.get_rows(), before)
-    futures.append(shard.average_and_step(6))
+    futures.append(average_and_step(rref, 6))
     torch.futures.wait_all(futures)
     torch.testing.assert_close(shard.get_rows(), before - 0.05 * 3)
 
 
 def test_concurrent_exchanges_lose_no_gradient():
     """Eight threads, as RPC would call: the steps are locked, so every gradient arrives (to rounding)."""
-    (shard,) = make_shards(1, make_args())
+    (shard,) = make_shards(1)
     before = shard.get_rows().clone()
 
     def trainer(number):
         for _ in range(100):
-            shard.exchange(number, None, torch.arange(30), torch.arange(30))
-            shard.exchange(number, torch.ones(30, 5), None, None)
+            exchange(number, None, torch.arange(30), torch.arange(30))
+            exchange(number, torch.ones(30, 5), None, None)
 
     threads = [threading.Thread(target=trainer, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -125,18 +133,12 @@ def test_concurrent_exchanges_lose_no_gradient():
 
 
 def test_every_batch_has_the_same_number_of_bags():
-    """Difference 8: DDP averages over trainers, so batches of 4 and 9 bags would give a wrong mean."""
+    """DDP averages over trainers, so batches of 4 and 9 bags would give a wrong mean."""
     for ids, offsets, target in ClickLog(100, 16, seed=1).batches(50, 8, seed=2):
         assert len(offsets) == len(target) == 8
         sizes = torch.diff(torch.cat([offsets, torch.tensor([len(ids)])]))
         assert offsets[0] == 0 and sizes.min() >= 1 and sizes.max() <= 10
         assert ids.min() >= 0 and ids.max() < 100
-
-
-def test_the_mean_of_unequal_batches_is_not_the_mean_of_their_samples():
-    """Difference 8, the tutorial's way: batches of 4 and 9 samples, averaged as DDP averages."""
-    losses = torch.arange(13.0)
-    assert (losses[:4].mean() + losses[4:].mean()) / 2 != losses.mean()
 
 
 def test_the_log_repeats_and_trainers_draw_different_parts():
@@ -170,20 +172,9 @@ def test_replicas_that_differ_are_an_error(monkeypatch):
         trainer.check_replicas(model)
 
 
-def test_eval_mode_reaches_the_servers():
-    """Difference 13: model.eval() stops at an RRef unless somebody takes it further."""
-    shards = make_shards(2, make_args())
-    model = HybridModel.__new__(HybridModel)  # without DDP, which needs a process group
-    nn.Module.__init__(model)
-    model.emb_rrefs = [SimpleNamespace(rpc_sync=lambda shard=shard: shard) for shard in shards]
-    model.eval()
-    assert not model.training and not any(shard.training for shard in shards)
-    model.train()
-    assert model.training and all(shard.training for shard in shards)
-
-
+@pytest.mark.slow
 def test_importing_main_starts_nothing():
-    """Difference 4: spawned children import it again; it must only define."""
+    """Spawned children import it again; it must only define."""
     code = "import threading, main, torch.distributed as d; print(threading.active_count(), d.is_initialized())"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT / "ddp_rpc", timeout=60
@@ -193,7 +184,7 @@ def test_importing_main_starts_nothing():
 
 @pytest.mark.parametrize("rank, is_trainer", [(0, True), (1, True), (2, False), (3, False)])
 def test_the_process_group_is_destroyed_at_the_end(monkeypatch, rank, is_trainer):
-    """Difference 9; and difference 6: one meeting place, the job's store, instead of two fixed ports."""
+    """And one meeting place, the job's store, instead of two fixed ports."""
     calls = []
 
     def record(name):
@@ -204,14 +195,81 @@ def test_the_process_group_is_destroyed_at_the_end(monkeypatch, rank, is_trainer
     for name in ("init_rpc", "shutdown"):
         monkeypatch.setattr(main.rpc, name, record(name))
     monkeypatch.setattr(main, "HybridMaster", lambda *_: SimpleNamespace(run=record("run")))
-    job = SimpleNamespace(
-        store=lambda name: f"store {name}", rpc_options=lambda **_: None, wait_for_all=record("wait_for_all")
-    )
-    main.run_worker(rank, main.parse_args([]), job)
+    main.run_worker(rank, main.parse_args([]), FakeJob(record("wait_for_all")))
     middle = [("init_rpc", None), *[("run", None)] * (rank == 2), ("wait_for_all", None), ("shutdown", None)]
     if is_trainer:
         middle = [("init_process_group", "store trainers"), *middle, ("destroy_process_group", None)]
     assert calls == middle
+
+
+class FakeJob:
+    """What run_worker uses of a job; every rank is on the CPU."""
+
+    device = "cpu"
+
+    def __init__(self, wait_for_all):
+        self.wait_for_all = wait_for_all
+
+    def store(self, name):
+        return SimpleNamespace(set=lambda *_: None, get=lambda _: b"cpu") if name == "devices" else f"store {name}"
+
+    def rpc_options(self, **_):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend", "device_id"),
+    [
+        (["cpu", "cpu"], "gloo", None),
+        (["cuda:0"], "gloo", None),  # alone it has nobody to talk to
+        (["cuda:0", "cuda:1"], "nccl", "cuda:1"),
+        (["cuda:0", "cuda:0"], "gloo", None),  # NCCL refuses two ranks on one GPU
+        (["cpu", "cuda:0"], "gloo", None),  # another host has none
+    ],
+)
+def test_which_backend_the_trainers_use(devices, backend, device_id):
+    options = main.process_group_options(len(devices) - 1, devices)
+    assert (options["backend"], options.get("device_id")) == (backend, device_id and torch.device(device_id))
+
+
+def test_the_first_trainer_to_fail_ends_the_run(monkeypatch):
+    """The tutorial waits for trainer 0 first, which may wait for trainer 1 in an allreduce for ever."""
+    futures = {"trainer0": torch.futures.Future(), "trainer1": torch.futures.Future()}
+    futures["trainer1"].set_exception(ValueError("step 3"))
+    monkeypatch.setattr(master.rpc, "rpc_async", lambda to, *_, **__: futures[to])
+    monkeypatch.setattr(master.rpc, "remote", lambda *_, **__: None)
+    monkeypatch.setattr(master.rpc, "RRef", lambda value: value)
+    with pytest.raises(ValueError, match="step 3"):
+        master.HybridMaster(main.parse_args([]), main.worker_name, lambda rank: "cpu").run()
+
+
+def test_a_checkpoint_of_other_sizes_is_refused(monkeypatch, tmp_path):
+    file = tmp_path / "small.pt"
+    torch.save({"scenario": "ddp_rpc", "state": {"epoch": 1, "table": torch.zeros(10, 16), "fc": {}}}, file)
+    monkeypatch.setattr(master.rpc, "remote", lambda *_, **__: None)
+    args = main.parse_args(["--checkpoint", str(file), "--resume"])
+    with pytest.raises(ValueError, match="10 x 16, and not of 100 x 16"):
+        master.HybridMaster(args, main.worker_name, lambda rank: "cpu")
+
+
+def test_nothing_remote_is_configured_by_a_whole_command_line(monkeypatch):
+    """Numbers on which all ranks agree are sent; each rank's device is its own; the master's files stay its own."""
+    sent = []
+
+    def send(to, function, args=(), kwargs=None, timeout=None):
+        sent.extend([*args, *(kwargs or {}).values()])
+        done = torch.futures.Future()
+        done.set_exception(ValueError("enough"))
+        return done
+
+    monkeypatch.setattr(master.rpc, "rpc_async", send)
+    monkeypatch.setattr(master.rpc, "remote", send)
+    monkeypatch.setattr(master.rpc, "RRef", lambda value: "rref")
+    args = main.parse_args(["--device", "cpu", "--table_device", "cpu"])
+    with pytest.raises(ValueError, match="enough"):
+        master.HybridMaster(args, main.worker_name, lambda rank: f"device of {rank}").run()
+    assert {"device of 0", "device of 1", "device of 3"} <= {value for value in sent if isinstance(value, str)}
+    assert args not in sent and set(vars(trainer.Plan.of(args))) == set(trainer.Plan.names()) <= set(args.agree)
 
 
 @pytest.mark.parametrize(
