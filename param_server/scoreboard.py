@@ -124,8 +124,8 @@ class Scoreboard:
         return None if None in values else round(statistics.mean(values), 2)
 
     def _books(self):
-        """Return a copy of what a checkpoint keeps; batches done in the order of the trainers, whatever their ranks."""
-        return {name: vars(self)[name] for name in BOOKS} | {"batches_done": list(self.batches_done.values())}
+        """Return a copy of what a checkpoint keeps; places in the order of the trainers, whatever their ranks."""
+        return {name: vars(self)[name] for name in BOOKS} | {"places": list(self.batches_done.values())}
 
     def _restore(self):
         state = checkpoint.load(self.args, SCENARIO)
@@ -138,7 +138,7 @@ class Scoreboard:
                     raise ValueError(f"it was made with {name} {value}, this run has {mine[name]}")
             self.server.restore(state)
             vars(self).update({name: state["books"][name] for name in BOOKS})
-            self.batches_done = dict(zip(self.trainers, state["books"]["batches_done"], strict=True))
+            self.batches_done = dict(zip(self.trainers, state["books"]["places"], strict=True))
         except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
             raise ValueError(f"cannot go on from {self.args.checkpoint}: {error}") from error
         self.report.say(f"Going on from update {self.updates}, epoch {self.epoch + 1}")

@@ -361,7 +361,7 @@ def test_a_checkpoint_holds_all_servers_at_the_same_update_and_no_lock_is_held_f
     saving.join(20)
     assert all(push.done() for push in pushes) and not saving.is_alive()
     state = torch.load(tmp_path / "c.pt", weights_only=True)["state"]
-    assert state["books"]["updates"] == 1 and state["books"]["batches_done"] == [1, 1]
+    assert state["books"]["updates"] == 1 and state["books"]["places"] == [1, 1]
     torch.testing.assert_close(flat(state), before - 1)
 
 
@@ -415,6 +415,14 @@ def test_a_server_is_made_by_its_own_process_and_callers_only_find_it():
     for get in (remote_server.get_parameter_server, replica_server.get_range_server):
         with pytest.raises(TypeError):
             get(arguments())
+
+
+def test_the_defaults_are_the_tutorials_but_for_two():
+    """Difference 14."""
+    args = main.parse_args([])
+    assert (args.mode, args.lr, args.batch_size, args.epochs) == ("remote", 0.03, 32, 1)
+    assert (args.master_addr, args.master_port, args.num_gpus) == ("localhost", 29500, 0)
+    assert (args.world_size, args.log_interval) == (3, 100)
 
 
 def test_ranks_must_agree_on_what_more_than_one_of_them_uses():
