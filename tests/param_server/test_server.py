@@ -397,6 +397,30 @@ def test_a_checkpoint_goes_on_with_another_number_of_servers(tmp_path, servers):
     assert resumed[0].scoreboard.batches_done == {servers: 1, servers + 1: 1}
 
 
+def test_a_server_lost_while_another_restores_is_a_loss_and_not_a_bad_checkpoint(tmp_path):
+    """A ValueError is the user's to mend, and never tried again."""
+    first, second = two_servers(tmp_path)
+    for server in (second, first):
+        for trainer in (2, 3):
+            server.push(trainer, 0, gradient_of(1.0, server), 4, 1)
+    resumed, lost = two_servers(tmp_path, "--resume")  # reading the file asks nobody
+    resumed.others = [Here(Lost(lost))]
+    with pytest.raises(RuntimeError, match="eof"):
+        resumed.start_epoch(0.03)
+
+
+class Lost:
+    """A server whose process has ended."""
+
+    def __init__(self, server):
+        self.server = server
+
+    def begin_epoch(self, *_):
+        future = torch.futures.Future()
+        future.set_exception(RuntimeError("eof (this error originated at tensorpipe)"))
+        return future
+
+
 class Answering:
     """A server whose plain methods answer with a Future, as they do over RPC."""
 
