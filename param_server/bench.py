@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from digits_net import Net
 from glue import flags, measure
 from glue.launch import keep_freed_memory
+from glue.placement import usable_cores
 from mnist_data import Shard, load_digits
-from scoreboard import evaluate
+from scoreboard import get_accuracy
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 MODES = {
@@ -38,7 +39,7 @@ def main():
     if args.single:
         print(json.dumps(train_in_one_process(args)))
         return
-    print(f"{args.dataset}, batch {args.batch_size} per trainer, torch {torch.__version__}, {os.cpu_count()} cores")
+    print(f"{args.dataset}, batch {args.batch_size} per trainer, torch {torch.__version__}, {usable_cores()} cores")
     tables = {"modes": speed_by_mode, "batch": speed_by_batch, "accuracy": accuracy_table}
     result = {name: tables[name](args) for name in args.tables}
     if args.json:
@@ -58,10 +59,10 @@ def speed_by_mode(args):
                 variants[f"{mode}, {count} trainer{'s' * (count > 1)}{suffix}"] = distributed(args, mode, count, *place)
     rows = measure.interleave(variants, args.repeats)
     measure.table(rows, "images_per_second", "one process, 1 thread", "images/s")
-    print("\nTensor bytes that cross the wire per batch, both directions together")
+    print("\nBytes that a trainer sends and receives per batch, over TCP (--transport tcp)")
     for mode in ("remote", "async"):
-        some = next(runs for name, runs in rows.items() if name.startswith(mode))
-        print(f"{mode:22} {some[0]['wire_bytes_per_step']:12,}")
+        summary = distributed(args, mode, 1, "--transport", "tcp")()
+        print(f"{mode:22} {summary['wire_bytes_per_step']:12,}")
     return rows
 
 
@@ -107,37 +108,20 @@ def accuracy_table(args):
 
 def distributed(args, mode, trainers, *flags):
     """Return a callable that runs main.py with this many trainers and returns its summary."""
-    common = [
-        "--dataset",
-        args.dataset,
-        "--data_dir",
-        args.data_dir,
-        "--batch_size",
-        args.batch_size,
-        "--max_batches",
-        args.max_batches,
-        "--log_interval",
-        1_000_000,
-    ]
-    return lambda: measure.run_main(HERE, [*common, *MODES[mode], "--world_size", trainers + 1, *flags])
+    job = ["--log_interval", 1_000_000, *MODES[mode], "--world_size", trainers + 1]
+    return lambda: measure.run_main(HERE, [*same_work(args), *job, *flags])
 
 
 def single(args, threads, *flags):
     """Return a callable that runs train_in_one_process in a process of its own: its threads and memory are its own."""
-    common = [
-        "--dataset",
-        args.dataset,
-        "--data_dir",
-        args.data_dir,
-        "--batch_size",
-        args.batch_size,
-        "--max_batches",
-        args.max_batches,
-        "--single",
-        threads,
-    ]
-    command = [sys.executable, __file__, *map(str, (*common, *flags))]
+    command = [sys.executable, __file__, *map(str, (*same_work(args), "--single", threads, *flags))]
     return lambda: json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+def same_work(args):
+    """Return the flags that make every variant do the same work."""
+    data = ["--dataset", args.dataset, "--data_dir", args.data_dir]
+    return [*data, "--batch_size", args.batch_size, "--max_batches", args.max_batches]
 
 
 def train_in_one_process(args):
@@ -148,18 +132,19 @@ def train_in_one_process(args):
     device = torch.device(args.device)
     net = Net().to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=args.lr)
-    images, labels = (tensor.to(device) for tensor in load_digits(args, train=True))
+    digits = load_digits(args.dataset, args.data_dir, args.seed, train=True)
+    shard = Shard(*digits, 0, 1, args.batch_size, args.seed, args.max_batches, device)
     started, seen = time.perf_counter(), 0
-    for data, target in Shard(images, labels, args, 0, 1).batches(epoch=0):
+    for data, target in shard.batches(epoch=0):
         optimizer.zero_grad()
         F.nll_loss(net(data), target).backward()
         optimizer.step()
         seen += len(target)
     if args.device == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # the clock stops when the GPU is done
     seconds = time.perf_counter() - started
-    test_images, test_labels = load_digits(args, train=False)
-    return {"images_per_second": seen / seconds, "test_accuracy": evaluate(net, test_images, test_labels)}
+    test_images, test_labels = load_digits(args.dataset, args.data_dir, args.seed, train=False)
+    return {"images_per_second": seen / seconds, "test_accuracy": get_accuracy(net, test_images, test_labels)}
 
 
 def parse_args():
@@ -183,7 +168,7 @@ def parse_args():
     if args.dataset is None:
         try:
             args.dataset = "mnist"
-            load_digits(args, train=False)
+            load_digits("mnist", args.data_dir, args.seed, train=False)
         except ValueError:
             args.dataset = "synthetic"
     return args

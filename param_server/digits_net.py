@@ -14,8 +14,7 @@ class Net(nn.Module):
     """Images (B, 1, 28, 28), normalised float32 -> log-probabilities (B, 10).  Source: tutorial, class `Net`.
 
     `num_gpus` 0: all on the CPU; 1: all on cuda:0; 2: the convolutions on cuda:0, the rest on cuda:1 (one network that
-    is split over two GPUs, as in the tutorial; there, `num_gpus=1` asked for cuda:1 as well when it checked for 3).
-    `dropout=False` makes training deterministic, for comparisons.
+    is split over two GPUs, as in the tutorial). `dropout=False` makes training deterministic, for comparisons.
     """
 
     def __init__(self, num_gpus=0, dropout=True):
@@ -24,9 +23,7 @@ class Net(nn.Module):
         # Made on the CPU and then moved: the same seed gives the same weights wherever they end up.
         self.conv1 = nn.Conv2d(1, 32, 3, 1).to(first)
         self.conv2 = nn.Conv2d(32, 64, 3, 1).to(first)
-        # Plain Dropout. The tutorial has Dropout2d, which drops whole channels: fine for the first (B, C, H, W), but
-        # on the second, flat (B, 128), it is deprecated, as 2-d input might mean (C, L) or (B, C). Independent units
-        # are what is wanted there, and the first one follows pytorch/examples' current MNIST network.
+        # The tutorial's Dropout2d drops whole channels: fine for (B, C, H, W), deprecated for the second's (B, 128).
         self.dropout1 = nn.Dropout(0.25 if dropout else 0.0)
         self.dropout2 = nn.Dropout(0.5 if dropout else 0.0)
         self.fc1 = nn.Linear(9216, 128).to(rest)
@@ -46,6 +43,5 @@ class Net(nn.Module):
 
 def devices_of(num_gpus):
     """Return (device of the convolutions, device of the linear layers)."""
-    if num_gpus == 0:
-        return torch.device("cpu"), torch.device("cpu")
-    return torch.device("cuda:0"), torch.device("cuda", num_gpus - 1)
+    names = [("cpu", "cpu"), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")]
+    return [torch.device(name) for name in names[num_gpus]]

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
+FONTS = ["DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSansMono"]
+FONTS += ["STIXGeneral", "STIXGeneralItalic", "cmr10"]
 SIZES = (20, 24)  # height of the font in pixels
 CHUNK = 5_000  # images at a time: bounds the memory of the sampling grid
 
@@ -33,8 +35,11 @@ def draw_digits(count, seed):
 
 
 def _glyphs():
-    """Return (G, 28, 28) float32 in 0..1: glyph 10 * f + d is digit d in font f."""
-    fonts = [ImageFont.truetype(path, size) for path in _font_files() for size in SIZES]
+    """Return (G, 28, 28) float32 in 0..1: glyph 10 * f + d is digit d in font f, of matplotlib's: alike everywhere."""
+    import matplotlib
+
+    folder = os.path.join(matplotlib.get_data_path(), "fonts", "ttf")
+    fonts = [ImageFont.truetype(os.path.join(folder, f"{name}.ttf"), size) for name in FONTS for size in SIZES]
     pixels = []
     for font in fonts:
         for digit in "0123456789":
@@ -42,25 +47,6 @@ def _glyphs():
             ImageDraw.Draw(image).text((14, 14), digit, fill=255, font=font, anchor="mm")
             pixels.append(torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(28, 28))
     return torch.stack(pixels).float() / 255
-
-
-def _font_files():
-    """The fonts that come with matplotlib: the same on every machine, whatever the system has installed."""
-    import matplotlib
-
-    folder = os.path.join(matplotlib.get_data_path(), "fonts", "ttf")
-    names = (
-        "DejaVuSans",
-        "DejaVuSans-Bold",
-        "DejaVuSans-Oblique",
-        "DejaVuSerif",
-        "DejaVuSerif-Bold",
-        "DejaVuSansMono",
-        "STIXGeneral",
-        "STIXGeneralItalic",
-        "cmr10",
-    )
-    return [os.path.join(folder, f"{name}.ttf") for name in names]
 
 
 def _distort(glyphs_N28, random):

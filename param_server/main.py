@@ -2,7 +2,7 @@
 
 python param_server/main.py --world_size 3               a server and two trainers, all spawned here
 python param_server/main.py --world_size 3 --rank 0      one rank per terminal or host: rank 0 is the server ...
-python param_server/main.py --world_size 3 --rank 1      ... every other rank a trainer (--master_addr HOST)
+python param_server/main.py --world_size 3 --rank 1      ... every other rank a trainer (all with --master_addr HOST)
 torchrun --nproc-per-node 3 param_server/main.py         the same, started by torchrun
 
 --mode remote (the tutorial's): the network runs on the server; trainers send images and get predictions
@@ -16,16 +16,24 @@ import torch.distributed.rpc as rpc
 
 from glue import flags, launch
 from glue.flags import fraction, non_negative_int, positive_float, positive_int
-from glue.placement import usable_cores
-from remote_server import get_parameter_server
+from glue.placement import share_cores
+from mnist_data import Shard, load_digits
+from remote_server import make_parameter_server
 from remote_trainer import run_training_loop
-from replica_server import get_range_server
+from replica_server import make_range_server
 from replica_trainer import run_replica_loop
 from rpc_names import trainers, worker_name
 
+MODES = {  # name: what a server's process makes before it serves, and what a trainer runs
+    "remote": (make_parameter_server, run_training_loop),
+    "replica": (make_range_server, run_replica_loop),
+}
+REPLICA = ("consistency", "max_staleness", "sync_every", "num_servers")
+AGREE = ("dataset", "epochs", "max_batches", "batch_size", "lr", "lr_step", "momentum", "no_dropout", *REPLICA)
+
 
 def parse_args(argv=None):
-    parser = flags.argument_parser(__doc__, modes=("remote", "replica"), world_size=3)
+    parser = flags.argument_parser(__doc__, MODES, world_size=3)
     add = parser.add_argument_group("training").add_argument
     add("--dataset", choices=["mnist", "synthetic"], default="mnist", help="synthetic: digits drawn from the seed")
     add("--data_dir", default="data", metavar="DIR", help="where MNIST's four files are, or are downloaded to")
@@ -38,68 +46,54 @@ def parse_args(argv=None):
     add("--no_dropout", action="store_true", help="deterministic training, for comparisons")
     add("--log_interval", type=positive_int, default=100, metavar="N", help="batches between two printed losses")
     add("--checkpoint_every", type=positive_int, default=500, metavar="N", help="updates between two checkpoints")
-    add(
-        "--num_gpus",
-        type=int,
-        choices=[0, 1, 2],
-        help="remote: GPUs that the server splits the network over (default: 1 with --device cuda, else 0)",
-    )
+    gpus = "remote: GPUs that the server splits the network over (default: 1 with --device cuda, else 0)"
+    add("--num_gpus", type=int, choices=[0, 1, 2], help=gpus)
     add = parser.add_argument_group("replica").add_argument
-    add(
-        "--consistency",
-        choices=["async", "bounded", "sync"],
-        default="async",
-        help="apply each gradient at once; hold back who runs ahead; average one gradient of each trainer",
-    )
+    consistency = "apply each gradient at once; hold back who runs ahead; average one gradient of each trainer"
+    add("--consistency", choices=["async", "bounded", "sync"], default="async", help=consistency)
     add("--max_staleness", type=non_negative_int, metavar="S", help="bounded: pushes to run ahead (default: 4)")
     add("--sync_every", type=positive_int, default=1, metavar="K", help="batches between two pushes")
     add("--num_servers", type=positive_int, default=1, metavar="M", help="servers that share the weights")
     args = parser.parse_args(argv)
 
-    for flag in ("consistency", "max_staleness", "sync_every", "num_servers"):
-        if args.mode == "remote" and getattr(args, flag) != parser.get_default(flag):
+    for flag in REPLICA:
+        if args.mode == "remote" and vars(args)[flag] != parser.get_default(flag):
             parser.error(f"--{flag} is for --mode replica")
-    if args.max_staleness is None:
-        args.max_staleness = 4
-    elif args.consistency != "bounded":
+    if args.max_staleness is not None and args.consistency != "bounded":
         parser.error("--max_staleness is for --consistency bounded")
     if args.mode == "replica" and args.num_gpus is not None:
         parser.error("--num_gpus is for --mode remote; replicas take --device cuda")
     if (args.num_gpus or 0) > torch.cuda.device_count():
         parser.error(f"--num_gpus {args.num_gpus}: torch sees {torch.cuda.device_count()} CUDA GPUs here")
     servers = "rank 0 is the server" if args.num_servers == 1 else f"{args.num_servers} servers come first"
-    flags.check_arguments(
-        parser, args, min_world_size=args.num_servers + 1, roles=f"{servers}, every other rank a trainer"
-    )
-    if args.num_gpus is None:
-        args.num_gpus = int(args.device == "cuda")
+    roles = f"{servers}, every other rank a trainer"
+    flags.check_arguments(parser, args, min_world_size=args.num_servers + 1, roles=roles, agree=AGREE)
+    args.num_gpus = int(args.device == "cuda") if args.num_gpus is None else args.num_gpus
+    args.max_staleness = 4 if args.max_staleness is None else args.max_staleness
     return args
 
 
 def run_worker(rank, args, job):
     """Run one rank: the tutorial's run_parameter_server or run_worker."""
-    share_cores(args)
-    rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
-    server = None
+    make_server, train = MODES[args.mode]
+    # The work is the trainers': in `remote` it runs on the server, one RPC thread for each; in `replica` on them.
+    share_cores(min(job.ranks_here, len(trainers(args))))
+    # Each rank makes what it serves or reads before RPC begins: so no call can come too early, whatever fails is told
+    # by the rank where it fails, and no RPC's time limit runs while somebody downloads.
     if rank < args.num_servers:
-        # A server has no loop: RPC threads answer the trainers while this thread waits below.
-        server = get_parameter_server(args) if args.mode == "remote" else get_range_server(args, rank)
-    elif args.mode == "remote":
-        run_training_loop(rank, args, job.device)
+        server = make_server(rank, args, job.device)
     else:
-        run_replica_loop(rank, args, job.device)
+        images, labels = load_digits(args.dataset, args.data_dir, args.seed, train=True)
+        place = rank - args.num_servers, len(trainers(args))
+        shard = Shard(images, labels, *place, args.batch_size, args.seed, args.max_batches, job.device)
+    job.wait_for_all()
+    rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
+    if rank >= args.num_servers:  # a server has no loop: RPC threads answer trainers while its main thread waits below
+        train(rank, args, shard, job.device)
     job.wait_for_all()
     if rank == 0:
         server.scoreboard.close()
     rpc.shutdown()
-
-
-def share_cores(args):
-    """Use as many intra-op threads as there are cores for each trainer's work, which is all the work there is.
-
-    In `remote` that work runs on the server, one RPC thread per trainer; in `replica` on the trainers.
-    """
-    torch.set_num_threads(max(torch.get_num_threads(), usable_cores() // len(trainers(args))))
 
 
 if __name__ == "__main__":

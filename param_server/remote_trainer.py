@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.optim import DistributedOptimizer
 
+from glue.measure import Meter
 from glue.placement import to_wire
-from mnist_data import Shard, load_digits
+from glue.report import check_finite
 from remote_server import ParameterServer, ServerSGD, get_parameter_server
-from rpc_names import trainers
 from scoreboard import Scoreboard
 
 
 def call_method(method, rref, *args, **kwargs):
-    """Runs on the owner of `rref`: call the method on what it refers to.  Source: tutorial, `call_method`."""
+    """Call the method on what `rref` refers to.  Runs on the owner of `rref`.  Source: tutorial, `call_method`."""
     return method(rref.local_value(), *args, **kwargs)
 
 
@@ -35,11 +35,11 @@ def remote_method(method, rref, *args, **kwargs):
 class TrainerNet(nn.Module):
     """A network whose forward pass is a remote call.  Source: tutorial, class `TrainerNet`."""
 
-    def __init__(self, rank, args, device):
+    def __init__(self, rank, device):
         super().__init__()
-        self.rank, self.args, self.device = rank, args, device
+        self.rank, self.device = rank, device
         # An RRef: a reference to an object in another process, which lives at least as long as somebody holds one.
-        self.param_server_rref = rpc.remote("parameter_server", get_parameter_server, args=(args,))
+        self.param_server_rref = rpc.remote("parameter_server", get_parameter_server)
 
     def get_global_param_rrefs(self):
         """Return RRefs to all parameters to optimize: only the server's, as this module has none of its own."""
@@ -51,23 +51,23 @@ class TrainerNet(nn.Module):
         return remote_method(ParameterServer.forward, self.param_server_rref, self.rank, x).to(self.device)
 
 
-def run_training_loop(rank, args, device):
+def run_training_loop(rank, args, shard, device):
     """Train until the Scoreboard says that the work is done.  Source: tutorial, `run_training_loop`."""
-    net = TrainerNet(rank, args, device)
-    opt = DistributedOptimizer(ServerSGD, net.get_global_param_rrefs(), args=args, trainer=rank)
+    meter = Meter(args.transport)
+    net = TrainerNet(rank, device)
+    opt = DistributedOptimizer(ServerSGD, net.get_global_param_rrefs(), trainer=rank)
     scoreboard_rref = remote_method(ParameterServer.get_scoreboard, net.param_server_rref)
-    images, labels = (tensor.to(device) for tensor in load_digits(args, train=True))
-    shard = Shard(images, labels, args, rank - trainers(args)[0], len(trainers(args)))
 
     # timeout=0: no limit. This call waits for the slowest trainer, and for the evaluation.
-    while place := scoreboard_rref.rpc_sync(timeout=0).next_epoch(rank):
+    while place := scoreboard_rref.rpc_sync(timeout=0).next_epoch(rank, meter.figures()):
         epoch, first_batch = place
-        for batch, (data, target) in enumerate(shard.batches(epoch, first_batch), start=first_batch):
+        for batch, (data, target) in enumerate(meter.over(shard.batches(epoch, first_batch)), start=first_batch):
             # The context collects this batch's gradients on every process it touched, apart from all other batches'.
             # That is why there is no zero_grad, and why trainers do not mix up their gradients.
             with dist_autograd.context() as cid:
                 model_output = net(data)
                 loss = F.nll_loss(model_output, target)
+                check_finite(loss.item(), "loss", batch)
                 dist_autograd.backward(cid, [loss])  # from here through the RPC into the server's graph
                 opt.step(cid)
             if batch % args.log_interval == 0:

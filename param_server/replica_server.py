@@ -4,47 +4,41 @@ Runs in the processes `parameter_server`, `parameter_server_1`, ... (--num_serve
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, the paper that the
 tutorial's introduction describes.
 
+One rule for whatever runs here: no RPC is waited for while the lock is held.  Answers arrive on the same threads that
+serve calls; if the other calls waited for the lock on all of these, the answer that lets go of it could never come.
+
 Shapes: P weights in the whole network, R of them in this server's range.
 """
 
-import contextlib
+import functools
 import math
 import threading
 
 import torch
 import torch.distributed.rpc as rpc
-from torch import nn, optim
 
 from digits_net import Net
-from flat_weights import flatten_parameters, range_of
-from glue import placement
-from glue.placement import to_wire
-from remote_server import learning_rate
-from rpc_names import trainers, worker_name
+from flat_weights import WeightRange, flatten_parameters, named_views, range_of
+from rpc_names import server_name, trainers
 from scoreboard import Scoreboard
 
 range_server = None  # the one RangeServer of this process
-global_lock = threading.Lock()
 
 
-def get_range_server(args, index):
-    """Return this process's RangeServer, made by the first call.  May be called by all trainers at once (locked)."""
+def make_range_server(rank, args, device):
+    """Make this process's RangeServer, from its own command line, and return it.  Before RPC begins."""
     global range_server
-    with global_lock:
-        if range_server is None:
-            range_server = RangeServer(args, index)
-        return range_server
+    range_server = RangeServer(rank, args, device)
+    return range_server
 
 
-def on_range_server(args, index, method, *method_args):
-    """Call RangeServer.`method` in this process, locked: what the first server asks of the others over RPC."""
-    server = get_range_server(args, index)
-    with server.exclusive():
-        return getattr(server, method)(*method_args)
+def get_range_server():
+    """Return this process's RangeServer.  May be called by all trainers at once: it only reads."""
+    return range_server
 
 
 class RangeServer:
-    """Weights (R,) and their one optimizer.  The first server also keeps the job's Scoreboard.
+    """A range of the weights, and who waits for whom.  The first server also keeps the job's Scoreboard.
 
     --consistency decides when a push is applied and when it is answered:
 
@@ -53,52 +47,60 @@ class RangeServer:
     sync     applied when one of each trainer is here, as their average; answered then
     """
 
-    def __init__(self, args, index):
-        self.args, self.index = args, index
-        self.device = placement.device_of(index, args)
+    def __init__(self, index, args, device):
+        self.num_servers, self.sync_every, self.device = args.num_servers, args.sync_every, device
         torch.manual_seed(args.seed)
-        self.net = Net(dropout=not args.no_dropout).to(self.device)  # the start; on the first server also to evaluate
-        self.all_weights = flatten_parameters(self.net)
-        self.range = range_of(index, args.num_servers, len(self.all_weights))
-        self.weights = nn.Parameter(self.all_weights[self.range].clone())
-        self.optimizer = optim.SGD([self.weights], lr=args.lr, momentum=args.momentum)
-        self.lock = threading.Lock()
-        self.version = 0  # updates of this range
-        self.trainers = trainers(args)
-        self.clock = dict.fromkeys(self.trainers, 0)  # trainer -> its pushes in this epoch
+        self.net = Net(dropout=not args.no_dropout).to(device)  # the start; on the first server also to evaluate
+        weights_P = flatten_parameters(self.net)
+        part = range_of(index, args.num_servers, len(weights_P))
+        self.range = WeightRange(part, weights_P, args.lr, args.momentum)
+        self.lock = threading.Lock()  # held while the range, or what follows, is read or changed
+        self.clock = dict.fromkeys(trainers(args), 0)  # trainer -> its pushes in this epoch
         self.waiting = {}  # trainer -> Future of its unanswered push
         self.collected = []  # gradients that are here and not applied
+        self.asked = []  # (version, Future) of get_range calls that wait for that version
         self.lead = {"async": math.inf, "bounded": args.max_staleness, "sync": 0}[args.consistency]
+        self.needed = len(self.clock) if args.consistency == "sync" else 1  # gradients for an update
+        self.restored = None  # a checkpoint's (weights (P,), momentum (P,)), until all servers have taken it up
         self.scoreboard = Scoreboard(args, self) if index == 0 else None
 
-    # ------------------------------------------------------------------------------ called by the trainers, over RPC
+    # ---------------------------------------------------------------------- called by the trainers, over RPC
 
     def pull(self):
         """Return (version, learning rate, weights (R,)).  May be called by all trainers at once (locked)."""
-        with self.exclusive():
-            return self._answer()
+        with self.lock:
+            return self.range.answer()
 
     @rpc.functions.async_execution
     def push(self, trainer, version, gradient_R, images, batches):
         """Apply a gradient (R,) computed on weights of `version`; answer like pull(), with the weights after it.
 
-        The answer is a Future: whoever completes it, the caller gets it then. So a trainer that is held back occupies
-        no RPC thread. May be called by all trainers at once (locked).
+        The caller gets the answer when somebody completes this Future, so that a trainer that is held back occupies no
+        RPC thread. May be called by all trainers at once (locked).
         """
-        future = torch.futures.Future(devices=[self.device] if self.device.type == "cuda" else None)
-        with self.exclusive():
+        books = None
+        with self.lock:
             self.clock[trainer] += 1
-            self.waiting[trainer] = future
+            future = self.waiting[trainer] = torch.futures.Future()
             self.collected.append((trainer, version, gradient_R.to(self.device), images, batches))
-            if self.args.consistency != "sync" or len(self.collected) == len(self.trainers):
-                self._apply(sorted(self.collected, key=lambda item: item[0]))  # sums in one order, whoever came first
-                self.collected = []
+            if len(self.collected) == self.needed:
+                pushes = sorted(self.collected, key=lambda push: push[0])  # sums in one order, whoever came first
+                self.collected, late = [], self.range.update(pushes)
+                books = self.scoreboard.count_update(late) if self.scoreboard else None
             # Every trainer makes the same number of pushes per epoch, and the slowest is never held: no deadlock.
             slowest = min(self.clock.values())
             free = [name for name in self.waiting if self.clock[name] - slowest <= self.lead]
-            futures = [self.waiting.pop(name) for name in free]
-            answer = self._answer() if futures else None
-        for each in futures:  # outside the lock: completing a Future sends its answer from this very thread
+            answered = [self.waiting.pop(name) for name in free]
+            answer = self.range.answer() if answered else None
+            asked = [each for version, each in self.asked if version <= self.range.version]
+            self.asked = [(version, each) for version, each in self.asked if version > self.range.version]
+            captured = self.range.capture() if books or asked else None
+        # Outside the lock: completing a Future sends its answer from this very thread, and saving waits for RPCs.
+        for each in asked:
+            each.set_result(captured)
+        if books:  # a checkpoint is due. In `sync` all trainers wait for it, so that no server can be an update further
+            self.scoreboard.save(books, self.capture(captured))
+        for each in answered:
             each.set_result(answer)
         return future
 
@@ -106,88 +108,59 @@ class RangeServer:
         """Return an RRef to the job's Scoreboard (first server).  Reads only: needs no lock."""
         return rpc.RRef(self.scoreboard)
 
-    # ------------------------------------------------------------------------------- called by the Scoreboard, rank 0
+    # ---------------------------------------------------------------------- called by the Scoreboard, rank 0
 
-    def start_epoch(self, epoch):
+    def start_epoch(self, lr):
         """Set every server's learning rate and clocks.  All trainers are waiting."""
-        pushes = {t: math.ceil(done / self.args.sync_every) for t, done in self.scoreboard.batches_done.items()}
-        self._on_every_server("set_epoch", epoch, pushes)
+        pushes = {t: math.ceil(done / self.sync_every) for t, done in self.scoreboard.batches_done.items()}
+        state, self.restored = self.restored, None
+        self.begin_epoch(lr, pushes, state)
+        torch.futures.wait_all([rref.rpc_async().begin_epoch(lr, pushes, state) for rref in self.others])
 
     def net_to_evaluate(self):
-        self._gather_weights()
+        """Return the network with the weights of all servers.  All trainers are waiting."""
+        self.net.load_state_dict(self.capture()["model"])
         return self.net
 
-    def capture(self):
-        """Return what a checkpoint needs of all servers.  Each range is as it was when its server was asked."""
-        momentum_P = self._gather_weights()
-        return {"model": self.net.state_dict(), "momentum": momentum_P}
+    def capture(self, captured=None):
+        """Return what a checkpoint needs of all servers, on the CPU: this range as captured, else as it is now.
+
+        The others are captured at the same version: exactly in `sync`, and while all trainers are waiting. Else they
+        may be some updates further by then, as they may be for a trainer.
+        """
+        captured = captured or self.range.capture()
+        futures = [rref.rpc_async().get_range(captured[0]) for rref in self.others]
+        _, weights, momentum = zip(captured, *torch.futures.wait_all(futures), strict=True)
+        return {"model": named_views(torch.cat(weights), self.net), "momentum": torch.cat(momentum)}
 
     def restore(self, state):
+        """Go on from what capture() returned, with any number of servers.  They take it up in start_epoch."""
         self.net.load_state_dict(state["model"])
-        self._on_every_server("set_range", self.all_weights.cpu(), state["momentum"])
+        self.restored = torch.cat([weight.reshape(-1) for weight in state["model"].values()]), state["momentum"]
 
-    # -------------------------------------------------------------- called on every server, on behalf of the first one
+    @functools.cached_property
+    def others(self):
+        """RRefs to all servers but this one, the first."""
+        return [rpc.remote(server_name(index), get_range_server) for index in range(1, self.num_servers)]
 
-    def set_epoch(self, epoch, clock):
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.args, epoch)
-        self.clock = clock
+    # ---------------------------------------------------------------------- called by the first server, on each
 
-    def get_range(self):
-        """Return CPU copies of (weights (R,), momentum (R,), empty without momentum)."""
-        momentum = self.optimizer.state[self.weights].get("momentum_buffer", torch.empty(0))
-        return self.weights.detach().cpu().clone(), momentum.cpu().clone()
+    def begin_epoch(self, lr, clock, restored):
+        """Set learning rate, clocks and, unless None, the `restored` range.  All trainers are waiting: no lock."""
+        self.range.optimizer.param_groups[0]["lr"], self.clock = lr, dict(clock)
+        if restored:
+            self.range.restore(*restored)
 
-    def set_range(self, all_weights_P, momentum_P):
-        """Take this server's range from the weights (P,) and momentum (P,), empty without momentum, of a checkpoint."""
-        with torch.no_grad():
-            self.weights.copy_(all_weights_P[self.range])
-        if len(momentum_P):
-            self.optimizer.state[self.weights]["momentum_buffer"] = momentum_P[self.range].to(self.device, copy=True)
+    @rpc.functions.async_execution
+    def get_range(self, version):
+        """Return (version, weights (R,), momentum (R,)) once this range has had `version` updates, as a Future.
 
-    # ------------------------------------------------------------------------------------------------------- helpers
-
-    def _apply(self, collected):
-        """Make one update of the weights out of pushed gradients: of one, or of one of each trainer.  Locked."""
-        total = sum(images for *_, images, _ in collected)
-        if len(collected) == 1:
-            gradient_R = collected[0][2]
-        else:  # the mean over all images, as one process on the joined batch has it
-            gradient_R = sum(gradient * (images / total) for _, _, gradient, images, _ in collected)
-        if not torch.isfinite(gradient_R.sum()):
-            raise ValueError(f"the gradient of trainer_{collected[-1][0]} is not finite: try a lower --lr")
-        self.weights.grad = gradient_R
-        self.optimizer.step()
-        self.weights.grad = None
-        self.version += 1
-        if self.scoreboard:
-            before = self.version - 1
-            books = [(trainer, before - read, images, batches) for trainer, read, _, images, batches in collected]
-            self.scoreboard.count_update(books, num_bytes=2 * self.all_weights.nbytes * len(collected))
-
-    def _answer(self):
-        """Return (version, learning rate, weights (R,)).  A copy: RPC reads it when the lock is long free."""
-        weights_R = to_wire(self.weights.detach().clone())
-        return self.version, self.optimizer.param_groups[0]["lr"], weights_R
-
-    def _on_every_server(self, method, *args):
-        """Call a method on this (first) server and on all others; return the answers in order."""
-        futures = [
-            rpc.rpc_async(worker_name(index, self.args), on_range_server, args=(self.args, index, method, *args))
-            for index in range(1, self.args.num_servers)
-        ]
-        return [getattr(self, method)(*args)] + [future.wait() for future in futures]
-
-    def _gather_weights(self):
-        """Copy every server's range into self.net; return the momentum (P,), empty without momentum."""
-        ranges = self._on_every_server("get_range")
-        self.all_weights.copy_(torch.cat([weights_R for weights_R, _ in ranges]))
-        return torch.cat([momentum_R for _, momentum_R in ranges])
-
-    @contextlib.contextmanager
-    def exclusive(self):
-        """The lock, on a GPU too: work queued there by one thread is finished before another thread's may begin."""
+        The first server, which asks, has had them: their pushes are on the way here. Locked: trainers may push.
+        """
+        future = torch.futures.Future()
         with self.lock:
-            yield
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
+            if self.range.version < version:
+                self.asked.append((version, future))
+            else:
+                future.set_result(self.range.capture())
+        return future

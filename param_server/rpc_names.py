@@ -1,14 +1,17 @@
-"""Who is who: ranks and RPC names.
+"""Who is who, in every process: ranks and RPC names.
 
-Runs in every process.  Servers come first: rank 0 to --num_servers - 1; every later rank is a trainer.
+Servers come first: rank 0 to --num_servers - 1; every later rank is a trainer.
 """
 
 
 def worker_name(rank, args):
     """Return a rank's RPC name, as in the tutorial: parameter_server (parameter_server_1, ...), trainer_1, ..."""
-    if rank >= args.num_servers:
-        return f"trainer_{rank}"
-    return "parameter_server" if rank == 0 else f"parameter_server_{rank}"
+    return server_name(rank) if rank < args.num_servers else f"trainer_{rank}"
+
+
+def server_name(index):
+    """Return the RPC name of a server (from 0)."""
+    return "parameter_server" if index == 0 else f"parameter_server_{index}"
 
 
 def trainers(args):

@@ -1,4 +1,4 @@
-"""A job for test_ps_gradients.py: main.py in mode `remote`, with another server class in rank 0.
+"""A job for test_gradients.py: main.py in mode `remote`, with another server class in rank 0.
 
 python tests/param_server/recording_job.py RecordingServer --dataset synthetic --no_dropout --world_size 4
 """
@@ -8,7 +8,6 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "param_server"))
 import torch
-import torch.distributed.rpc as rpc
 import torch.nn.functional as F
 
 import main
@@ -16,7 +15,6 @@ import mnist_data
 import remote_server
 from digits_net import Net
 from glue import launch
-from remote_trainer import run_training_loop
 from rpc_names import trainers, worker_name
 
 
@@ -25,6 +23,7 @@ class RecordingServer(remote_server.ParameterServer):
 
     def __init__(self, args):
         super().__init__(args)
+        self.args = args
         self.versions, self.applied = [self.flat(gradients=False)], []
 
     def flat(self, gradients):
@@ -41,10 +40,10 @@ class RecordingServer(remote_server.ParameterServer):
 
     def check(self):
         """Recompute each gradient in this one thread, from the recorded weights and the trainer's known batches."""
-        images, labels = mnist_data.load_digits(self.args, train=True)
-        everybody = trainers(self.args)
-        shards = {t: mnist_data.Shard(images, labels, self.args, n, len(everybody)) for n, t in enumerate(everybody)}
-        batches = {t: shard.batches(epoch=0) for t, shard in shards.items()}
+        args, everybody = self.args, trainers(self.args)
+        digits = mnist_data.load_digits(args.dataset, args.data_dir, args.seed, train=True)
+        settings = (len(everybody), args.batch_size, args.seed, args.max_batches)
+        batches = {t: mnist_data.Shard(*digits, n, *settings).batches(epoch=0) for n, t in enumerate(everybody)}
         net, worst = Net(dropout=False), 0.0
         for trainer, version, gradient in self.applied:
             data, target = next(batches[trainer])
@@ -59,22 +58,15 @@ class TutorialServer(remote_server.ParameterServer):
     """The published forward: on the very weights that other trainers' steps change."""
 
     def forward(self, trainer, inp):
-        self.snapshot_of[trainer] = (self.scoreboard.updates, len(inp), 0)
+        self.snapshot_of[trainer] = (self.scoreboard.updates, len(inp))
         return self.model(inp)
 
 
 def run_worker(rank, args, job):
-    if rank == 0:
-        remote_server.ParameterServer = globals()[args.server]
-    rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
-    if rank == 0:
-        server = remote_server.get_parameter_server(args)
-    else:
-        run_training_loop(rank, args, job.device)
-    job.wait_for_all()
+    remote_server.ParameterServer = globals()[args.server]
+    main.run_worker(rank, args, job)
     if rank == 0 and args.server == "RecordingServer":
-        server.check()
-    rpc.shutdown()
+        remote_server.param_server.check()
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ def test_every_gradient_of_concurrent_trainers_is_right(trainers, batches):
     assert float(worst) < 1e-6
 
 
+@pytest.mark.slow
 def test_the_tutorials_way_fails_and_the_failure_is_told():
     done = run_script(
         "tests/param_server/recording_job.py", "TutorialServer", *FLAGS, "--world_size", 5, "--max_batches", 60

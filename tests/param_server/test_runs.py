@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import ROOT, assert_one_line_error, assert_refused, run_main, start_main
+from helpers import ROOT, assert_one_line_error, assert_refused, run_main, run_script, start_main
 from jobs import ranks_of
 
 DRAWN = ("--dataset", "synthetic")
@@ -48,38 +48,19 @@ def run(*flags, timeout=150):
 # ------------------------------------------------------------------------------------------------- learning
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=[] if mode == "remote" else pytest.mark.slow) for mode in MODES]
-)
-def test_every_mode_learns_and_tells_its_figures(tmp_path, mode):
-    summary_file = tmp_path / "summary.json"
-    batches = 200
-    # Gradients that are two updates old diverge at 0.1, with this network in one process too.
-    lr = 0.1 if mode == "sync" else 0.05
-    done = run(
-        *MODES[mode],
-        "--world_size",
-        3,
-        "--max_batches",
-        batches,
-        "--lr",
-        lr,
-        "--log_interval",
-        50,
-        "--summary_json",
-        summary_file,
-        "--plot",
-        tmp_path / "curve.png",
-    )
+@pytest.mark.parametrize("mode", ["async", pytest.param("remote", marks=pytest.mark.slow)])
+def test_a_run_learns_and_tells_its_figures(tmp_path, mode):
+    summary_file, curve = tmp_path / "summary.json", tmp_path / "curve.png"
+    flags = ("--world_size", 3, "--max_batches", 200, "--lr", 0.05, "--log_interval", 50)
+    done = run(*MODES[mode], *flags, "--summary_json", summary_file, "--plot", curve)
     summary = json.loads(summary_file.read_text())
     assert re.search(r"^Epoch 1: Accuracy 0\.\d{4}, ", done.stdout, re.M)
     assert {line.split()[1] for line in done.stdout.splitlines() if line.startswith("Rank")} == {"1", "2"}
     assert summary["test_accuracy"] > 0.8
     assert summary["dataset"] == "synthetic" and summary["restarts"] == 0 and summary["images_per_second"] > 0
-    updates = {"sync": batches, "local steps": 2 * batches // 4}.get(mode, 2 * batches)
-    assert summary["updates"] == updates
-    assert (summary["staleness_max"] > 0) == (mode != "sync")
-    assert (tmp_path / "curve.png").stat().st_size > 5_000
+    assert summary["updates"] == 400 and summary["staleness_max"] > 0
+    assert summary["rpc_calls_per_step"] > 0 and summary["wire_bytes_per_step"] is None  # not counted without tcp
+    assert curve.stat().st_size > 5_000
 
 
 @pytest.mark.slow
@@ -87,24 +68,62 @@ def test_what_crosses_the_wire(tmp_path):
     """Difference 4: in `remote`, images and predictions; not the 10 MB of weights and gradients of an assert."""
     figures = {}
     for mode in ("remote", "async"):
-        run(*MODES[mode], "--world_size", 2, "--max_batches", 3, "--summary_json", tmp_path / "s.json")
+        flags = ("--world_size", 2, "--max_batches", 20, "--transport", "tcp", "--summary_json", tmp_path / "s.json")
+        run(*MODES[mode], *flags)
         figures[mode] = json.loads((tmp_path / "s.json").read_text())["wire_bytes_per_step"]
-    assert figures["remote"] == 32 * (28 * 28 + 2 * 10) * 4  # images; log-probabilities and their gradients
-    assert figures["async"] == 2 * 1_199_882 * 4  # gradients there, weights back
+    tensors = 32 * (28 * 28 + 2 * 10) * 4  # images; log-probabilities and their gradients
+    assert tensors < figures["remote"] < tensors + 30_000
+    tensors = 2 * 1_199_882 * 4  # gradients there, weights back
+    assert tensors < figures["async"] < tensors + 30_000
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["remote", "async", "bounded", "sync"])
-@pytest.mark.parametrize("trainers", [1, 4, 8])
-def test_one_to_eight_trainers_in_every_mode(mode, trainers, digits):
-    done = run(*MODES[mode], "--world_size", trainers + 1, "--max_batches", 6, *from_files(digits), timeout=240)
-    assert re.search(rf" {6 if mode == 'sync' else 6 * trainers} updates", done.stdout)
+@pytest.mark.parametrize("mode", MODES)
+def test_four_trainers_in_every_mode(mode, digits, tmp_path):
+    flags = (*MODES[mode], "--world_size", 5, "--max_batches", 8, "--summary_json", tmp_path / "s.json")
+    done = run_main("param_server", *flags, *from_files(digits), timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert summary["updates"] == {"sync": 8, "local steps": 4 * 8 // 4}.get(mode, 4 * 8)
+    assert (summary["staleness_max"] > 0) == (mode != "sync")
 
 
-def test_more_servers_than_one_and_two_epochs(tmp_path):
-    flags = ("--mode", "replica", "--num_servers", 2, "--world_size", 4, "--epochs", 2, "--lr_step", 1)
-    done = run(*flags, "--max_batches", 20)
-    assert re.search(r"^Epoch 2: Accuracy .* 80 updates", done.stdout, re.M)
+def test_each_rank_obeys_its_own_command_line(tmp_path, digits):
+    """In terminals: what rank 0 alone is told, rank 0 does, whoever calls first; two servers, two epochs."""
+    job = (
+        "--mode",
+        "replica",
+        "--num_servers",
+        2,
+        "--world_size",
+        4,
+        "--epochs",
+        2,
+        "--lr_step",
+        1,
+        "--max_batches",
+        10,
+    )
+    job = (*job, "--master_port", free_port(), "--rank")
+    checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
+    zero = ("--data_dir", digits, "--checkpoint", checkpoint, "--summary_json", summary)
+    others = [start_main("param_server", *job, rank, "--data_dir", digits) for rank in (3, 2, 1)]
+    rank0 = start_main("param_server", *job, 0, *zero)
+    for process in (rank0, *others):
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, err) == (0, ""), (out, err)
+    assert json.loads(summary.read_text())["updates"] == 40 == updates_in(checkpoint)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("consistency", ["async", "sync"])
+def test_more_callers_than_rpc_threads_and_checkpoints_end_without_a_hang(tmp_path, consistency):
+    """A server that waits for another's answer under its lock would leave no thread to take that answer."""
+    flags = (*MODES[consistency], "--num_servers", 3, "--world_size", 11, "--batch_size", 8, "--max_batches", 20)
+    flags = (*flags, "--lr", 0.003, "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 2)
+    done = run_script("tests/param_server/few_threads_job.py", *DRAWN, *flags, timeout=120)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert updates_in(tmp_path / "c.pt") == (20 if consistency == "sync" else 160)
 
 
 # ------------------------------------------------------------------------------------------------- bad input
@@ -132,8 +151,8 @@ def test_a_wrong_command_line_is_refused_in_one_line(flags, words, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_gpu_that_is_not_there_is_refused():
-    assert_one_line_error(run_main("param_server", "--num_gpus", 1, timeout=60), 2, "--num_gpus 1", "0 CUDA GPUs")
+def test_a_gpu_that_is_not_there_is_refused(capsys):
+    assert_refused("param_server", ["--num_gpus", 1], capsys, "--num_gpus 1", "0 CUDA GPUs")
 
 
 def test_unusable_data_ends_the_whole_job_with_status_1(tmp_path):
@@ -142,21 +161,16 @@ def test_unusable_data_ends_the_whole_job_with_status_1(tmp_path):
         for name in ("images-idx3-ubyte", "labels-idx1-ubyte"):
             (tmp_path / f"{part}-{name}").write_bytes(b"\0\0\x08\x03")
     done = run_main("param_server", "--data_dir", tmp_path, "--world_size", 3, timeout=100)
-    assert_one_line_error(done, 1, "is not an IDX file")
+    assert_one_line_error(done, 1, "ValueError", "is not a file of MNIST")
 
 
-def test_data_that_cannot_be_had_is_told_in_one_line(tmp_path):
-    """The server fails while the trainers' calls to it are under way: C++ must not tell that as well, stack and all."""
-    (tmp_path / "file").touch()
-    done = run_main("param_server", "--data_dir", tmp_path / "file" / "data", timeout=100)
-    cause, *others = done.stderr.splitlines()
-    assert done.returncode == 1 and "Two ways out: --data_dir DIR" in cause and "--dataset synthetic" in cause
-    assert len(others) == 2 and all("lost rank 0 (parameter_server): it failed" in line for line in others), others
-
-
-def test_too_high_a_learning_rate_is_told(tmp_path):
-    done = run_main("param_server", *DRAWN, "--mode", "replica", "--lr", "1e30", "--max_batches", 20, timeout=100)
-    assert_one_line_error(done, 1, "not finite: try a lower --lr")
+@pytest.mark.parametrize("mode", ["async", pytest.param("remote", marks=pytest.mark.slow)])
+def test_too_high_a_learning_rate_is_told(tmp_path, mode):
+    summary = tmp_path / "s.json"
+    flags = (*MODES[mode], "--lr", "1e30", "--max_batches", 20, "--summary_json", summary)
+    done = run_main("param_server", *DRAWN, *flags, timeout=100)
+    assert_one_line_error(done, 1, "step ", " is ", "training has diverged, try a lower --lr")
+    assert not summary.exists()
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints
@@ -179,27 +193,35 @@ def updates_in(checkpoint):
     return torch.load(checkpoint, weights_only=True)["state"]["books"]["updates"]
 
 
-@pytest.mark.parametrize("mode", ["remote", pytest.param("async", marks=pytest.mark.slow)])
+RESUMED = {  # mode: (flags, how far weights may be off)
+    "remote": (("--world_size", 2, "--no_dropout"), 1e-6),
+    "sync, two servers": ((*MODES["sync"], "--num_servers", 2, "--world_size", 4, "--momentum", 0.5), 0),
+    "sync, three servers": ((*MODES["sync"], "--num_servers", 3, "--world_size", 5), 0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", RESUMED)
 def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path, digits, mode):
-    """One trainer, no dropout: the weights are exactly those of a run that was never killed."""
-    flags = (*from_files(digits), *MODES[mode], "--world_size", 2, "--no_dropout", "--batch_size", 8)
-    flags = (*flags, "--max_batches", 120)
+    """With `sync` to the bit, dropout and all: nothing depends on who comes first, or on when it was interrupted."""
+    flags, tolerance = RESUMED[mode]
+    flags = (*from_files(digits), *flags, "--batch_size", 8, "--max_batches", 100)
     unbroken, broken = tmp_path / "unbroken.pt", tmp_path / "broken.pt"
     assert run_main("param_server", *flags, "--checkpoint", unbroken).returncode == 0
-    flags = (*flags, "--checkpoint", broken, "--checkpoint_every", 10)
+    flags = (*flags, "--checkpoint", broken, "--checkpoint_every", 7)
     process = start_main("param_server", *flags)
     wait_for(broken.exists, 60, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     at = updates_in(broken)
-    assert at % 10 == 0
+    assert at % 7 == 0 and at < 100
     resumed = run_main("param_server", *flags, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert f"Going on from update {at}," in resumed.stdout
-    assert updates_in(broken) == 120
+    assert updates_in(broken) == 100
     weights, expected = (torch.load(f, weights_only=True)["state"]["model"] for f in (broken, unbroken))
     for name in expected:
-        torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=tolerance)
 
 
 @pytest.mark.slow
@@ -211,7 +233,7 @@ def test_a_finished_run_goes_on_with_more_epochs_and_refuses_other_settings(tmp_
     more = run(*flags, "--resume", "--epochs", 2)
     assert "Epoch 2: Accuracy" in more.stdout and "Epoch 1:" not in more.stdout
     other = run_main("param_server", *flags, "--resume", "--world_size", 4)
-    assert_one_line_error(other, 1, "--world_size 3, this run has 4")
+    assert_one_line_error(other, 1, "made with trainers 2, this run has 3")
 
 
 # ------------------------------------------------------------------------------------------------- lost ranks
@@ -224,19 +246,6 @@ def kill_a_trainer_when_training(process, trainer, checkpoint, delay=0.0):
         os.kill(ranks_of(process.pid)[trainer], signal.SIGKILL)
 
 
-def test_a_lost_trainer_comes_back_with_max_restarts(tmp_path, digits):
-    checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
-    flags = (*from_files(digits), "--world_size", 3, "--max_batches", 200, "--lr", "0.05", "--checkpoint", checkpoint)
-    flags = (*flags, "--checkpoint_every", 20, "--max_restarts", 1, "--summary_json", summary)
-    process = start_main("param_server", *flags)
-    kill_a_trainer_when_training(process, 2, checkpoint)
-    out, err = process.communicate(timeout=150)
-    assert process.returncode == 0, (out, err)
-    figures = json.loads(summary.read_text())
-    assert figures["restarts"] == 1 and figures["updates"] == 400 and figures["test_accuracy"] > 0.8
-    assert "Going on from update" in out
-
-
 def test_a_lost_trainer_ends_the_job_with_status_1(tmp_path):
     checkpoint = tmp_path / "c.pt"
     flags = (*DRAWN, *MODES["sync"], "--world_size", 3, "--checkpoint", checkpoint, "--checkpoint_every", 5)
@@ -247,33 +256,20 @@ def test_a_lost_trainer_ends_the_job_with_status_1(tmp_path):
     assert "trainer_1" in err and "Traceback" not in err
 
 
-# Accuracy of the following runs when nobody is killed: mean of 3, which were at most 0.006 from it (sync: equal).
-UNBROKEN = {"remote": 0.815, "async": 0.820, "bounded": 0.814, "sync": 0.788}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("attempt", range(20))
-def test_kill_9_of_one_of_four_trainers_at_a_random_moment(tmp_path, digits, attempt):
-    """Never a hang, never a wrong exit status; every second time with --max_restarts: the run finishes by itself.
-
-    The second epoch at a tenth of the learning rate takes the noise out: with stale gradients at a steady 0.03 the
-    accuracy moves by points from one moment to the next, in one process as well.
-    """
-    random_ = random.Random(attempt)
-    mode = random_.choice(["remote", "async", "bounded", "sync"])
-    restarts = attempt % 2
+@pytest.mark.parametrize("mode", ["remote", "async", "bounded", "sync"])
+def test_a_killed_trainer_comes_back_with_max_restarts(tmp_path, digits, mode):
     checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
-    flags = (*from_files(digits), *MODES[mode], "--world_size", 5, "--lr", 0.1 if mode == "sync" else 0.03)
-    flags = (*flags, "--epochs", 2, "--lr_step", 1, "--max_batches", 75, "--max_restarts", restarts)
-    flags = (*flags, "--checkpoint", checkpoint, "--checkpoint_every", 4, "--summary_json", summary)
-    process = start_main("param_server", *flags)
+    flags = (*from_files(digits), *MODES[mode], "--world_size", 5, "--lr", 0.1 if mode == "sync" else 0.05)
+    flags = (*flags, "--max_batches", 75, "--max_restarts", 1, "--checkpoint", checkpoint, "--checkpoint_every", 4)
+    process = start_main("param_server", *flags, "--summary_json", summary)
+    random_ = random.Random(mode)
     kill_a_trainer_when_training(process, random_.randint(1, 4), checkpoint, delay=random_.uniform(0, 2))
     out, err = process.communicate(timeout=200)
-    finished = summary.exists()
-    assert process.returncode == (0 if finished else 1), (out, err)
-    assert finished or not restarts, (out, err)
-    if finished:
-        assert json.loads(summary.read_text())["test_accuracy"] > UNBROKEN[mode] - 0.025
+    assert process.returncode == 0 and "Going on from update" in out, (out, err)
+    figures = json.loads(summary.read_text())
+    assert figures["restarts"] == 1 and figures["updates"] == (75 if mode == "sync" else 300)
+    assert figures["test_accuracy"] > 0.6
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from helpers import package_on_path
 
 with package_on_path("param_server"):
     import digits_net
+    import flat_weights
     import main
     import remote_server
     import remote_trainer
@@ -26,7 +27,7 @@ with package_on_path("param_server"):
 def few_test_images(monkeypatch):
     """Drawing the whole test set takes a second, which most of these tests do not need."""
     images = torch.randint(0, 256, (20, 28, 28), dtype=torch.uint8)
-    monkeypatch.setattr(scoreboard, "load_digits", lambda args, train: (images, torch.arange(20) % 10))
+    monkeypatch.setattr(scoreboard, "load_digits", lambda *_, **__: (images, torch.arange(20) % 10))
 
 
 def arguments(*flags):
@@ -45,7 +46,7 @@ class TutorialServer(remote_server.ParameterServer):
     """The published forward: on the very weights that other trainers' steps change."""
 
     def forward(self, trainer, inp):
-        self.snapshot_of[trainer] = (self.scoreboard.updates, len(inp), 0)
+        self.snapshot_of[trainer] = (self.scoreboard.updates, len(inp))
         return self.model(inp)
 
 
@@ -101,7 +102,7 @@ def test_concurrent_forwards_each_see_one_version_of_the_weights():
     def flip():
         while not stop.is_set():
             for weights in versions:
-                with server._exclusive():
+                with server.lock:
                     put(weights)
 
     def look(trainer):
@@ -130,7 +131,7 @@ def test_accuracy_is_measured_without_dropout_where_the_network_is():
     net.eval()
     labels = net((images.unsqueeze(1).float() - 255 * 0.1307) / (255 * 0.3081)).argmax(dim=1)
     net.train()
-    assert scoreboard.evaluate(net, images, labels) == 1.0  # the labels are what the network says without dropout
+    assert scoreboard.get_accuracy(net, images, labels) == 1.0  # the labels are what the network says without dropout
     assert net.training  # and training goes on with dropout
     with_dropout = net((images.unsqueeze(1).float() - 255 * 0.1307) / (255 * 0.3081)).argmax(dim=1)
     assert (with_dropout == labels).float().mean() < 0.95  # the tutorial's measurement
@@ -139,7 +140,7 @@ def test_accuracy_is_measured_without_dropout_where_the_network_is():
 def test_the_network_behind_the_rref_takes_images_only(monkeypatch):
     """Difference 5: the tutorial's get_accuracy calls model(data, -1)."""
     monkeypatch.setattr(remote_trainer.rpc, "remote", lambda *_, **__: None)
-    net = remote_trainer.TrainerNet(1, arguments(), torch.device("cpu"))
+    net = remote_trainer.TrainerNet(1, torch.device("cpu"))
     with pytest.raises(TypeError, match="positional arguments"):
         net(batch(1)[0], -1)
 
@@ -170,7 +171,10 @@ def test_a_gradient_that_is_not_finite_is_refused():
     server = remote_server.ParameterServer(arguments("--world_size", 3))
     data, target = batch(1)
     (F.nll_loss(server.forward(1, data), target) * float("inf")).backward()
-    with pytest.raises(ValueError, match=r"not finite: try a lower --lr"):
+    with pytest.raises(
+        ValueError,
+        match=r"step 0: the sum of trainer_1's gradient .* is (nan|inf): training has diverged, try a lower --lr",
+    ):
         server.apply_gradients(1)
 
 
@@ -212,7 +216,7 @@ def test_all_trainers_share_one_momentum(monkeypatch):
     reference = digits_net.Net(dropout=False)
     reference.load_state_dict(server.model.state_dict())
     optimizer = torch.optim.SGD(reference.parameters(), lr=args.lr, momentum=0.9)
-    handles = {trainer: remote_server.ServerSGD([], args, trainer) for trainer in (1, 2)}
+    handles = {trainer: remote_server.ServerSGD([], trainer) for trainer in (1, 2)}
     for step, trainer in enumerate((1, 2, 1, 2)):
         data, target = batch(step)
         F.nll_loss(server.forward(trainer, data), target).backward()
@@ -226,25 +230,24 @@ def test_all_trainers_share_one_momentum(monkeypatch):
 
 @pytest.mark.parametrize("epoch, expected", [(0, 0.5), (1, 0.5), (2, 0.05), (5, 0.005)])
 def test_lr_step_divides_the_learning_rate(epoch, expected):
-    args = arguments("--lr", "0.5", "--lr_step", "2", "--epochs", "6")
-    assert remote_server.learning_rate(args, epoch) == pytest.approx(expected)
+    assert scoreboard.learning_rate(0.5, 2, epoch) == pytest.approx(expected)
 
 
 # ------------------------------------------------------------------------- consistency of replicas
 
 
-def replica_server(consistency, trainers, *flags):
+def one_server(consistency, trainers, *flags):
     args = arguments("--mode", "replica", "--consistency", consistency, "--world_size", trainers + 1, *flags)
-    return replica_server.RangeServer(args, 0)
+    return replica_server.RangeServer(0, args, torch.device("cpu"))
 
 
 def gradient_of(value, server):
-    return torch.full_like(server.weights, value).detach()
+    return torch.full_like(server.range.weights, value).detach()
 
 
 def test_async_answers_each_push_at_once_with_the_weights_after_it():
-    server = replica_server("async", 2, "--lr", "0.5")
-    before = server.weights.detach().clone()
+    server = one_server("async", 2, "--lr", "0.5")
+    before = server.range.weights.detach().clone()
     for pushes in range(1, 6):
         version, lr, weights = server.push(1, pushes - 1, gradient_of(1.0, server), 4, 1).value()
         assert (version, lr) == (pushes, 0.5)
@@ -252,7 +255,7 @@ def test_async_answers_each_push_at_once_with_the_weights_after_it():
 
 
 def test_an_answer_is_a_copy_that_later_updates_do_not_change():
-    server = replica_server("async", 2)
+    server = one_server("async", 2)
     _, _, weights = server.push(1, 0, gradient_of(1.0, server), 4, 1).value()
     kept = weights.clone()
     server.push(2, 0, gradient_of(1.0, server), 4, 1)
@@ -261,12 +264,12 @@ def test_an_answer_is_a_copy_that_later_updates_do_not_change():
 
 @pytest.mark.parametrize("lead", [0, 1, 3])
 def test_bounded_holds_back_who_runs_ahead(lead):
-    server = replica_server("bounded", 3, "--max_staleness", lead)
+    server = one_server("bounded", 3, "--max_staleness", lead)
     for _ in range(lead):
         assert server.push(1, 0, gradient_of(0.0, server), 4, 1).done()
     held = server.push(1, 0, gradient_of(0.0, server), 4, 1)
     assert not held.done()
-    assert server.version == lead + 1  # applied all the same
+    assert server.range.version == lead + 1  # applied all the same
     server.push(2, 0, gradient_of(0.0, server), 4, 1)
     assert not held.done()  # trainer 3 is still at 0
     server.push(3, 0, gradient_of(0.0, server), 4, 1)
@@ -275,17 +278,17 @@ def test_bounded_holds_back_who_runs_ahead(lead):
 
 
 def test_sync_waits_for_all_and_averages_by_images():
-    server = replica_server("sync", 3, "--lr", "1")
-    before = server.weights.detach().clone()
+    server = one_server("sync", 3, "--lr", "1")
+    before = server.range.weights.detach().clone()
     futures = [server.push(t, 0, gradient_of(float(t), server), images, 1) for t, images in ((3, 2), (1, 4))]
-    assert not any(future.done() for future in futures) and server.version == 0
+    assert not any(future.done() for future in futures) and server.range.version == 0
     futures.append(server.push(2, 0, gradient_of(2.0, server), 4, 1))
-    assert all(future.done() for future in futures) and server.version == 1
+    assert all(future.done() for future in futures) and server.range.version == 1
     torch.testing.assert_close(futures[0].value()[2], before - (3 * 2 + 1 * 4 + 2 * 4) / 10)
 
 
 def test_staleness_counts_the_updates_between_reading_and_applying():
-    server = replica_server("async", 2)
+    server = one_server("async", 2)
     for version in (0, 0, 0):  # three gradients on the first weights: 0, 1, 2 updates late
         server.push(1, version, gradient_of(0.0, server), 4, 1)
     books = server.scoreboard
@@ -295,9 +298,8 @@ def test_staleness_counts_the_updates_between_reading_and_applying():
 @pytest.mark.parametrize("trainers, lead", [(2, 0), (3, 1), (4, 2)])
 def test_bounded_bounds_the_staleness_whatever_the_speeds(trainers, lead):
     """Threads of very different speed: between a trainer's pull and push, each other makes at most 2 S + 1 updates."""
-    server = replica_server("bounded", trainers, "--max_staleness", lead)
-    server.weights = nn.Parameter(torch.zeros(8))
-    server.optimizer = torch.optim.SGD([server.weights], lr=1.0)
+    server = one_server("bounded", trainers, "--max_staleness", lead)
+    server.range = flat_weights.WeightRange(slice(0, 8), torch.zeros(8), lr=1.0, momentum=0.0)
 
     def train(trainer):
         version = 0
@@ -306,13 +308,151 @@ def test_bounded_bounds_the_staleness_whatever_the_speeds(trainers, lead):
                 time.sleep(0.003)  # the slow one: this is the load under test, not a wait for an event
             version, _, _ = server.push(trainer, version, torch.zeros(8), 4, 1).wait()
 
-    threads = [threading.Thread(target=train, args=(trainer,)) for trainer in server.trainers]
+    threads = [threading.Thread(target=train, args=(trainer,)) for trainer in server.clock]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert server.version == 30 * trainers
+    assert server.range.version == 30 * trainers
     assert server.scoreboard.staleness_max <= (trainers - 1) * (2 * lead + 1)
+
+
+# ------------------------------------------------------------------------- several servers, one checkpoint
+
+
+class Here:
+    """In place of an RRef: calls go to an object in this process."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def rpc_async(self):
+        return self.target
+
+
+def two_servers(tmp_path, *flags):
+    """Two sync servers and two trainers; a checkpoint at every update."""
+    flags = ("--mode", "replica", "--consistency", "sync", "--num_servers", 2, "--world_size", 4, *flags)
+    args = arguments(*flags, "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1)
+    first, second = (replica_server.RangeServer(index, args, torch.device("cpu")) for index in range(2))
+    first.others = [Here(second)]
+    return first, second
+
+
+def flat(state):
+    return torch.cat([weight.reshape(-1) for weight in state["model"].values()])
+
+
+def test_a_checkpoint_holds_all_servers_at_the_same_update_and_no_lock_is_held_for_it(tmp_path):
+    first, second = two_servers(tmp_path, "--lr", "1")
+    before = flat_weights.flatten_parameters(first.net).clone()
+    first.push(2, 0, gradient_of(1.0, first), 4, 1)
+    saving = threading.Thread(target=first.push, args=(3, 0, gradient_of(1.0, first), 4, 1), daemon=True)
+    saving.start()  # update 1 of the first server: it asks the second, which has not got its pushes yet
+    deadline = time.monotonic() + 20
+    while not second.asked:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert first.lock.acquire(timeout=10)  # whoever else calls is served meanwhile
+    first.lock.release()
+    assert len(first.pull()[2]) == len(first.range.weights)
+    assert saving.is_alive() and not (tmp_path / "c.pt").exists()
+    pushes = [second.push(trainer, 0, gradient_of(1.0, second), 4, 1) for trainer in (2, 3)]
+    saving.join(20)
+    assert all(push.done() for push in pushes) and not saving.is_alive()
+    state = torch.load(tmp_path / "c.pt", weights_only=True)["state"]
+    assert state["books"]["updates"] == 1 and state["books"]["places"] == [1, 1]
+    torch.testing.assert_close(flat(state), before - 1)
+
+
+def test_in_sync_nobody_goes_on_before_the_checkpoint_has_all_ranges(tmp_path):
+    """Else the second server could be at update 2 when it is asked for its range at update 1."""
+    first, second = two_servers(tmp_path)
+    early = first.push(2, 0, gradient_of(1.0, first), 4, 1)
+    saving = threading.Thread(target=first.push, args=(3, 0, gradient_of(1.0, first), 4, 1), daemon=True)
+    saving.start()
+    while not second.asked:
+        time.sleep(0.001)
+    assert not early.done()
+    for trainer in (2, 3):
+        second.push(trainer, 0, gradient_of(1.0, second), 4, 1)
+    saving.join(20)
+    assert early.done()
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_a_checkpoint_goes_on_with_another_number_of_servers(tmp_path, servers):
+    first, second = two_servers(tmp_path, "--momentum", "0.5")
+    for server in (second, first):
+        for trainer in (2, 3):
+            server.push(trainer, 0, gradient_of(1.0, server), 4, 1)
+    state = torch.load(tmp_path / "c.pt", weights_only=True)["state"]
+    flags = ("--mode", "replica", "--consistency", "sync", "--momentum", "0.5", "--resume")
+    flags += ("--num_servers", servers, "--world_size", servers + 2, "--checkpoint", tmp_path / "c.pt")
+    resumed = [replica_server.RangeServer(i, arguments(*flags), torch.device("cpu")) for i in range(servers)]
+    resumed[0].others = [Here(Answering(server)) for server in resumed[1:]]
+    resumed[0].start_epoch(0.03)
+    again = resumed[0].capture()
+    assert torch.equal(flat(again), flat(state)) and torch.equal(again["momentum"], state["momentum"])
+    assert resumed[0].scoreboard.batches_done == {servers: 1, servers + 1: 1}
+
+
+def test_a_server_lost_while_another_restores_is_a_loss_and_not_a_bad_checkpoint(tmp_path):
+    """A ValueError is the user's to mend, and never tried again."""
+    first, second = two_servers(tmp_path)
+    for server in (second, first):
+        for trainer in (2, 3):
+            server.push(trainer, 0, gradient_of(1.0, server), 4, 1)
+    resumed, lost = two_servers(tmp_path, "--resume")  # reading the file asks nobody
+    resumed.others = [Here(Lost(lost))]
+    with pytest.raises(RuntimeError, match="eof"):
+        resumed.start_epoch(0.03)
+
+
+class Lost:
+    """A server whose process has ended."""
+
+    def __init__(self, server):
+        self.server = server
+
+    def begin_epoch(self, *_):
+        future = torch.futures.Future()
+        future.set_exception(RuntimeError("eof (this error originated at tensorpipe)"))
+        return future
+
+
+class Answering:
+    """A server whose plain methods answer with a Future, as they do over RPC."""
+
+    def __init__(self, server):
+        self.get_range, self.server = server.get_range, server
+
+    def begin_epoch(self, *args):
+        future = torch.futures.Future()
+        future.set_result(self.server.begin_epoch(*args))
+        return future
+
+
+def test_a_server_is_made_by_its_own_process_and_callers_only_find_it():
+    """No argument of a caller can configure it."""
+    assert remote_server.get_parameter_server() is None and replica_server.get_range_server() is None
+    for get in (remote_server.get_parameter_server, replica_server.get_range_server):
+        with pytest.raises(TypeError):
+            get(arguments())
+
+
+def test_the_defaults_are_the_tutorials_but_for_two():
+    """Difference 14."""
+    args = main.parse_args([])
+    assert (args.mode, args.lr, args.batch_size, args.epochs) == ("remote", 0.03, 32, 1)
+    assert (args.master_addr, args.master_port, args.num_gpus) == ("localhost", 29500, 0)
+    assert (args.world_size, args.log_interval) == (3, 100)
+
+
+def test_ranks_must_agree_on_what_more_than_one_of_them_uses():
+    agree = set(arguments().agree)
+    assert {"lr", "batch_size", "dataset", "consistency", "num_servers", "sync_every", "seed", "mode"} <= agree
+    assert not {"checkpoint", "data_dir", "plot", "log_interval"} & agree  # each rank's own
 
 
 # ------------------------------------------------------------------------- names and ranges
@@ -336,9 +476,7 @@ def test_names_of_the_tutorial_and_of_more_servers():
 
 @pytest.mark.parametrize("servers", [1, 2, 3, 7])
 def test_ranges_cover_all_weights_evenly(servers):
-    with package_on_path("param_server"):
-        from flat_weights import range_of
-    parts = [range_of(s, servers, 1_199_882) for s in range(servers)]
+    parts = [flat_weights.range_of(s, servers, 1_199_882) for s in range(servers)]
     assert parts[0].start == 0 and parts[-1].stop == 1_199_882
     assert all(a.stop == b.start for a, b in itertools.pairwise(parts))
     sizes = [part.stop - part.start for part in parts]

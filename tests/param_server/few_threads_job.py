@@ -1,0 +1,22 @@
+"""A job for test_runs.py: main.py with two RPC threads in each rank, so that a few trainers outnumber them.
+
+python tests/param_server/few_threads_job.py --mode replica --num_servers 3 --world_size 11
+"""
+
+import functools
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "param_server"))
+import main
+from glue import launch
+from rpc_names import worker_name
+
+
+def run_worker(rank, args, job):
+    job.rpc_options = functools.partial(job.rpc_options, num_worker_threads=2)
+    main.run_worker(rank, args, job)
+
+
+if __name__ == "__main__":
+    launch.launch(run_worker, main.parse_args(), worker_name)
