@@ -11,7 +11,6 @@ Ranks: the trainers first (trainer0, trainer1, ...), then the master, then the s
 import glue.before_torch  # noqa: F401  (first, see there)
 
 import argparse
-import os
 
 import torch
 import torch.distributed as dist
@@ -61,7 +60,8 @@ def parse_args(argv=None):
 
 def divide_ranks(parser, args):
     """Work out --world_size, --num_trainers and --num_servers from those that were given; refuse a contradiction."""
-    given = int(os.environ["WORLD_SIZE"]) if flags.under_torchrun(args) else args.world_size
+    place = flags.launched_place(parser, args)
+    given = place.world_size if place else args.world_size
     if args.num_servers is None:
         args.num_servers = 1 if given is None or args.num_trainers is None else given - 1 - args.num_trainers
     if args.num_trainers is None:
@@ -85,22 +85,14 @@ def process_group_options(rank, trainer_devices):
 def run_worker(rank, args, job):
     """Run one rank.  Trainers and servers only join: what they do, they are sent over RPC."""
     is_trainer, is_master = rank < args.num_trainers, rank == args.num_trainers
-    # Each rank says itself where its tensors live: on another host that may be another kind of device than here.
-    devices = job.store("devices")
-    devices.set(str(rank), "cpu" if args.table_device == "cpu" and not is_trainer else str(job.device))
-
-    def device_of(other):
-        return devices.get(str(other)).decode()
-
     if is_trainer:  # the trainers are a process group of their own, for DDP, beside the RPC group of all ranks
-        trainers = range(args.num_trainers)
-        options = process_group_options(rank, [device_of(trainer) for trainer in trainers])
+        options = process_group_options(rank, job.devices[: args.num_trainers])
         dist.init_process_group(store=job.store("trainers"), rank=rank, world_size=args.num_trainers, **options)
     # Four threads answer a server's few callers as well as the default 16, and share the cores with less switching.
     options = job.rpc_options(num_worker_threads=max(4, args.num_trainers + 2))
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=options)
     if is_master:
-        HybridMaster(args, worker_name, device_of).run()
+        HybridMaster(args, worker_name, job.devices).run()
     job.wait_for_all()
     rpc.shutdown()
     if is_trainer:

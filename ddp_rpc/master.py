@@ -20,9 +20,9 @@ ROWS_AT_A_TIME = 262144
 class HybridMaster:
     """The master's side of the job.  The first trainer holds an RRef to it."""
 
-    def __init__(self, args, worker_name, device_of):
-        """`worker_name(rank, args)` gives each rank's name, `device_of(rank)` where its tensors live, as a string."""
-        self.args, self.worker_name, self.device_of = args, worker_name, device_of
+    def __init__(self, args, worker_name, devices):
+        """`worker_name(rank, args)` gives each rank's name, `devices[rank]` where its tensors live, as a string."""
+        self.args, self.worker_name, self.devices = args, worker_name, devices
         self.report = report.Report(SCENARIO, args)
         self.bar = self.report.progress(total=args.epochs * args.batches, unit="step")
         saved = checkpoint.load(args, SCENARIO)
@@ -45,7 +45,7 @@ class HybridMaster:
                 "lr": args.lr,
                 "sparse": args.sparse,
                 "seed": seed_for(args.seed, "table"),
-                "device": self.device_of(rank),
+                "device": "cpu" if args.table_device == "cpu" else self.devices[rank],
             },
         )
 
@@ -54,7 +54,7 @@ class HybridMaster:
         args, ended = self.args, queue.SimpleQueue()
         plan, me = Plan.of(args), rpc.RRef(self)
         for rank in range(args.num_trainers):
-            trainer_args = (self.emb_rrefs, rank, self.device_of(rank), plan, me, self.epochs_done, self.fc_state)
+            trainer_args = (self.emb_rrefs, rank, self.devices[rank], plan, me, self.epochs_done, self.fc_state)
             # timeout=0: this call lasts as long as the training; the default would cut it off after 60 seconds.
             future = rpc.rpc_async(self.worker_name(rank, args), _run_trainer, args=trainer_args, timeout=0)
             future.add_done_callback(ended.put)

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 
 from digits_net import Net
 from glue import flags, measure
-from glue.launch import keep_freed_memory
-from glue.placement import usable_cores
+from glue.placement import keep_freed_memory, usable_cores
 from mnist_data import Shard, load_digits
 from scoreboard import get_accuracy
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from corpus import generated_corpus, get_next_batch, streams
-from glue import flags, launch, measure, placement
+from glue import flags, measure, placement
 from model import MODES
 from trainer import WARM_UP_STEPS
 
@@ -125,7 +125,7 @@ def parse_args(argv=None):
 
 def main():
     args = parse_args()
-    launch.keep_freed_memory()  # what every rank does: else the single process would pay for page faults they do not
+    placement.keep_freed_memory()  # what every rank does: else the single process would pay for page faults they do not
     cores = placement.usable_cores()
     print(
         f"torch {torch.__version__}, {cores} cores, device {args.device}, seed {args.seed}, {args.steps} steps of "

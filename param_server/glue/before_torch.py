@@ -1,30 +1,59 @@
-"""What has to happen before torch is loaded.  Only main.py imports this, first.
+"""What has to happen before torch is loaded.  Only a script that starts a job imports this, as its first line.
 
-Runs in every process that starts from main.py, and again in each spawned rank, which imports main.py as well.
+Runs in the process that was started, and (to no effect) in each spawned rank, which imports main.py as well.
 """
 
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import os
 import signal
 import sys
 
-# When a rank dies, the RPC threads of the others each log it from C++, with a stack, beside the line of job.py.
-# torch reads this level when it is loaded, so it must be set before.
+SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+STARTED_HERE = os.path.dirname(os.path.abspath(sys.argv[0])) == PACKAGE_FOLDER and "torch" not in sys.modules
+RANK_VARIABLES = {"RANK", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK"}  # one rank, started by a launcher
+
+
+def leave_at_once(number, _frame):
+    stop_fork_server()
+    os._exit(128 + number)
+
+
+def stop_fork_server():
+    """End the process that ranks are forked from (the ranks themselves stay), and remove its socket's folder."""
+    if "multiprocessing.forkserver" in sys.modules:
+        import multiprocessing
+        import shutil
+
+        if pid := multiprocessing.forkserver._forkserver._forkserver_pid:  # it has no public name
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(multiprocessing.process.current_process()._config.get("tempdir") or "", ignore_errors=True)
+
+
+if STARTED_HERE:  # loading torch takes seconds: until the job handles signals itself, they end this process quietly
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # started in the background, or by nohup: not meant for us
+            signal.signal(number, leave_at_once)
+
+# When a rank dies, the RPC threads of the others each log it from C++, with a stack, beside the one line of the glue.
+# torch reads this level when it is loaded.
 if "--debug" not in sys.argv:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
-# The ranks of a spawned job are forked from one clean process that has imported torch and done nothing else, so a group
-# of any size starts in the time of one import.  That process imports while this one does, so it is started first.
-FORK_SERVER = multiprocessing.get_context("forkserver")
-FORK_SERVER.set_forkserver_preload(["torch.distributed.rpc", "torch.distributed.optim", "torch._dynamo"])
 if (
-    "torch" not in sys.modules  # nor in tests, nor in a rank
-    and os.path.basename(sys.argv[0]) == "main.py"
-    and not {"RANK", "TORCHELASTIC_RUN_ID"} & set(os.environ)
-    and not any(word.startswith(("--rank", "--h", "-h")) for word in sys.argv)
+    STARTED_HERE
+    and not RANK_VARIABLES & set(os.environ)
+    and not any(word.startswith(("--rank", "--check", "--h", "-h")) for word in sys.argv)
 ):
-    multiprocessing.resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for the ranks and for this process
+    import multiprocessing.forkserver
+    import multiprocessing.resource_tracker
+
+    # The ranks are forked from one clean process that has loaded torch and done nothing else, so a group of any size
+    # starts in the time of one import.  That process loads torch while this one does, so it is started first.
+    # Started with these signals blocked, it does not get them, nor does a rank until it handles them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    multiprocessing.resource_tracker.ensure_running()  # it unblocks some of them, hence once more:
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    modules = ["torch.distributed.rpc", "torch.distributed.optim", "torch._dynamo"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     multiprocessing.forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -1,23 +1,20 @@
-"""`--check`: explain this machine before the first run.  (The same file in all four packages.)
+"""`--check`: explain this machine before the first run.
 
-Runs instead of the scenario: in one process (`main.py --check`), which describes this machine, or in every rank
-(`--rank R --check` in each terminal), where the ranks also meet, measure the round trip to each other, and say which
-pair cannot talk.
+Runs instead of the scenario: in one process, or with `--rank R` in every rank, where they meet and try each other.
 """
 
-import glob
-import os
 import socket
 import statistics
 import threading
 import time
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 from glue.addresses import interface_towards
-from glue.job import PACKAGE
+from glue.ending import PACKAGE
 from glue.placement import device_of, usable_cores
 
 TRIES, SECONDS_TO_CONNECT = 50, 3.0
@@ -37,12 +34,12 @@ def explain(args, meeting=False):
         taken = _holder_of(args.master_port)
         state = f"taken by {taken}: choose another --master_port" if taken else "free"
         print(f"port         {args.master_port} is {state} (spawned ranks need none: they take any free one)")
-    cores = usable_cores()
-    threads = max(1, cores // args.world_size)
-    print(f"cores        {cores}, so {threads} intra-op thread(s) for each of {args.world_size} ranks on this machine")
+    cores, ranks = usable_cores(), args.world_size
+    print(f"cores        {cores}, so {max(1, cores // ranks)} intra-op thread(s) for each of {ranks} ranks here")
     gpus = torch.cuda.device_count()
+    devices = dict.fromkeys(str(device_of(rank, args)) for rank in range(args.world_size))
     named = ", ".join(torch.cuda.get_device_name(gpu) for gpu in range(gpus)) or "none"
-    print(f"GPUs         {gpus} ({named}); --device {args.device}: {_devices(args)}")
+    print(f"GPUs         {gpus} ({named}); --device {args.device}: ranks on {', '.join(devices)}")
     built = "built in" if dist.is_available() and rpc.is_available() else "NOT built in: no package here can run"
     print(f"torch        {torch.__version__}, torch.distributed.rpc {built}")
     if not meeting:
@@ -55,12 +52,10 @@ def meet(job):
         explain(job.args, meeting=True)
     peers = [rank for rank in range(job.world_size) if rank != job.rank]
     broken = _connect_to_each(job, peers)
-    if any(broken.values()):
-        job.wait_for_all()
-        raise ConnectionError(
-            "; ".join(f"cannot reach {job.names[rank]}: {why}" for rank, why in broken.items() if why)
-        )
-    job.wait_for_all()  # a rank that cannot reach another ends the job here, before RPC would wait for it
+    job.wait_for_all()  # each has tried all; who cannot reach another ends the job here, before RPC would wait for it
+    if broken:
+        raise ConnectionError("; ".join(broken))
+    job.wait_for_all()
     name = job.worker_name(job.rank, job.args)
     rpc.init_rpc(name, rank=job.rank, world_size=job.world_size, rpc_backend_options=job.rpc_options())
     for rank in peers:
@@ -76,25 +71,17 @@ def meet(job):
 
 
 def _connect_to_each(job, peers):
-    """Return peer -> why a TCP connection to it failed ("" when it did not)."""
-    listener = socket.create_server((interface_towards(job.address[0])[1], 0))
-    threading.Thread(target=_accept_all, args=(listener,), daemon=True).start()
-    store = job.store("check")
+    """Return, for each peer to which a TCP connection failed, a line that says why."""
+    listener, store, broken = socket.create_server((interface_towards(job.address[0])[1], 0)), job.store("check"), []
+    threading.Thread(target=lambda: [listener.accept()[0].close() for _ in peers], daemon=True).start()
     store.set(str(job.rank), "{}:{}".format(*listener.getsockname()))
-    broken = {}
     for rank in peers:
         host, _, port = store.get(str(rank)).decode().partition(":")
         try:
             socket.create_connection((host, int(port)), SECONDS_TO_CONNECT).close()
-            broken[rank] = ""
         except OSError as error:
-            broken[rank] = f"{host}: {error}"
+            broken.append(f"cannot reach {job.names[rank]}: {host}: {error}")
     return broken
-
-
-def _accept_all(listener):
-    while True:
-        listener.accept()[0].close()
 
 
 def _resolve(host):
@@ -104,33 +91,13 @@ def _resolve(host):
         return "nothing"
 
 
-def _devices(args):
-    devices = [str(device_of(rank, args)) for rank in range(args.world_size)]
-    if args.device == "cpu":
-        return "every rank on the CPU"
-    return "ranks on " + ", ".join(devices)
-
-
 def _holder_of(port):
-    """Return who listens on this TCP port, as far as /proc lets this user see; "" if nobody does."""
-    inodes = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            with open(table) as file:
-                rows = [line.split() for line in list(file)[1:]]
-        except OSError:
-            continue
-        inodes |= {
-            row[9] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port
-        }  # 0A: LISTEN
-    if not inodes:
+    """Return who listens on this TCP port, as far as this user may see; "" if nobody does."""
+    try:
+        sockets = psutil.net_connections("tcp")
+    except psutil.AccessDenied:  # macOS, without root
         return ""
-    for link in glob.glob("/proc/[0-9]*/fd/*"):
-        try:
-            if os.readlink(link).removeprefix("socket:[").rstrip("]") in inodes:
-                pid = link.split("/")[2]
-                with open(f"/proc/{pid}/comm") as file:
-                    return f"process {pid} ({file.read().strip()})"
-        except OSError:
-            continue
-    return "a process of another user"
+    for each in sockets:
+        if each.status == psutil.CONN_LISTEN and each.laddr.port == port:
+            return f"process {each.pid} ({psutil.Process(each.pid).name()})" if each.pid else "another user's process"
+    return ""

@@ -1,33 +1,59 @@
 """Files that are whole or not there, and checkpoints: saved, and read without running anything in them.
 
-Runs in the one process of a job that saves, and in every process that goes on from a checkpoint.
+Runs in the one process of a job that saves, and in those that go on from a checkpoint.
 """
 
+import contextlib
+import io
 import os
+import threading
 import warnings
 
 import torch
+from torch.utils._pytree import tree_map_only
+
+_writing = threading.Lock()
 
 
 def write_aside(path, write):
-    """Call `write(path.part)`, then rename: kill -9 at any moment leaves the old file or the new one, never half."""
-    aside = f"{path}.part"
-    write(aside)
-    with open(aside, "rb+") as file:
-        os.fsync(file.fileno())  # the bytes are on the disk before the name points at them
-    os.replace(aside, path)
+    """Call `write(file)` on a file beside `path`, then rename it: at any moment there is the old file or the new one.
+
+    Links are followed; what is no regular file (/dev/stdout, a pipe) is written to directly.  Raises OSError.
+    """
+    path = os.fspath(path)
+    regular = (not os.path.exists(path) or os.path.isfile(path)) and not os.path.abspath(path).startswith("/dev/")
+    target = os.path.realpath(path) if regular else path
+    aside = f"{target}.part" if regular else path
+    with _writing, contextlib.ExitStack() as cleanup:
+        if regular:
+            cleanup.callback(lambda: os.path.exists(aside) and os.unlink(aside))
+        try:
+            with open(aside, "wb" if regular else "ab") as file:
+                write(file)
+                file.flush()
+                if regular:
+                    os.fsync(file.fileno())  # the bytes are on the disk before the name points at them
+                    os.replace(aside, target)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from None
+
+
+def finish_writing(seconds):
+    """Return when no file is half-written, or after so many seconds: the process is about to end."""
+    _writing.acquire(timeout=seconds)
 
 
 def save(path, scenario, state):
-    """Write `state` (tensors, numbers, strings, lists, dicts) to `path`, whole or not at all."""
-    write_aside(path, lambda aside: torch.save({"scenario": scenario, "state": state}, aside))
+    """Write `state` (tensors, numbers, strings, lists, dicts) to `path`, whole or not at all.  Raises OSError."""
+    content = io.BytesIO()  # torch's own writer loses the reason when a disk is full
+    torch.save({"scenario": scenario, "state": tree_map_only(torch.Tensor, torch.Tensor.cpu, state)}, content)
+    write_aside(path, lambda file: file.write(content.getbuffer()))
 
 
 def load(args, scenario):
-    """Return the state saved at --checkpoint, or None when this run does not go on from one.
+    """Return the state saved at --checkpoint, or None when this run does not go on from one.  Executes nothing in it.
 
-    Nothing in the file is executed (weights_only=True).  Raises ValueError, with one line for the user, if the file
-    is missing, damaged, or another scenario's.
+    Raises ValueError, with one line for the user, if the file is missing, damaged, or another scenario's.
     """
     path = args.checkpoint
     if not args.resume:

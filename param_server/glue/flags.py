@@ -1,13 +1,16 @@
-"""The flags that all four packages share, and the checks that refuse wrong ones.  (The same file in all four.)
+"""The flags that all four packages share, and the checks that refuse wrong ones.
 
-Runs in every process, before anything else; called from each main.py's parse_args.  A wrong command line ends in one
-line on stderr and exit status 2.
+Runs in every process, first; called from each main.py's parse_args.  A wrong command line: one line, exit status 2.
 """
 
 import argparse
 import os
+import sys
 
 import torch
+
+from glue.ending import PACKAGE
+from glue.launchers import find_place
 
 
 def _number(kind, name, accept):
@@ -32,48 +35,45 @@ port_number = _number(int, "a port (1 to 65535)", lambda value: 0 < value < 6553
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keep the lines of the docstring as they are, and show every default."""
+    pass
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that takes --world-size for --world_size, as torchrun does, and refuses in one line."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        known = {name.replace("-", "_"): name for name in self._option_string_actions}
+        words = []
+        for word in sys.argv[1:] if args is None else args:
+            name, equals, value = word.partition("=")
+            words.append(known.get(name.replace("-", "_"), name) + equals + value)
+        return super().parse_known_args(words, namespace)
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message} (--help shows every flag)\n")
 
 
 def argument_parser(description, modes, world_size, transport="uv"):
     """Return a parser with the shared flags.  `modes`: names; the first, the tutorial's own, is the default."""
-    prog = os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + "/main.py"
-    parser = argparse.ArgumentParser(
-        prog=prog, description=description, formatter_class=_HelpFormatter, allow_abbrev=False
+    parser = Parser(
+        prog=f"{PACKAGE}/main.py", description=description, formatter_class=_HelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument_group("the job (these flags are the same in all four packages)").add_argument
     add("--world_size", type=positive_int, default=world_size, metavar="N", help="all processes together")
     add("--rank", type=non_negative_int, metavar="R", help="run only this rank here (without it: all of them)")
     add("--master_addr", default="localhost", metavar="HOST", help="where the ranks meet: the address of rank 0")
     add(
-        "--master_port",
-        type=port_number,
-        default=29500,
-        metavar="PORT",
-        help="and its port (all ranks here: any free one)",
+        "--master_port", type=port_number, default=29500, metavar="PORT", help="its port (all ranks here: any free one)"
     )
     add("--join_timeout", type=positive_float, default=300, metavar="S", help="seconds to wait for missing ranks")
-    add(
-        "--mode",
-        choices=list(modes),
-        default=next(iter(modes)),
-        help="the communication pattern",
-    )
+    add("--mode", choices=list(modes), default=next(iter(modes)), help="the communication pattern")
     add("--seed", type=non_negative_int, default=1, metavar="N", help="everything random derives from it and the rank")
     add("--device", choices=["cpu", "cuda", "auto"], default="cpu", help="where tensors live; ranks may share a GPU")
-    add(
-        "--rpc_timeout",
-        type=positive_float,
-        default=60,
-        metavar="S",
-        help="seconds without an answer before an RPC fails",
+    add("--rpc_timeout", type=positive_float, default=60, metavar="S", help="seconds after which an RPC has failed")
+    ways = (
+        f"how messages travel; auto: {transport}; uv: sockets; shm: memory, a busy core per rank; tcp: uv, tensors too"
     )
-    add(
-        "--transport",
-        choices=["auto", "shm", "uv", "tcp"],
-        default="auto",
-        help=f"how messages travel; auto is {transport} here",
-    )
+    add("--transport", choices=["auto", "shm", "uv", "tcp"], default="auto", help=ways)
     add("--logdir", metavar="DIR", help="write TensorBoard event files")
     add("--plot", metavar="FILE.png", help="draw the learning curve at the end")
     add("--summary_json", metavar="FILE", help="write the result of the run")
@@ -87,21 +87,26 @@ def argument_parser(description, modes, world_size, transport="uv"):
     return parser
 
 
-def under_torchrun(args):
-    """True in a process that torchrun started (an explicit --rank wins over its environment)."""
-    return args.rank is None and "TORCHELASTIC_RUN_ID" in os.environ
+def launched_place(parser, args):
+    """Return the launchers.Place of this process, or None where it was started by hand (an explicit --rank wins)."""
+    try:
+        return find_place() if args.rank is None else None
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def check_arguments(parser, args, min_world_size, roles, max_world_size=None, agree=()):
-    """Refuse what cannot work (one line, exit status 2); take rank and world size from torchrun where it started us.
+    """Refuse what cannot work (one line, exit status 2); take rank and world size from who started this process.
 
     `agree`: the scenario's own flags that must be the same in every rank, for ranks that are started one by one.
     """
     args.agree = ("world_size", "mode", "seed", "check", *agree)
-    args.torchrun = under_torchrun(args)
+    place = launched_place(parser, args)
+    args.torchrun = place is not None and place.launcher == "torchrun"
+    if place:
+        args.rank, args.world_size = place.rank, place.world_size
+        args.master_addr, args.master_port = place.address or args.master_addr, place.port or args.master_port
     if args.torchrun:
-        args.rank, args.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        args.master_addr, args.master_port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         args.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         args.resume = args.resume or args.restarts > 0
     size = args.world_size
@@ -111,9 +116,7 @@ def check_arguments(parser, args, min_world_size, roles, max_world_size=None, ag
     if args.rank is not None and args.rank >= size:
         parser.error(f"--rank {args.rank} is out of range: with --world_size {size} the ranks are 0 to {size - 1}")
     if args.max_restarts and args.rank is not None:
-        parser.error(
-            "--max_restarts starts spawned ranks again; with one rank per terminal or host use torchrun --max-restarts"
-        )
+        parser.error("--max_restarts starts spawned ranks again; started one by one, use torchrun --max-restarts")
     if args.resume and not args.checkpoint and not args.restarts:
         parser.error("--resume needs --checkpoint FILE to go on from")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -121,8 +124,10 @@ def check_arguments(parser, args, min_world_size, roles, max_world_size=None, ag
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     for flag in ("logdir", "plot", "summary_json", "checkpoint", "trace"):
-        path = getattr(args, flag)
+        path = vars(args)[flag]
         if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
             parser.error(f"--{flag} {path}: that folder does not exist")
         if path and flag != "logdir" and os.path.isdir(path):
             parser.error(f"--{flag} {path}: that is a folder, not a file")
+    if place and (not args.torchrun or args.rank == 0):  # torchrun's ranks share one console
+        print(f"rank {args.rank} of {size}, started by {place.launcher}", flush=True)

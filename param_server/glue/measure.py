@@ -38,16 +38,10 @@ def wire_bytes():
 
 
 class Meter:
-    """What the steps of a training loop cost this rank: seconds, RPCs and bytes, counted around them.
-
-        for batch in meter.over(batches):
-            ...  # one step
-
-    `transport` is the job's: bytes are counted only where all of them are seen, with "tcp".
-    """
+    """What the steps of a loop cost this rank, counted around them: `for batch in meter.over(batches): (one step)`."""
 
     def __init__(self, transport, warm_up=0):
-        """The first `warm_up` steps open connections and touch fresh memory: they are not in `seconds`."""
+        """`transport`: bytes are counted only where all of them are seen, with "tcp"; `warm_up`: steps not timed."""
         self.count_bytes, self.warm_up = transport == "tcp" and hasattr(socket, "TCP_INFO"), warm_up
         self.steps = self.timed_steps = self.rpc_calls = self.bytes = 0
         self.seconds = 0.0
@@ -62,7 +56,7 @@ class Meter:
             if self.steps > self.warm_up:
                 self.timed_steps += 1
                 self.seconds += time.perf_counter() - started
-        self.rpc_calls += sum(trace.rpc_calls().values()) - sum(calls.values())
+        self.rpc_calls += trace.rpc_calls() - calls
         self.bytes += wire_bytes() - total if self.count_bytes else 0
 
     def figures(self):
@@ -95,7 +89,7 @@ def places(device):
 def interleave(variants, repeats=3):
     """Call each of `variants` (name -> callable returning a dict of figures) in turn, `repeats` times: A B C A B C ...
 
-    Interleaved, because a shared machine's speed drifts: what is compared is measured at nearly the same time.
+    A shared machine's speed drifts: what is compared is measured at nearly the same time.
     """
     rows = {name: [] for name in variants}
     with tqdm(total=repeats * len(variants), leave=False, disable=not sys.stderr.isatty()) as bar:

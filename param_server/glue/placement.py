@@ -1,9 +1,10 @@
-"""Where tensors and threads are: each rank's device, its share of the cores, and how a tensor crosses the wire.
+"""Where tensors and threads are: each rank's device, cores and memory, and how a tensor crosses the wire.
 
 Runs in every process.
 """
 
 import contextlib
+import ctypes
 import os
 
 import torch
@@ -17,8 +18,8 @@ def device_of(rank, args):
 def to_wire(tensor):
     """Return `tensor` as it crosses RPC: on the CPU, always.  Every tensor that is sent passes here.
 
-    torch's own documentation calls RPC's CUDA support beta and discourages it for RRef, distributed autograd and the
-    distributed optimizer.  Autograd follows this copy, and the .to(device) at the other end, by itself.
+    torch's documentation calls RPC's CUDA support beta and discourages it for RRef, distributed autograd and optimizer.
+    Autograd follows this copy, and the .to(device) at the other end, by itself.
     """
     return tensor.cpu()
 
@@ -43,3 +44,15 @@ def all_cores():
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def keep_freed_memory():
+    """Let this process keep freed memory for its next tensors (before other threads start; glibc only, else no effect).
+
+    By default malloc returns large blocks to the kernel, and each iteration pays for faulting them in again: a fifth of
+    the time of the small models here.  bench.py calls this too.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, value in ((-3, 1 << 30), (-1, 1 << 30), (-8, 1)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_ARENA_MAX
+            mallopt(option, value)

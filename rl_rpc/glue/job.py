@@ -1,37 +1,32 @@
-"""One rank's view of the job: meet the other ranks, watch over them, end with them.  (The same file in all four.)
+"""One rank's view of the job: meet the other ranks, use what the job offers, leave together.
 
-Runs in every rank; made by launch.py, handed to run_worker as `job`.  A rank that dies ends the job: every other rank
-says on stderr which one was lost and why, and leaves with exit status 1, whatever it was doing.
+Runs in every rank; made by launch.py, handed to run_worker as `job`.  A rank that dies ends the job (watch.py).
 """
 
 import contextlib
-import json
-import os
-import re
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
+from glue import ending, trace, watch
 from glue.addresses import hold_store, listen_only_towards
+from glue.ending import End, leave_now
+from glue.meeting import Meeting, define_job
 from glue.placement import device_of, share_cores
+from glue.watch import Watch
 
-PACKAGE = os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-BEAT_SECONDS, LOST_AFTER_SECONDS = 1.0, 8.0  # a rank shows that it lives; a rank that did not for so long is lost
 FOREVER = timedelta(days=365)
-SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGALRM}
-CONNECTION_TROUBLE = re.compile(r"\beof\b|tensorpipe|connection|socket|ECONN|broken pipe|tim(ed?|e-) ?out|store", re.I)
-REMOTE_ERROR = re.compile(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\n")
 
 
 class Job:
-    """One rank's view of the job: the store, the other ranks' names, and the two threads that watch over them."""
+    """One rank's view of the job: the store, the other ranks' names, and the watch over them."""
 
     def __init__(self, rank, args, worker_name, parent_port=None):
         self.rank, self.world_size, self.args, self.worker_name = rank, args.world_size, args, worker_name
@@ -41,16 +36,15 @@ class Job:
         self.holds_store = rank == 0 and not self.spawned and not args.torchrun
         self.holder = "the starting process" if self.spawned else "torchrun" if args.torchrun else self.names[0]
         self.address = ("127.0.0.1", parent_port) if self.spawned else (args.master_addr, args.master_port)
-        self.main_store = self.beat_store = self.beater = None
-        self.leaving, self.ending = threading.Event(), threading.Lock()
-        self.lost_after, self.meetings = LOST_AFTER_SECONDS, 0
+        self.main_store = self.beat_store = None
+        self.ending, self.meetings = threading.Lock(), 0
+        self.watch = Watch(rank, args.world_size, self.end, args.torchrun)
 
-    # What run_worker uses
+    # ------------------------------------------------------------------------------------------ what run_worker uses
 
     def rpc_options(self, **kwargs):
         """Return TensorPipeRpcBackendOptions that meet on this job's own store; `kwargs` go to torch."""
-        args = self.args
-        transport = args.auto_transport if args.transport == "auto" else args.transport
+        transport = self.args.auto_transport if self.args.transport == "auto" else self.args.transport
         # TensorPipe's shm transport is fast but keeps a core busy per rank even when idle; uv (TCP) sleeps.  And its
         # basic channel sends tensors with their message, where the default reads them from the peer's memory.  torch
         # has no public name for either choice, hence the underscores.
@@ -59,7 +53,7 @@ class Job:
             kwargs["_channels"] = ["basic"]
         meet_here = (self.store("rpc"), self.rank, self.world_size)
         dist.register_rendezvous_handler("job", lambda *_, **__: iter([meet_here]))
-        return rpc.TensorPipeRpcBackendOptions(init_method="job://", rpc_timeout=args.rpc_timeout, **kwargs)
+        return rpc.TensorPipeRpcBackendOptions(init_method="job://", rpc_timeout=self.args.rpc_timeout, **kwargs)
 
     def store(self, prefix):
         """Return a store of the job's own for `dist.init_process_group(store=...)`."""
@@ -68,170 +62,84 @@ class Job:
     def wait_for_all(self):
         """Return when every rank has called this.  Watched: if one dies instead, this process ends."""
         self.meetings += 1
-        if self.main_store.add(f"arrived/{self.meetings}", 1) == self.world_size:
-            self.main_store.set(f"all_here/{self.meetings}", "")
-        self.main_store.wait([f"all_here/{self.meetings}"], FOREVER)
+        self._meet(f"{self.meetings}")
 
-    # Coming and going
+    # ---------------------------------------------------------------------------------------------- coming and going
 
     def join(self):
         """Meet the other ranks.  From here on this rank is watched, and watches."""
-        threading.Thread(target=self._await_signals, args=(_signals_as_bytes(),), daemon=True).start()
-        deadline = time.monotonic() + self.args.join_timeout
+        self.watch.start_signals()
+        torch.zeros(1, device=self.device)  # a GPU's first use takes seconds, and may hold the interpreter: not later
         self.address = listen_only_towards(*self.address, say=not self.spawned)
+        meeting = Meeting(self.rank, self.args, self.names, self.holder, self.address, self.spawned)
         if self.holds_store:
             self.server = hold_store(self.address)
         else:
-            self._find_store(deadline)
+            meeting.wait_for_store()
         # A stranger that listens there may never answer; a store always does, so a little patience is enough.
         self.main_store = _within(min(30.0, self.args.join_timeout), self._client)
         if self.main_store is None:
-            where = f"{self.address[0]} port {self.address[1]}"
-            self._give_up(1, f"what listens at {where} is not {self.holder} of this job (choose another --master_port)")
+            meeting.give_up(1, f"what listens at {meeting.where} is not {self.holder} (choose another --master_port)")
+        if self.holds_store or (self.args.torchrun and self.rank == 0):
+            define_job(self.main_store, self.args)
+        meeting.agree(self.main_store)
         self.beat_store = self._client()
-        self._say_hello()
-        self.beater = threading.Thread(target=self._beat, daemon=True)
-        self.beater.start()
-        hellos = [f"hello/{rank}" for rank in range(self.world_size)]
-        try:
-            self.main_store.wait(hellos, timedelta(seconds=max(1.0, deadline - time.monotonic())))
-        except dist.DistStoreError:
-            missing = [name for name, key in zip(self.names, hellos, strict=True) if not self.main_store.check([key])]
-            self.end("missing", self.rank, f"{', '.join(missing)} did not come within {self._patience()}")
-        hosts = [json.loads(self.main_store.get(key))["host"] for key in hellos]
-        self.ranks_here = hosts.count(socket.gethostname())
+        self.watch.start_beating(self.beat_store)
+        meeting.take_place(self.main_store, self.device)
+        hellos, why = meeting.wait_for_hellos(self.main_store)
+        if why:
+            self.end(End("missing", self.rank, why))
+        self.devices = [hello["device"] for hello in hellos]  # of each rank: another host may have other GPUs
+        hosts = {hello["host"] for hello in hellos}
+        if len(hosts) > 1 and self.address[0].startswith("127."):
+            why = f"{self.address[0]} is a loopback address, and there are ranks on {', '.join(sorted(hosts))}"
+            self.end(
+                End("failed", self.rank, f"{why}: use a --master_addr that all can reach (torchrun: --local-addr)")
+            )
+        self.ranks_here = [hello["host"] for hello in hellos].count(socket.gethostname())
         share_cores(self.ranks_here)
 
     def leave(self):
         """This rank's work is done and its RPC shut down: say so, and return when every rank has."""
-        self.leaving.set()
-        self.beater.join()
+        self.watch.say_left()
+        self._meet("left")
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._store_leaves_last(self.world_size - 1, watch.LOST_AFTER_SECONDS)
+
+    def _meet(self, place):
+        if self.main_store.add(f"arrived/{place}", 1) == self.world_size:
+            self.main_store.set(f"all_here/{place}", "")
+        self.main_store.wait([f"all_here/{place}"], FOREVER)
 
     def _client(self):
-        seconds = min(60.0, self.args.join_timeout)
-        client = dist.TCPStore(
-            *self.address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds)
-        )
+        patience = timedelta(seconds=min(60.0, self.args.join_timeout))
+        client = dist.TCPStore(*self.address, is_master=False, wait_for_workers=False, timeout=patience)
         return dist.PrefixStore(f"attempt{self.args.restarts}", client)  # a restarted job meets no stale keys
 
-    def _find_store(self, deadline):
-        while True:  # nothing to wait on: until rank 0 listens there is nobody who could tell us
-            try:
-                return socket.create_connection(self.address, timeout=1).close()
-            except OSError:
-                if time.monotonic() > deadline:
-                    where = (
-                        f"nothing answers at {self.address[0]} port {self.address[1]} (--master_addr, --master_port)"
-                    )
-                    self._give_up(1, f"{self.holder} did not come within {self._patience()}: {where}")
-                time.sleep(0.1)
-
-    def _say_hello(self):
-        """Take this rank's place; refuse a job that was started differently, and a place that is taken."""
-        mine = {"package": PACKAGE} | {flag: getattr(self.args, flag) for flag in self.args.agree}
-        theirs = json.loads(self.main_store.compare_set("job", "", json.dumps(mine)))  # the first one's, for all
-        for key in mine | theirs:
-            if mine.get(key) != theirs.get(key):
-                ours, here = f"{key} {mine.get(key)}", f"{key} {theirs.get(key)}"
-                self._give_up(
-                    2, f"refused, because it was started with {ours}, and the ranks already there with {here}"
-                )
-        for rank in range(self.world_size):
-            self.main_store.compare_set(f"beat/{rank}", "", "-")  # so that reading them never waits
-        self.main_store.compare_set("end", "", "-")
-        me = {"host": socket.gethostname(), "pid": os.getpid()}
-        there = json.loads(self.main_store.compare_set(f"hello/{self.rank}", "", json.dumps(me)))
-        if there != me:
-            self._give_up(2, f"refused, because it is there already, as process {there['pid']} on {there['host']}")
-
-    def _patience(self):
-        return f"--join_timeout {self.args.join_timeout:g} s"
-
-    def _give_up(self, status, why):
-        """Leave alone: the others have not counted on this rank yet."""
-        leave_now(status, f"{self.names[self.rank]}: {why}")
-
-    # Watching
-
-    def _beat(self):
-        """Thread: every second show that this rank lives, and look whether all the others do."""
-        keys = [f"beat/{rank}" for rank in range(self.world_size)] + ["end"]
-        last, since = {}, {}
-        try:
-            while True:
-                # A dead man's switch: a store that does not answer at all raises SIGALRM (see _await_signals).
-                signal.setitimer(signal.ITIMER_REAL, LOST_AFTER_SECONDS)
-                gone = self.leaving.is_set()
-                self.beat_store.set(keys[self.rank], "left" if gone else str(time.monotonic()))
-                *beats, end = self.beat_store.multi_get(keys)
-                if end != b"-":
-                    self.end(**json.loads(end), mine=False)
-                now = time.monotonic()
-                for rank, beat in enumerate(beats):
-                    if beat != last.get(rank):
-                        last[rank], since[rank] = beat, now
-                    elif beat not in (b"-", b"left") and rank != self.rank and now - since[rank] > self.lost_after:
-                        self.end("lost", rank, f"silent for {self.lost_after:g} s (killed, stopped, or unreachable)")
-                if gone and all(beat == b"left" for beat in beats):
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                    return self._store_leaves_last(self.world_size - 1, LOST_AFTER_SECONDS)
-                time.sleep(0.05) if gone else self.leaving.wait(BEAT_SECONDS)
-        except RuntimeError:  # the connection to the store broke
-            self.end("lost", 0, "the connection to it broke", by_store=True)
-
-    def _await_signals(self, received):
-        """Thread: Ctrl-C, SIGTERM and the dead man's switch, whatever the main thread is doing."""
-        while True:
-            number = received.recv(1)[0]
-            if number == signal.SIGINT:
-                self.end("interrupted", self.rank, "Ctrl-C")
-            elif number == signal.SIGALRM and self.lost_after == LOST_AFTER_SECONDS:
-                self.end("lost", 0, f"silent for {LOST_AFTER_SECONDS:g} s", by_store=True)
-            elif number == signal.SIGALRM or not self.args.torchrun:
-                self.end("failed", self.rank, "terminated by SIGTERM")
-            # torchrun saw a rank die and ends the rest.  It does not say which: give the heartbeats time to tell.
-            self.lost_after = 3.0
-
-    # Ending
+    # -------------------------------------------------------------------------------------------------------- ending
 
     def fail(self, error):
         """End the job because of an exception in this rank, or one that a remote call brought back."""
         if self.args.debug:
             traceback.print_exception(error)
-        text = str(error)
-        rank, cause = self.rank, f"{type(error).__name__}: {text}"
-        remote = list(REMOTE_ERROR.finditer(text))
-        if isinstance(error, SystemExit):
-            cause = f"it left in the middle of its work (sys.exit({error.code!r}))"
-        elif remote:  # "On WorkerInfo(...):\n<repr>\n<traceback>", nested where calls were: the innermost is the cause
-            rank, cause = int(remote[-1][1]), _last_line_of_traceback(text[remote[-1].end() :])
-        cause = " ".join(cause.split()).partition(" Exception raised from ")[0]  # one line, without C++'s stack
-        if isinstance(error, RuntimeError) and CONNECTION_TROUBLE.search(cause) and self.beater:
-            self.beater.join(LOST_AFTER_SECONDS + 3)  # a peer seems to be gone: its missing heartbeat will name it
-        self.end("failed", rank, cause)
+        if self.watch.beater.is_alive() and ending.is_connection_trouble(error):
+            self.watch.beater.join(watch.LOST_AFTER_SECONDS + 3)  # the missing heartbeat of who is gone will name it
+        self.end(ending.of_exception(error, self.rank))
 
-    def end(self, kind, rank, why, mine=True, by_store=False):
-        """Tell the other ranks (the first reason given is the reason), print this rank's line, and leave at once."""
+    def end(self, end, mine=True):
+        """Tell the other ranks (the first End given is the job's), print this rank's line, and leave at once."""
         self.ending.acquire()  # never released: the process ends below
         signal.setitimer(signal.ITIMER_REAL, 0)
-        store = None if by_store else self.beat_store
+        store = None if end.rank == ending.STORE_HOLDER else self.beat_store
         if mine and store:  # bounded in time: the store's holder may just be dying
-            reason = {"kind": kind, "rank": rank, "why": why}
-            first = _within(2, lambda: claim_end(store, reason)) or reason
-            mine, (kind, rank, why) = first == reason, first.values()
-        me, lost = self.names[self.rank], self.holder if by_store else self.names[rank]
-        if kind == "interrupted" or (rank == self.rank and not mine and self.spawned):
-            text = None  # quiet; or said already by the rank that met this rank's exception
-        elif mine and kind == "failed":
-            text = f"{lost}: {why}"
-        elif kind == "failed":  # in one terminal the cause stands there already, in terminals it is worth a repetition
-            text = f"{me}: lost {lost}: it failed" + ("" if self.spawned else f": {why}")
-        else:
-            text = f"{me}: {why}" if kind == "missing" or rank == self.rank else f"{me}: lost {lost}: {why}"
-        print_error(text)
+            first = _within(2, lambda: ending.claim(store, end)) or end
+            mine, end = first == end, first
+        trace.save(end.why)
+        text = ending.line(end, self.rank, self.names, self.holder, self.spawned, mine)
+        ending.print_error(text)
         if store:
-            self._store_leaves_last(self.world_size - 1 - (kind == "lost"), seconds=3)
-        leave_now(130 if kind == "interrupted" else 1)
+            self._store_leaves_last(self.world_size - 1 - (end.kind == "lost"), seconds=3)
+        leave_now(end.status)
 
     def _store_leaves_last(self, readers, seconds):
         """Say that this rank has read how the job ends; whoever holds the store waits until all the others have."""
@@ -241,30 +149,6 @@ class Job:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and (_within(1, lambda: self.beat_store.add("end_read", 0)) or 0) < readers:
             time.sleep(0.05)
-
-
-def _signals_as_bytes():
-    """Return a socket on which each signal that this process gets arrives as one byte.
-
-    Python runs its handlers in the main thread, between two bytecodes: a rank that serves sits in C++ and would never
-    get there.  The byte is written at once, in whatever thread the signal arrives.
-    """
-    received, sent = socket.socketpair()
-    sent.setblocking(False)
-    signal.set_wakeup_fd(sent.detach(), warn_on_full_buffer=False)
-    for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # started in the background: Ctrl-C is not meant for us
-            signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # spawned ranks start with them blocked
-    return received
-
-
-def claim_end(store, reason):
-    """Give the reason why the job ends, unless one is given already; return the one that holds."""
-    store.compare_set("end", "", "-")
-    written = json.dumps(reason)
-    there = store.compare_set("end", "-", written).decode()
-    return reason if there == written else json.loads(there)
 
 
 def _within(seconds, call):
@@ -279,22 +163,3 @@ def _within(seconds, call):
     thread.start()
     thread.join(seconds)
     return answer[0] if answer else None
-
-
-def _last_line_of_traceback(text):
-    """Return "ValueError: ..." from the text of a remote exception: the last line that is not indented."""
-    text = text.partition("\n\nAt:\n")[0]  # pybind11 appends where it re-raised
-    lines = [line for line in text.splitlines() if line and not line[0].isspace()]
-    return lines[-1] if lines else text
-
-
-def print_error(text):
-    if text:
-        print(f"{PACKAGE}: {text}", file=sys.stderr, flush=True)
-
-
-def leave_now(status, text=None):
-    """Leave at once, from whatever thread: other threads may sit in calls that never return."""
-    print_error(text)
-    sys.stdout.flush()
-    os._exit(status)

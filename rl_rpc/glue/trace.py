@@ -4,7 +4,6 @@ Runs in every process.  The time line is for ui.perfetto.dev: one row per thread
 call to its reply, as the caller saw it: rpc_sync and rpc_async until the answer is there, remote until it is sent.
 """
 
-import contextlib
 import json
 import os
 import threading
@@ -12,19 +11,19 @@ import time
 
 from torch.distributed.rpc import api, internal
 
-_lock = threading.Lock()
-_counts = {"made": 0, "served": 0}
-_note = None  # what `recorded` puts here is told of each call: (label, peer, start in ns, thread)
+from glue import checkpoint
+
+_lock, _calls = threading.Lock(), 0
+_note = None  # while recording, this is told of each call: (label, peer, start in ns, thread)
+_recording = {}
 
 
 def rpc_calls():
-    """Return {"made": RPCs that this process has sent, "served": those that it has run for others}, since its start.
+    """Return how many RPCs this process has made, and served for others, since its start.
 
-    The program's own: what torch asks its peers for by itself (who is there, of which type is this RRef) is not in it,
-    nor are built-in operators such as torch.add on the serving side, which run in C++ alone.
+    Without torch's own (of which type is this RRef?) and without built-in operators served, which C++ runs.
     """
-    with _lock:
-        return dict(_counts)
+    return _calls
 
 
 def watch_calls():
@@ -32,7 +31,7 @@ def watch_calls():
     plain_invoke, plain_profiler, plain_run = api._invoke_rpc, api._enable_rpc_profiler, internal._run_function
 
     def invoke(to, func, rpc_type, args=None, kwargs=None, timeout=api.UNSET_RPC_TIMEOUT):
-        _count("made", func)
+        _count(func, to)
         note, started, thread = _note, time.time_ns(), threading.get_ident()
         future = plain_invoke(to, func, rpc_type, args, kwargs, timeout)
         if note:
@@ -44,59 +43,67 @@ def watch_calls():
 
     def profiler(should_profile, qualified_name, func, rpc_type, worker):  # torch passes here for remote() as well
         if rpc_type is api.RPCExecMode.REMOTE:
-            _count("made", func)
+            _count(func, worker)
             if _note:
                 _note(f"remote {func.__name__}", worker.name, time.time_ns(), threading.get_ident())
         return plain_profiler(should_profile, qualified_name, func, rpc_type, worker)
 
     def run(call):
-        _count("served", getattr(call, "func", None))
+        _count(getattr(call, "func", None))
         return plain_run(call)
 
     api._invoke_rpc, api._enable_rpc_profiler, internal._run_function = invoke, profiler, run
 
 
-def _count(side, func):
+def _count(func, to=None):
+    global _calls
+    if to is not None and api._to_worker_info(to).id == api.get_worker_info().id:
+        return  # to itself: it will be served here, which counts
     name, module = getattr(func, "__name__", ""), getattr(func, "__module__", None) or ""
     if not module.startswith("torch.distributed.rpc") or name.startswith("_local_invoke"):
         with _lock:
-            _counts[side] += 1
+            _calls += 1
 
 
-@contextlib.contextmanager
-def recorded(path, rank, name, join_parts, wait_for_all):
-    """Record this rank's RPCs while the block runs, in the file `path`.rank; spawned, rank 0 joins them in `path`."""
+def start(path, job):
+    """From here on record this rank's RPCs, if there is a `path`."""
     global _note
-    if not path:
-        yield
-        return
-    events = [{"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank} ({name})"}}]
+    if path:
+        _recording.update(path=f"{path}.{job.rank}", rank=job.rank, events=[])
+        _recording["events"].append(
+            {"name": "process_name", "ph": "M", "pid": job.rank, "args": {"name": job.names[job.rank]}}
+        )
+        _note = _add
 
-    def note(label, peer, started, thread):
-        span = {"ts": started / 1000, "dur": (time.time_ns() - started) / 1000}  # microseconds
-        events.append({"name": f"{label} -> {peer}", "ph": "X", "pid": rank, "tid": thread % 100_000} | span)
 
-    _note = note
-    try:
-        yield
-    finally:
+def _add(label, peer, started, thread):
+    span = {"ts": started / 1000, "dur": (time.time_ns() - started) / 1000}  # microseconds
+    place = {"pid": _recording["rank"], "tid": thread % 100_000}
+    _recording["events"].append({"name": f"{label} -> {peer}", "ph": "X"} | place | span)
+
+
+def save(failure=None):
+    """Write what was recorded to the file of this rank's own; `failure` says why the job ended here."""
+    global _note
+    if _note:
         _note = None
-    with open(f"{path}.{rank}", "w") as file:
-        json.dump({"traceEvents": events}, file)
-    if join_parts:
-        wait_for_all()
-        if rank == 0:
-            _join_parts(path)
+        if failure:
+            place = {"pid": _recording["rank"], "tid": 0, "ts": time.time_ns() / 1000}
+            _recording["events"].append({"name": failure, "ph": "i", "s": "g"} | place)
+        write(_recording["path"], list(_recording["events"]))
 
 
-def _join_parts(path):
-    """Join the parts of all ranks in one file: one time line, one process row per rank."""
-    folder, base = os.path.split(os.path.abspath(path))
+def take_parts(args):
+    """Return what all spawned ranks of this job have recorded, and remove their files."""
     events = []
-    for part in sorted(os.listdir(folder)):
-        if part.startswith(base + ".") and part[len(base) + 1 :].isdigit():
-            with open(os.path.join(folder, part)) as file:
+    for part in (f"{args.trace}.{rank}" for rank in range(args.world_size)):
+        if args.trace and os.path.exists(part):  # a killed rank has written none
+            with open(part) as file:
                 events += json.load(file)["traceEvents"]
-            os.unlink(os.path.join(folder, part))
-    with open(path, "w") as file:
-        json.dump({"traceEvents": events}, file)
+            os.unlink(part)
+    return events
+
+
+def write(path, events):
+    """Write one file for ui.perfetto.dev."""
+    checkpoint.write_aside(path, lambda file: file.write(json.dumps({"traceEvents": events}).encode()))

@@ -51,26 +51,19 @@ class Report:
 
         `floor` is a (label, value) pair: a horizontal line for a known bound or target.  Returns the summary.
         """
-        args = self.args
-        summary = {
-            "scenario": self.scenario,
-            "mode": args.mode,
-            "world_size": args.world_size,
-            "seed": args.seed,
-            "device": args.device,
-            "torch": torch.__version__,
-            "restarts": args.restarts,
-            "wall_seconds": round(time.perf_counter() - self.started, 3),
-        } | figures
+        args, seconds = self.args, round(time.perf_counter() - self.started, 3)
+        summary = {"scenario": self.scenario, "torch": torch.__version__, "wall_seconds": seconds} | figures
+        summary |= {name: vars(args)[name] for name in ("mode", "world_size", "seed", "device", "restarts")}
         if self.writer:
             self.writer.close()
         if args.summary_json:
-            write_aside(args.summary_json, lambda path: _dump_json(summary, path))
+            content = json.dumps(summary, indent=2, allow_nan=False).encode() + b"\n"  # JSON has no NaN
+            write_aside(args.summary_json, lambda file: file.write(content))
         if args.plot:
-            write_aside(args.plot, lambda path: self._draw(path, plot or tuple(self.curves), floor, xlabel))
+            write_aside(args.plot, lambda file: self._draw(file, plot or tuple(self.curves), floor, xlabel))
         return summary
 
-    def _draw(self, path, names, floor, xlabel):
+    def _draw(self, file, names, floor, xlabel):
         import matplotlib
 
         matplotlib.use("Agg")  # no screen needed
@@ -78,28 +71,20 @@ class Report:
 
         figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
         for name in names:
-            axes.plot(*self.curves.get(name, ([], [])), label=name, linewidth=1.2)
+            steps, values = self.curves.get(name, ([], []))
+            axes.plot(steps, values, label=name, linewidth=1.2, marker="o" if len(steps) == 1 else None)
         if floor:
             axes.axhline(floor[1], linestyle="--", color="gray", linewidth=1, label=f"{floor[0]} ({floor[1]:.4g})")
         axes.set(title=f"{self.scenario}, mode {self.args.mode}, world size {self.args.world_size}", xlabel=xlabel)
         axes.grid(alpha=0.3)
         axes.legend()
-        figure.savefig(path, dpi=120, format="png")
+        figure.savefig(file, dpi=120, format="png")
         pyplot.close(figure)
 
 
-def _dump_json(value, path):
-    with open(path, "w") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-
-
 def check_finite(value, what, step, lower="--lr", at_most=float("inf")):
-    """Return `value`, a number; raise ValueError, one line for the user, if training has diverged.
-
-    `what` names it ("loss"), `step` says when, `lower` is the flag to lower; `at_most` is a bound where one is known.
-    """
-    value = float(value)
+    """Return `value` (a number, or a tensor of one); raise ValueError, one line for the user, if training diverged."""
+    value = value.item() if isinstance(value, torch.Tensor) else value
     if not abs(value) <= at_most or value in (float("inf"), float("-inf")):  # NaN is not less than anything
         raise ValueError(f"step {step}: the {what} is {value:g}: training has diverged, try a lower {lower}")
     return value

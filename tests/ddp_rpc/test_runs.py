@@ -18,6 +18,7 @@ def run(tmp_path, *flags, timeout=120):
     return done.stdout, json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_pipelined_learns_for_longer_than_an_rpc_may_take(tmp_path):
     """Its training is one RPC, which the tutorial's timeout would cut off; and each epoch says how far it is."""
     flags = ("--mode", "pipelined", "--num_servers", 2, "--epochs", 6, "--lr", 0.2, "--rpc_timeout", 2)

@@ -205,13 +205,13 @@ def test_the_process_group_is_destroyed_at_the_end(monkeypatch, rank, is_trainer
 class FakeJob:
     """What run_worker uses of a job; every rank is on the CPU."""
 
-    device = "cpu"
+    devices = ("cpu",) * 4
 
     def __init__(self, wait_for_all):
         self.wait_for_all = wait_for_all
 
     def store(self, name):
-        return SimpleNamespace(set=lambda *_: None, get=lambda _: b"cpu") if name == "devices" else f"store {name}"
+        return f"store {name}"
 
     def rpc_options(self, **_):
         return None
@@ -240,7 +240,7 @@ def test_the_first_trainer_to_fail_ends_the_run(monkeypatch):
     monkeypatch.setattr(master.rpc, "remote", lambda *_, **__: None)
     monkeypatch.setattr(master.rpc, "RRef", lambda value: value)
     with pytest.raises(ValueError, match="step 3"):
-        master.HybridMaster(main.parse_args([]), main.worker_name, lambda rank: "cpu").run()
+        master.HybridMaster(main.parse_args([]), main.worker_name, ["cpu"] * 4).run()
 
 
 def test_a_checkpoint_of_other_sizes_is_refused(monkeypatch, tmp_path):
@@ -249,7 +249,7 @@ def test_a_checkpoint_of_other_sizes_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(master.rpc, "remote", lambda *_, **__: None)
     args = main.parse_args(["--checkpoint", str(file), "--resume"])
     with pytest.raises(ValueError, match="10 x 16, and not of 100 x 16"):
-        master.HybridMaster(args, main.worker_name, lambda rank: "cpu")
+        master.HybridMaster(args, main.worker_name, ["cpu"] * 4)
 
 
 def test_nothing_remote_is_configured_by_a_whole_command_line(monkeypatch):
@@ -267,8 +267,8 @@ def test_nothing_remote_is_configured_by_a_whole_command_line(monkeypatch):
     monkeypatch.setattr(master.rpc, "RRef", lambda value: "rref")
     args = main.parse_args(["--device", "cpu", "--table_device", "cpu"])
     with pytest.raises(ValueError, match="enough"):
-        master.HybridMaster(args, main.worker_name, lambda rank: f"device of {rank}").run()
-    assert {"device of 0", "device of 1", "device of 3"} <= {value for value in sent if isinstance(value, str)}
+        master.HybridMaster(args, main.worker_name, [f"device of {rank}" for rank in range(8)]).run()
+    assert {"device of 0", "device of 1", "cpu"} <= {value for value in sent if isinstance(value, str)}
     assert args not in sent and set(vars(trainer.Plan.of(args))) == set(trainer.Plan.names()) <= set(args.agree)
 
 

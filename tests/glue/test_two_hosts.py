@@ -53,9 +53,8 @@ class RanksOnTwoHosts:
         return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
 
 
-@pytest.mark.parametrize(
-    "package", [name if name == "rl_rpc" else pytest.param(name, marks=pytest.mark.slow) for name in PACKAGES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("package", PACKAGES)
 def test_works_across_two_hosts(package):
     with TwoHosts() as hosts, RanksOnTwoHosts(hosts, package, JOBS[package]["short"]) as ranks:
         statuses = ranks.wait(120)
@@ -66,7 +65,7 @@ def test_works_across_two_hosts(package):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", ["rl_rpc", "ddp_rpc"])  # without a process group, and with one
 def test_a_cut_link_ends_the_job(package):
     with TwoHosts() as hosts, RanksOnTwoHosts(hosts, package, JOBS[package]["long"]) as ranks:
         deadline = time.monotonic() + 90

@@ -1,10 +1,13 @@
 """What the tests share: run a package's commands as a user would, and import a package's modules."""
 
 import contextlib
+import functools
 import importlib.util
+import multiprocessing.connection
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,20 +20,57 @@ PACKAGES = ("rl_rpc", "rnn_rpc", "ddp_rpc", "param_server")
 
 
 def run_script(path, *flags, timeout=120, env=None):
-    """Run `python path flags` (path relative to the repository) to its end; return the CompletedProcess (text)."""
+    """Run `python path flags` (path relative to the repository) to its end; return the CompletedProcess (text).
+
+    Without variables of its own the command is a fork of a process that has loaded torch already, see warm.py.
+    """
     command = [sys.executable, str(ROOT / path), *map(str, flags)]
-    environment = {**os.environ, **(env or {})}
     # Into files: a pipe would stay open until Python's fork server, a second later, has ended as well.
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        done = subprocess.run(command, stdout=out, stderr=err, timeout=timeout, env=environment)
-        for stream in (out, err):
-            stream.seek(0)
-        return subprocess.CompletedProcess(command, done.returncode, out.read(), err.read())
+    with tempfile.NamedTemporaryFile("r+") as out, tempfile.NamedTemporaryFile("r+") as err:
+        if env is None:
+            status = run_warm(command, out.name, err.name, timeout)
+        else:
+            done = subprocess.run(command, stdout=out, stderr=err, timeout=timeout, env={**os.environ, **env})
+            status = done.returncode
+        return subprocess.CompletedProcess(command, status, read_whole(out.name), read_whole(err.name))
+
+
+def read_whole(path):
+    with open(path, errors="replace") as file:
+        return file.read()
+
+
+@functools.cache
+def warm_process():
+    """Start warm.py, once; return the address where it waits."""
+    address = os.path.join(tempfile.mkdtemp(), "warm")
+    command = [sys.executable, str(ROOT / "tests" / "harness" / "warm.py"), address]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "warm\n"
+    warm_process.process = process  # its stdin stays open as long as this process lives
+    return address
+
+
+def run_warm(command, out, err, timeout):
+    """Let the warm process become `command`; return its exit status."""
+    with multiprocessing.connection.Client(warm_process(), "AF_UNIX") as connection:
+        request = {"argv": command[1:], "cwd": os.getcwd(), "environ": dict(os.environ), "stdout": out, "stderr": err}
+        connection.send(request)
+        pid = connection.recv()
+        if not connection.poll(timeout):
+            os.killpg(pid, signal.SIGKILL)
+            raise subprocess.TimeoutExpired(command, timeout, read_whole(out), read_whole(err))
+        return connection.recv()
 
 
 def run_main(package, *flags, timeout=120, env=None):
     """Run `python <package>/main.py flags` to its end."""
     return run_script(f"{package}/main.py", *flags, timeout=timeout, env=env)
+
+
+def run_on_pretend_device(package, *flags, timeout=120):
+    """Run it with every rank's tensors on the pretend device."""
+    return run_script("tests/harness/pretend_main.py", package, *flags, timeout=timeout)
 
 
 def start_main(package, *flags, env=None, **popen):
@@ -57,12 +97,12 @@ def assert_one_line_error(done, status, *words):
 
 
 def assert_refused(package, flags, capsys, *words):
-    """parse_args, the first thing that main.py calls, refuses these flags: status 2 and, after the usage, one line."""
+    """parse_args, the first thing that main.py calls, refuses these flags: status 2, and one line."""
     with package_on_path(package), pytest.raises(SystemExit) as refused:
         import main
 
         main.parse_args([str(flag) for flag in flags])
-    complaint = capsys.readouterr().err.splitlines()[-1]
+    (complaint,) = capsys.readouterr().err.splitlines()
     assert refused.value.code == 2 and all(word in complaint for word in words), complaint
 
 

@@ -59,19 +59,21 @@ def free_port():
 class Job:
     """One job: start it, then kill what you like.  Use as a context manager: nothing of it survives the block."""
 
-    def __init__(self, package, way, flags, fault=None, other_hostname=False, runner_flags=()):
+    def __init__(self, package, way, flags, fault=None, other_hostname=False, runner_flags=(), env=None, only=None):
+        """`fault`: (rank, kind, seconds), see faulty_main.py; `env`: more variables; `only`: ranks to start."""
         self.package, self.way = package, way
         self.names = JOBS[package]["names"]
         script = [str(ROOT / package / "main.py")]
-        if fault:  # (rank, kind, seconds)
-            script = [str(ROOT / "tests" / "harness" / "fault_injection.py"), package, *map(str, fault)]
+        if fault:
+            script = [str(ROOT / "tests" / "harness" / "faulty_main.py"), package, *map(str, fault)]
         base = [*script, *JOBS[package]["size"], *flags]
         port = self.port = str(free_port())
         if way == "spawned":
             commands = [[sys.executable, *base]]
         elif way == "terminals":
             place = ["--master_port", port, "--rank"]
-            commands = [[sys.executable, *base, *place, str(rank)] for rank in range(len(self.names))]
+            ranks = range(len(self.names)) if only is None else only
+            commands = [[sys.executable, *base, *place, str(rank)] for rank in ranks]
         else:
             runner = [
                 sys.executable,
@@ -90,7 +92,7 @@ class Job:
         self.outputs, self.processes = [], []  # outputs: stdout and stderr of each process in turn
         for number, command in enumerate(commands):
             streams = [open(os.path.join(self.folder.name, f"{number}.{name}"), "w+") for name in ("out", "err")]
-            environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+            environment = os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
             self.outputs += streams
             self.processes.append(
                 subprocess.Popen(command, stdout=streams[0], stderr=streams[1], start_new_session=True, env=environment)
@@ -130,6 +132,13 @@ class Job:
             assert time.monotonic() < deadline, f"{pattern!r} not printed within {seconds} s:\n{self.text()}"
             time.sleep(0.05)
         return True
+
+    def wait_for_file(self, path, seconds):
+        """Return as soon as there is such a file."""
+        deadline = time.monotonic() + seconds
+        while not os.path.exists(path):
+            assert time.monotonic() < deadline, f"no {path} after {seconds} s:\n{self.text()}"
+            time.sleep(0.02)
 
     def pid_of(self, rank, seconds=60):
         """Return the process of a rank, as soon as it is there; None if the job has ended before."""
@@ -180,6 +189,11 @@ class Job:
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(0.05)
+
+
+def left_in(folder):
+    """Return what a run has left in its temporary directory (apart from torch's own cache: one for all runs)."""
+    return [name for name in os.listdir(folder) if not name.startswith("torchinductor_")]
 
 
 def session_members(session):

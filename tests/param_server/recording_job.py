@@ -63,7 +63,8 @@ class TutorialServer(remote_server.ParameterServer):
 
 
 def run_worker(rank, args, job):
-    remote_server.ParameterServer = globals()[args.server]
+    if rank == 0:  # trainers name its methods by ParameterServer, which they find there
+        remote_server.ParameterServer = globals()[args.server]
     main.run_worker(rank, args, job)
     if rank == 0 and args.server == "RecordingServer":
         remote_server.param_server.check()

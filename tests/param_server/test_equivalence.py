@@ -44,10 +44,10 @@ def one_process(steps, batch_size, momentum=0.0, lr=0.03, seed=1):
     return losses, net.state_dict()
 
 
-def distributed(tmp_path, steps, *flags):
+def distributed(tmp_path, steps, *flags, run=run_main):
     """Run main.py: (losses by trainer, weights by name)."""
     checkpoint = tmp_path / "end.pt"
-    done = run_main("param_server", *COMMON, "--max_batches", steps, "--checkpoint", checkpoint, *flags, timeout=120)
+    done = run("param_server", *COMMON, "--max_batches", steps, "--checkpoint", checkpoint, *flags, timeout=120)
     assert done.returncode == 0, done.stderr
     losses = {}
     for trainer, batch, loss in re.findall(r"^Rank (\d+) training batch (\d+) loss (\S+)$", done.stdout, re.M):

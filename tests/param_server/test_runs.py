@@ -48,7 +48,8 @@ def run(*flags, timeout=150):
 # ------------------------------------------------------------------------------------------------- learning
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("remote", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "remote"])
 def test_a_run_learns_and_tells_its_figures(tmp_path, mode):
     summary_file, curve = tmp_path / "summary.json", tmp_path / "curve.png"
     flags = ("--world_size", 3, "--max_batches", 200, "--lr", 0.05, "--log_interval", 50)
@@ -88,6 +89,7 @@ def test_four_trainers_in_every_mode(mode, digits, tmp_path):
     assert (summary["staleness_max"] > 0) == (mode != "sync")
 
 
+@pytest.mark.slow
 def test_each_rank_obeys_its_own_command_line(tmp_path, digits):
     """In terminals: what rank 0 alone is told, rank 0 does, whoever calls first; two servers, two epochs."""
     job = (
@@ -246,6 +248,7 @@ def kill_a_trainer_when_training(process, trainer, checkpoint, delay=0.0):
         os.kill(ranks_of(process.pid)[trainer], signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_lost_trainer_ends_the_job_with_status_1(tmp_path):
     checkpoint = tmp_path / "c.pt"
     flags = (*DRAWN, *MODES["sync"], "--world_size", 3, "--checkpoint", checkpoint, "--checkpoint_every", 5)

@@ -1,5 +1,6 @@
 """The agent's and the policy's own logic, without processes, and what differs from the tutorial (DIFFERENCES.md)."""
 
+import pickle
 import sys
 import threading
 from types import SimpleNamespace
@@ -25,13 +26,16 @@ equivalence = load_module(ROOT / "tests" / "rl_rpc" / "test_equivalence.py")
 
 
 class Handle:
-    """What stands for an RRef: calls run here, a synchronous one in the calling thread, others in one of their own."""
+    """What stands for an RRef: calls run here, a synchronous one in the calling thread, others in one of their own.
+
+    What they say to each other is pickled, as RPC does it; a handle itself goes by reference.
+    """
 
     def __init__(self, value):
         self.value = value
 
     def rpc_sync(self):
-        return Caller(self.value, lambda method, args: wait_for(method(*args)))
+        return Caller(self.value, answer_of)
 
     def rpc_async(self, timeout):
         def in_a_thread(method, args):
@@ -39,7 +43,7 @@ class Handle:
 
             def run():
                 try:
-                    future.set_result(wait_for(method(*args)))
+                    future.set_result(answer_of(method, args))
                 except Exception as error:
                     future.set_exception(error)
 
@@ -57,8 +61,13 @@ class Caller:
         return lambda *args: self.__call(getattr(self.__value, name), args)
 
 
-def wait_for(answer):
-    return answer.wait() if isinstance(answer, torch.futures.Future) else answer
+def answer_of(method, args):
+    answer = method(*map(over_the_wire, args))
+    return over_the_wire(answer.wait() if isinstance(answer, torch.futures.Future) else answer)
+
+
+def over_the_wire(value):
+    return value if isinstance(value, Handle) else pickle.loads(pickle.dumps(value))
 
 
 @pytest.fixture

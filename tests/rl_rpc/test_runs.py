@@ -42,6 +42,7 @@ def test_default_command_prints_what_the_tutorial_prints(tmp_path):
         torch.testing.assert_close(state["policy"][name], expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_solves_cartpole_saves_and_plays(tmp_path, capsys):
     """Some 70,000 steps; the seed decides in how many episodes, and the rounding of the CPU at hand does."""
     summary_path, policy = tmp_path / "summary.json", tmp_path / "policy.pt"

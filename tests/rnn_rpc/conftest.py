@@ -7,13 +7,14 @@ import sys
 import pytest
 import torch.distributed.rpc as rpc
 
+import pretend_device  # noqa: F401  (a device more, in time for the first backward pass)
 from helpers import ROOT
 
 SERVERS = ("ps", "ps0", "ps1")  # the first for --world_size 2, the others for 3
 SERVE = """
 import sys
 import torch.distributed.rpc as rpc
-import remote_layers
+import pretend_device, remote_layers
 name, rank, store = sys.argv[1:]
 options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", _transports=["uv"], _channels=["basic"])
 rpc.init_rpc(name, rank=int(rank), world_size=4, rpc_backend_options=options)
@@ -30,7 +31,8 @@ def rpc_group(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
             patch.setenv(variable, "lo")
-        environment = os.environ | {"PYTHONPATH": str(ROOT / "rnn_rpc"), "TORCH_CPP_LOG_LEVEL": "FATAL"}
+        modules = os.pathsep.join(str(ROOT / folder) for folder in ("rnn_rpc", "tests/harness"))
+        environment = os.environ | {"PYTHONPATH": modules, "TORCH_CPP_LOG_LEVEL": "FATAL"}
         command = [sys.executable, "-W", "ignore", "-c", SERVE]
         servers = [
             subprocess.Popen([*command, name, str(rank), str(store)], env=environment)

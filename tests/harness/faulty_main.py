@@ -1,20 +1,29 @@
 """Run a package's main.py with a fault in one rank: what the tests cannot do to it with a signal from outside.
 
-    python tests/harness/fault_injection.py PACKAGE RANK FAULT SECONDS [main.py's own flags]
+    python tests/harness/faulty_main.py PACKAGE RANK FAULT SECONDS [main.py's own flags]
 
 FAULT is raised in that rank once SECONDS have passed since it met the others: from its next RPC, or, in a rank that
-only serves, from its main thread, which waits there for the others.  Works spawned, by rank, and under torchrun.
+makes none, from its main thread where it waits: for the others, or for answers from a queue (ddp_rpc's master).
+"none": no fault.  Works spawned, by rank, and under torchrun.  A silent rank is called lost after LOST_AFTER seconds
+instead of main.py's 8, to save the tests' time.
 """
 
 import pathlib
+import queue
 import sys
+import threading
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 PACKAGE, FAULTY_RANK, FAULT, SECONDS = sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
+LOST_AFTER = 4.0
 sys.path.insert(0, str(ROOT / PACKAGE))
+sys.argv[0] = str(ROOT / PACKAGE / "main.py")
 
 import main as package_main  # noqa: E402  (the package's; found through the line above)
+from glue import watch  # noqa: E402
+
+watch.LOST_AFTER_SECONDS = LOST_AFTER
 
 
 def raise_fault():
@@ -24,7 +33,7 @@ def raise_fault():
 
 
 def run_worker(rank, args, job):
-    if rank == FAULTY_RANK:
+    if rank == FAULTY_RANK and FAULT != "none":
         from torch.distributed.rpc import api
 
         due = time.monotonic() + SECONDS
@@ -40,7 +49,16 @@ def run_worker(rank, args, job):
             raise_fault()
             plain_wait()
 
-        api._invoke_rpc, job.wait_for_all = invoke, wait_for_all
+        class ImpatientQueue(queue.SimpleQueue):
+            def get(self, *how, **and_how):
+                if how or and_how or threading.current_thread() is not threading.main_thread():
+                    return super().get(*how, **and_how)
+                try:
+                    return super().get(timeout=max(0.0, due - time.monotonic()))
+                except queue.Empty:
+                    raise_fault()
+
+        api._invoke_rpc, job.wait_for_all, queue.SimpleQueue = invoke, wait_for_all, ImpatientQueue
     package_main.run_worker(rank, args, job)
 
 

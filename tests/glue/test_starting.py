@@ -10,10 +10,9 @@ import threading
 import time
 
 import pytest
-import torch
 
 from helpers import PACKAGES, assert_one_line_error, run_main, start_main
-from jobs import JOBS, Job, free_port, ranks_of, session_members
+from jobs import JOBS, Job, free_port, left_in, session_members
 
 LAST_RANK = {package: len(facts["names"]) - 1 for package, facts in JOBS.items()}
 
@@ -73,7 +72,7 @@ class SocketSampler(threading.Thread):
         self.sessions, self.samples, self.seen, self.stopping = sessions, 0, set(), threading.Event()
 
     def run(self):
-        while not self.stopping.is_set():
+        while not self.stopping.wait(0.05):  # unhurried: it takes its time from the job
             listening = listening_inodes()
             for session in self.sessions:
                 for pid in session_members(session):
@@ -90,9 +89,12 @@ class SocketSampler(threading.Thread):
         self.join()
 
 
-def watch_sockets(package, way):
+def watch_sockets(package, way, tmp_path):
     """The host's name must not save us: where we may, the job runs on a host whose name resolves to nothing."""
-    with Job(package, way, JOBS[package]["short"], other_hostname=True) as job:
+    (tmp_path / "tmp").mkdir()
+    shared = set(os.listdir("/dev/shm"))
+    flags = [*JOBS[package]["short"], "--summary_json", str(tmp_path / "summary.json")]
+    with Job(package, way, flags, other_hostname=True, env={"TMPDIR": str(tmp_path / "tmp")}) as job:
         sampler = SocketSampler([process.pid for process in job.processes])
         sampler.start()
         statuses = job.wait(120)
@@ -100,20 +102,24 @@ def watch_sockets(package, way):
         assert set(statuses) == {0}, job.text()
         assert job.errors() == ""
         assert not re.search(r"(?i)warning|deprecat", job.text()), job.text()
+        assert not job.survivors(2)
+    assert left_in(tmp_path / "tmp") == [] and sorted(os.listdir(tmp_path)) == ["summary.json", "tmp"]
+    new = set(os.listdir("/dev/shm")) - shared
+    assert not [name for name in new if name.startswith(("torch_", "sem."))], new
     assert sampler.samples > 20
     assert sampler.seen, "the sampler saw no listening socket at all: it does not work"
     assert sampler.seen <= SocketSampler.LOOPBACK, sampler.seen
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_spawned_run_is_quiet_and_listens_on_loopback_only(package):
-    watch_sockets(package, "spawned")
+def test_a_spawned_run_is_quiet_listens_on_loopback_only_and_leaves_nothing(package, tmp_path):
+    watch_sockets(package, "spawned", tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_run_in_terminals_is_quiet_and_listens_on_loopback_only(package):
-    watch_sockets(package, "terminals")
+@pytest.mark.parametrize("package", ["rl_rpc", "ddp_rpc"])  # without a process group, and with one
+def test_a_run_in_terminals_is_quiet_listens_on_loopback_only_and_leaves_nothing(package, tmp_path):
+    watch_sockets(package, "terminals", tmp_path)
 
 
 @pytest.mark.slow
@@ -131,6 +137,7 @@ def test_a_taken_port_is_named():
     assert_one_line_error(done, 1, str(port), "--master_port")
 
 
+@pytest.mark.slow
 def test_a_foreign_listener_is_not_waited_for_in_silence():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -143,39 +150,51 @@ def test_a_foreign_listener_is_not_waited_for_in_silence():
 # --------------------------------------------------------------------------------------------------- meeting the others
 
 
-@pytest.mark.parametrize("package", RL_AND_SLOWLY_THE_OTHERS)
-def test_a_rank_that_never_comes_is_named(package):
+@pytest.mark.slow
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_rank_that_never_comes_is_waited_for_aloud_and_named(package):
     names, port = JOBS[package]["names"], free_port()
     absent = LAST_RANK[package]
     flags = [*short(package), "--join_timeout", "6", "--master_port", port]
     ranks = [start_main(package, *flags, "--rank", rank) for rank in range(len(names)) if rank != absent]
     for rank in ranks:
-        _, errors = rank.communicate(timeout=60)
+        output, errors = rank.communicate(timeout=60)
         assert rank.returncode == 1
         assert f"rank {absent} ({names[absent]}) did not come within --join_timeout 6 s" in errors, errors
+        where = rf"rank {absent} \({names[absent]}\) at 127.0.0.1 port {port} \(--join_timeout 6 s\)"
+        assert re.search(rf"waiting for (rank .*, )?{where}", output), output
 
 
-def test_rank_0_that_never_comes_is_named():
-    done = run_main("rl_rpc", "--world_size", 2, "--rank", 1, "--master_port", free_port(), "--join_timeout", 3)
-    assert_one_line_error(done, 1, "rank 0 (agent) did not come within --join_timeout 3 s", "--master_addr")
+def test_rank_0_that_never_comes_is_waited_for_aloud_and_named():
+    port = free_port()
+    done = run_main("rl_rpc", "--world_size", 2, "--rank", 1, "--master_port", port, "--join_timeout", 4)
+    assert_one_line_error(done, 1, "rank 0 (agent) did not come within --join_timeout 4 s", "--master_addr")
+    assert f"waiting for rank 0 (agent): nothing answers at 127.0.0.1 port {port}" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "package, flags, word",
-    [
-        ("rl_rpc", ["--world_size", "4", "--rank", "1"], "world_size 4"),
-        pytest.param("rl_rpc", ["--world_size", "3", "--rank", "1", "--mode", "rollout"], "mode rollout", **SLOW),
-        pytest.param("param_server", ["--world_size", "3", "--rank", "1"], "package param_server", **SLOW),
-        pytest.param("rl_rpc", ["--world_size", "3", "--rank", "0"], "--master_port", **SLOW),
-    ],
-)
-def test_a_rank_that_does_not_fit_is_refused_and_the_job_goes_on(package, flags, word):
+STRANGERS = [
+    (2, "world_size 4", "rl_rpc", ["--world_size", "4", "--rank", "1"]),
+    (2, "seed 7", "rl_rpc", ["--world_size", "3", "--rank", "1", "--seed", "7"]),
+    (2, "mode rollout", "rl_rpc", ["--world_size", "3", "--rank", "1", "--mode", "rollout"]),
+    (2, "package param_server", "param_server", ["--world_size", "3", "--rank", "1"]),
+    (1, "--master_port", "rl_rpc", ["--world_size", "3", "--rank", "0"]),
+]
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_fit_is_refused_and_the_job_goes_on():
+    """Strangers are there before rank 0 is, and poll: still it is rank 0 that says what job this is."""
     port = free_port()
     place = ["--master_port", port, "--join_timeout", 60]
+    strangers = [start_main(package, *flags, *place) for _, _, package, flags in STRANGERS[:-1]]
+    time.sleep(3)  # let them poll: nothing tells from outside
     agent = start_main("rl_rpc", *short("rl_rpc"), *place, "--rank", 0)
     wait_for_listener(port)
-    stranger = run_main(package, *flags, *place)
-    assert_one_line_error(stranger, 1 if word == "--master_port" else 2, word)
+    _, _, package, flags = STRANGERS[-1]
+    strangers.append(start_main(package, *flags, *place))
+    for stranger, (status, word, _, _) in zip(strangers, STRANGERS, strict=True):
+        _, errors = stranger.communicate(timeout=60)
+        assert stranger.returncode == status and word in errors and len(errors.splitlines()) == 1, errors
     others = [start_main("rl_rpc", *short("rl_rpc"), *place, "--rank", rank) for rank in (1, 2)]
     for rank in [agent, *others]:
         _, errors = rank.communicate(timeout=90)
@@ -206,75 +225,18 @@ def wait_for_listener(port, seconds=60):
     raise AssertionError(f"nothing listens on {port}")
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_gpu_that_is_not_there_is_refused(package):
-    done = run_main(package, "--device", "cuda", env={"CUDA_VISIBLE_DEVICES": ""})
-    assert_one_line_error(done, 2, "--device cuda", "no CUDA GPU")
-
-
-# --------------------------------------------------------------------------------------------------------------- Ctrl-C
-
-
-@pytest.mark.parametrize(
-    "package, way, target",
-    [
-        ("rl_rpc", "spawned", "group"),
-        ("rl_rpc", "terminals", "one"),
-        pytest.param("param_server", "spawned", "parent", marks=pytest.mark.slow),
-        pytest.param("rnn_rpc", "spawned", "group", marks=pytest.mark.slow),
-        pytest.param("rnn_rpc", "spawned", "parent", marks=pytest.mark.slow),
-        pytest.param("rnn_rpc", "terminals", "one", marks=pytest.mark.slow),
-        pytest.param("ddp_rpc", "spawned", "group", marks=pytest.mark.slow),
-        pytest.param("ddp_rpc", "spawned", "parent", marks=pytest.mark.slow),
-        pytest.param("ddp_rpc", "terminals", "one", marks=pytest.mark.slow),
-        pytest.param("param_server", "terminals", "one", marks=pytest.mark.slow),
-    ],
-)
-def test_ctrl_c_ends_all_quietly_and_keeps_the_checkpoint(package, way, target, tmp_path):
-    checkpoint = tmp_path / "checkpoint.pt"
-    every = ["--checkpoint_every", "5"] if package == "param_server" else []
-    with Job(package, way, [*JOBS[package]["long"], "--checkpoint", str(checkpoint), *every]) as job:
-        assert job.wait_for_text(JOBS[package]["training"], 90)
-        deadline = time.monotonic() + 60
-        while not checkpoint.exists():
-            assert time.monotonic() < deadline, job.text()
-            time.sleep(0.05)
-        if target == "group":
-            os.killpg(job.processes[0].pid, signal.SIGINT)
-        else:
-            os.kill(job.processes[-1 if target == "one" else 0].pid, signal.SIGINT)
-        statuses = job.wait(5)
-        assert set(statuses) == {130}, (statuses, job.text())
-        assert not job.survivors()
-        assert "Traceback" not in job.text() and f"{package}: " not in job.text(), job.text()
-    saved = torch.load(checkpoint, weights_only=True)
-    assert saved["scenario"] == package and saved["state"]
-
-
-def test_a_killed_starting_process_takes_every_rank_with_it():
-    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"]) as job:
-        assert job.wait_for_text(JOBS["rl_rpc"]["training"], 60)
-        ranks = ranks_of(job.processes[0].pid)
-        assert len(ranks) == 3
-        os.kill(job.processes[0].pid, signal.SIGKILL)
-        assert job.wait(5) == [-signal.SIGKILL]
-        assert not job.survivors(15), job.text()
-        assert "lost the starting process" in job.errors(), job.text()
-
-
 # ------------------------------------------------------------------------------------------------------------- restarts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["spawned", "torchrun"])
-@pytest.mark.parametrize("package", ["rl_rpc", "rnn_rpc", "ddp_rpc"])
+@pytest.mark.parametrize("package, way", [("rl_rpc", "spawned"), ("rnn_rpc", "torchrun"), ("ddp_rpc", "spawned")])
 def test_a_job_that_lost_a_rank_comes_back(package, way, tmp_path):
     checkpoint, summary = tmp_path / "checkpoint.pt", tmp_path / "summary.json"
     lengths = {  # long enough to be killed in the middle, short enough to wait for
         "rl_rpc": ["--max_episodes", "30", "--reward_threshold", "1e9", "--eval_episodes", "1"],
         "rnn_rpc": ["--epochs", "8", "--corpus_tokens", "40000"],
         "ddp_rpc": ["--epochs", "6"],
-    }  # param_server: in test_ps_runs.py
+    }  # param_server: in tests/param_server/test_runs.py
     flags = [*lengths[package], "--checkpoint", str(checkpoint), "--summary_json", str(summary)]
     flags += ["--max_restarts", "2"] if way == "spawned" else []
     with Job(package, way, flags, runner_flags=["--max-restarts", "2"]) as job:
@@ -306,6 +268,7 @@ def test_without_a_checkpoint_it_starts_afresh_and_says_so():
 # ---------------------------------------------------------------------------------------------------- remote exceptions
 
 
+@pytest.mark.slow
 def test_a_remote_exception_is_told_once_with_type_message_and_rank():
     fault = (1, "remote", 0)  # observer1's next call raises KeyError: inside its run_episode, which the agent called
     with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], fault=fault) as job:
@@ -318,7 +281,7 @@ def test_a_remote_exception_is_told_once_with_type_message_and_rank():
 # -------------------------------------------------------------------------------------------------------------- --check
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", RL_AND_SLOWLY_THE_OTHERS)
 def test_check_explains_the_machine(package):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -334,6 +297,7 @@ def test_check_explains_the_machine(package):
         assert word in done.stdout, (word, done.stdout)
 
 
+@pytest.mark.slow
 def test_check_measures_the_round_trip_of_each_pair():
     with Job("rl_rpc", "terminals", ["--check"]) as job:
         assert job.wait(60) == [0, 0, 0], job.text()
@@ -357,3 +321,16 @@ def test_trace_shows_every_rpc_of_every_rank(tmp_path):
     assert len(selected) == steps and {event["pid"] for event in selected} == {1, 2}
     assert all(event["dur"] > 0 for event in selected)
     assert sorted(os.listdir(tmp_path)) == ["summary.json", "trace.json"]
+
+
+def test_a_trace_is_written_when_the_run_fails(tmp_path):
+    (tmp_path / "trace.json.7").write_text("a part that an earlier, larger run has left")
+    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--trace", str(tmp_path / "trace.json")]) as job:
+        assert job.wait_for_text("Episode 10", 60)
+        os.kill(job.pid_of(1), signal.SIGKILL)
+        assert job.wait(20) == [1], job.text()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 2}, "the ranks that could still write"
+    assert any(event["ph"] == "i" and "killed by SIGKILL" in event["name"] for event in events)
+    assert sum(event["name"] == "sync select_action -> agent" for event in events) > 100
+    assert sorted(os.listdir(tmp_path)) == ["trace.json", "trace.json.7"]

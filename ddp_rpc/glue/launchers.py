@@ -1,0 +1,48 @@
+"""Which rank this process is, where a launcher started it: torchrun, a plain env:// environment, Slurm or Open MPI.
+
+Runs in every process, called from flags.py.  An explicit --rank comes before all of these.
+"""
+
+import dataclasses
+import os
+import re
+
+QUARTET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torch's own env://; Kubeflow's PyTorchJob sets them
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One rank's place in its job; address and port are None where the launcher does not know them."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    address: str | None = None
+    port: int | None = None
+
+
+def find_place(environ=os.environ):
+    """Return the Place that a launcher gave this process, or None.  Raises ValueError, one line, for half of one."""
+    meeting = (environ.get("MASTER_ADDR"), int(environ["MASTER_PORT"]) if environ.get("MASTER_PORT") else None)
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        if missing := [name for name in QUARTET if not environ.get(name)]:
+            raise ValueError(f"the environment has a part of {', '.join(QUARTET)}, but not {', '.join(missing)}")
+        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment (RANK, WORLD_SIZE, ...)"
+        return Place(launcher, int(environ["RANK"]), int(environ["WORLD_SIZE"]), *meeting)
+    # Before Slurm: mpirun starts its ranks through a Slurm step of its own, one task per host.
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        rank, world_size = (int(environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
+        return Place("Open MPI", rank, world_size, *meeting)
+    # Also the batch script itself, and a shell, have a SLURM_PROCID, 0: what counts is a step with several tasks.
+    tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
+    if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ and tasks > 1:
+        host = _first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost"))
+        port = 15000 + (int(environ.get("SLURM_JOB_ID", 0)) + int(environ["SLURM_STEP_ID"])) % 10000
+        return Place("Slurm", int(environ["SLURM_PROCID"]), tasks, meeting[0] or host, meeting[1] or port)
+    return None
+
+
+def _first_host(nodes):
+    """Return the first of Slurm's "node[03-07,9],other": node03."""
+    prefix, first, suffix = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodes).groups()
+    return prefix + (first or "") + suffix

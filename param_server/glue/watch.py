@@ -1,0 +1,107 @@
+"""Watching over a job: every rank shows every second that it lives, and looks whether all the others do.
+
+Runs in every rank, on two threads of its own.  An RPC to a dead peer fails at once; shutdown() would wait for ever.
+"""
+
+import signal
+import socket
+import threading
+import time
+
+from glue import before_torch
+from glue.ending import STORE_HOLDER, End, interrupted, read
+
+WATCHED = before_torch.SIGNALS | {signal.SIGALRM}
+BEAT_SECONDS, LOST_AFTER_SECONDS = 1.0, 8.0  # a rank shows that it lives; a rank that did not for so long is lost
+HURRIED_BEAT_SECONDS, HURRIED_LOST_AFTER_SECONDS = 0.1, 1.4  # torchrun has sent SIGTERM, and will send SIGKILL
+
+
+class Watch:
+    """One rank's heartbeat, and its eye on the others'.  `end(End, mine)` is called once, and ends this process."""
+
+    def __init__(self, rank, world_size, end, torchrun):
+        self.rank, self.end, self.torchrun = rank, end, torchrun
+        self.keys = [f"beat/{other}" for other in range(world_size)] + ["end"]
+        self.store = None
+        self.lock = threading.Lock()  # guards `left`, and the rank's own beat
+        self.left = False
+        self.hurried_at = None  # when torchrun's SIGTERM came
+        self.wake = threading.Event()
+        self.beater = threading.Thread(target=self._beat, daemon=True)
+
+    def start_signals(self):
+        """From here on signals end this rank's part of the job.  Called in the main thread."""
+        threading.Thread(target=self._await_signals, args=(signals_as_bytes(),), daemon=True).start()
+
+    def start_beating(self, store):
+        """From here on this rank is watched, and watches."""
+        self.store = store
+        for key in self.keys:
+            store.compare_set(key, "", "-")  # so that reading them never waits
+        store.set(self.keys[self.rank], "here")
+        self.beater.start()
+
+    def say_left(self):
+        """This rank's work is done: its silence means nothing from now on."""
+        with self.lock:
+            self.left = True
+            self.store.set(self.keys[self.rank], "left")
+
+    def _beat(self):
+        last, since = {}, {}
+        try:
+            while True:
+                # A dead man's switch: a store that does not answer at all raises SIGALRM (see _await_signals).
+                signal.setitimer(signal.ITIMER_REAL, LOST_AFTER_SECONDS)
+                with self.lock:
+                    if not self.left:
+                        self.store.set(self.keys[self.rank], str(time.monotonic()))
+                *beats, end = self.store.multi_get(self.keys)
+                if found := read(end):
+                    self.end(found, mine=False)
+                now, patience = time.monotonic(), LOST_AFTER_SECONDS
+                if self.hurried_at:
+                    patience = HURRIED_LOST_AFTER_SECONDS
+                for rank, beat in enumerate(beats):
+                    if beat != last.get(rank):
+                        last[rank], since[rank] = beat, now
+                    silent = now - max(since[rank], self.hurried_at or 0.0)
+                    if silent > patience and rank != self.rank and beat not in (b"-", b"left"):
+                        self.end(End("lost", rank, f"silent for {silent:.0f} s (killed, stopped, or unreachable)"))
+                self.wake.wait(HURRIED_BEAT_SECONDS if self.hurried_at else BEAT_SECONDS)
+        except RuntimeError:  # the store's way to say that it is gone
+            self.end(End("lost", STORE_HOLDER, "the connection to it broke"))
+
+    def _await_signals(self, received):
+        while True:
+            try:
+                number = received.recv(1)[0]
+            except TimeoutError:  # nobody was lost: torchrun itself was told to end
+                self.end(interrupted(self.rank, signal.SIGTERM))
+            if number not in WATCHED:
+                continue  # of a handler that the program has set for itself
+            if number == signal.SIGALRM:
+                self.end(End("lost", STORE_HOLDER, f"silent for {LOST_AFTER_SECONDS:g} s"))
+            elif number == signal.SIGTERM and self.torchrun and self.store:
+                # torchrun may have seen a rank die, and does not say which: that shows soon, when all others beat fast.
+                self.hurried_at = self.hurried_at or time.monotonic()
+                self.wake.set()
+                received.settimeout(HURRIED_LOST_AFTER_SECONDS + 0.5)
+            else:
+                self.end(interrupted(self.rank, number))
+
+
+def signals_as_bytes():
+    """Return a socket on which each signal that this process gets arrives as one byte.  Called in the main thread.
+
+    Python runs its handlers in the main thread, between two bytecodes: a rank that serves sits in C++ and would never
+    get there.  The byte is written at once, in whatever thread the signal arrives.
+    """
+    received, sent = socket.socketpair()
+    sent.setblocking(False)
+    signal.set_wakeup_fd(sent.detach(), warn_on_full_buffer=False)
+    for number in WATCHED:
+        if signal.getsignal(number) != signal.SIG_IGN:  # started in the background, or by nohup: not meant for us
+            signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, before_torch.SIGNALS)  # spawned ranks start with them blocked
+    return received

@@ -1,0 +1,111 @@
+"""How a job ends before its work is done: a value, the line that each rank prints of it, and leaving.
+
+Runs in every rank and in the process that spawned them.  Whoever notices first writes the End into the store; it is
+the one that all others find there and name.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import sys
+
+from glue import checkpoint
+
+PACKAGE = os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+STORE_HOLDER = -1  # as a rank: whoever holds the store
+CONNECTION_TROUBLE = re.compile(r"\beof\b|tensorpipe|connection|socket|ECONN|broken pipe|tim(ed?|e-) ?out|store", re.I)
+REMOTE_ERROR = re.compile(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """`kind` is one of "lost", "failed", "missing", "interrupted"; `rank` is whom it happened to, `why` one line."""
+
+    kind: str
+    rank: int
+    why: str
+    again: bool = True  # worth another attempt?  Not what the user must mend first: a bad file, say
+    signal: int = 0  # the one that interrupted the job
+
+    @property
+    def status(self):
+        """The exit status of every rank that leaves because of this."""
+        return 128 + self.signal if self.kind == "interrupted" else 1
+
+
+def interrupted(rank, number):
+    """Return the End of a job that got this signal."""
+    return End("interrupted", rank, f"interrupted by {signal.Signals(number).name}", again=False, signal=number)
+
+
+def of_exception(error, rank):
+    """Return the End that an exception in this rank is, or one that a remote call brought back."""
+    text = str(error)
+    kind_of_error, cause = type(error).__name__, text
+    remote = list(REMOTE_ERROR.finditer(text))
+    if isinstance(error, SystemExit):
+        return End("failed", rank, f"it left in the middle of its work (sys.exit({error.code!r}))")
+    if remote:  # "On WorkerInfo(...):\n<repr>\n<traceback>", nested where calls were: the innermost is the cause
+        rank = int(remote[-1][1])
+        kind_of_error, _, cause = _last_line_of_traceback(text[remote[-1].end() :]).partition(": ")
+    cause = " ".join(f"{kind_of_error}: {cause}".split()).partition(" Exception raised from ")[0]  # no C++ stack
+    return End("failed", rank, cause, again=kind_of_error != "ValueError")
+
+
+def is_connection_trouble(error):
+    """True if this exception, or what caused it, looks as if a peer is gone: its missing heartbeat will name it."""
+    while error:
+        if isinstance(error, RuntimeError) and CONNECTION_TROUBLE.search(of_exception(error, 0).why):
+            return True
+        error = error.__cause__
+    return False
+
+
+def line(end, me, names, holder, spawned, mine):
+    """Return the line that rank `me` prints on stderr, or None where there is nothing to add.
+
+    `names` of the ranks, `holder` of the store; `spawned`: all write to one terminal; `mine`: this rank has noticed.
+    """
+    about, why = holder if end.rank == STORE_HOLDER else names[end.rank], end.why
+    if end.kind == "interrupted" or (end.rank == me and not mine and spawned):
+        return None  # the latter: said already, by the rank that met this rank's exception
+    if end.kind == "missing" or end.rank == me or (end.kind == "failed" and mine):
+        return f"{names[me] if end.kind == 'missing' else about}: {why}"
+    if end.kind == "failed":  # in one terminal the cause stands there already, in others it is worth a repetition
+        why = "it failed" if spawned else f"it failed: {why}"
+    return f"{names[me]}: lost {about}: {why}"
+
+
+def claim(store, end):
+    """Write `end` into the store as the job's, unless there is one already; return the one that holds."""
+    store.compare_set("end", "", "-")
+    return read(store.compare_set("end", "-", json.dumps(dataclasses.asdict(end))))
+
+
+def read(value):
+    """Return the End that a store's value is, or None while the job goes on."""
+    return None if value == b"-" else End(**json.loads(value))
+
+
+def print_error(text):
+    if text:
+        print(f"{PACKAGE}: {text}", file=sys.stderr, flush=True)
+
+
+def leave_now(status, text=None):
+    """Leave at once, from whatever thread: other threads may sit in calls that never return."""
+    print_error(text)
+    checkpoint.finish_writing(seconds=2)
+    with contextlib.suppress(OSError):  # whoever reads it may be gone
+        sys.stdout.flush()
+    os._exit(status)
+
+
+def _last_line_of_traceback(text):
+    """Return "ValueError: ..." from the text of a remote exception: the last line that is not indented."""
+    kept = text.partition("\n\nAt:\n")[0].splitlines()  # pybind11 appends where it re-raised
+    lines = [line for line in kept if line and not line[0].isspace()]
+    return lines[-1] if lines else text

@@ -1,0 +1,99 @@
+"""How a job ends is a value, and the line that each rank prints of it a function: no processes here."""
+
+import pytest
+
+from helpers import package_on_path
+
+with package_on_path("rl_rpc"):
+    from glue import ending
+    from glue.ending import STORE_HOLDER, End
+
+NAMES = ["rank 0 (agent)", "rank 1 (observer1)", "rank 2 (observer2)"]
+SILENT = "silent for 8 s (killed, stopped, or unreachable)"
+
+
+@pytest.mark.parametrize(
+    "end, me, spawned, mine, said",
+    [
+        # a rank that noticed first, or was told: the same line
+        (End("lost", 1, SILENT), 0, False, True, f"rank 0 (agent): lost rank 1 (observer1): {SILENT}"),
+        (End("lost", 1, SILENT), 2, True, False, f"rank 2 (observer2): lost rank 1 (observer1): {SILENT}"),
+        # the store's holder is named by what it is
+        (End("lost", STORE_HOLDER, "broke"), 1, True, True, "rank 1 (observer1): lost the starting process: broke"),
+        # it woke up after the others had called it lost
+        (End("lost", 1, SILENT), 1, False, False, f"rank 1 (observer1): {SILENT}"),
+        # an exception: its own rank, or the rank to which it came back over RPC, says it whole
+        (End("failed", 0, "ValueError: no"), 0, True, True, "rank 0 (agent): ValueError: no"),
+        (End("failed", 1, "KeyError: 'no'"), 0, True, True, "rank 1 (observer1): KeyError: 'no'"),
+        # the others: once more where they have a terminal of their own
+        (End("failed", 1, "KeyError: 'no'"), 2, True, False, "rank 2 (observer2): lost rank 1 (observer1): it failed"),
+        (
+            End("failed", 1, "KeyError: 'no'"), 2, False, False,
+            "rank 2 (observer2): lost rank 1 (observer1): it failed: KeyError: 'no'",
+        ),
+        # the one that failed, told of it by the rank that met its exception: silent in the same terminal
+        (End("failed", 1, "KeyError: 'no'"), 1, True, False, None),
+        (End("failed", 1, "KeyError: 'no'"), 1, False, False, "rank 1 (observer1): KeyError: 'no'"),
+        (End("missing", 0, "rank 2 (observer2) did not come"), 0, False, True,
+         "rank 0 (agent): rank 2 (observer2) did not come"),
+        (ending.interrupted(0, 2), 1, True, False, None),
+    ],
+)  # fmt: skip
+def test_the_line_that_a_rank_prints(end, me, spawned, mine, said):
+    assert ending.line(end, me, NAMES, "the starting process", spawned, mine) == said
+
+
+@pytest.mark.parametrize("number, status", [(2, 130), (15, 143), (1, 129)])
+def test_a_signal_gives_the_exit_status_that_a_shell_would_show(number, status):
+    assert ending.interrupted(0, number).status == status and not ending.interrupted(0, number).again
+    assert End("lost", 0, "").status == End("failed", 0, "").status == End("missing", 0, "").status == 1
+
+
+REMOTE = """On WorkerInfo(id=2, name=observer2):
+KeyError('x')
+Traceback (most recent call last):
+  File "observer.py", line 3, in step
+    return table[key]
+KeyError: 'x'
+"""
+
+
+@pytest.mark.parametrize(
+    "error, rank, why, again",
+    [
+        (ValueError("a bad\nfile"), 0, "ValueError: a bad file", False),
+        (RuntimeError("eof Exception raised from readLoop at x.cpp:1 frame #0: f"), 0, "RuntimeError: eof", True),
+        (RuntimeError(REMOTE), 2, "KeyError: 'x'", True),
+        (ValueError(REMOTE.replace("KeyError", "ValueError")), 2, "ValueError: 'x'", False),
+        (SystemExit(0), 0, "it left in the middle of its work (sys.exit(0))", True),
+    ],
+)
+def test_what_an_exception_says_of_the_jobs_end(error, rank, why, again):
+    assert ending.of_exception(error, 0) == End("failed", rank, why, again)
+
+
+def test_a_loss_is_a_loss_wherever_it_is_noticed():
+    """A peer that vanished while a checkpoint was put in place: the ValueError about it is not the user's to mend."""
+    try:
+        try:
+            raise RuntimeError("eof (this error originated at tensorpipe/transport/shm/connection_impl.cc:259)")
+        except RuntimeError as error:
+            raise ValueError("cannot go on from c.pt") from error
+    except ValueError as error:
+        assert ending.is_connection_trouble(error)
+    assert not ending.is_connection_trouble(ValueError("no connection to speak of"))
+
+
+class Store(dict):
+    def compare_set(self, key, expected, wanted):
+        if self.get(key, b"").decode() == expected:
+            self[key] = wanted.encode()
+        return self[key]
+
+
+def test_the_first_reason_given_is_the_reason():
+    store = Store()
+    first, second = End("lost", 1, SILENT), End("failed", 0, "RuntimeError: eof")
+    assert ending.claim(store, first) == first
+    assert ending.claim(store, second) == first == ending.read(store["end"])
+    assert ending.read(b"-") is None

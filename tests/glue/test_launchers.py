@@ -1,0 +1,70 @@
+"""Who started this process, and which rank it is."""
+
+import contextlib
+import os
+
+import pytest
+
+from helpers import assert_refused, package_on_path
+
+with package_on_path("rl_rpc"):
+    from glue.launchers import Place, find_place
+
+QUARTET = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"}
+STEP = {"SLURM_STEP_ID": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3", "SLURM_JOB_ID": "4711"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}
+
+
+@pytest.mark.parametrize(
+    "environ, place",
+    [
+        ({}, None),
+        ({"MASTER_ADDR": "10.0.0.1"}, None),  # left over in a shell
+        (QUARTET, Place("the environment (RANK, WORLD_SIZE, ...)", 1, 3, "10.0.0.1", 29501)),
+        (QUARTET | {"TORCHELASTIC_RUN_ID": "none"}, Place("torchrun", 1, 3, "10.0.0.1", 29501)),
+        (STEP | QUARTET, Place("the environment (RANK, WORLD_SIZE, ...)", 1, 3, "10.0.0.1", 29501)),
+        (STEP | {"SLURM_STEP_NODELIST": "node[07-09,12],x1"}, Place("Slurm", 1, 3, "node07", 19713)),
+        (STEP | {"SLURM_JOB_NODELIST": "gpu-a,gpu-b"}, Place("Slurm", 1, 3, "gpu-a", 19713)),
+        (STEP | {"SLURM_JOB_NODELIST": "r[1-2]n,x", "MASTER_PORT": "5"}, Place("Slurm", 1, 3, "r1n", 5)),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, None),  # srun --pty bash
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "4711"}, None),  # the batch script itself
+        (OPEN_MPI, Place("Open MPI", 2, 3)),
+        (STEP | OPEN_MPI, Place("Open MPI", 2, 3)),  # mpirun in an allocation starts its ranks through a step
+        (OPEN_MPI | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7"}, Place("Open MPI", 2, 3, "10.0.0.1", 7)),
+    ],
+)
+def test_the_place_that_a_launcher_gives(environ, place):
+    assert find_place(environ) == place
+
+
+@contextlib.contextmanager
+def environment(changes):
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.mark.parametrize("missing", QUARTET)
+def test_a_part_of_the_quartet_is_refused_by_name(missing, capsys):
+    half = {name: value for name, value in QUARTET.items() if name != missing}
+    if missing in ("RANK", "WORLD_SIZE"):
+        half = {name: value for name, value in half.items() if name != "MASTER_ADDR"}
+    with environment(half):
+        assert_refused("rl_rpc", [], capsys, f"{missing}", "environment")
+
+
+def test_flags_come_first_and_the_choice_is_said(capsys):
+    with package_on_path("rl_rpc"), environment(QUARTET):
+        import main
+
+        args = main.parse_args([])
+        assert (args.rank, args.world_size, args.master_addr, args.master_port) == (1, 3, "10.0.0.1", 29501)
+        assert not args.torchrun
+        assert capsys.readouterr().out.startswith("rank 1 of 3, started by the environment")
+        args = main.parse_args(["--rank", "0", "--world_size", "2"])
+        assert (args.rank, args.world_size, args.master_addr) == (0, 2, "localhost")
+        assert capsys.readouterr().out == ""

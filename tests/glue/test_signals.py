@@ -1,0 +1,119 @@
+"""Ctrl-C, SIGTERM and SIGHUP end a job quietly, at any moment and however it was started; nothing of it is left."""
+
+import os
+import re
+import shutil
+import signal
+import tempfile
+import time
+
+import pytest
+import torch
+
+from helpers import NOISE
+from jobs import JOBS, Job, command_of, left_in
+
+STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+SIGTERM_BIT = 1 << (signal.SIGTERM - 1)
+
+
+def wait_until_it_handles_signals(pid):
+    """The first instruction: before it, Python itself has the signals, and dies of them."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        with open(f"/proc/{pid}/status") as file:
+            caught = int(re.search(r"^SigCgt:\s+(\w+)", file.read(), re.M)[1], 16)
+        if caught & SIGTERM_BIT:
+            return
+        time.sleep(0.002)
+    raise AssertionError("the process never handled SIGTERM")
+
+
+def interrupt(way, number, target, seconds):
+    """Start a job (in terminals: its last rank alone), send the signal so much later, check what is promised."""
+    ours = {"TMPDIR": tempfile.mkdtemp()}  # other programs use the usual one at the same time
+    with Job("rl_rpc", way, JOBS["rl_rpc"]["long"], env=ours, only=[2] if way == "terminals" else None) as job:
+        (process,) = job.processes
+        wait_until_it_handles_signals(process.pid)
+        time.sleep(seconds)  # the case's moment, not a wait for anything
+        (os.killpg if target == "group" else os.kill)(process.pid, number)
+        status = job.wait(5)
+        assert status == [STATUS[number]], (status, job.text())
+        assert not job.survivors(2), job.text()
+        assert job.errors() == "" and not re.search(NOISE, job.text()), job.text()
+    assert left_in(ours["TMPDIR"]) == []
+    shutil.rmtree(ours["TMPDIR"])
+
+
+@pytest.mark.parametrize(
+    "number, target, seconds",
+    [(signal.SIGINT, "group", 0.0), (signal.SIGTERM, "parent", 0.9), (signal.SIGHUP, "parent", 1.9)],
+)
+def test_a_starting_process_leaves_at_once(number, target, seconds):
+    interrupt("spawned", number, target, seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["spawned", "terminals"])
+@pytest.mark.parametrize("moment", range(20))
+def test_at_any_moment_from_the_first_instruction_on(way, moment):
+    target = "group" if way == "spawned" and moment % 2 else "parent"
+    interrupt(way, list(STATUS)[moment % 3], target, moment * 6 / 19)
+
+
+@pytest.mark.parametrize(
+    "package, way, target, number",
+    [
+        ("rl_rpc", "spawned", "group", signal.SIGINT),
+        pytest.param("rl_rpc", "terminals", "one", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("param_server", "spawned", "parent", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("rnn_rpc", "spawned", "parent", signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param("ddp_rpc", "spawned", "group", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("ddp_rpc", "terminals", "one", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("param_server", "terminals", "one", signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
+def test_a_working_job_ends_quietly_and_keeps_the_checkpoint(package, way, target, number, tmp_path):
+    checkpoint = tmp_path / "checkpoint.pt"
+    every = ["--checkpoint_every", "5"] if package == "param_server" else []
+    with Job(package, way, [*JOBS[package]["long"], "--checkpoint", str(checkpoint), *every]) as job:
+        job.wait_for_file(checkpoint, 90)
+        if target == "group":
+            os.killpg(job.processes[0].pid, number)
+        else:
+            os.kill(job.processes[-1 if target == "one" else 0].pid, number)
+        assert set(job.wait(5)) == {STATUS[number]}, job.text()
+        assert not job.survivors()
+        assert "Traceback" not in job.text() and f"{package}: " not in job.text(), job.text()
+    saved = torch.load(checkpoint, weights_only=True)
+    assert saved["scenario"] == package and saved["state"]
+    assert os.listdir(tmp_path) == ["checkpoint.pt"], "a half-written file is left"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["torchrun", "a rank"])
+def test_sigterm_under_torchrun_is_obeyed_within_three_seconds(target):
+    """What Slurm's scancel and Kubernetes send first."""
+    with Job("rl_rpc", "torchrun", JOBS["rl_rpc"]["long"]) as job:
+        assert job.wait_for_text(JOBS["rl_rpc"]["training"], 90)
+        ranks = [job.pid_of(rank) for rank in range(3)]
+        pid = job.processes[0].pid if target == "torchrun" else ranks[1]
+        os.kill(pid, signal.SIGTERM)
+        told = ranks if target == "torchrun" else [pid]
+        deadline = time.monotonic() + 3.5
+        while any(map(command_of, told)):
+            assert time.monotonic() < deadline, job.text()
+            time.sleep(0.02)
+        assert job.wait(10) == [1]  # torchrun's own status
+        assert not job.survivors()
+        assert "lost rank" not in job.text(), "nobody was lost"
+
+
+def test_a_killed_starting_process_takes_every_rank_with_it():
+    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"]) as job:
+        assert job.wait_for_text(JOBS["rl_rpc"]["training"], 60)
+        assert job.pid_of(2)
+        os.kill(job.processes[0].pid, signal.SIGKILL)
+        assert job.wait(5) == [-signal.SIGKILL]
+        assert not job.survivors(15), job.text()
+        assert "lost the starting process" in job.errors(), job.text()
