@@ -1,0 +1,72 @@
+"""ddp_rpc with the tables and `fc` on the pretend device: every mode, checkpoint, resume and evaluation; and mistakes.
+
+The device has no sparse tensors, hence --no-sparse.  DDP's gradients cross gloo as they are: gloo is no RPC, and copies
+what is on a GPU by itself, which torch does for this device by computing on the CPU.
+"""
+
+import pickle
+
+import pytest
+import torch
+
+import pretend_device
+from helpers import ROOT, load_module, package_on_path, run_on_pretend_device
+
+equivalence = load_module(ROOT / "tests" / "ddp_rpc" / "test_equivalence.py")
+with package_on_path("ddp_rpc"):
+    import embedding_server
+    import model
+pytestmark = pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING))
+IDS, OFFSETS = torch.tensor([3, 3, 8]), torch.tensor([0, 2])
+
+
+@pytest.mark.parametrize(("mode", "trainers", "servers"), [("sync", 1, 1), ("averaged", 2, 1), ("pipelined", 1, 2)])
+def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_path, mode, trainers, servers):
+    """To 1e-5, as on the CPU.  The checkpoint after the first epoch is the plain loop's; the run does the second."""
+    stale = mode == "pipelined"
+    table, fc = equivalence.one_process(trainers, stale, epochs=1)
+    torch.save({"scenario": "ddp_rpc", "state": {"epoch": 1, "table": table, "fc": fc}}, tmp_path / "end.pt")
+    flags = ("--mode", mode, "--num_trainers", trainers, "--num_servers", servers, "--no-sparse", "--resume")
+    found = equivalence.distributed(tmp_path, *flags, says="Going on after epoch 1 ", run=run_on_pretend_device)
+    assert equivalence.largest_difference(found, equivalence.one_process(trainers, stale)) < 1e-5
+    assert equivalence.largest_difference(found, (table, fc)) > 1e-3
+
+
+def make_shard(device=pretend_device.DEVICE):
+    more = {"num_trainers": 1, "lr": 0.05, "sparse": False, "seed": 3, "device": device}
+    return embedding_server.EmbeddingShard(0, 1, 30, 5, **more)
+
+
+def test_a_server_answers_from_its_device_by_way_of_the_cpu():
+    """Each answer as it crosses the wire, and the table where the rank has its tensors, after a step too."""
+    shard = make_shard()
+    sent = [shard(IDS, OFFSETS), shard.get_rows(), torch.as_tensor(embedding_server.exchange(0, None, IDS, OFFSETS))]
+    embedding_server.exchange(0, torch.ones(2, 5), None, None)
+    assert [str(tensor.device) for tensor in sent] == ["cpu"] * 3
+    assert str(shard.weight.device) == pretend_device.DEVICE
+    on_cpu = make_shard("cpu")
+    embedding_server.exchange(0, None, IDS, OFFSETS)
+    embedding_server.exchange(0, torch.ones(2, 5), None, None)
+    assert torch.equal(shard.get_rows(), on_cpu.get_rows()) and not torch.equal(shard.get_rows(), sent[1])
+
+
+def test_sums_that_are_sent_from_the_device_are_caught(monkeypatch):
+    monkeypatch.setattr(embedding_server, "to_wire", lambda tensor: tensor)
+    shard = make_shard()
+    with pytest.raises(TypeError, match="was asked for its numpy array"):
+        embedding_server.exchange(0, None, IDS, OFFSETS)
+    with pytest.raises(TypeError, match="it must travel by way of the CPU"):
+        pickle.dumps(shard(IDS, OFFSETS))
+
+
+def test_sums_that_stay_where_they_arrived_are_caught(monkeypatch):
+    """The trainer's `fc` is on the device, and what the servers sent is on the CPU until add_up moves it."""
+    fc = torch.nn.Linear(5, 8).to(pretend_device.DEVICE)
+    parts = [torch.ones(2, 5), torch.ones(2, 5)]
+
+    class Trainer:
+        device = torch.device(pretend_device.DEVICE)
+
+    assert fc(model.HybridModel.add_up(Trainer, parts)).shape == (2, 8)
+    with pytest.raises(RuntimeError, match="were mixed"):
+        fc(sum(parts))

@@ -1,0 +1,97 @@
+"""param_server with network and replicas on the pretend device: both modes, checkpoint, resume, evaluation; a mistake.
+
+Without dropout: like a GPU, the device may draw other masks than the CPU.
+"""
+
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import pretend_device
+from helpers import ROOT, load_module, run_on_pretend_device
+
+equivalence = load_module(ROOT / "tests" / "param_server" / "test_equivalence.py")
+test_server = load_module(ROOT / "tests" / "param_server" / "test_server.py")
+one_thread_per_rank, few_test_images = equivalence.one_thread_per_rank, test_server.few_test_images  # fixtures
+flat_weights, remote_server, replica_server = (
+    getattr(test_server, name) for name in ("flat_weights", "remote_server", "replica_server")
+)
+pytestmark = pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING))
+DONE, STEPS = 5, 10
+
+
+@pytest.mark.parametrize("mode", ["remote", "replica"])
+def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_path, mode):
+    """Losses and weights to 1e-6, as on the CPU.  The checkpoint is the plain loop's; the run does the other steps."""
+    settings = {"mode": mode, "dataset": "synthetic", "seed": 1, "batch_size": 8, "max_batches": STEPS, "sync_every": 1}
+    books = {"epoch": 0, "updates": DONE, "staleness_sum": 0, "staleness_max": 0, "accuracy": None, "places": [DONE]}
+    _, weights = equivalence.one_process(DONE, batch_size=8)
+    momentum = [] if mode == "remote" else torch.empty(0)
+    state = {"settings": settings | {"trainers": 1}, "books": books, "model": weights, "momentum": momentum}
+    torch.save({"scenario": "param_server", "state": state}, tmp_path / "end.pt")
+    flags = ("--world_size", 2, "--mode", mode, "--resume")
+    losses, found = equivalence.distributed(tmp_path, STEPS, *flags, run=run_on_pretend_device)
+    expected_losses, expected = equivalence.one_process(STEPS, batch_size=8)
+    assert losses[1] == pytest.approx(expected_losses[DONE:], abs=1e-6)
+    equivalence.assert_same_weights(found, expected)
+
+
+def remote_state(device, monkeypatch):
+    """Two steps of a ParameterServer with momentum, a new one that goes on from the first's state, another step."""
+    monkeypatch.setattr(remote_server, "devices_of", lambda num_gpus: [torch.device(device)] * 2)
+    monkeypatch.setattr(test_server.digits_net, "devices_of", remote_server.devices_of)
+    flags = test_server.arguments("--no_dropout", "--world_size", 2, "--momentum", 0.8, "--lr", 0.01)
+    state = None
+    for steps in (2, 1):
+        server = remote_server.ParameterServer(flags)
+        if state:
+            server.restore(state)
+        for step in range(steps):
+            data, target = test_server.batch(step)
+            output = server.forward(1, data)
+            assert str(output.device) == "cpu"
+            F.nll_loss(output, target).backward()
+            server.apply_gradients(1)
+        assert {str(param.device) for param in server.net_to_evaluate().parameters()} == {device}
+        state = pickle.loads(pickle.dumps(server.capture()))
+    return [*state["model"].values(), *state["momentum"]]
+
+
+def replica_state(device, monkeypatch):
+    """The same of a RangeServer, with gradients of its own making."""
+    flags = test_server.arguments("--mode", "replica", "--world_size", 2, "--momentum", 0.8)
+    state = None
+    for steps in (2, 1):
+        server = replica_server.RangeServer(0, flags, torch.device(device))
+        if state:
+            server.restore(state)
+        server.start_epoch(0.01)
+        for step in range(steps):
+            gradient = torch.randn(server.range.weights.shape, generator=torch.Generator().manual_seed(step))
+            answer = server.push(1, step, gradient, 4, 1).wait()
+            pickle.dumps(answer)
+        assert str(server.range.weights.device) == device == str(next(server.net_to_evaluate().parameters()).device)
+        state = pickle.loads(pickle.dumps(server.capture()))
+    return [*state["model"].values(), state["momentum"]]
+
+
+@pytest.mark.parametrize("state_of", [remote_state, replica_state])
+def test_a_server_and_its_momentum_go_on_as_on_the_cpu(state_of, monkeypatch):
+    found, expected = (state_of(device, monkeypatch) for device in (pretend_device.DEVICE, "cpu"))
+    assert len(found) == len(expected) > 8
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_weights_that_are_sent_from_the_device_are_caught(monkeypatch):
+    monkeypatch.setattr(flat_weights, "to_wire", lambda tensor: tensor)
+    with pytest.raises(TypeError, match="it must travel by way of the CPU"):
+        replica_state(pretend_device.DEVICE, monkeypatch)
+
+
+def test_images_that_stay_where_they_arrived_are_caught(monkeypatch):
+    net = test_server.digits_net.Net().to(pretend_device.DEVICE)
+    with pytest.raises(RuntimeError, match=r"were mixed|same device"):
+        net(test_server.batch(1)[0])

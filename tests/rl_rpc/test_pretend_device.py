@@ -1,0 +1,75 @@
+"""rl_rpc with the agent's policy on the pretend device: every mode, checkpoint, resume and evaluation; and a mistake.
+
+main.run_agent in this process, with the observers of test_agent.py, which are reached through a pickler.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import pretend_device
+from helpers import ROOT, load_module
+
+test_agent = load_module(ROOT / "tests" / "rl_rpc" / "test_agent.py")
+agent, main = test_agent.agent_module, test_agent.main_module
+make_agent = test_agent.make_agent  # a fixture
+pytestmark = pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING))
+EPISODES = 8
+
+
+@pytest.fixture
+def run_agent(make_agent, monkeypatch, tmp_path):
+    """Return a function that runs main.py's agent with two observers on a device; it returns the checkpoint's state."""
+    make_agent(1)  # for the names that it replaces
+    monkeypatch.setattr(main, "worker_name", lambda rank, args: str(rank))
+    monkeypatch.setattr(torch, "tensor", pretend_device.tensor_by_copy)
+
+    def run(device, mode, *flags):
+        file = tmp_path / "agent.pt"
+        more = (*flags, "--world_size", "3", "--log_interval", "1", "--eval_episodes", "2", "--checkpoint", str(file))
+        main.run_agent(main.parse_args(["--mode", mode, *more]), SimpleNamespace(device=torch.device(device)))
+        return torch.load(file, weights_only=True)["state"]
+
+    return run
+
+
+@pytest.mark.parametrize("mode", test_agent.equivalence.MODES)
+def test_every_mode_plays_and_learns_what_it_does_on_the_cpu(run_agent, mode, capsys):
+    """To the last digit, of what is printed and of what is saved, and with an interruption after half of it."""
+    expected = run_agent("cpu", mode, "--max_episodes", str(EPISODES))
+    said = capsys.readouterr().out
+    run_agent(pretend_device.DEVICE, mode, "--max_episodes", str(EPISODES // 2))
+    found = run_agent(pretend_device.DEVICE, mode, "--max_episodes", str(EPISODES), "--resume")
+    test_agent.equivalence.assert_equal_to_the_bit(found, expected)
+    again = capsys.readouterr().out
+    figures = test_agent.equivalence.EPISODE_LINE
+    assert figures.findall(again) == figures.findall(said) and len(figures.findall(said)) == EPISODES
+    assert again.splitlines()[-1] == said.splitlines()[-1] and "Greedy policy over 2 episodes" in said
+
+
+def test_the_policy_is_on_the_device_while_it_plays(run_agent, monkeypatch):
+    """So that the equality above is not one of two runs on the CPU."""
+    where, plain = set(), main.Learner.policy_loss
+
+    def policy_loss(learner, trajectories):
+        loss = plain(learner, trajectories)
+        where.update(str(tensor.device) for tensor in (loss, *learner.policy.parameters()))
+        return loss
+
+    monkeypatch.setattr(main.Learner, "policy_loss", policy_loss)
+    run_agent(pretend_device.DEVICE, "step", "--max_episodes", "1")
+    assert where == {pretend_device.DEVICE}
+
+
+def test_weights_that_are_sent_from_the_device_are_caught(run_agent, monkeypatch):
+    monkeypatch.setattr(agent, "to_wire", lambda tensor: tensor)
+    with pytest.raises(TypeError, match="it must travel by way of the CPU"):
+        run_agent(pretend_device.DEVICE, "rollout", "--max_episodes", "1")
+
+
+def test_a_checkpoint_of_device_tensors_is_caught(make_agent, tmp_path):
+    """glue.checkpoint copies to the CPU what it saves; this is what it would be without."""
+    policy = make_agent(1, device=pretend_device.DEVICE).policy
+    with pytest.raises(TypeError, match="was pickled"):
+        torch.save(policy.state_dict(), tmp_path / "policy.pt")

@@ -1,0 +1,51 @@
+"""rnn_rpc with all layers on the pretend device: every mode, checkpoint, resume, evaluation, sampling; and a mistake.
+
+In the RPC group of the other tests, so over torch's own pickler.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch.distributed.rpc import internal
+
+import pretend_device
+from helpers import ROOT, load_module
+
+equivalence = load_module(ROOT / "tests" / "rnn_rpc" / "test_equivalence.py")
+as_launched = equivalence.as_launched  # a fixture
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You are using a Backend"),
+    pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING)),
+]
+train = functools.partial(equivalence.train, device=pretend_device.DEVICE)
+
+
+@pytest.mark.parametrize(("mode", "world_size"), [("logits", 2), ("loss", 2), ("overlap", 3)])
+def test_a_run_that_goes_on_from_a_checkpoint_equals_one_on_the_cpu(tmp_path, mode, world_size, capsys):
+    """20 iterations, then as many again: parameters, Adam's state, dropout masks, held-out perplexity, sampled text.
+
+    To 1e-6, for the LSTM is another operator there; 1e-5 in `overlap`, which adds up in the order of arrival.
+    """
+    flags = (*equivalence.SIZES, "--mode", mode, "--world_size", world_size, "--optimizer", "adam", "--dropout", 0.3)
+    found, expected = tmp_path / "found.pt", tmp_path / "expected.pt"
+    equivalence.train(*flags, "--epochs", 2, "--generate", 10, "--checkpoint", expected)
+    text = capsys.readouterr().out.splitlines()[-1]
+    train(*flags, "--checkpoint", found)
+    train(*flags, "--epochs", 2, "--generate", 10, "--checkpoint", found, "--resume")
+    assert capsys.readouterr().out.splitlines()[-1] == text
+    states = [torch.load(path, weights_only=True)["state"] for path in (found, expected)]
+    equivalence.assert_same(*states, tolerance=1e-5 if mode == "overlap" else 1e-6)
+
+
+def test_a_state_that_is_made_on_the_wrong_side_is_caught(monkeypatch):
+    zeros = torch.zeros(equivalence.LAYERS, equivalence.B, equivalence.H)
+    monkeypatch.setattr(equivalence.model.RNNModel, "init_hidden", lambda *_: (zeros, zeros))
+    with pytest.raises(RuntimeError, match=r"were mixed|same device"):
+        train(*equivalence.SIZES)
+
+
+def test_a_tensor_that_is_sent_from_the_device_is_caught():
+    """By RPC's own pickler: had a to_wire been forgotten, the runs above would have failed."""
+    with pytest.raises(TypeError, match="it must travel by way of the CPU"):
+        internal.serialize(torch.zeros(2, device=pretend_device.DEVICE))
