@@ -1,0 +1,112 @@
+"""Ranks that a launcher starts: torchrun on two hosts, and tasks that know their rank from their environment."""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from helpers import ROOT, start_main
+from jobs import free_port
+from two_hosts import ADDRESSES, NAMES, TwoHosts, why_not
+
+SHORT = ["--max_episodes", "8", "--eval_episodes", "1", "--join_timeout", "60"]
+DONE = "Greedy policy over 1 episodes"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize("package", ["rl_rpc", "ddp_rpc"])  # RPC alone, and RPC beside a process group
+def test_torchrun_on_two_nodes(package):
+    flags = SHORT if package == "rl_rpc" else ["--epochs", "2", "--batches", "20"]
+    with TwoHosts() as hosts, Nodes(hosts, package, flags) as nodes:
+        assert nodes.wait(120) == [0, 0], nodes.texts()
+        first, second = nodes.texts()
+        assert "rank 0 of 4, started by torchrun" in first
+        assert f"Listening on {ADDRESSES[0]} (rpc-a)." in first
+        assert f"Listening on {ADDRESSES[1]} (rpc-b)." in second
+        assert (DONE if package == "rl_rpc" else "accuracy") in first + second
+
+
+class Nodes:
+    """torchrun on both hosts, two ranks on each: as CLUSTERS.md has it where a host's name is a loopback address."""
+
+    def __init__(self, hosts, package, flags):
+        self.outputs, self.processes = [], []
+        for number, address in enumerate(ADDRESSES):
+            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+            command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29500"]
+            command += ["--rdzv-conf", f"is_host={int(number == 0)}", "--local-addr", address]
+            command += [str(ROOT / package / "main.py"), *flags]
+            output = tempfile.TemporaryFile("w+")
+            self.outputs.append(output)
+            self.processes.append(subprocess.Popen(hosts.on(number, command), stdout=output, stderr=output))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for name in NAMES:  # torchrun puts each rank into a session of its own: who is on the host is what counts
+            there = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
+            for pid in map(int, there.split()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+    def wait(self, seconds):
+        return [process.wait(seconds) for process in self.processes]
+
+    def texts(self):
+        for output in self.outputs:
+            output.seek(0)
+        return [output.read() for output in self.outputs]
+
+
+def quartet(rank):
+    return {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+
+
+def slurm_step(rank):
+    return {"SLURM_STEP_ID": 0, "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_NODELIST": "localhost"}
+
+
+def open_mpi(rank):
+    return {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": 2}
+
+
+def free_job_id():
+    """Return a Slurm job's number whose port, 15000 + number modulo 10000, is free here."""
+    while True:
+        number = random.randrange(10_000, 20_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 5_000 + number)):
+            return number
+
+
+@pytest.mark.parametrize(
+    "launcher, variables",
+    [
+        ("Slurm", slurm_step),
+        pytest.param("the environment (RANK, WORLD_SIZE, ...)", quartet, marks=pytest.mark.slow),
+        pytest.param("Open MPI", open_mpi, marks=pytest.mark.slow),
+    ],
+)
+def test_two_tasks_find_each_other_by_their_environment(launcher, variables):
+    port, job_id = free_port(), free_job_id()
+    flags = [*SHORT, *(["--master_port", port] if launcher == "Open MPI" else [])]
+    with contextlib.ExitStack() as stack:
+        tasks = []
+        for rank in range(2):
+            environ = variables(rank) | ({"MASTER_PORT": port} if variables is quartet else {"SLURM_JOB_ID": job_id})
+            tasks.append(start_main("rl_rpc", *flags, env={name: str(value) for name, value in environ.items()}))
+            stack.callback(tasks[rank].kill)
+        answers = [task.communicate(timeout=90) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], answers
+    for rank, (out, err) in enumerate(answers):
+        assert out.startswith(f"rank {rank} of 2, started by {launcher}\n") and err == "", (out, err)
+    assert DONE in answers[0][0] and DONE not in answers[1][0]
