@@ -69,6 +69,7 @@ class Watch:
                     if silent > patience and rank != self.rank and beat not in (b"-", b"left"):
                         self.end(End("lost", rank, f"silent for {silent:.0f} s (killed, stopped, or unreachable)"))
                 self.wake.wait(HURRIED_BEAT_SECONDS if self.hurried_at else BEAT_SECONDS)
+                self.wake.clear()
         except RuntimeError:  # the store's way to say that it is gone
             self.end(End("lost", STORE_HOLDER, "the connection to it broke"))
 

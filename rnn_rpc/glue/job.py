@@ -90,13 +90,13 @@ class Job:
         if why:
             self.end(End("missing", self.rank, why))
         self.devices = [hello["device"] for hello in hellos]  # of each rank: another host may have other GPUs
-        hosts = {hello["host"] for hello in hellos}
-        if len(hosts) > 1 and self.address[0].startswith("127."):
-            why = f"{self.address[0]} is a loopback address, and there are ranks on {', '.join(sorted(hosts))}"
+        hosts = [hello["host"] for hello in hellos]
+        if len(set(hosts)) > 1 and self.address[0].startswith("127."):
+            why = f"{self.address[0]} is a loopback address, and there are ranks on {', '.join(sorted(set(hosts)))}"
             self.end(
                 End("failed", self.rank, f"{why}: use a --master_addr that all can reach (torchrun: --local-addr)")
             )
-        self.ranks_here = [hello["host"] for hello in hellos].count(socket.gethostname())
+        self.ranks_here = hosts.count(socket.gethostname())
         share_cores(self.ranks_here)
 
     def leave(self):
@@ -135,8 +135,7 @@ class Job:
             first = _within(2, lambda: ending.claim(store, end)) or end
             mine, end = first == end, first
         trace.save(end.why)
-        text = ending.line(end, self.rank, self.names, self.holder, self.spawned, mine)
-        ending.print_error(text)
+        ending.print_error(ending.line(end, self.rank, self.names, self.holder, self.spawned, mine))
         if store:
             self._store_leaves_last(self.world_size - 1 - (end.kind == "lost"), seconds=3)
         leave_now(end.status)
