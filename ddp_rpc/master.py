@@ -134,5 +134,5 @@ class HybridMaster:
             f"{rate:.0f} batches/s, {figures['samples_per_second']:.0f} samples/s; replicas of fc identical on "
             f"{args.num_trainers} trainer{'s' * (args.num_trainers > 1)}"
         )
-        ceiling = ("the teacher's own", figures["ceiling_accuracy"])
-        self.report.close(plot=("heldout/accuracy",), floor=ceiling, xlabel="epoch", **figures)
+        curve, ceiling = {"heldout/accuracy": "the model"}, ("the teacher's own", figures["ceiling_accuracy"])
+        self.report.close(curve, "epoch", "accuracy on held-out bags (fraction)", ceiling, **figures)

@@ -21,13 +21,14 @@ import torch.nn.functional as F
 from digits_net import Net
 from glue import flags, measure
 from glue.placement import keep_freed_memory, usable_cores
-from mnist_data import Shard, load_digits
+from mnist_data import Batches, load_digits
 from scoreboard import get_accuracy
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 MODES = {
     "remote": ["--mode", "remote"],
     "async": ["--mode", "replica"],
+    "async, --overlap": ["--mode", "replica", "--overlap"],
     "bounded": ["--mode", "replica", "--consistency", "bounded"],
     "sync": ["--mode", "replica", "--consistency", "sync"],
 }
@@ -49,11 +50,12 @@ def main():
 def speed_by_mode(args):
     """images/s of each mode with 1, 2 and 4 trainers, and the bytes that it costs."""
     variants = {f"one process, {threads} thread{'s' * (threads > 1)}": single(args, threads) for threads in (1, 2)}
+    variants["two processes on their own"] = two_processes(args)
     if args.device == "cuda":
         variants["one process, cuda"] = single(args, 1, "--device", "cuda")
     for count in args.trainers:
         # With one trainer the three consistencies are the same.
-        for mode in MODES if count > 1 else ("remote", "async"):
+        for mode in MODES if count > 1 else ("remote", "async", "async, --overlap"):
             for suffix, place in measure.places(args.device).items():
                 variants[f"{mode}, {count} trainer{'s' * (count > 1)}{suffix}"] = distributed(args, mode, count, *place)
     rows = measure.interleave(variants, args.repeats)
@@ -113,8 +115,31 @@ def distributed(args, mode, trainers, *flags):
 
 def single(args, threads, *flags):
     """Return a callable that runs train_in_one_process in a process of its own: its threads and memory are its own."""
+    return lambda: finish(start_single(args, threads, *flags))
+
+
+def two_processes(args):
+    """Return a callable: two such processes at the same time, that know nothing of each other; images/s of both."""
+
+    def both():
+        runs = [finish(process) for process in [start_single(args, 1), start_single(args, 1)]]
+        return {"images_per_second": sum(run["images_per_second"] for run in runs)}
+
+    return both
+
+
+def start_single(args, threads, *flags):
+    """Start train_in_one_process in a process of its own; return the Popen."""
     command = [sys.executable, __file__, *map(str, (*same_work(args), "--single", threads, *flags))]
-    return lambda: json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def finish(process):
+    """Return the figures that a process has printed at its end."""
+    out, _ = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(process.args)} ended with status {process.returncode}")
+    return json.loads(out)
 
 
 def same_work(args):
@@ -132,9 +157,10 @@ def train_in_one_process(args):
     net = Net().to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=args.lr)
     digits = load_digits(args.dataset, args.data_dir, args.seed, train=True)
-    shard = Shard(*digits, 0, 1, args.batch_size, args.seed, args.max_batches, device)
+    batches = Batches(*digits, args.batch_size, args.seed, device)
+    net.masks.manual_seed(args.seed)
     started, seen = time.perf_counter(), 0
-    for data, target in shard.batches(epoch=0):
+    for _, data, target in batches.of(0, range(min(batches.per_epoch, args.max_batches or batches.per_epoch))):
         optimizer.zero_grad()
         F.nll_loss(net(data), target).backward()
         optimizer.step()

@@ -23,9 +23,7 @@ class Net(nn.Module):
         # Made on the CPU and then moved: the same seed gives the same weights wherever they end up.
         self.conv1 = nn.Conv2d(1, 32, 3, 1).to(first)
         self.conv2 = nn.Conv2d(32, 64, 3, 1).to(first)
-        # The tutorial's Dropout2d drops whole channels: fine for (B, C, H, W), deprecated for the second's (B, 128).
-        self.dropout1 = nn.Dropout(0.25 if dropout else 0.0)
-        self.dropout2 = nn.Dropout(0.5 if dropout else 0.0)
+        self.masks = torch.Generator() if dropout else None  # of what is dropped: seed it for each batch
         self.fc1 = nn.Linear(9216, 128).to(rest)
         self.fc2 = nn.Linear(128, 10).to(rest)
 
@@ -35,13 +33,19 @@ class Net(nn.Module):
         x = x.squeeze(1).unsqueeze(-1).movedim(-1, 1)
         x = F.relu(self.conv1(x))  # (B, 32, 26, 26)
         x = F.max_pool2d(self.conv2(x), 2)  # (B, 64, 12, 12)
-        x = torch.flatten(self.dropout1(x), 1)  # (B, 9216)
+        x = self.dropout(torch.flatten(x, 1), 0.25)  # (B, 9216)
         x = x.to(self.fc1.weight.device)  # the one hop between GPUs when there are two
-        x = self.dropout2(F.relu(self.fc1(x)))  # (B, 128)
+        x = self.dropout(F.relu(self.fc1(x)), 0.5)  # (B, 128)
         return F.log_softmax(self.fc2(x), dim=1)
+
+    def dropout(self, x_BD, share):
+        """Return nn.Dropout(share)(x_BD), with a mask drawn on the CPU: a GPU drops the same units.  Not Dropout2d."""
+        if not (self.masks and self.training):
+            return x_BD
+        kept_BD = torch.empty(x_BD.shape).bernoulli_(1 - share, generator=self.masks)
+        return x_BD * kept_BD.div_(1 - share).to(x_BD.device)
 
 
 def devices_of(num_gpus):
     """Return (device of the convolutions, device of the linear layers)."""
-    names = [("cpu", "cpu"), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")]
-    return [torch.device(name) for name in names[num_gpus]]
+    return [torch.device(name) for name in [("cpu", "cpu"), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")][num_gpus]]

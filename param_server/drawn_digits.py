@@ -1,9 +1,8 @@
 """Digits drawn from a seed, for machines without a network (`--dataset synthetic`).
 
-Runs in every process that reads data: the same seed gives the same digits everywhere.
-
-Pillow draws each digit once per font and size; every image is then one of those glyphs, shifted, turned, sheared and
-scaled at random, with noise: all images at once, as one `grid_sample`.  Not MNIST: its figures are its own.
+Runs in every process that reads data: the same seed gives the same digits everywhere.  Pillow draws each digit once per
+font and size; every image is one of those glyphs, shifted, turned, sheared and scaled at random, with noise: all images
+at once, as one `grid_sample`.  Not MNIST: its figures are its own.
 
 Shapes: N images, G glyphs, 28 x 28 pixels.
 """
@@ -27,10 +26,7 @@ def draw_digits(count, seed):
     random = torch.Generator().manual_seed(seed)
     labels_N = torch.randint(0, 10, (count,), generator=random)
     glyph_N = torch.randint(0, fonts, (count,), generator=random) * 10 + labels_N
-    images_N28 = torch.empty(count, 28, 28, dtype=torch.uint8)
-    for start in range(0, count, CHUNK):
-        part = slice(start, min(count, start + CHUNK))
-        images_N28[part] = _distort(glyphs_G28[glyph_N[part]], random)
+    images_N28 = torch.cat([_distort(glyphs_G28[part], random) for part in glyph_N.split(CHUNK)])
     return images_N28, labels_N
 
 

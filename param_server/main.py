@@ -17,7 +17,7 @@ import torch.distributed.rpc as rpc
 from glue import flags, launch
 from glue.flags import fraction, non_negative_int, positive_float, positive_int
 from glue.placement import share_cores
-from mnist_data import Shard, load_digits
+from mnist_data import Batches, load_digits
 from remote_server import make_parameter_server
 from remote_trainer import run_training_loop
 from replica_server import make_range_server
@@ -28,12 +28,12 @@ MODES = {  # name: what a server's process makes before it serves, and what a tr
     "remote": (make_parameter_server, run_training_loop),
     "replica": (make_range_server, run_replica_loop),
 }
-REPLICA = ("consistency", "max_staleness", "sync_every", "num_servers")
+REPLICA = ("consistency", "max_staleness", "sync_every", "num_servers", "overlap")
 AGREE = ("dataset", "epochs", "max_batches", "batch_size", "lr", "lr_step", "momentum", "no_dropout", *REPLICA)
 
 
 def parse_args(argv=None):
-    parser = flags.argument_parser(__doc__, MODES, world_size=3)
+    parser = flags.argument_parser(__doc__, MODES, world_size=3, on_lost=True)
     add = parser.add_argument_group("training").add_argument
     add("--dataset", choices=["mnist", "synthetic"], default="mnist", help="synthetic: digits drawn from the seed")
     add("--data_dir", default="data", metavar="DIR", help="where MNIST's four files are, or are downloaded to")
@@ -54,6 +54,7 @@ def parse_args(argv=None):
     add("--max_staleness", type=non_negative_int, metavar="S", help="bounded: pushes to run ahead (default: 4)")
     add("--sync_every", type=positive_int, default=1, metavar="K", help="batches between two pushes")
     add("--num_servers", type=positive_int, default=1, metavar="M", help="servers that share the weights")
+    add("--overlap", action="store_true", help="compute the next batch while a push is under way: one step staler")
     args = parser.parse_args(argv)
 
     for flag in REPLICA:
@@ -61,6 +62,8 @@ def parse_args(argv=None):
             parser.error(f"--{flag} is for --mode replica")
     if args.max_staleness is not None and args.consistency != "bounded":
         parser.error("--max_staleness is for --consistency bounded")
+    if args.overlap and (args.consistency == "sync" or args.sync_every > 1):
+        parser.error("--overlap is for pushes after every batch, async or bounded: sync waits for the newest weights")
     if args.mode == "replica" and args.num_gpus is not None:
         parser.error("--num_gpus is for --mode remote; replicas take --device cuda")
     if (args.num_gpus or 0) > torch.cuda.device_count():
@@ -83,17 +86,17 @@ def run_worker(rank, args, job):
     if rank < args.num_servers:
         server = make_server(rank, args, job.device)
     else:
-        images, labels = load_digits(args.dataset, args.data_dir, args.seed, train=True)
-        place = rank - args.num_servers, len(trainers(args))
-        shard = Shard(images, labels, *place, args.batch_size, args.seed, args.max_batches, job.device)
+        digits = load_digits(args.dataset, args.data_dir, args.seed, train=True)
+        batches = Batches(*digits, args.batch_size, args.seed, job.device)
     job.wait_for_all()
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
+    job.on_lost(args.num_servers, server.scoreboard.drop if rank == 0 else None)
     if rank >= args.num_servers:  # a server has no loop: RPC threads answer trainers while its main thread waits below
-        train(rank, args, shard, job.device)
+        train(rank, args, batches, job.device)
     job.wait_for_all()
     if rank == 0:
-        server.scoreboard.close()
-    rpc.shutdown()
+        server.scoreboard.close(lost=sorted(job.lost))
+    rpc.shutdown(graceful=args.on_lost == "stop")  # it gathers from the dead, too
 
 
 if __name__ == "__main__":

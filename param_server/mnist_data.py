@@ -1,4 +1,4 @@
-"""MNIST as one tensor, and each trainer's share of it.
+"""MNIST as one tensor, and each epoch's batches of it.
 
 Runs in every process: trainers read the training images, rank 0 the test images.
 
@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import gzip
 import io
+import math
 import os
 import shutil
 import tempfile
@@ -51,30 +52,26 @@ def normalised(images_B28):
     return images_B28.unsqueeze(1).float().sub_(255 * MEAN).div_(255 * STD)
 
 
-class Shard:
-    """One trainer's share of each epoch: together, the shards of all trainers are one pass over the data."""
+class Batches:
+    """The training images, as each epoch's numbered batches: the same ones, whoever trains on them."""
 
-    def __init__(self, images, labels, trainer, trainers, batch_size, seed, max_batches=0, device="cpu"):
-        """`trainer` counts from 0 here; of `images` (N, 28, 28) uint8 and `labels` (N,) a copy goes to `device`."""
+    def __init__(self, images, labels, batch_size, seed, device="cpu"):
+        """Of `images` (N, 28, 28) uint8 and `labels` (N,), a copy goes to `device`."""
         self.images, self.labels = images.to(device), labels.to(device)
-        self.trainer, self.trainers = trainer, trainers
         self.batch_size, self.seed = batch_size, seed
-        # Every trainer makes the same number of batches, so that `sync` can wait for one gradient of each. If the
-        # last joined batch would have fewer images than trainers, these few sit out this epoch.
-        full, rest = divmod(len(images), batch_size * trainers)
-        self.num_batches = min(full + (rest >= trainers), max_batches or len(images))
+        self.per_epoch = math.ceil(len(images) / batch_size)
 
-    def batches(self, epoch, first=0):
-        """Yield (images (B, 1, 28, 28) float32, labels (B,)) from batch number `first` on.
+    def of(self, epoch, numbers):
+        """Yield (number, images (B, 1, 28, 28) float32, labels (B,)) of these batches of an epoch.
 
-        All trainers draw the same permutation and deal it out like cards: batch k of all trainers together is
-        exactly batch k of one process with a batch `trainers` times as large.
+        An epoch's order is drawn from the seed, once for all, and cut into batches 0, 1, 2, ...  So batches 0 to T - 1,
+        one for each of T trainers, are together exactly the first batch of one process whose batch is T times as large.
         """
         generator = torch.Generator().manual_seed(seed_for(self.seed, "epoch", epoch))
-        order = torch.randperm(len(self.images), generator=generator)[self.trainer :: self.trainers]
-        for batch in range(first, self.num_batches):
-            chosen_B = order[batch * self.batch_size : (batch + 1) * self.batch_size].to(self.images.device)
-            yield normalised(self.images[chosen_B]), self.labels[chosen_B]
+        order = torch.randperm(len(self.images), generator=generator)
+        for number in numbers:
+            chosen_B = order[number * self.batch_size : (number + 1) * self.batch_size].to(self.images.device)
+            yield number, normalised(self.images[chosen_B]), self.labels[chosen_B]
 
 
 def _find(folder, name):

@@ -17,6 +17,7 @@ from torch.func import functional_call
 from digits_net import Net, devices_of
 from glue.placement import to_wire
 from glue.report import check_finite
+from glue.seeds import seed_for
 from scoreboard import Scoreboard
 
 param_server = None  # the one ParameterServer of this process
@@ -30,11 +31,7 @@ def make_parameter_server(rank, args, device):
 
 
 def get_parameter_server():
-    """Return this process's ParameterServer.  Source: tutorial, `get_parameter_server`.
-
-    The trainers call it through rpc.remote, so that they hold an RRef to it; it only reads: needs no lock. (In the
-    tutorial it makes the server, with the num_gpus of the trainer whose call comes first.)
-    """
+    """Return this process's ParameterServer.  Reads only: needs no lock.  (The tutorial's makes it, on demand.)"""
     return param_server
 
 
@@ -49,9 +46,9 @@ class ParameterServer(nn.Module):
 
     def __init__(self, args):
         super().__init__()
+        self.seed, self.devices = args.seed, devices_of(args.num_gpus)
         torch.manual_seed(args.seed)
         self.model = Net(num_gpus=args.num_gpus, dropout=not args.no_dropout)
-        self.devices = devices_of(args.num_gpus)
         # Held while weights are read or changed, never while a gradient is computed, nor while an RPC is waited for.
         self.lock = threading.Lock()
         self.optimizer = optim.SGD(self.model.parameters(), lr=args.lr, momentum=args.momentum)
@@ -67,11 +64,13 @@ class ParameterServer(nn.Module):
 
         May be called by all trainers at once: the snapshot is taken under the lock; all else is the caller's own.
         """
-        inp = inp.to(self.devices[0])
+        inp, skeleton = inp.to(self.devices[0]), self._own_skeleton()
+        if skeleton.masks:
+            skeleton.masks.manual_seed(seed_for(self.seed, "dropout", *self.scoreboard.batch_of(trainer)))
         with self.lock:
             snapshot = {name: param.clone() for name, param in self.model.named_parameters()}
             self.snapshot_of[trainer] = (self.scoreboard.updates, len(inp))
-        return to_wire(functional_call(self._own_skeleton(), snapshot, (inp,)))
+        return to_wire(functional_call(skeleton, snapshot, (inp,)))
 
     def get_param_rrefs(self):
         """Return an RRef to each parameter, for DistributedOptimizer.  Reads only: needs no lock."""
@@ -81,19 +80,18 @@ class ParameterServer(nn.Module):
         """Return an RRef to the job's Scoreboard.  Reads only: needs no lock."""
         return rpc.RRef(self.scoreboard)
 
-    # ---------------------------------------------------------------------- called by ServerSGD, see below
-
     def apply_gradients(self, trainer):
-        """Change the weights by the gradients that DistributedOptimizer has laid at the parameters."""
+        """Change the weights by the gradients that DistributedOptimizer has laid at them.  Called by ServerSGD."""
         with self.lock:
-            self._verify_gradients(trainer)
-            self.optimizer.step()
-            # Back to None, so that a gradient which does not arrive next time is noticed, not used a second time.
-            self.optimizer.zero_grad(set_to_none=True)
+            try:
+                self.scoreboard.batch_of(trainer)  # refuses who was lost
+                self._verify_gradients(trainer)
+                self.optimizer.step()
+            finally:  # back to None: a gradient that does not arrive next time is noticed, not used a second time
+                self.optimizer.zero_grad()
             read_at, images = self.snapshot_of.pop(trainer)
-            books = self.scoreboard.count_update([(trainer, self.scoreboard.updates - read_at, images, 1)])
-            if books:  # a checkpoint is due: written under the lock, so that weights and books are of one moment
-                self.scoreboard.save(books, self.capture())
+            if books := self.scoreboard.count_update([(trainer, self.scoreboard.updates - read_at, images, 1)]):
+                self.scoreboard.save(books, self.capture())  # under the lock: weights and books of one moment
 
     def _verify_gradients(self, trainer):
         """The tutorial's assert that gradients came back; there, all of them cross the wire for it: 10 MB a step."""
@@ -104,13 +102,14 @@ class ParameterServer(nn.Module):
 
     # ---------------------------------------------------------------------- called by the Scoreboard, on rank 0
 
-    def start_epoch(self, lr):
-        """Set the learning rate of an epoch.  All trainers are waiting: needs no lock."""
+    def start_lots(self, lr):
+        """Set the learning rate.  All trainers are waiting: needs no lock."""
         self.optimizer.param_groups[0]["lr"] = lr
 
-    def net_to_evaluate(self):
-        """Return the network.  All trainers are waiting: needs no lock."""
-        return self.model
+    def forget(self, trainer):
+        """Strike a trainer that is lost off the living: when this returns, none of its steps is under way any more."""
+        with self.lock:
+            self.scoreboard.living.remove(trainer)
 
     def capture(self):
         """Return what a checkpoint needs of this server, on the CPU.  Under the lock, or while all trainers wait."""
@@ -137,8 +136,8 @@ class ParameterServer(nn.Module):
 class ServerSGD:
     """What each trainer's DistributedOptimizer makes on the server: a handle on the server's one SGD.
 
-    DistributedOptimizer(optim.SGD, ...) would make a separate SGD per trainer: separate momentum for the same weights,
-    and a step that does not take the lock under which snapshots are cloned. It takes any class with such a constructor.
+    DistributedOptimizer(optim.SGD, ...) would make an SGD per trainer: separate momentum for the same weights, and a
+    step that does not take the lock under which snapshots are cloned. It takes any class with such a constructor.
     """
 
     def __init__(self, params, trainer):

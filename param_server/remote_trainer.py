@@ -51,7 +51,7 @@ class TrainerNet(nn.Module):
         return remote_method(ParameterServer.forward, self.param_server_rref, self.rank, x).to(self.device)
 
 
-def run_training_loop(rank, args, shard, device):
+def run_training_loop(rank, args, batches, device):
     """Train until the Scoreboard says that the work is done.  Source: tutorial, `run_training_loop`."""
     meter = Meter(args.transport)
     net = TrainerNet(rank, device)
@@ -59,9 +59,9 @@ def run_training_loop(rank, args, shard, device):
     scoreboard_rref = remote_method(ParameterServer.get_scoreboard, net.param_server_rref)
 
     # timeout=0: no limit. This call waits for the slowest trainer, and for the evaluation.
-    while place := scoreboard_rref.rpc_sync(timeout=0).next_epoch(rank, meter.figures()):
-        epoch, first_batch = place
-        for batch, (data, target) in enumerate(meter.over(shard.batches(epoch, first_batch)), start=first_batch):
+    while task := scoreboard_rref.rpc_sync(timeout=0).next_lot(rank, batches.per_epoch, meter.figures()):
+        epoch, _, lot = task
+        for step, (batch, data, target) in enumerate(meter.over(batches.of(epoch, lot))):
             # The context collects this batch's gradients on every process it touched, apart from all other batches'.
             # That is why there is no zero_grad, and why trainers do not mix up their gradients.
             with dist_autograd.context() as cid:
@@ -70,5 +70,5 @@ def run_training_loop(rank, args, shard, device):
                 check_finite(loss.item(), "loss", batch)
                 dist_autograd.backward(cid, [loss])  # from here through the RPC into the server's graph
                 opt.step(cid)
-            if batch % args.log_interval == 0:
+            if step % args.log_interval == 0:
                 remote_method(Scoreboard.record_loss, scoreboard_rref, rank, batch, loss.item())

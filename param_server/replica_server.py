@@ -1,34 +1,43 @@
 """Mode `replica`, the server's side: a range of the weights, which trainers push gradients to and pull from.
 
 Runs in the processes `parameter_server`, `parameter_server_1`, ... (--num_servers), called by the trainers over RPC.
-Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, the paper that the
-tutorial's introduction describes.
+Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.  All weights are one
+tensor: eight would be eight messages' overhead per step, and one of them is 98 % of the network.
+
+With several servers a push is in parts, and a trainer may die when only some have arrived. So all servers but the first
+hold their part, until the first one, which gets its part last, has applied it; then they do the same, from its log. A
+push is applied by every server or by none, and by all in the same order.
 
 One rule for whatever runs here: no RPC is waited for while the lock is held.  Answers arrive on the same threads that
 serve calls; if the other calls waited for the lock on all of these, the answer that lets go of it could never come.
 
-Shapes: P weights in the whole network, R of them in this server's range.
+Shapes: P weights in the whole network (1,199,882), R of them in one server's range.
 """
 
+import collections
 import functools
 import math
 import threading
 
 import torch
 import torch.distributed.rpc as rpc
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from digits_net import Net
-from flat_weights import WeightRange, flatten_parameters, named_views, range_of
-from rpc_names import server_name, trainers
+from glue.placement import to_wire
+from glue.report import check_finite
+from rpc_names import range_of, server_name
 from scoreboard import Scoreboard
 
 range_server = None  # the one RangeServer of this process
+# One update: by whose pushes, and whether to capture what comes of it; or what to go on from.
+Order = collections.namedtuple("Order", "trainers lr capture restored", defaults=((), 0.0, False, None))
 
 
 def make_range_server(rank, args, device):
     """Make this process's RangeServer, from its own command line, and return it.  Before RPC begins."""
     global range_server
-    range_server = RangeServer(rank, args, device)
+    range_server = FirstServer(args, device) if rank == 0 else RangeServer(rank, args, device)
     return range_server
 
 
@@ -37,39 +46,88 @@ def get_range_server():
     return range_server
 
 
-class RangeServer:
-    """A range of the weights, and who waits for whom.  The first server also keeps the job's Scoreboard.
+@functools.cache
+def server_rref(index):
+    """Return an RRef to a RangeServer, in whatever process this is."""
+    return rpc.remote(server_name(index), get_range_server)
 
-    --consistency decides when a push is applied and when it is answered:
+
+class RangeServer:
+    """A range of the weights, and the SGD that changes them.
+
+    No tensor is changed in place, so an answer that is on its way, or a checkpoint, keeps what it was given uncopied.
+    """
+
+    def __init__(self, index, args, device):
+        self.device, self.momentum = device, args.momentum
+        torch.manual_seed(args.seed)
+        self.model = Net(dropout=not args.no_dropout).to(device)  # the start; on the first server also to evaluate
+        weights_P = parameters_to_vector(self.model.parameters()).detach()
+        self.part = range_of(index, args.num_servers, len(weights_P))
+        self.weights = weights_P[self.part].clone()
+        self.velocity = torch.zeros_like(self.weights) if args.momentum else torch.empty(0)
+        self.lock = threading.Lock()  # held while these, or what follows, are read or changed
+        self.version = 0  # Orders carried out
+        self.held = {}  # trainer -> (gradient (R,), images) that is here and not applied
+        self.captured = None  # (weights (R,), momentum (R,) or (0,)) after the last Order that says so
+
+    def hold(self, trainer, gradient_R, images):
+        """Keep a part of a push, not the first, until the log says what becomes of it.  Called by trainers (locked)."""
+        with self.lock:
+            self.held[trainer] = gradient_R.to(self.device), images
+
+    def catch_up(self, start, log, captured=False):
+        """Carry out what is new of the first server's Orders number `start` to now.  All may call at once (locked).
+
+        Return weights (R,), or, to the first server, what was `captured`.
+        """
+        with self.lock:
+            for order in log[self.version - start :]:
+                self.carry_out(order)
+            return self.captured if captured else to_wire(self.weights)
+
+    def carry_out(self, order):
+        """Step once, as torch.optim.SGD does, by the gradient that is held of one trainer or the mean of several."""
+        self.version += 1
+        if order.restored:
+            weights_P, velocity_P = order.restored
+            self.weights = weights_P[self.part].to(self.device, copy=True)
+            self.velocity = velocity_P[self.part].to(self.device, copy=True) if len(velocity_P) else self.velocity
+        if gradients := [self.held.pop(trainer) for trainer in order.trainers]:
+            gradient_R, total = gradients[0][0], sum(images for _, images in gradients)
+            if len(gradients) > 1:  # the mean over all images, as one process on the joined batch has it
+                gradient_R = sum(gradient * (images / total) for gradient, images in gradients)
+            if self.momentum:
+                gradient_R = self.velocity = torch.add(gradient_R, self.velocity, alpha=self.momentum)
+            self.weights = torch.sub(self.weights, gradient_R, alpha=order.lr)
+        if order.capture:
+            self.captured = to_wire(self.weights), to_wire(self.velocity)
+
+
+class FirstServer(RangeServer):
+    """The first server: it decides who waits for whom, and keeps the job's Scoreboard.
+
+    --consistency says when a push is applied, and when it is answered:
 
     async    applied at once, answered at once
     bounded  applied at once, answered when the trainer is at most --max_staleness pushes ahead of the slowest
     sync     applied when one of each trainer is here, as their average; answered then
     """
 
-    def __init__(self, index, args, device):
-        self.num_servers, self.sync_every, self.device = args.num_servers, args.sync_every, device
-        torch.manual_seed(args.seed)
-        self.net = Net(dropout=not args.no_dropout).to(device)  # the start; on the first server also to evaluate
-        weights_P = flatten_parameters(self.net)
-        part = range_of(index, args.num_servers, len(weights_P))
-        self.range = WeightRange(part, weights_P, args.lr, args.momentum)
-        self.lock = threading.Lock()  # held while the range, or what follows, is read or changed
-        self.clock = dict.fromkeys(trainers(args), 0)  # trainer -> its pushes in this epoch
-        self.waiting = {}  # trainer -> Future of its unanswered push
-        self.collected = []  # gradients that are here and not applied
-        self.asked = []  # (version, Future) of get_range calls that wait for that version
+    def __init__(self, args, device):
+        super().__init__(0, args, device)
+        self.num_servers, self.sync = args.num_servers, args.consistency == "sync"
         self.lead = {"async": math.inf, "bounded": args.max_staleness, "sync": 0}[args.consistency]
-        self.needed = len(self.clock) if args.consistency == "sync" else 1  # gradients for an update
-        self.restored = None  # a checkpoint's (weights (P,), momentum (P,)), until all servers have taken it up
-        self.scoreboard = Scoreboard(args, self) if index == 0 else None
+        self.clock = {}  # trainer whose lot of batches is not done -> its pushes in this lot
+        self.collected = {}  # trainer -> (version, images, batches) of its push that is here and not applied
+        self.waiting = {}  # trainer -> (Future of its unanswered push, version)
+        self.start, self.log, self.lr = 0, [], args.lr  # Orders from number `start` on, if there are more servers
+        self.scoreboard = Scoreboard(args, self)
 
-    # ---------------------------------------------------------------------- called by the trainers, over RPC
-
-    def pull(self):
-        """Return (version, learning rate, weights (R,)).  May be called by all trainers at once (locked)."""
+    def pull(self, version):
+        """Return the answer to a trainer that has weights of `version`.  All trainers may call at once (locked)."""
         with self.lock:
-            return self.range.answer()
+            return self.answer(version)
 
     @rpc.functions.async_execution
     def push(self, trainer, version, gradient_R, images, batches):
@@ -78,89 +136,87 @@ class RangeServer:
         The caller gets the answer when somebody completes this Future, so that a trainer that is held back occupies no
         RPC thread. May be called by all trainers at once (locked).
         """
-        books = None
+        answer = torch.futures.Future()
         with self.lock:
+            self.scoreboard.batch_of(trainer)  # refuses who was lost
+            self.held[trainer] = gradient_R.to(self.device), images
+            self.waiting[trainer] = answer, version
             self.clock[trainer] += 1
-            future = self.waiting[trainer] = torch.futures.Future()
-            self.collected.append((trainer, version, gradient_R.to(self.device), images, batches))
-            if len(self.collected) == self.needed:
-                pushes = sorted(self.collected, key=lambda push: push[0])  # sums in one order, whoever came first
-                self.collected, late = [], self.range.update(pushes)
-                books = self.scoreboard.count_update(late) if self.scoreboard else None
-            # Every trainer makes the same number of pushes per epoch, and the slowest is never held: no deadlock.
-            slowest = min(self.clock.values())
-            free = [name for name in self.waiting if self.clock[name] - slowest <= self.lead]
-            answered = [self.waiting.pop(name) for name in free]
-            answer = self.range.answer() if answered else None
-            asked = [each for version, each in self.asked if version <= self.range.version]
-            self.asked = [(version, each) for version, each in self.asked if version > self.range.version]
-            captured = self.range.capture() if books or asked else None
-        # Outside the lock: completing a Future sends its answer from this very thread, and saving waits for RPCs.
-        for each in asked:
-            each.set_result(captured)
-        if books:  # a checkpoint is due. In `sync` all trainers wait for it, so that no server can be an update further
-            self.scoreboard.save(books, self.capture(captured))
-        for each in answered:
-            each.set_result(answer)
-        return future
+            self.collected[trainer] = version, images, batches
+            decided = self.decide()
+        self.finish(*decided)
+        return answer
 
     def get_scoreboard(self):
-        """Return an RRef to the job's Scoreboard (first server).  Reads only: needs no lock."""
+        """Return an RRef to the job's Scoreboard.  Reads only: needs no lock."""
         return rpc.RRef(self.scoreboard)
 
-    # ---------------------------------------------------------------------- called by the Scoreboard, rank 0
+    def decide(self):
+        """Apply what is to be applied.  Under the lock.  Return (Futures to complete and answers, books to save)."""
+        books = None
+        if self.collected and len(self.collected) >= (len(self.clock) if self.sync else 1):
+            pushes, self.collected = sorted(self.collected.items()), {}  # sums in one order, whoever came first
+            books = self.scoreboard.count_update([(who, self.version - read, *work) for who, (read, *work) in pushes])
+            self.append(Order([who for who, _ in pushes], self.lr, capture=bool(books)))
+        # The slowest is never held, and nobody waits for whose lot is done: no deadlock.
+        self.clock = {trainer: pushes for trainer, pushes in self.clock.items() if self.scoreboard.lots[trainer]}
+        slowest = min(self.clock.values(), default=0)
+        free = [who for who in self.waiting if self.clock.get(who, 0) - slowest <= self.lead]
+        return [(future, self.answer(read)) for future, read in map(self.waiting.pop, free)], books
 
-    def start_epoch(self, lr):
-        """Set every server's learning rate and clocks.  All trainers are waiting."""
-        pushes = {t: math.ceil(done / self.sync_every) for t, done in self.scoreboard.batches_done.items()}
-        state, self.restored = self.restored, None
-        self.begin_epoch(lr, pushes, state)
-        torch.futures.wait_all([rref.rpc_async().begin_epoch(lr, pushes, state) for rref in self.others])
+    def answer(self, read):
+        """Return (version, weights (R,), (start, Orders since version `read`, for the others)).  Under the lock."""
+        start = max(read, self.start)
+        return self.version, to_wire(self.weights), (start, self.log[start - self.start :])
 
-    def net_to_evaluate(self):
-        """Return the network with the weights of all servers.  All trainers are waiting."""
-        self.net.load_state_dict(self.capture()["model"])
-        return self.net
+    def append(self, order):
+        """Carry an Order out here, and let the other servers do so when they hear of it.  Under the lock."""
+        self.carry_out(order)
+        self.log += [order] if self.num_servers > 1 else []
 
-    def capture(self, captured=None):
-        """Return what a checkpoint needs of all servers, on the CPU: this range as captured, else as it is now.
+    def finish(self, answers, books):
+        """Save if a checkpoint is due, and answer trainers.  Not under the lock: see above."""
+        if books:
+            self.scoreboard.save(books, self.joined())
+        for future, answer in answers:
+            future.set_result(answer)
 
-        The others are captured at the same version: exactly in `sync`, and while all trainers are waiting. Else they
-        may be some updates further by then, as they may be for a trainer.
-        """
-        captured = captured or self.range.capture()
-        futures = [rref.rpc_async().get_range(captured[0]) for rref in self.others]
-        _, weights, momentum = zip(captured, *torch.futures.wait_all(futures), strict=True)
-        return {"model": named_views(torch.cat(weights), self.net), "momentum": torch.cat(momentum)}
+    def joined(self):
+        """Return what all servers have captured after the same Order, the last that says so; lay it under the model."""
+        with self.lock:
+            captured, start, log = [self.captured], self.start, self.log.copy()
+        others = [server_rref(index).rpc_async().catch_up(start, log, True) for index in range(1, self.num_servers)]
+        weights, velocity = map(torch.cat, zip(*captured, *torch.futures.wait_all(others), strict=True))
+        with self.lock:  # what all servers have carried out need not be told again
+            known = max(self.start, start + len(log))
+            self.start, self.log = known, self.log[known - self.start :]
+        check_finite(weights.sum(), "sum of the weights", self.version)
+        vector_to_parameters(weights.to(self.device), self.model.parameters())
+        return {"model": self.model.state_dict(), "momentum": velocity}
+
+    # ---------------------------------------------------------------------- called by the Scoreboard, in this process
+
+    def start_lots(self, lr):
+        """Begin with the lots of batches that the Scoreboard has dealt.  All trainers are waiting."""
+        with self.lock:  # a trainer may be lost at any moment
+            self.lr, self.clock = lr, {who: 0 for who in self.scoreboard.living if self.scoreboard.lots[who]}
+
+    def forget(self, trainer):
+        """Strike a trainer that is lost off the living: what is here of it and not applied never will be."""
+        with self.lock:
+            self.scoreboard.living.remove(trainer)
+            for books in (self.clock, self.waiting, self.collected):
+                books.pop(trainer, None)
+            decided = self.decide()
+        self.finish(*decided)
+
+    def capture(self):
+        """Return what a checkpoint needs of all servers.  All trainers are waiting."""
+        with self.lock:
+            self.append(Order(capture=True))
+        return self.joined()
 
     def restore(self, state):
-        """Go on from what capture() returned, with any number of servers.  They take it up in start_epoch."""
-        self.net.load_state_dict(state["model"])
-        self.restored = torch.cat([weight.reshape(-1) for weight in state["model"].values()]), state["momentum"]
-
-    @functools.cached_property
-    def others(self):
-        """RRefs to all servers but this one, the first."""
-        return [rpc.remote(server_name(index), get_range_server) for index in range(1, self.num_servers)]
-
-    # ---------------------------------------------------------------------- called by the first server, on each
-
-    def begin_epoch(self, lr, clock, restored):
-        """Set learning rate, clocks and, unless None, the `restored` range.  All trainers are waiting: no lock."""
-        self.range.optimizer.param_groups[0]["lr"], self.clock = lr, dict(clock)
-        if restored:
-            self.range.restore(*restored)
-
-    @rpc.functions.async_execution
-    def get_range(self, version):
-        """Return (version, weights (R,), momentum (R,)) once this range has had `version` updates, as a Future.
-
-        The first server, which asks, has had them: their pushes are on the way here. Locked: trainers may push.
-        """
-        future = torch.futures.Future()
-        with self.lock:
-            if self.range.version < version:
-                self.asked.append((version, future))
-            else:
-                future.set_result(self.range.capture())
-        return future
+        """Go on from what capture() returned, with any number of servers."""
+        self.model.load_state_dict(state["model"])
+        self.append(Order(restored=(parameters_to_vector(self.model.parameters()).detach().cpu(), state["momentum"])))

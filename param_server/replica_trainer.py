@@ -6,77 +6,90 @@ Shapes: P weights in the whole network, R in one server's range; B images in a b
 """
 
 import torch
-import torch.distributed.rpc as rpc
 import torch.nn.functional as F
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from digits_net import Net
-from flat_weights import flatten_gradients, flatten_parameters, range_of
 from glue.measure import Meter
 from glue.placement import to_wire
 from glue.report import check_finite
 from glue.seeds import seed_for
-from replica_server import get_range_server
-from rpc_names import server_name
+from replica_server import server_rref
+from rpc_names import range_of
 
 
 class Replica:
     """A trainer's copy of the network, and its connection to the servers of its weights."""
 
-    def __init__(self, rank, net, num_servers):
-        self.rank, self.net = rank, net
-        self.weights, self.gradient = flatten_parameters(net), flatten_gradients(net)
-        self.server_rrefs = [rpc.remote(server_name(index), get_range_server) for index in range(num_servers)]
-        self.ranges = [range_of(index, num_servers, len(self.weights)) for index in range(num_servers)]
-        self.answers = []  # of each server: (version, learning rate, weights (R,))
+    def __init__(self, rank, net, device, num_servers):
+        self.rank, self.net, self.device = rank, net, device
+        self.first, *self.others = (server_rref(index) for index in range(num_servers))
+        size = sum(param.numel() for param in net.parameters())
+        self.first_range, *self.other_ranges = (range_of(index, num_servers, size) for index in range(num_servers))
+        self.version, self.weights_P = 0, None  # as the servers last gave them
+        self.under_way = None  # Future of the push that is not answered yet
 
     def pull(self):
         """Take the current weights."""
-        self._receive([rref.rpc_async().pull() for rref in self.server_rrefs])
+        self.under_way = self.first.rpc_async().pull(self.version)
+        self.take_answer()
 
     def push(self, images, batches):
-        """Send the gradient of so many images and batches to all servers at once; take the weights that come back."""
-        futures = []
-        for rref, part, (version, _, _) in zip(self.server_rrefs, self.ranges, self.answers, strict=True):
-            gradient_R = to_wire(self.gradient[part])
-            # timeout=0: no limit. The server may hold the answer back until slower trainers have caught up.
-            futures.append(rref.rpc_async(timeout=0).push(self.rank, version, gradient_R, images, batches))
-        self._receive(futures)
-        self.gradient.zero_()  # only now: until the answer came, RPC may still have been reading it
+        """Send the gradient of so many images and batches to all servers.  take_answer() waits for what it brings."""
+        gradient_P, version = to_wire(self.gradient()), self.version
+        self.net.zero_grad()
+        self.take_answer()  # --overlap: the last push was under way while this gradient was computed
+        others = zip(self.others, self.other_ranges, strict=True)
+        held = [rref.rpc_async().hold(self.rank, gradient_P[part], images) for rref, part in others]
+        torch.futures.wait_all(held)  # before the first server has its part: see replica_server.py
+        # timeout=0: no limit. The server may hold the answer back until slower trainers have caught up.
+        push = self.first.rpc_async(timeout=0).push
+        self.under_way = push(self.rank, version, gradient_P[self.first_range], images, batches)
 
-    def step_locally(self):
-        """Between two pushes (--sync_every): step from the last answer's weights by the gradients since then."""
-        for part, (_, lr, weights_R) in zip(self.ranges, self.answers, strict=True):
-            torch.sub(weights_R.to(self.weights.device), self.gradient[part], alpha=lr, out=self.weights[part])
+    def take_answer(self):
+        """Wait for the weights that the last push brings, unless they are here already, and compute with them."""
+        if self.under_way:
+            self.version, weights_R, log = self.under_way.wait()
+            others_R = torch.futures.wait_all([rref.rpc_async().catch_up(*log) for rref in self.others])
+            self.weights_P = (torch.cat([weights_R, *others_R]) if others_R else weights_R).to(self.device)
+            vector_to_parameters(self.weights_P, self.net.parameters())  # as views: no copy
+            self.under_way = None
 
-    def _receive(self, futures):
-        self.answers = torch.futures.wait_all(futures)
-        for part, (_, _, weights_R) in zip(self.ranges, self.answers, strict=True):
-            self.weights[part].copy_(weights_R)  # in place: the network's parameters are views of it
+    def step_locally(self, lr):
+        """Between two pushes (--sync_every): step from the servers' weights by the gradients since then."""
+        vector_to_parameters(torch.sub(self.weights_P, self.gradient(), alpha=lr), self.net.parameters())
+
+    def gradient(self):
+        """Return all gradients (P,).  A new tensor each time: RPC may still be reading the last."""
+        return parameters_to_vector(param.grad for param in self.net.parameters())
 
 
-def run_replica_loop(rank, args, shard, device):
+def run_replica_loop(rank, args, batches, device):
     """Train until the Scoreboard says that the work is done."""
     meter = Meter(args.transport)
-    replica = Replica(rank, Net(dropout=not args.no_dropout).to(device), args.num_servers)
+    replica = Replica(rank, Net(dropout=not args.no_dropout).to(device), device, args.num_servers)
     # The scoreboard is the first server's. An RRef that arrives as an RPC's answer can be used like any other.
-    scoreboard_rref = replica.server_rrefs[0].rpc_sync().get_scoreboard()
+    scoreboard_rref = replica.first.rpc_sync().get_scoreboard()
 
     # timeout=0: no limit. This call waits for the slowest trainer, and for the evaluation.
-    while place := scoreboard_rref.rpc_sync(timeout=0).next_epoch(rank, meter.figures()):
-        epoch, first_batch = place
+    while task := scoreboard_rref.rpc_sync(timeout=0).next_lot(rank, batches.per_epoch, meter.figures()):
+        epoch, lr, lot = task
         replica.pull()
         images_seen = batches_done = 0  # since the last push
-        for batch, (data, target) in enumerate(meter.over(shard.batches(epoch, first_batch)), start=first_batch):
-            # Dropout: different on every trainer, and after --resume as if the run had never been interrupted.
-            torch.manual_seed(seed_for(args.seed, rank, epoch, batch))
+        for step, (batch, data, target) in enumerate(meter.over(batches.of(epoch, lot))):
+            if replica.net.masks:  # the same for whoever trains this batch, today or after --resume
+                replica.net.masks.manual_seed(seed_for(args.seed, "dropout", epoch, batch))
             loss = F.nll_loss(replica.net(data), target)
             check_finite(loss.item(), "loss", batch)
-            loss.backward()  # adds to replica.gradient
+            loss.backward()
             images_seen, batches_done = images_seen + len(target), batches_done + 1
-            if batches_done == args.sync_every or batch + 1 == shard.num_batches:
+            if batches_done == args.sync_every or step + 1 == len(lot):
                 replica.push(images_seen, batches_done)
                 images_seen = batches_done = 0
+                if not args.overlap:
+                    replica.take_answer()
             else:
-                replica.step_locally()
-            if batch % args.log_interval == 0:
+                replica.step_locally(lr)
+            if step % args.log_interval == 0:
                 scoreboard_rref.rpc_sync().record_loss(rank, batch, loss.item())
+        replica.take_answer()

@@ -1,7 +1,4 @@
-"""Who is who, in every process: ranks and RPC names.
-
-Servers come first: rank 0 to --num_servers - 1; every later rank is a trainer.
-"""
+"""Who is who, in every process: rank 0 to --num_servers - 1 are servers, every later one is a trainer."""
 
 
 def worker_name(rank, args):
@@ -17,3 +14,8 @@ def server_name(index):
 def trainers(args):
     """Return the ranks of all trainers."""
     return range(args.num_servers, args.world_size)
+
+
+def range_of(server, num_servers, size):
+    """Return the slice of (P,) that a server (from 0) holds: neighbouring ranges, equal up to one weight."""
+    return slice(size * server // num_servers, size * (server + 1) // num_servers)

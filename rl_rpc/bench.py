@@ -3,8 +3,9 @@
     python bench.py                         # world sizes 2, 3 and 5: about ten minutes on 2 cores
     python bench.py --world_sizes 3 --repeats 1 --json bench.json
 
-Every row of a table plays the same episodes of the same seed, and learns from them; rates count training too, start-up
-not. The modes with RPCs in every step play the first episodes only, or they would take the afternoon.
+Every row of a table plays the same episodes of the same seed, and learns from them (but for async, whose episodes are
+its own, and the bare environment, which only steps); rates count training too, start-up not. The modes with RPCs in
+every step play the first episodes only, or they would take the afternoon.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import math
 import os
 import time
 
+import numpy as np
 import torch
 
 from agent import MODES
@@ -20,40 +22,56 @@ from environment import make_env
 from glue import flags, measure, placement
 from learner import Learner, Trajectory
 from observer import environment_seed, noise_seed
-from policy import EpisodeNoise
+from policy import Actor, EpisodeNoise
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-SINGLE = "single process"
+SINGLE, BARE = "single process", "bare environment"
 
 
 def single_process(seed, observers, episodes):
     """Do the job without RPC: play all observers' episodes in this process, one by one, and learn as the agent does.
 
-    As fast as we can make it with the same policy and environment, so the comparison is fair to it: one forward pass
-    per step without gradient, one with gradient per episode, and a single intra-op thread (more do not help).
+    As fast as we can make it with the same policy and environment, so the comparison is fair to it: it acts as the
+    observers do, with one forward pass with gradient per episode, and a single intra-op thread (more do not help).
     """
     torch.set_num_threads(1)
     learner = Learner("CartPole-v1", seed, threshold=math.inf)
+    actor = Actor(learner.policy)
     env = make_env("CartPole-v1")
     started = time.perf_counter()
     for episode in learner.until_solved(episodes):
-        learner.learn([play(env, learner.policy, seed, ob_id, episode) for ob_id in range(1, observers + 1)])
+        learner.learn([play(env, actor, seed, ob_id, episode) for ob_id in range(1, observers + 1)])
     return {"env_steps": learner.env_steps, "env_steps_per_second": learner.env_steps / (time.perf_counter() - started)}
 
 
-def play(env, policy, seed, ob_id, episode):
+def play(env, actor, seed, ob_id, episode):
     """Return the Trajectory of one observer's episode."""
-    trajectory = Trajectory(EpisodeNoise(noise_seed(seed, ob_id, episode), policy))
+    trajectory = Trajectory(EpisodeNoise(noise_seed(seed, ob_id, episode), actor.policy))
     state, _ = env.reset(seed=environment_seed(seed, ob_id, episode))
-    done = False
+    first_action, done = env.action_space.start, False
     while not done:
         uniform, mask = trajectory.next_draw()
         trajectory.states.append(state)
-        trajectory.actions += policy.act(state[None], mask, [uniform])
-        state, reward, terminated, truncated, _ = env.step(trajectory.actions[-1])
+        action, probability = actor.act(state, mask, uniform)
+        trajectory.actions.append(action)
+        trajectory.probabilities.append(probability)
+        state, reward, terminated, truncated, _ = env.step(first_action + action)
         trajectory.rewards.append(float(reward))
         done = terminated or truncated
     return trajectory
+
+
+def bare_environment(seed, steps=50_000):
+    """Step an environment with random actions and nothing else: what no pattern can exceed on one core."""
+    env = make_env("CartPole-v1")
+    actions = env.action_space.start + np.random.default_rng(seed).integers(env.action_space.n, size=steps)
+    env.reset(seed=seed)
+    started = time.perf_counter()
+    for action in actions:
+        _, _, terminated, truncated, _ = env.step(action)
+        if terminated or truncated:
+            env.reset()
+    return {"env_steps": steps, "env_steps_per_second": steps / (time.perf_counter() - started)}
 
 
 def main_py(mode, place, world_size, episodes, seed):
@@ -70,7 +88,7 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--world_sizes", type=flags.positive_int, nargs="+", default=[2, 3, 5], metavar="N")
     add("--repeats", type=flags.positive_int, default=3, metavar="N")
-    add("--episodes", type=flags.positive_int, default=250, metavar="N", help="of rollout and single process")
+    add("--episodes", type=flags.positive_int, default=250, metavar="N", help="of rollout, async, single process")
     add("--step_episodes", type=flags.positive_int, default=25, metavar="N", help="of the other modes")
     add("--seed", type=flags.non_negative_int, default=1, metavar="N")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the GPU beside the CPU")
@@ -82,20 +100,22 @@ def main():
     args = parse_args()
     print(
         f"torch {torch.__version__}, {placement.usable_cores()} cores, device {args.device}, seed {args.seed}, "
-        f"{args.repeats} repeats, {args.step_episodes} episodes ({args.episodes}: rollout, {SINGLE})"
+        f"{args.repeats} repeats, {args.step_episodes} episodes ({args.episodes}: rollout, async, {SINGLE})"
     )
     numbers = {}
     for world_size in args.world_sizes:
         observers = world_size - 1
+        episodes = {"rollout": args.episodes, "async": args.episodes * observers}  # there each observer's counts
         # Default arguments bind the loop's values now; a closure would read them when the last world size is set.
         variants = {
-            mode + suffix: lambda mode=mode, place=place, size=world_size: main_py(
-                mode, place, size, args.episodes if mode == "rollout" else args.step_episodes, args.seed
+            mode + suffix: lambda mode=mode, place=place, size=world_size, episodes=episodes: main_py(
+                mode, place, size, episodes.get(mode, args.step_episodes), args.seed
             )
             for mode in MODES
             for suffix, place in measure.places(args.device).items()
         }
         variants[SINGLE] = lambda observers=observers: single_process(args.seed, observers, args.episodes)
+        variants[BARE] = lambda: bare_environment(args.seed)
         rows = measure.interleave(variants, args.repeats)
         if len({row["env_steps"] for name in ("rollout", SINGLE) for row in rows[name]}) != 1:
             raise RuntimeError("rollout and the single process played different episodes: their rates do not compare")

@@ -10,6 +10,7 @@ import copy
 import gymnasium as gym
 
 from glue.seeds import seed_for
+from policy import Actor
 
 
 def make_env(env_id, render_mode=None):
@@ -70,6 +71,6 @@ def play_episode(env, choose_action, seed=None, max_steps=10_000, on_step=None):
 
 def play_greedily(policy, env_id, episodes, seed):
     """Return the rewards of `episodes` episodes in which the most probable action is always taken, dropout off."""
-    policy = copy.deepcopy(policy).cpu()  # one state at a time: a GPU would only add its launch times
+    actor = Actor(copy.deepcopy(policy).cpu())  # one state at a time: a GPU would only add its launch times
     env = make_env(env_id)
-    return [play_episode(env, policy.act_greedily, seed_for(seed, "evaluation", n)) for n in range(episodes)]
+    return [play_episode(env, actor.act_greedily, seed_for(seed, "evaluation", n)) for n in range(episodes)]

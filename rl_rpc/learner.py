@@ -8,31 +8,33 @@ in proportion to its return, the discounted sum of the rewards that followed it 
 Shapes: T = steps of all episodes together, D = observation features, H = hidden units, A = actions.
 """
 
+import statistics
+
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import optim
-from torch.distributions import Categorical
 
 from environment import make_env, reward_threshold, sizes
 from glue.report import check_finite
 from glue.seeds import seed_for
-from policy import Policy
+from policy import DTYPE, Policy
 
 
 class Trajectory:
     """What one observer saw, did and earned in one episode, with the random numbers that it was played with."""
 
     def __init__(self, noise):
-        self.noise = noise
-        self.states, self.actions, self.rewards = [], [], []
+        self.noise, self.staleness = noise, 0  # the latter: updates since the weights that it is played with
+        self.states, self.actions, self.rewards, self.probabilities = [], [], [], []
 
     def next_draw(self):
-        """Return (uniform, mask_1H) for the step that comes next."""
+        """Return (uniform, mask_H) for the step that comes next."""
         return self.noise.at(len(self.actions))
 
     def fill(self, played):
-        """Take over a whole episode that was played elsewhere: (states, actions, rewards)."""
-        self.states, self.actions, self.rewards = played
+        """Take over a whole episode that was played elsewhere: states, actions, rewards, the actions' probabilities."""
+        self.states, self.actions, self.rewards, self.probabilities = played
         self.noise.masks(len(self.actions))  # drawn now, while other observers still play
 
 
@@ -43,6 +45,16 @@ def discounted(rewards, gamma):
         g = reward + gamma * g
         returns.append(g)
     return returns[::-1]
+
+
+def surrogate(ratio_T, returns_T):
+    """Return what to maximise instead, for steps that were played with older weights (mode `async`).
+
+    The ratio says how much more probable the action has become since. It has the gradient of REINFORCE where it is 1;
+    beyond 0.8 and 1.2 there is nothing to gain any more, so that no old episode pulls the policy far.
+    Source: Schulman et al. 2017, Proximal Policy Optimization Algorithms, equation 7.
+    """
+    return torch.minimum(ratio_T * returns_T, ratio_T.clamp(0.8, 1.2) * returns_T)
 
 
 class Learner:
@@ -58,6 +70,7 @@ class Learner:
         self.env_id, self.seed, self.gamma, self.device = env_id, seed, gamma, device
         self.eps = np.finfo(np.float32).eps.item()
         self.running_reward, self.episodes, self.env_steps = 0.0, 0, 0
+        self.staleness = []  # of every update of this run
 
     @property
     def solved(self):
@@ -76,6 +89,7 @@ class Learner:
         """
         self.episodes += 1
         self.env_steps += sum(len(trajectory.actions) for trajectory in trajectories)
+        self.staleness.append(max(trajectory.staleness for trajectory in trajectories))
         min_reward = min(sum(trajectory.rewards) for trajectory in trajectories)
         if self.episodes == 1:
             # Starting from 0 as the tutorial does would count as solved where rewards are negative.
@@ -97,18 +111,33 @@ class Learner:
         the same gradients in every mode.
         """
         states_TD = np.concatenate([trajectory.states for trajectory in trajectories])
+        states_TD = torch.as_tensor(states_TD, dtype=DTYPE, device=self.device)
+        masks_TH = np.concatenate([trajectory.noise.masks(len(trajectory.actions)) for trajectory in trajectories])
+        masks_TH = torch.as_tensor(masks_TH, device=self.device)
         actions_T = [action for trajectory in trajectories for action in trajectory.actions]
-        masks_TH = torch.cat([trajectory.noise.masks(len(trajectory.actions)) for trajectory in trajectories])
+        actions_T = torch.tensor(actions_T, device=self.device)
         # Returns are counted within each observer's episode; nothing flows from one observer into the next.
         returns = [g for trajectory in trajectories for g in discounted(trajectory.rewards, self.gamma)]
-        returns_T = torch.tensor(returns, dtype=masks_TH.dtype, device=self.device)
+        returns_T = torch.tensor(returns, dtype=DTYPE, device=self.device)
         if len(returns) > 1:  # the deviation of a single number is NaN, and one NaN would end all learning
             returns_T = (returns_T - returns_T.mean()) / (returns_T.std() + self.eps)
 
-        states_TD = torch.as_tensor(states_TD, dtype=masks_TH.dtype, device=self.device)
-        # Not validated: where training has diverged these are NaN, and then the loss is, which learn() looks at.
-        chosen = Categorical(self.policy(states_TD, masks_TH), validate_args=False)
-        return -(chosen.log_prob(torch.tensor(actions_T, device=self.device)) * returns_T).sum()
+        log_probs_T = -F.cross_entropy(self.policy.scores(states_TD, masks_TH), actions_T, reduction="none")
+        if not any(trajectory.staleness for trajectory in trajectories):
+            return -(log_probs_T * returns_T).sum()
+        played_T = torch.tensor([p for t in trajectories for p in t.probabilities], dtype=DTYPE, device=self.device)
+        return -surrogate((log_probs_T - played_T.log()).exp(), returns_T).sum()
+
+    def figures(self):
+        """Return what a summary says of the learning; staleness is counted in updates, over those of this run."""
+        return {
+            "episodes": self.episodes,
+            "env_steps": self.env_steps,
+            "solved": self.solved,
+            "running_reward": self.running_reward,
+            "staleness_mean": round(statistics.mean(self.staleness or [0]), 3),
+            "staleness_max": max(self.staleness, default=0),
+        }
 
     def state_dict(self):
         """Return what a checkpoint holds: plain numbers and tensors."""

@@ -28,7 +28,7 @@ def worker_name(rank, args):
 
 
 def parse_args(argv=None):
-    parser = flags.argument_parser(__doc__, MODES, world_size=2, transport="shm")
+    parser = flags.argument_parser(__doc__, MODES, world_size=2, transport="shm", on_lost=True)
     add = parser.add_argument_group("the scenario").add_argument
     add("--env_id", default="CartPole-v1", metavar="ID", help="gymnasium environment: flat Box in, Discrete out")
     add("--gamma", type=flags.fraction, default=0.99, metavar="G", help="how much to value future rewards")
@@ -47,7 +47,7 @@ def parse_args(argv=None):
     flags.check_arguments(parser, args, min_world_size=2, roles=roles, agree=("env_id",))
     if args.save and not os.path.isdir(os.path.dirname(os.path.abspath(args.save))):
         parser.error(f"--save {args.save}: that folder does not exist")  # said now, not after the training
-    if args.mode == "rollout" and args.world_size > placement.usable_cores():
+    if args.mode in ("rollout", "async") and args.world_size > placement.usable_cores():
         # Shared memory answers fastest, by keeping a core busy per waiting rank: here one that an observer needs.
         args.auto_transport = "uv"
     return args
@@ -58,15 +58,18 @@ def run_worker(rank, args, job):
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
     if rank == 0:
         run_agent(args, job)
-    # The other ranks are observers: nothing to do of their own, they serve the agent's calls from RPC threads.
+    else:  # an observer: nothing to do of its own, it serves the agent's calls from an RPC thread
+        job.on_lost(1)
     job.wait_for_all()
-    rpc.shutdown()
+    rpc.shutdown(graceful=args.on_lost == "stop")  # which would wait for the lost ones too
 
 
 def run_agent(args, job):
     """Command episodes until the policy is good enough, then show what it learned."""
     learner = Learner(args.env_id, args.seed, args.gamma, args.lr, args.reward_threshold, job.device)
-    agent = Agent([worker_name(rank, args) for rank in range(1, args.world_size)], learner)
+    observers = [worker_name(rank, args) for rank in range(1, args.world_size)]
+    agent = Agent(observers, learner, job.lose if args.on_lost == "continue" else None)
+    job.on_lost(1, agent.drop)  # from here on, with --on_lost continue
     run_episode = MODES[args.mode]
     result, meter = report.Report("rl_rpc", args), measure.Meter(args.transport)
     if state := checkpoint.load(args, "rl_rpc"):
@@ -91,6 +94,7 @@ def run_agent(args, job):
             if args.checkpoint:
                 checkpoint.save(args.checkpoint, "rl_rpc", learner.state_dict())
     bar.close()
+    agent.finish()
 
     for path in filter(None, (args.checkpoint, args.save)):
         checkpoint.save(path, "rl_rpc", learner.state_dict())
@@ -98,23 +102,25 @@ def run_agent(args, job):
     result.say(
         f"Solved! Running reward is now {learner.running_reward}!" if learner.solved else f"Not solved: {average}."
     )
+    figures = learner.figures()
+    if args.mode == "async":
+        result.say(f"Staleness: mean {figures['staleness_mean']:.2f}, max {figures['staleness_max']} updates.")
     eval_mean = None
     if args.eval_episodes:
         # Better than training's own average: there, 60 % of the hidden units are missing at every step.
         rewards = play_greedily(agent.policy, args.env_id, args.eval_episodes, args.seed)
         eval_mean = statistics.mean(rewards)
-        figures = f"mean reward {eval_mean:.2f}, lowest {min(rewards):.2f}"
-        result.say(f"Greedy policy over {len(rewards)} episodes: {figures}")
+        reached = f"mean reward {eval_mean:.2f}, lowest {min(rewards):.2f}"
+        result.say(f"Greedy policy over {len(rewards)} episodes: {reached}")
     result.close(
-        plot=("reward/last", "reward/running"),
-        floor=("solved", threshold) if math.isfinite(threshold) else None,
+        plot={"reward/last": "one episode", "reward/running": "running average"},
         xlabel="episode",
-        episodes=learner.episodes,
-        env_steps=learner.env_steps,
+        ylabel="reward of the lowest observer",
+        floor=("solved", threshold) if math.isfinite(threshold) else None,
         env_steps_per_second=round((learner.env_steps - steps_before) / max(meter.seconds, 1e-9), 1),
-        solved=learner.solved,
-        running_reward=learner.running_reward,
         eval_mean_reward=eval_mean,
+        lost=sorted(job.lost),
+        **figures,
         **meter.figures(),  # a step of training is one update here: an episode of every observer
     )
 

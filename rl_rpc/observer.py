@@ -2,7 +2,7 @@
 
 Runs in every process but rank 0, on an RPC thread: the agent creates the Observer there with rpc.remote and then calls
 one of its run_episode methods per episode. There is one such method per mode, the tutorial's first; each of the others
-is that one plus a single idea. The agent's side of a mode is its method of the same name.
+is that one plus a single idea. The agent's side of a mode is its method of the same name. (`async` is `rollout` here.)
 
 Shapes: T = steps of an episode, D = observation features.
 """
@@ -12,7 +12,7 @@ import torch.distributed.rpc as rpc
 
 from environment import make_env, sizes
 from glue.seeds import seed_for
-from policy import EpisodeNoise, Policy
+from policy import Actor, EpisodeNoise, Policy
 
 MAX_STEPS = 10_000  # as in the tutorial; environments with a limit of their own end earlier
 
@@ -42,7 +42,8 @@ class Observer:
         self.seed = seed
         self.env = make_env(env_id)
         self.first_action = self.env.action_space.start  # the policy counts actions from 0, a few environments do not
-        self.policy = Policy(*sizes(self.env))  # acts in mode `rollout` only, with the agent's weights
+        self.policy = Policy(*sizes(self.env))  # acts in `rollout` and `async` only, with the agent's weights
+        self.actor = Actor(self.policy)
 
     def run_episode(self, agent_rref, episode):
         """Mode `step`, the tutorial's: play one episode with two RPCs per step.
@@ -90,24 +91,27 @@ class Observer:
         agent_rref.rpc_sync().leave_batch(self.id, reward)
 
     def run_episode_rollout(self, weights, episode):
-        """Mode `rollout`: play with the weights that come with the call; answer with the trajectory. No RPC between.
+        """Modes `rollout`, `async`: play with the weights that come with the call; answer with the trajectory.
 
-        weights: Policy.state_dict(). Return states, a (T, D) float array, and the lists actions (T) and rewards (T).
+        weights: Policy.state_dict(). Return states, a (T, D) float array, and lists of T: actions, rewards, and the
+        probabilities that the actions taken had, from which mode `async` sees how far the policy has moved since.
         The random numbers are those that the agent would have drawn for us, so the actions are the same too.
         """
         # Acts on the CPU also when the agent is on a GPU: one state at a time is too little for a GPU to be faster.
         self.policy.load_state_dict(weights)
         noise = EpisodeNoise(noise_seed(self.seed, self.id, episode), self.policy)
-        states, actions, rewards = [self._reset(episode)], [], []
+        states, actions, rewards, probabilities = [self._reset(episode)], [], [], []
         for t in range(MAX_STEPS):
-            uniform, mask_1H = noise.at(t)
-            actions += self.policy.act(states[-1][None], mask_1H, [uniform])
-            state, reward, done = self._step(actions[-1])
+            uniform, mask_H = noise.at(t)
+            action, probability = self.actor.act(states[-1], mask_H, uniform)
+            state, reward, done = self._step(action)
+            actions.append(action)
             rewards.append(reward)
+            probabilities.append(probability)
             if done:
                 break
             states.append(state)
-        return np.stack(states[: len(actions)]), actions, rewards
+        return np.stack(states[: len(actions)]), actions, rewards, probabilities
 
     def _reset(self, episode):
         state, _ = self.env.reset(seed=environment_seed(self.seed, self.id, episode))

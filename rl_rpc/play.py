@@ -16,7 +16,7 @@ import gymnasium
 
 from environment import make_env, play_episode, sizes
 from glue import checkpoint, flags, seeds
-from policy import Policy
+from policy import Actor, Policy
 
 
 def parse_args(argv=None):
@@ -50,7 +50,7 @@ def main(argv=None):
         for episode in range(1, args.episodes + 1):
             seed = seeds.seed_for(args.seed, "play", episode)
             draw = (lambda: frames.append(env.render())) if args.gif else None
-            reward = play_episode(env, policy.act_greedily, seed, on_step=draw)
+            reward = play_episode(env, Actor(policy).act_greedily, seed, on_step=draw)
             print(f"Episode {episode}\tReward: {reward:.2f}", flush=True)
         if args.gif:
             write_gif(args.gif, frames, fps=env.metadata.get("render_fps", 30))

@@ -125,9 +125,10 @@ def run_trainer(args, device):
         result.say(corpus.spell(trainer.generate(args.generate)))
     tokens = meter.timed_steps * (train_SB.numel() - args.batch_size) / steps_per_epoch
     result.close(
-        plot=("perplexity/train", "perplexity/heldout"),
-        floor=corpus.floor and ("floor", corpus.floor),
+        plot={"perplexity/train": "training text", "perplexity/heldout": "held-out text"},
         xlabel="epoch",
+        ylabel="perplexity (words)",
+        floor=corpus.floor and ("floor", corpus.floor),
         **trainer.figures(),
         **corpus.figures(),
         tokens_per_second=round(tokens / meter.seconds, 1) if meter.seconds else None,

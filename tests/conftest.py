@@ -1,13 +1,25 @@
 """For all tests."""
 
+import os
 import signal
 
 import pytest
 
 from helpers import package_on_path
 
-# Where the tests run in the background, a shell has made them ignore Ctrl-C, and every job that they start with them.
+# Where the tests run in the background, a shell has made them ignore Ctrl-C, and nohup SIGHUP, and every job that they
+# start with them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def leave_no_environment():
+    """What a test sets, or the glue that it calls here (addresses.py: on which interfaces), does not outlive it."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@
     launch         start the ranks: spawned here, one by one, or by a launcher
     launchers      which rank this is, where torchrun, Slurm, Open MPI or an env:// environment says so
     job            what run_worker uses of a job, and how a rank joins and leaves it
+    living         who is lost, and how the others go on without it
     meeting        how ranks find each other, and refuse who does not belong
     watch          heartbeats and signals: who is lost, and who wants us to stop
     ending         how a job ends before its work is done, and the line that each rank prints then
@@ -14,7 +15,9 @@
     checkpoint     files that are whole or not there
     seeds          one seed for each stream of random numbers
     measure        what steps cost; runs beside each other in one table
-    trace          every RPC passes here: counted, and drawn on a time line
+    trace          every RPC passes here: counted, and recorded for --trace
+    timeline       what --trace leaves: both sides of every RPC on one time line
+    picture        a time line, drawn
     check          --check: explain this machine before the first run
 
 The same bytes in all four packages: edit rl_rpc/glue, then run `python tests/tools/sync_glue.py`.

@@ -53,7 +53,8 @@ if (
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     multiprocessing.resource_tracker.ensure_running()  # it unblocks some of them, hence once more:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    modules = ["torch.distributed.rpc", "torch.distributed.optim", "torch._dynamo"]
+    # Then what this package imports, and what each of torch's optimizers loads at its first step.
+    modules = ["torch.distributed.rpc", "main", "torch._dynamo"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     multiprocessing.forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

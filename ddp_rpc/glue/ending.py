@@ -16,6 +16,7 @@ from glue import checkpoint
 
 PACKAGE = os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 STORE_HOLDER = -1  # as a rank: whoever holds the store
+LOSSES = "losses"  # the store's key for: of each rank that the job can do without, why it was lost, or null
 CONNECTION_TROUBLE = re.compile(r"\beof\b|tensorpipe|connection|socket|ECONN|broken pipe|tim(ed?|e-) ?out|store", re.I)
 REMOTE_ERROR = re.compile(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\n")
 
@@ -88,6 +89,31 @@ def claim(store, end):
 def read(value):
     """Return the End that a store's value is, or None while the job goes on."""
     return None if value == b"-" else End(**json.loads(value))
+
+
+def drop(store, rank, why):
+    """Let the job go on without `rank`; return False where it cannot: it needs this one, or one like it."""
+    found = store.compare_set(LOSSES, "", "{}")
+    while True:
+        ranks = json.loads(found)
+        if ranks.get(str(rank)):
+            return True  # somebody else has noticed before
+        if str(rank) not in ranks or list(ranks.values()).count(None) == 1:
+            return False
+        wanted = json.dumps(ranks | {str(rank): why})
+        found = store.compare_set(LOSSES, found, wanted)
+        if found == wanted.encode():
+            return True
+
+
+def lost(store):
+    """Return {rank: why} of the ranks that the job has gone on without."""
+    return read_losses(store.compare_set(LOSSES, "", "{}"))
+
+
+def read_losses(value):
+    """Return {rank: why} from the store's value."""
+    return {int(rank): why for rank, why in json.loads(value).items() if why}
 
 
 def print_error(text):

@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from glue.addresses import listen_only_towards
 from glue.ending import PACKAGE, leave_now
 
 SAY_AFTER_SECONDS, SAY_EVERY_SECONDS = 3.0, 30.0  # ranks that wait for others say so
@@ -29,33 +30,38 @@ class Meeting:
     """One rank on its way into the job."""
 
     def __init__(self, rank, args, names, holder, address, spawned):
-        """`names` of all ranks, `holder` of the store, `address` (host, port) where it listens."""
+        """`names` of all ranks, `holder` of the store, its `address` (host, port): DNS may not know the host yet."""
         self.rank, self.args, self.names, self.holder, self.spawned = rank, args, names, holder, spawned
-        self.address, self.where = address, f"{address[0]} port {address[1]}"
         self.deadline, self.patience = time.monotonic() + args.join_timeout, f"--join_timeout {args.join_timeout:g} s"
+        self.address = self._try(lambda: listen_only_towards(*address, say=not spawned), "the address")
+        self.where = f"{self.address[0]} port {self.address[1]}"
 
     def wait_for_store(self):
         """Return when somebody listens at the address."""
+        nobody = f"nothing answers at {self.where} (--master_addr, --master_port)"
+        self._try(lambda: socket.create_connection(self.address, timeout=1).close(), self.holder, nobody)
+
+    def _try(self, call, awaited, why=None):
+        """Return call(), as soon as it does not fail: there is nothing to wait on, and nobody who could tell us."""
         say_at = time.monotonic() + SAY_AFTER_SECONDS
-        while True:  # nothing to wait on: until the store is there, there is nobody who could tell us
+        while True:
             try:
-                return socket.create_connection(self.address, timeout=1).close()
-            except OSError:
-                nobody = f"nothing answers at {self.where} (--master_addr, --master_port)"
+                return call()
+            except (OSError, dist.DistStoreError) as error:
                 if time.monotonic() > self.deadline:
-                    self.give_up(1, f"{self.holder} did not come within {self.patience}: {nobody}")
+                    self.give_up(1, f"{awaited} did not come within {self.patience}: {why or error}")
                 if time.monotonic() > say_at:
                     say_at += SAY_EVERY_SECONDS
-                    self._say(f"waiting for {self.holder}: {nobody}")
+                    self._say(f"waiting for {awaited}: {why or error}")
                 time.sleep(0.1)
 
     def agree(self, store):
         """Refuse to take part in a job that was started differently."""
-        mine, theirs = _definition(self.args), json.loads(store.get("job"))  # waits until it is there
+        self._try(lambda: store.wait(["job"], timedelta(seconds=0.5)), self.names[0], "it has not defined the job")
+        mine, theirs = _definition(self.args), json.loads(store.get("job"))
         for key in mine | theirs:
-            ours, here = f"{key} {mine.get(key)}", f"{key} {theirs.get(key)}"
-            if ours != here:
-                self.give_up(2, f"refused, because it was started with {ours}, and this job with {here}")
+            if (ours := mine.get(key)) != (here := theirs.get(key)):
+                self.give_up(2, f"refused, because it was started with {key} {ours}, and this job with {here}")
 
     def take_place(self, store, device):
         """Say hello to the others; refuse to take a place that is taken."""

@@ -46,10 +46,11 @@ class Report:
         if self.writer:
             self.writer.add_scalar(name, value, step)
 
-    def close(self, plot=(), floor=None, xlabel="step", **figures):
-        """Write --summary_json (with the scenario's own `figures`) and --plot (the curves named in `plot`).
+    def close(self, plot, xlabel, ylabel, floor=None, counts=None, **figures):
+        """Write --summary_json (with the scenario's own `figures`) and --plot.  Returns the summary.
 
-        `floor` is a (label, value) pair: a horizontal line for a known bound or target.  Returns the summary.
+        `plot`: {name of a curve: words for the legend}; `floor`, a (label, value) pair: a horizontal line for a known
+        bound or target; `counts`, a (label, {whole number: how often}) pair: a histogram beside the curves.
         """
         args, seconds = self.args, round(time.perf_counter() - self.started, 3)
         summary = {"scenario": self.scenario, "torch": torch.__version__, "wall_seconds": seconds} | figures
@@ -60,26 +61,31 @@ class Report:
             content = json.dumps(summary, indent=2, allow_nan=False).encode() + b"\n"  # JSON has no NaN
             write_aside(args.summary_json, lambda file: file.write(content))
         if args.plot:
-            write_aside(args.plot, lambda file: self._draw(file, plot or tuple(self.curves), floor, xlabel))
+            write_aside(args.plot, lambda file: self._draw(file, plot, xlabel, ylabel, floor, counts))
         return summary
 
-    def _draw(self, file, names, floor, xlabel):
-        import matplotlib
+    def _draw(self, file, plot, xlabel, ylabel, floor, counts):
+        from matplotlib.figure import Figure  # a second to import, so only when asked for
+        from matplotlib.ticker import MaxNLocator
 
-        matplotlib.use("Agg")  # no screen needed
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-        for name in names:
+        figure = Figure((10 if counts else 7, 4), layout="constrained")
+        panels = figure.subplots(1, 2 if counts else 1, squeeze=False, width_ratios=[2, 1] if counts else None)[0]
+        for name, label in plot.items():
             steps, values = self.curves.get(name, ([], []))
-            axes.plot(steps, values, label=name, linewidth=1.2, marker="o" if len(steps) == 1 else None)
+            panels[0].plot(steps, values, label=label, linewidth=1.2, marker="o" if len(steps) == 1 else None)
         if floor:
-            axes.axhline(floor[1], linestyle="--", color="gray", linewidth=1, label=f"{floor[0]} ({floor[1]:.4g})")
-        axes.set(title=f"{self.scenario}, mode {self.args.mode}, world size {self.args.world_size}", xlabel=xlabel)
-        axes.grid(alpha=0.3)
-        axes.legend()
+            panels[0].axhline(floor[1], linestyle="--", color="gray", linewidth=1, label=f"{floor[0]} ({floor[1]:.4g})")
+        panels[0].set(xlabel=xlabel, ylabel=ylabel)
+        panels[0].legend()
+        if counts:
+            panels[1].bar(*zip(*sorted(counts[1].items()), strict=True))
+            panels[1].set(xlabel=counts[0], ylabel="gradients")
+            panels[1].yaxis.set_major_locator(MaxNLocator(integer=True))
+        for axes in panels:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.grid(alpha=0.3)
+        figure.suptitle(f"{self.scenario}, mode {self.args.mode}, world size {self.args.world_size}", fontsize=11)
         figure.savefig(file, dpi=120, format="png")
-        pyplot.close(figure)
 
 
 def check_finite(value, what, step, lower="--lr", at_most=float("inf")):

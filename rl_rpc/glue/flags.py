@@ -34,6 +34,13 @@ fraction = _number(float, "a fraction (0 <= x < 1)", lambda value: 0 <= value < 
 port_number = _number(int, "a port (1 to 65535)", lambda value: 0 < value < 65536)
 
 
+def _steps(text):
+    first, last = map(int, text.split(":"))
+    if not 0 < first <= last:
+        raise argparse.ArgumentTypeError(f"{text!r} is not A:B, the first and the last of some steps")
+    return first, last
+
+
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     pass
 
@@ -53,8 +60,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (--help shows every flag)\n")
 
 
-def argument_parser(description, modes, world_size, transport="uv"):
-    """Return a parser with the shared flags.  `modes`: names; the first, the tutorial's own, is the default."""
+def argument_parser(description, modes, world_size, transport="uv", on_lost=False):
+    """Return a parser with the shared flags.  `modes`: names; the first, the tutorial's own, is the default.
+
+    `on_lost`: this scenario can go on without a rank that is lost.
+    """
     parser = Parser(
         prog=f"{PACKAGE}/main.py", description=description, formatter_class=_HelpFormatter, allow_abbrev=False
     )
@@ -80,7 +90,10 @@ def argument_parser(description, modes, world_size, transport="uv"):
     add("--checkpoint", metavar="FILE", help="save here at intervals and at the end")
     add("--resume", action="store_true", help="go on from --checkpoint")
     add("--max_restarts", type=non_negative_int, default=0, metavar="N", help="start again when a rank was lost")
-    add("--trace", metavar="FILE.json", help="record every RPC, to look at in ui.perfetto.dev")
+    if on_lost:
+        add("--on_lost", choices=["stop", "continue"], default="stop", help="go on with the workers that are left")
+    add("--trace", metavar="FILE", help="record RPCs (if rank 0 has it): a .png, .svg, or for ui.perfetto.dev .json")
+    add("--trace_window", type=_steps, metavar="A:B", help="draw steps A to B (without it: one step, or its beginning)")
     add("--check", action="store_true", help="explain this machine (with --rank: and meet the other ranks), then exit")
     add("--debug", action="store_true", help="show tracebacks")
     parser.set_defaults(restarts=0, auto_transport=transport)
@@ -100,7 +113,8 @@ def check_arguments(parser, args, min_world_size, roles, max_world_size=None, ag
 
     `agree`: the scenario's own flags that must be the same in every rank, for ranks that are started one by one.
     """
-    args.agree = ("world_size", "mode", "seed", "check", *agree)
+    args.on_lost = vars(args).get("on_lost", "stop")
+    args.agree = ("world_size", "mode", "seed", "check", "on_lost", *agree)
     place = launched_place(parser, args)
     args.torchrun = place is not None and place.launcher == "torchrun"
     if place:
@@ -115,8 +129,12 @@ def check_arguments(parser, args, min_world_size, roles, max_world_size=None, ag
         parser.error(f"--world_size {size} does not fit: it must be {limits} ({roles})")
     if args.rank is not None and args.rank >= size:
         parser.error(f"--rank {args.rank} is out of range: with --world_size {size} the ranks are 0 to {size - 1}")
+    if args.torchrun and args.on_lost == "continue":
+        parser.error("--on_lost continue: torchrun ends all ranks when one is lost; use its own --max-restarts")
     if args.max_restarts and args.rank is not None:
         parser.error("--max_restarts starts spawned ranks again; started one by one, use torchrun --max-restarts")
+    if args.trace_window and not (args.trace or "").endswith((".png", ".svg")):
+        parser.error("--trace_window is for a --trace that is a picture: FILE.png or FILE.svg")
     if args.resume and not args.checkpoint and not args.restarts:
         parser.error("--resume needs --checkpoint FILE to go on from")
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -16,19 +16,19 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 from glue import ending, trace, watch
-from glue.addresses import hold_store, listen_only_towards
+from glue.addresses import hold_store
 from glue.ending import End, leave_now
+from glue.living import Living
 from glue.meeting import Meeting, define_job
 from glue.placement import device_of, share_cores
 from glue.watch import Watch
 
-FOREVER = timedelta(days=365)
 
-
-class Job:
+class Job(Living):
     """One rank's view of the job: the store, the other ranks' names, and the watch over them."""
 
     def __init__(self, rank, args, worker_name, parent_port=None):
+        super().__init__()
         self.rank, self.world_size, self.args, self.worker_name = rank, args.world_size, args, worker_name
         self.names = [f"rank {r} ({worker_name(r, args)})" for r in range(args.world_size)]
         self.device = device_of(rank, args)
@@ -37,8 +37,8 @@ class Job:
         self.holder = "the starting process" if self.spawned else "torchrun" if args.torchrun else self.names[0]
         self.address = ("127.0.0.1", parent_port) if self.spawned else (args.master_addr, args.master_port)
         self.main_store = self.beat_store = None
-        self.ending, self.meetings = threading.Lock(), 0
-        self.watch = Watch(rank, args.world_size, self.end, args.torchrun)
+        self.ending = threading.Lock()
+        self.watch = Watch(rank, args.world_size, self, args.torchrun)
 
     # ------------------------------------------------------------------------------------------ what run_worker uses
 
@@ -59,19 +59,14 @@ class Job:
         """Return a store of the job's own for `dist.init_process_group(store=...)`."""
         return dist.PrefixStore(prefix, self._client())
 
-    def wait_for_all(self):
-        """Return when every rank has called this.  Watched: if one dies instead, this process ends."""
-        self.meetings += 1
-        self._meet(f"{self.meetings}")
-
     # ---------------------------------------------------------------------------------------------- coming and going
 
     def join(self):
         """Meet the other ranks.  From here on this rank is watched, and watches."""
         self.watch.start_signals()
         torch.zeros(1, device=self.device)  # a GPU's first use takes seconds, and may hold the interpreter: not later
-        self.address = listen_only_towards(*self.address, say=not self.spawned)
         meeting = Meeting(self.rank, self.args, self.names, self.holder, self.address, self.spawned)
+        self.address = meeting.address
         if self.holds_store:
             self.server = hold_store(self.address)
         else:
@@ -102,14 +97,9 @@ class Job:
     def leave(self):
         """This rank's work is done and its RPC shut down: say so, and return when every rank has."""
         self.watch.say_left()
-        self._meet("left")
+        self.meet("left")
         signal.setitimer(signal.ITIMER_REAL, 0)
         self._store_leaves_last(self.world_size - 1, watch.LOST_AFTER_SECONDS)
-
-    def _meet(self, place):
-        if self.main_store.add(f"arrived/{place}", 1) == self.world_size:
-            self.main_store.set(f"all_here/{place}", "")
-        self.main_store.wait([f"all_here/{place}"], FOREVER)
 
     def _client(self):
         patience = timedelta(seconds=min(60.0, self.args.join_timeout))
@@ -124,7 +114,16 @@ class Job:
             traceback.print_exception(error)
         if self.watch.beater.is_alive() and ending.is_connection_trouble(error):
             self.watch.beater.join(watch.LOST_AFTER_SECONDS + 3)  # the missing heartbeat of who is gone will name it
-        self.end(ending.of_exception(error, self.rank))
+        end = ending.of_exception(error, self.rank)
+        if self.beat_store and (why := _within(2, lambda: self.excuse(end))):
+            self.leave_alone(why)
+        self.end(end)
+
+    def leave_alone(self, why):
+        """Leave a job that goes on."""
+        self.ending.acquire()
+        _within(4, lambda: trace.hand_in(self, self.beat_store))
+        leave_now(1, f"{self.names[self.rank]}: {why}")
 
     def end(self, end, mine=True):
         """Tell the other ranks (the first End given is the job's), print this rank's line, and leave at once."""
@@ -134,9 +133,9 @@ class Job:
         if mine and store:  # bounded in time: the store's holder may just be dying
             first = _within(2, lambda: ending.claim(store, end)) or end
             mine, end = first == end, first
-        trace.save(end.why)
         ending.print_error(ending.line(end, self.rank, self.names, self.holder, self.spawned, mine))
         if store:
+            _within(4, lambda: trace.hand_in(self, store, end))
             self._store_leaves_last(self.world_size - 1 - (end.kind == "lost"), seconds=3)
         leave_now(end.status)
 
@@ -146,6 +145,7 @@ class Job:
             _within(1, lambda: self.beat_store.add("end_read", 1))
             return
         deadline = time.monotonic() + seconds
+        readers -= len(self.lost)
         while time.monotonic() < deadline and (_within(1, lambda: self.beat_store.add("end_read", 0)) or 0) < readers:
             time.sleep(0.05)
 

@@ -15,21 +15,20 @@ import multiprocessing.connection
 import os
 import signal
 import socket
+import sys
 import time
 import warnings
 
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
-from torch.distributed.optim.utils import functional_optim_map
 
-from glue import before_torch, check, ending, trace
+from glue import before_torch, check, ending, timeline, trace, watch
 from glue.addresses import store_on
 from glue.ending import End, leave_now
 from glue.job import Job
 from glue.meeting import define_job
 from glue.placement import keep_freed_memory
-from glue.watch import signals_as_bytes
 
 GRACE_SECONDS, INTERRUPTED_GRACE_SECONDS = 4.0, 1.0  # for the others to say what they lost, and to leave
 
@@ -64,10 +63,12 @@ def _run_rank(rank, run_worker, args, worker_name, parent_port=None):
         if args.check:
             check.meet(job)
         else:
-            trace.start(args.trace, job)
+            trace.start(job)
             run_worker(rank, args, job)
-            trace.save()
+            trace.hand_in(job, job.main_store)
         job.leave()
+        if rank == 0 and not job.spawned:
+            _say_without(job.lost, args, worker_name)
     except BaseException as error:  # SystemExit too: a rank that leaves early has not done its work
         job.fail(error)
 
@@ -79,7 +80,8 @@ def _keep_console_clean(args):
         rpc.internal.print = lambda *_, **__: None
     # DistributedOptimizer would swap torch.optim's optimizers for "functional" ones, deprecated, which step without a
     # lock. Without them it uses torch.optim under a lock of its own, and notes that this holds the GIL.
-    functional_optim_map.clear()
+    if optim := sys.modules.get("torch.distributed.optim.utils"):  # a second to load, so only where it is used
+        optim.functional_optim_map.clear()
     noisy = logging.getLogger("torch.distributed.optim.optimizer")
     noisy.addFilter(lambda record: "Creating the optimizer" not in record.msg)
 
@@ -89,7 +91,7 @@ def _keep_console_clean(args):
 
 def _spawn(run_worker, args, worker_name):
     """Start every rank here, again after a loss if --max_restarts allows it; return the exit status."""
-    signals = signals_as_bytes()
+    signals = watch.signals_as_bytes()
     while True:
         end = _spawn_once(run_worker, args, worker_name, signals)
         if end is None or not end.again or args.restarts == args.max_restarts:
@@ -101,7 +103,6 @@ def _spawn(run_worker, args, worker_name):
 
 def _spawn_once(run_worker, args, worker_name, signals):
     """Start every rank and wait until none is left; return the job's End, or None where all work was done."""
-    trace.take_parts(args)  # of an earlier attempt, or run
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)  # loopback only, and a port that is surely free
     port = listener.getsockname()[1]
     store = dist.PrefixStore(f"attempt{args.restarts}", store_on(listener))
@@ -121,7 +122,7 @@ def _spawn_once(run_worker, args, worker_name, signals):
             if number not in before_torch.SIGNALS:
                 continue
             end = ending.claim(store, ending.interrupted(0, number))
-            deadline = time.monotonic() + INTERRUPTED_GRACE_SECONDS
+            deadline = time.monotonic() + INTERRUPTED_GRACE_SECONDS * (3 if args.trace else 1)
             for rank in running.values():  # a terminal's Ctrl-C reaches them by itself, other signals do not
                 with contextlib.suppress(ProcessLookupError):  # it has just left
                     os.kill(ranks[rank].pid, number)
@@ -132,8 +133,13 @@ def _spawn_once(run_worker, args, worker_name, signals):
             told = told or code in (1, 2)  # our own: that rank has said why
             if code != 0 or not store.check([f"beat/{rank}"]) or store.get(f"beat/{rank}") != b"left":
                 how = f"left by itself, with status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-                end = end or ending.claim(store, End("lost", rank, how))
-                deadline = deadline or time.monotonic() + GRACE_SECONDS
+                if not ending.drop(store, rank, how):
+                    end = end or ending.claim(store, End("lost", rank, how))
+                    deadline = deadline or time.monotonic() + GRACE_SECONDS
+            elif not deadline:  # a rank leaves when all have done their work: who does not leave now was stopped
+                deadline = time.monotonic() + watch.LOST_AFTER_SECONDS
+        if running and not end and ending.lost(store).keys() >= set(running.values()):  # stopped: it cannot leave
+            deadline = min(deadline or float("inf"), time.monotonic() + INTERRUPTED_GRACE_SECONDS)
         if deadline and time.monotonic() >= deadline:
             for rank in running.values():  # a stopped process, say
                 ranks[rank].kill()
@@ -141,5 +147,17 @@ def _spawn_once(run_worker, args, worker_name, signals):
     if end and end.kind != "interrupted" and not told:
         ending.print_error(f"lost rank {end.rank} ({worker_name(end.rank, args)}): {end.why}")
     if args.trace:
-        trace.write(args.trace, trace.take_parts(args))
+        try:
+            timeline.collect(args, store, worker_name, end)
+        except OSError as error:  # a full disk, say
+            ending.print_error(f"--trace: {error}")
+            end = end or End("failed", 0, str(error), again=False)
+    if not end:
+        _say_without(ending.lost(store), args, worker_name)
     return end
+
+
+def _say_without(lost, args, worker_name):
+    if lost:
+        names = ", ".join(f"rank {rank} ({worker_name(rank, args)})" for rank in sorted(lost))
+        print(f"The job finished without {names}.")

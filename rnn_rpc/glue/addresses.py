@@ -25,11 +25,8 @@ def listen_only_towards(host, port, say):
     for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, name)
     if say and not ipaddress.ip_address(address).is_loopback:
-        print(
-            f"Listening on {own} ({os.environ['TP_SOCKET_IFNAME']}). RPC runs whatever a peer sends, unencrypted: "
-            "use it on a trusted network only.",
-            flush=True,
-        )
+        where = f"{own} ({os.environ['TP_SOCKET_IFNAME']})"
+        print(f"Listening on {where}. RPC runs whatever a peer sends, unencrypted: trusted networks only.", flush=True)
     return address, port
 
 
@@ -49,16 +46,13 @@ def interface_towards(address):
 def hold_store(address):
     """Return a TCPStore that serves on this address alone (torch's own would take all).  Raises OSError, one line."""
     try:
-        listener = socket.create_server(address, backlog=1024)
+        return store_on(socket.create_server(address, backlog=1024))
     except OSError as error:
-        hint = "" if ipaddress.ip_address(address[0]).is_loopback else ", or --master_addr of this machine"
-        where = f"{address[0]} port {address[1]}"
-        raise OSError(f"cannot listen on {where}: {error.strerror} (choose another --master_port{hint})") from None
-    return store_on(listener)
+        why = f"{error.strerror} (choose another --master_port, or a --master_addr of this machine)"
+        raise OSError(f"cannot listen on {address[0]} port {address[1]}: {why}") from None
 
 
 def store_on(listener):
     """Return a TCPStore that serves on a socket which listens already: where it does, and nowhere else."""
-    address, port = listener.getsockname()
-    descriptor = listener.detach()
-    return dist.TCPStore(address, port, is_master=True, master_listen_fd=descriptor, wait_for_workers=False)
+    address, descriptor = listener.getsockname(), listener.detach()
+    return dist.TCPStore(*address, is_master=True, master_listen_fd=descriptor, wait_for_workers=False)

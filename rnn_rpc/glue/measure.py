@@ -51,7 +51,8 @@ class Meter:
         calls, total = trace.rpc_calls(), wire_bytes() if self.count_bytes else 0
         for batch in batches:
             started = time.perf_counter()
-            yield batch
+            with trace.bar("step", f"step {self.steps + 1}"):
+                yield batch
             self.steps += 1
             if self.steps > self.warm_up:
                 self.timed_steps += 1

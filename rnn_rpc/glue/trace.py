@@ -1,21 +1,33 @@
-"""Every RPC of this process passes here: counted always, and for `--trace FILE.json` noted on a time line.
+"""Every RPC of this process passes here: counted always, and for `--trace FILE` recorded, on both sides of the wire.
 
-Runs in every process.  The time line is for ui.perfetto.dev: one row per thread of a rank, one bar per RPC from the
-call to its reply, as the caller saw it: rpc_sync and rpc_async until the answer is there, remote until it is sent.
+Runs in every process.  What is recorded are bars: a call, from here until its answer; a call that was served here; a
+wait; a step.  A call's number travels with it, so that timeline.py can join the caller's bar and the callee's.
 """
 
+import collections
+import contextlib
+import functools
+import itertools
 import json
-import os
+import queue
+import socket
+import sys
 import threading
 import time
+import types
+import zlib
 
+import torch
+import torch.distributed.autograd as dist_autograd
 from torch.distributed.rpc import api, internal
 
-from glue import checkpoint
+from glue import timeline
 
+NUMBER = "number of this call in the trace"  # no program has a keyword argument of this name
+MOST_BARS = 200_000  # of all ranks together, with two ends of arrows for each: less than a million events in a file
 _lock, _calls = threading.Lock(), 0
-_note = None  # while recording, this is told of each call: (label, peer, start in ns, thread)
-_recording = {}
+_bars = None  # while recording: Chrome's trace events, but times in ns, and "tid" the thread
+_rank, _thread = None, threading.local()  # of the thread: what the steps of one call hand on to each other
 
 
 def rpc_calls():
@@ -27,37 +39,24 @@ def rpc_calls():
 
 
 def watch_calls():
-    """Let every RPC pass through this module from now on.  Before init_rpc, which looks up what serves them once."""
-    plain_invoke, plain_profiler, plain_run = api._invoke_rpc, api._enable_rpc_profiler, internal._run_function
+    """Count every RPC from now on.  Before init_rpc, which looks up what serves them once."""
+    plain_profiler, plain_run = api._enable_rpc_profiler, internal._run_function
 
-    def invoke(to, func, rpc_type, args=None, kwargs=None, timeout=api.UNSET_RPC_TIMEOUT):
-        _count(func, to)
-        note, started, thread = _note, time.time_ns(), threading.get_ident()
-        future = plain_invoke(to, func, rpc_type, args, kwargs, timeout)
-        if note:
-            # rref.rpc_sync().method(...) is _local_invoke(rref, "method", ...): name the method, not the helper.
-            method = args[1] if func.__name__.startswith("_local_invoke") else func.__name__
-            label, peer = f"{rpc_type.value} {method}", getattr(to, "name", to)
-            future.add_done_callback(lambda _: note(label, peer, started, thread))
-        return future
-
-    def profiler(should_profile, qualified_name, func, rpc_type, worker):  # torch passes here for remote() as well
-        if rpc_type is api.RPCExecMode.REMOTE:
-            _count(func, worker)
-            if _note:
-                _note(f"remote {func.__name__}", worker.name, time.time_ns(), threading.get_ident())
+    def profiler(should_profile, qualified_name, func, rpc_type, worker):  # torch passes here with every call it makes
+        _count(func, worker)
+        _thread.call = rpc_type.value, worker.id
         return plain_profiler(should_profile, qualified_name, func, rpc_type, worker)
 
     def run(call):
         _count(getattr(call, "func", None))
         return plain_run(call)
 
-    api._invoke_rpc, api._enable_rpc_profiler, internal._run_function = invoke, profiler, run
+    api._enable_rpc_profiler, internal._run_function = profiler, run
 
 
-def _count(func, to=None):
+def _count(func, worker=None):
     global _calls
-    if to is not None and api._to_worker_info(to).id == api.get_worker_info().id:
+    if worker is not None and worker.id == api.get_worker_info().id:
         return  # to itself: it will be served here, which counts
     name, module = getattr(func, "__name__", ""), getattr(func, "__module__", None) or ""
     if not module.startswith("torch.distributed.rpc") or name.startswith("_local_invoke"):
@@ -65,45 +64,112 @@ def _count(func, to=None):
             _calls += 1
 
 
-def start(path, job):
-    """From here on record this rank's RPCs, if there is a `path`."""
-    global _note
-    if path:
-        _recording.update(path=f"{path}.{job.rank}", rank=job.rank, events=[])
-        _recording["events"].append(
-            {"name": "process_name", "ph": "M", "pid": job.rank, "args": {"name": job.names[job.rank]}}
-        )
-        _note = _add
+# ---------------------------------------------------------------------------------------------------------- recording
 
 
-def _add(label, peer, started, thread):
-    span = {"ts": started / 1000, "dur": (time.time_ns() - started) / 1000}  # microseconds
-    place = {"pid": _recording["rank"], "tid": thread % 100_000}
-    _recording["events"].append({"name": f"{label} -> {peer}", "ph": "X"} | place | span)
+def start(job):
+    """From here on record this rank's bars, if rank 0 was given a --trace.  After watch_calls, before init_rpc."""
+    global _bars, _rank
+    if job.rank == 0:
+        job.main_store.set("trace/wanted", job.args.trace or "")
+    if not job.main_store.get("trace/wanted"):
+        return
+    _bars, _rank = collections.deque(maxlen=MOST_BARS // job.world_size), job.rank  # the last ones are kept
+    numbers, names = itertools.count(job.rank << 40), [job.worker_name(r, job.args) for r in range(job.world_size)]
+    plain_udf, plain_run, plain_wait = api.PythonUDF, internal._run_function, torch._C.Future.wait
+
+    def udf(func, args, kwargs):  # what is about to be pickled and sent
+        kind, worker = _thread.call
+        number = next(numbers)
+        _thread.sent = _begin(kind, _name(func, args), call=number, to=names[worker])
+        return plain_udf(func, args, {**kwargs, NUMBER: number})
+
+    def send(plain, *message):
+        answer, bar = plain(*message), _thread.sent  # a Future, or what remote() returns: an RRef
+        if bar["cat"] == "sync":
+            _thread.awaited = bar
+        else:
+            future = answer._get_future() if bar["cat"] == "remote" else answer
+            future.add_done_callback(lambda _: _end(bar))
+        return answer
+
+    def wait(future):
+        awaited = vars(_thread).pop("awaited", None)
+        if future.done() and not awaited:
+            return plain_wait(future)
+        with bar("wait", "wait", awaited):
+            return plain_wait(future)
+
+    def run(call):
+        number = getattr(call, "kwargs", {}).pop(NUMBER, None)
+        if number is None:
+            return plain_run(call)
+        bar = _begin("run", _name(call.func, call.args), call=number)
+        result = plain_run(call)
+        _end(bar)
+        if isinstance(result, torch._C.Future):  # of async_execution: the answer leaves when somebody completes it
+            held = _begin("held", bar["name"], call=number)
+            result.add_done_callback(lambda _: _end(held))
+        return result
+
+    api.PythonUDF, internal._run_function, torch._C.Future.wait = udf, run, wait
+    for name in ("_invoke_rpc_python_udf", "_invoke_remote_python_udf"):
+        setattr(api, name, functools.partial(send, getattr(api, name)))
+    dist_autograd.backward = bar("work", "backward")(dist_autograd.backward)
+    if optim := sys.modules.get("torch.distributed.optim"):  # only where it is used
+        optim.DistributedOptimizer.step = bar("work", "optimizer step")(optim.DistributedOptimizer.step)
+    get = bar("wait", "wait")(queue.SimpleQueue.get)
+    queue.SimpleQueue = type("SimpleQueue", (queue.SimpleQueue,), {"get": get})
 
 
-def save(failure=None):
-    """Write what was recorded to the file of this rank's own; `failure` says why the job ended here."""
-    global _note
-    if _note:
-        _note = None
-        if failure:
-            place = {"pid": _recording["rank"], "tid": 0, "ts": time.time_ns() / 1000}
-            _recording["events"].append({"name": failure, "ph": "i", "s": "g"} | place)
-        write(_recording["path"], list(_recording["events"]))
+@contextlib.contextmanager
+def bar(kind, name, begun=None):
+    """Record the block as a bar of this thread, if this job is recorded: a "step", "work" or "wait"."""
+    begun = begun or (_begin(kind, name) if _bars is not None else {"ts": 0})
+    try:
+        yield
+    finally:
+        _end(begun)
 
 
-def take_parts(args):
-    """Return what all spawned ranks of this job have recorded, and remove their files."""
-    events = []
-    for part in (f"{args.trace}.{rank}" for rank in range(args.world_size)):
-        if args.trace and os.path.exists(part):  # a killed rank has written none
-            with open(part) as file:
-                events += json.load(file)["traceEvents"]
-            os.unlink(part)
-    return events
+def _begin(kind, name, **args):
+    begun = {"ph": "X", "pid": _rank, "tid": threading.get_ident(), "cat": kind, "name": name, "args": args}
+    begun["ts"] = time.time_ns()
+    _bars.append(begun)
+    return begun
 
 
-def write(path, events):
-    """Write one file for ui.perfetto.dev."""
-    checkpoint.write_aside(path, lambda file: file.write(json.dumps({"traceEvents": events}).encode()))
+def _end(begun):
+    begun["dur"] = time.time_ns() - begun["ts"]
+
+
+def _name(func, args):
+    """Return the name of what a call runs: the method, say, not the helper of torch or the program that is sent it."""
+    name, module = getattr(func, "__name__", str(func)), getattr(func, "__module__", None) or ""
+    if name.startswith("_local_invoke"):  # rref.rpc_sync().method(...) is _local_invoke(rref, "method", ...)
+        return args[1]
+    if args and isinstance(args[0], types.FunctionType):
+        return args[0].__name__
+    return f"torch.{module.split('.')[2]}.{name}" if module.startswith("torch.distributed.") else name
+
+
+# --------------------------------------------------------------------------------------------------------- handing in
+
+
+def hand_in(job, store, end=None):
+    """Put what this rank has recorded into the store; rank 0 collects it, unless a starting process will.
+
+    `end`: the End of a job whose work is not done.
+    """
+    global _bars
+    if _bars is None:
+        return
+    bars, _bars, full = list(_bars), collections.deque(maxlen=0), len(_bars) == _bars.maxlen
+    for bar in bars:
+        if "dur" not in bar:
+            _end(bar)
+            bar |= {"name": f"{bar['name']} (unfinished)", "args": {}}
+    part = {"host": socket.gethostname(), "main": threading.main_thread().ident, "full": full, "bars": bars}
+    store.set(f"trace/{job.rank}", zlib.compress(json.dumps(part).encode(), 1))
+    if job.rank == 0 and not job.spawned:
+        timeline.collect(job.args, store, job.worker_name, end, patience=3 if end else 60)

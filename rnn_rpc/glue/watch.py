@@ -9,7 +9,7 @@ import threading
 import time
 
 from glue import before_torch
-from glue.ending import STORE_HOLDER, End, interrupted, read
+from glue.ending import LOSSES, STORE_HOLDER, End, interrupted, read, read_losses
 
 WATCHED = before_torch.SIGNALS | {signal.SIGALRM}
 BEAT_SECONDS, LOST_AFTER_SECONDS = 1.0, 8.0  # a rank shows that it lives; a rank that did not for so long is lost
@@ -17,15 +17,19 @@ HURRIED_BEAT_SECONDS, HURRIED_LOST_AFTER_SECONDS = 0.1, 1.4  # torchrun has sent
 
 
 class Watch:
-    """One rank's heartbeat, and its eye on the others'.  `end(End, mine)` is called once, and ends this process."""
+    """One rank's heartbeat, and its eye on the others'.
 
-    def __init__(self, rank, world_size, end, torchrun):
-        self.rank, self.end, self.torchrun = rank, end, torchrun
-        self.keys = [f"beat/{other}" for other in range(world_size)] + ["end"]
+    `job` is told what it sees: drop(rank, why), see(losses), and end(End, mine), which ends this process.
+    """
+
+    def __init__(self, rank, world_size, job, torchrun):
+        self.rank, self.job, self.torchrun = rank, job, torchrun
+        self.keys = [f"beat/{other}" for other in range(world_size)] + [LOSSES, "end"]
         self.store = None
         self.lock = threading.Lock()  # guards `left`, and the rank's own beat
         self.left = False
         self.hurried_at = None  # when torchrun's SIGTERM came
+        self.alarmed = False  # no beat since the last SIGALRM
         self.wake = threading.Event()
         self.beater = threading.Thread(target=self._beat, daemon=True)
 
@@ -37,7 +41,7 @@ class Watch:
         """From here on this rank is watched, and watches."""
         self.store = store
         for key in self.keys:
-            store.compare_set(key, "", "-")  # so that reading them never waits
+            store.compare_set(key, "", "{}" if key == LOSSES else "-")  # so that reading them never waits
         store.set(self.keys[self.rank], "here")
         self.beater.start()
 
@@ -53,12 +57,14 @@ class Watch:
             while True:
                 # A dead man's switch: a store that does not answer at all raises SIGALRM (see _await_signals).
                 signal.setitimer(signal.ITIMER_REAL, LOST_AFTER_SECONDS)
+                self.alarmed = False
                 with self.lock:
                     if not self.left:
                         self.store.set(self.keys[self.rank], str(time.monotonic()))
-                *beats, end = self.store.multi_get(self.keys)
+                *beats, losses, end = self.store.multi_get(self.keys)
                 if found := read(end):
-                    self.end(found, mine=False)
+                    self.job.end(found, mine=False)
+                self.job.see(read_losses(losses))
                 now, patience = time.monotonic(), LOST_AFTER_SECONDS
                 if self.hurried_at:
                     patience = HURRIED_LOST_AFTER_SECONDS
@@ -66,30 +72,34 @@ class Watch:
                     if beat != last.get(rank):
                         last[rank], since[rank] = beat, now
                     silent = now - max(since[rank], self.hurried_at or 0.0)
-                    if silent > patience and rank != self.rank and beat not in (b"-", b"left"):
-                        self.end(End("lost", rank, f"silent for {silent:.0f} s (killed, stopped, or unreachable)"))
+                    watched = rank != self.rank and rank not in self.job.lost and beat not in (b"-", b"left")
+                    if watched and silent > patience:
+                        self.job.drop(rank, f"silent for {silent:.0f} s (killed, stopped, or unreachable)")
                 self.wake.wait(HURRIED_BEAT_SECONDS if self.hurried_at else BEAT_SECONDS)
                 self.wake.clear()
         except RuntimeError:  # the store's way to say that it is gone
-            self.end(End("lost", STORE_HOLDER, "the connection to it broke"))
+            self.job.end(End("lost", STORE_HOLDER, "the connection to it broke"))
 
     def _await_signals(self, received):
         while True:
             try:
                 number = received.recv(1)[0]
             except TimeoutError:  # nobody was lost: torchrun itself was told to end
-                self.end(interrupted(self.rank, signal.SIGTERM))
+                self.job.end(interrupted(self.rank, signal.SIGTERM))
             if number not in WATCHED:
                 continue  # of a handler that the program has set for itself
-            if number == signal.SIGALRM:
-                self.end(End("lost", STORE_HOLDER, f"silent for {LOST_AFTER_SECONDS:g} s"))
+            if number == signal.SIGALRM and not self.alarmed:
+                self.alarmed = True  # it may be we who were stopped, and have just woken up: a beat's time to find out
+                signal.setitimer(signal.ITIMER_REAL, BEAT_SECONDS)
+            elif number == signal.SIGALRM:
+                self.job.end(End("lost", STORE_HOLDER, f"silent for {LOST_AFTER_SECONDS:g} s"))
             elif number == signal.SIGTERM and self.torchrun and self.store:
                 # torchrun may have seen a rank die, and does not say which: that shows soon, when all others beat fast.
                 self.hurried_at = self.hurried_at or time.monotonic()
                 self.wake.set()
                 received.settimeout(HURRIED_LOST_AFTER_SECONDS + 0.5)
             else:
-                self.end(interrupted(self.rank, number))
+                self.job.end(interrupted(self.rank, number))
 
 
 def signals_as_bytes():

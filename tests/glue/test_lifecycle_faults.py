@@ -6,6 +6,7 @@
 import pytest
 
 from faults import case_id, draw_case, run_case
+from jobs import JOBS, Job
 
 QUICK = [
     ("rl_rpc", "spawned", 1, "SIGKILL", "training", 0.5),
@@ -35,3 +36,12 @@ def test_a_death_ends_the_job(case):
 @pytest.mark.parametrize("case", FULL, ids=case_id)
 def test_a_death_ends_the_job_more_cases(case):
     run_case(*case, impatient=True)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_as_it_leaves_is_not_waited_for():
+    """The others have left with status 0; only the starting process is there to notice."""
+    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["short"], fault=(1, "stop", 0)) as job:
+        assert job.wait(60) == [1], job.text()
+        assert job.errors() == "rl_rpc: lost rank 1 (observer1): killed by SIGKILL"
+        assert not job.survivors()

@@ -1,17 +1,19 @@
 """The lifecycle that launch.py and job.py promise, for every package: ports, sockets, meeting, Ctrl-C, restarts."""
 
+import argparse
 import contextlib
 import json
 import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 
 import pytest
 
-from helpers import PACKAGES, assert_one_line_error, run_main, start_main
+from helpers import PACKAGES, assert_one_line_error, package_on_path, run_main, start_main
 from jobs import JOBS, Job, free_port, left_in, session_members
 
 LAST_RANK = {package: len(facts["names"]) - 1 for package, facts in JOBS.items()}
@@ -172,6 +174,74 @@ def test_rank_0_that_never_comes_is_waited_for_aloud_and_named():
     assert f"waiting for rank 0 (agent): nothing answers at 127.0.0.1 port {port}" in done.stdout
 
 
+def test_rank_0_that_never_defines_the_job_is_waited_for_aloud_and_named(monkeypatch, capsys):
+    """Where torchrun holds the store, the store is there before rank 0 is."""
+    with package_on_path("rl_rpc"):
+        from glue import addresses, meeting
+    store = addresses.store_on(socket.create_server(("127.0.0.1", 0)))
+    monkeypatch.setattr(meeting, "SAY_AFTER_SECONDS", 0)
+    monkeypatch.setattr(meeting, "leave_now", lambda status, why: sys.exit(f"{status} {why}"))
+    names, args = ["rank 0 (agent)", "rank 1 (observer1)"], argparse.Namespace(join_timeout=1)
+    waiting = meeting.Meeting(1, args, names, "torchrun", ("127.0.0.1", store.port), spawned=False)
+    with pytest.raises(SystemExit, match=r"1 rank 1 \(observer1\): rank 0 \(agent\) did not come within"):
+        waiting.agree(store)
+    said = f"{names[1]}: waiting for {names[0]}: it has not defined the job (--join_timeout 1 s)\n"
+    assert capsys.readouterr().out == said
+
+
+def test_a_name_that_is_not_known_yet_is_waited_for_aloud(monkeypatch, capsys):
+    with package_on_path("rl_rpc"):
+        from glue import meeting
+    plain, troubles = socket.getaddrinfo, [(socket.EAI_AGAIN, "try again"), (socket.EAI_NONAME, "not known")]
+
+    def look_up(host, *how):
+        if troubles:
+            raise socket.gaierror(*troubles.pop())
+        return plain("localhost", *how)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(meeting, "SAY_AFTER_SECONDS", 0)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # where it says on which interface to listen
+    me, args = "rank 0 (agent)", argparse.Namespace(join_timeout=5)
+    assert meeting.Meeting(0, args, [me], me, ("agent.svc", 29500), spawned=False).address == ("127.0.0.1", 29500)
+    said = f"{me}: waiting for the address: --master_addr agent.svc: not known (--join_timeout 5 s)\n"
+    assert capsys.readouterr().out == said and not troubles
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_that_nobody_knows_is_waited_for_until_join_timeout(rank):
+    place = ["--world_size", 2, "--rank", rank, "--master_addr", "agent.invalid", "--join_timeout", 0.5]
+    done = run_main("rl_rpc", *place)
+    assert_one_line_error(done, 1, f"rank {rank}", "did not come within --join_timeout 0.5 s", "agent.invalid")
+
+
+LATE_NAME_SERVICE = """
+import os, socket
+plain = socket.getaddrinfo
+def getaddrinfo(host, *how, **keywords):
+    if host == "agent.svc" and not os.path.exists(os.environ["NAME_IS_KNOWN"]):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    return plain("localhost" if host == "agent.svc" else host, *how, **keywords)
+socket.getaddrinfo = getaddrinfo
+"""
+
+
+@pytest.mark.slow
+def test_a_job_whose_name_becomes_known_late(tmp_path):
+    """As in a cluster whose name service learns a pod's name some seconds after the pod has started."""
+    (tmp_path / "sitecustomize.py").write_text(LATE_NAME_SERVICE)
+    env = {"PYTHONPATH": str(tmp_path), "NAME_IS_KNOWN": str(tmp_path / "known")}
+    with Job("rl_rpc", "terminals", [*JOBS["rl_rpc"]["short"], "--master_addr", "agent.svc"], env=env) as job:
+        for outputs in zip(job.outputs[::2], strict=True):
+            deadline = time.monotonic() + 30
+            while "waiting for the address: --master_addr agent.svc: Name or" not in job.text(outputs):
+                assert time.monotonic() < deadline, job.text()
+                time.sleep(0.05)
+        (tmp_path / "known").touch()
+        assert job.wait(60) == [0, 0, 0], job.text()
+        assert job.errors() == ""
+
+
 STRANGERS = [
     (2, "world_size 4", "rl_rpc", ["--world_size", "4", "--rank", "1"]),
     (2, "seed 7", "rl_rpc", ["--world_size", "3", "--rank", "1", "--seed", "7"]),
@@ -304,33 +374,3 @@ def test_check_measures_the_round_trip_of_each_pair():
         trips = re.findall(r"round trip +rank (\d) \(\w+\) to rank (\d) \(\w+\): ([\d.]+) ms", job.text())
     assert {(a, b) for a, b, _ in trips} == {(a, b) for a in "012" for b in "012" if a != b}
     assert all(0.02 < float(milliseconds) < 1000 for *_, milliseconds in trips)
-
-
-# -------------------------------------------------------------------------------------------------------------- --trace
-
-
-def test_trace_shows_every_rpc_of_every_rank(tmp_path):
-    trace, summary = tmp_path / "trace.json", tmp_path / "summary.json"
-    done = run_main("rl_rpc", *short("rl_rpc"), "--trace", trace, "--summary_json", summary)
-    assert done.returncode == 0, done.stderr
-    events = json.loads(trace.read_text())["traceEvents"]
-    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert names == {"rank 0 (agent)", "rank 1 (observer1)", "rank 2 (observer2)"}
-    selected = [event for event in events if event["name"] == "sync select_action -> agent"]
-    steps = json.loads(summary.read_text())["env_steps"]
-    assert len(selected) == steps and {event["pid"] for event in selected} == {1, 2}
-    assert all(event["dur"] > 0 for event in selected)
-    assert sorted(os.listdir(tmp_path)) == ["summary.json", "trace.json"]
-
-
-def test_a_trace_is_written_when_the_run_fails(tmp_path):
-    (tmp_path / "trace.json.7").write_text("a part that an earlier, larger run has left")
-    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--trace", str(tmp_path / "trace.json")]) as job:
-        assert job.wait_for_text("Episode 10", 60)
-        os.kill(job.pid_of(1), signal.SIGKILL)
-        assert job.wait(20) == [1], job.text()
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {0, 2}, "the ranks that could still write"
-    assert any(event["ph"] == "i" and "killed by SIGKILL" in event["name"] for event in events)
-    assert sum(event["name"] == "sync select_action -> agent" for event in events) > 100
-    assert sorted(os.listdir(tmp_path)) == ["trace.json", "trace.json.7"]

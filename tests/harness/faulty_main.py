@@ -4,12 +4,14 @@
 
 FAULT is raised in that rank once SECONDS have passed since it met the others: from its next RPC, or, in a rank that
 makes none, from its main thread where it waits: for the others, or for answers from a queue (ddp_rpc's master).
-"none": no fault.  Works spawned, by rank, and under torchrun.  A silent rank is called lost after LOST_AFTER seconds
-instead of main.py's 8, to save the tests' time.
+"none": no fault.  "stop": a SIGSTOP when it has learned that all have done their work.  Works spawned, by rank, and
+under torchrun.  A silent rank is called lost after LOST_AFTER seconds instead of main.py's 8, to save the tests' time.
 """
 
+import os
 import pathlib
 import queue
+import signal
 import sys
 import threading
 import time
@@ -33,7 +35,16 @@ def raise_fault():
 
 
 def run_worker(rank, args, job):
-    if rank == FAULTY_RANK and FAULT != "none":
+    if rank == FAULTY_RANK and FAULT == "stop":
+        plain_meet = job.meet
+
+        def meet(place):
+            plain_meet(place)
+            if place == "left":
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        job.meet = meet
+    elif rank == FAULTY_RANK and FAULT != "none":
         from torch.distributed.rpc import api
 
         due = time.monotonic() + SECONDS

@@ -59,11 +59,16 @@ def free_port():
 class Job:
     """One job: start it, then kill what you like.  Use as a context manager: nothing of it survives the block."""
 
-    def __init__(self, package, way, flags, fault=None, other_hostname=False, runner_flags=(), env=None, only=None):
-        """`fault`: (rank, kind, seconds), see faulty_main.py; `env`: more variables; `only`: ranks to start."""
+    def __init__(
+        self, package, way, flags, fault=None, other_hostname=False, runner_flags=(), env=None, only=None, script=None
+    ):
+        """`fault`: (rank, kind, seconds), see faulty_main.py; `env`: more variables; `only`: ranks to start.
+
+        `script`: run this instead of the package's main.py.
+        """
         self.package, self.way = package, way
         self.names = JOBS[package]["names"]
-        script = [str(ROOT / package / "main.py")]
+        script = [script or str(ROOT / package / "main.py")]
         if fault:
             script = [str(ROOT / "tests" / "harness" / "faulty_main.py"), package, *map(str, fault)]
         base = [*script, *JOBS[package]["size"], *flags]
@@ -221,8 +226,13 @@ def children_of(pid):
 
 def ranks_of(pid):
     """The ranks of a spawned job in their order, as far as they are there: forked by a child of the first process."""
-    servers = [child for child in children_of(pid) if "multiprocessing.forkserver" in command_of(child)]
-    return sorted(rank for server in servers for rank in children_of(server))
+    servers = _forked(children_of(pid))
+    return sorted(rank for server in servers for rank in _forked(children_of(server)))
+
+
+def _forked(pids):
+    """Those of Python's fork server, and its forks: loading torch starts a passing command of another name as well."""
+    return [pid for pid in pids if "multiprocessing.forkserver" in command_of(pid)]
 
 
 def command_of(pid):

@@ -7,6 +7,7 @@ Each command is a fork of this process, and its spawned ranks are forks of one f
 real command starts its own.  Ends when its stdin does: with the tests.
 """
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -99,13 +100,15 @@ def main():
     while True:
         ready = multiprocessing.connection.wait([listener._listener._socket, woken, sys.stdin.fileno()])
         if sys.stdin.fileno() in ready:
-            return
+            listener.close()
+            return os.rmdir(os.path.dirname(sys.argv[1]))  # which helpers.py has made for the socket
         if woken in ready:
             woken.recv(100)
             for pid in list(waiting):
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
-                    waiting.pop(pid).send(os.waitstatus_to_exitcode(status))
+                    with contextlib.suppress(OSError):  # a test that did not wait for it any longer
+                        waiting.pop(pid).send(os.waitstatus_to_exitcode(status))
         if listener._listener._socket in ready:
             connection = listener.accept()
             request = connection.recv()

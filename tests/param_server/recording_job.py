@@ -15,7 +15,7 @@ import mnist_data
 import remote_server
 from digits_net import Net
 from glue import launch
-from rpc_names import trainers, worker_name
+from rpc_names import worker_name
 
 
 class RecordingServer(remote_server.ParameterServer):
@@ -32,7 +32,9 @@ class RecordingServer(remote_server.ParameterServer):
 
     def _verify_gradients(self, trainer):
         super()._verify_gradients(trainer)
-        self.applied.append((trainer, self.snapshot_of[trainer][0], self.flat(gradients=True)))
+        self.applied.append(
+            (self.scoreboard.batch_of(trainer), self.snapshot_of[trainer][0], self.flat(gradients=True))
+        )
 
     def apply_gradients(self, trainer):
         super().apply_gradients(trainer)  # one at a time: DistributedOptimizer holds a lock of its own here
@@ -40,13 +42,12 @@ class RecordingServer(remote_server.ParameterServer):
 
     def check(self):
         """Recompute each gradient in this one thread, from the recorded weights and the trainer's known batches."""
-        args, everybody = self.args, trainers(self.args)
+        args = self.args
         digits = mnist_data.load_digits(args.dataset, args.data_dir, args.seed, train=True)
-        settings = (len(everybody), args.batch_size, args.seed, args.max_batches)
-        batches = {t: mnist_data.Shard(*digits, n, *settings).batches(epoch=0) for n, t in enumerate(everybody)}
+        batches = mnist_data.Batches(*digits, args.batch_size, args.seed)
         net, worst = Net(dropout=False), 0.0
-        for trainer, version, gradient in self.applied:
-            data, target = next(batches[trainer])
+        for (epoch, number), version, gradient in self.applied:
+            ((_, data, target),) = batches.of(epoch, [number])
             torch.nn.utils.vector_to_parameters(self.versions[version], net.parameters())
             expected = torch.autograd.grad(F.nll_loss(net(data), target), list(net.parameters()))
             worst = max(worst, (gradient - torch.cat([g.reshape(-1) for g in expected])).abs().max().item())

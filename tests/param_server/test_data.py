@@ -38,44 +38,41 @@ def write_mnist(folder, count=40, compressed=False):
 # ------------------------------------------------------------------- difference 3: the trainers share one pass
 
 
-def shards(count, trainers, batch_size, seed=1):
+def epochs(count, batch_size, seed=1):
     images = torch.arange(count).view(-1, 1, 1).expand(count, 28, 28)
-    return [mnist_data.Shard(images, torch.arange(count), t, trainers, batch_size, seed) for t in range(trainers)]
+    return mnist_data.Batches(images, torch.arange(count), batch_size, seed)
 
 
 @settings(max_examples=60, deadline=None)
-@given(count=st.integers(1, 300), trainers=st.integers(1, 9), batch_size=st.integers(1, 40), epoch=st.integers(0, 3))
-def test_an_epoch_is_one_pass_by_all_trainers_together(count, trainers, batch_size, epoch):
-    parts = [[labels for _, labels in shard.batches(epoch)] for shard in shards(count, trainers, batch_size)]
-    seen = torch.cat([labels for part in parts for labels in part] + [torch.empty(0, dtype=torch.int64)])
-    assert len(seen) == len(seen.unique())  # nobody sees what another sees
-    assert count - len(seen) < trainers  # at most a few sit out, so that all make the same number of batches
-    assert len({len(part) for part in parts}) == 1
-    assert all(len(labels) > 0 for part in parts for labels in part)
+@given(count=st.integers(1, 300), batch_size=st.integers(1, 40), epoch=st.integers(0, 3))
+def test_an_epochs_batches_are_one_pass_over_the_data(count, batch_size, epoch):
+    batches = epochs(count, batch_size)
+    seen = torch.cat([labels for _, _, labels in batches.of(epoch, range(batches.per_epoch))])
+    assert sorted(seen.tolist()) == list(range(count))
 
 
 @settings(max_examples=30, deadline=None)
 @given(trainers=st.integers(1, 5), batch_size=st.integers(1, 12), epoch=st.integers(0, 3))
-def test_batch_k_of_all_trainers_is_batch_k_of_one_process_on_the_joined_batch(trainers, batch_size, epoch):
-    joined = [labels for _, labels in shards(120, 1, trainers * batch_size)[0].batches(epoch)]
-    parts = [list(shard.batches(epoch)) for shard in shards(120, trainers, batch_size)]
-    for k, expected in enumerate(joined):
-        assert sorted(torch.cat([part[k][1] for part in parts]).tolist()) == sorted(expected.tolist())
+def test_a_round_of_all_trainers_is_one_batch_of_one_process_on_the_joined_batch(trainers, batch_size, epoch):
+    parts, joined = epochs(120, batch_size), epochs(120, trainers * batch_size)
+    dealt = [list(parts.of(epoch, range(parts.per_epoch)[place::trainers])) for place in range(trainers)]
+    for k, _, expected in joined.of(epoch, range(joined.per_epoch)):
+        round_k = [lot[k][2] for lot in dealt if k < len(lot)]
+        assert torch.equal(torch.cat(round_k), expected)
 
 
 def test_epochs_differ_and_repeat_exactly_from_the_seed():
     def order(epoch, seed):
-        return torch.cat([labels for _, labels in shards(100, 1, 10, seed=seed)[0].batches(epoch)]).tolist()
+        return torch.cat([labels for _, _, labels in epochs(100, 10, seed).of(epoch, range(10))]).tolist()
 
     assert order(0, 1) == order(0, 1)
     assert order(0, 1) != order(1, 1)
     assert order(0, 1) != order(0, 2)
 
 
-def test_a_resumed_epoch_goes_on_with_the_next_batch():
-    whole = [labels.tolist() for _, labels in shards(100, 2, 7)[1].batches(2)]
-    rest = [labels.tolist() for _, labels in shards(100, 2, 7)[1].batches(2, first=3)]
-    assert rest == whole[3:]
+def test_a_batch_is_the_same_whichever_others_are_asked_for():
+    whole = [labels.tolist() for _, _, labels in epochs(100, 7).of(2, range(15))]
+    assert [(n, labels.tolist()) for n, _, labels in epochs(100, 7).of(2, [9, 3])] == [(9, whole[9]), (3, whole[3])]
 
 
 def test_normalised_is_torchvisions_to_tensor_and_normalize():

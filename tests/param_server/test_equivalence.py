@@ -10,10 +10,11 @@ from helpers import package_on_path, run_main
 
 with package_on_path("param_server"):
     from digits_net import Net
-    from mnist_data import Shard, load_digits
+    from glue.seeds import seed_for
+    from mnist_data import Batches, load_digits
 
 STEPS = 20
-COMMON = ("--dataset", "synthetic", "--no_dropout", "--log_interval", "1", "--batch_size", "8")
+COMMON = ("--dataset", "synthetic", "--log_interval", "1", "--batch_size", "8")
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 REMOTE, ASYNC = ("--mode", "remote"), ("--mode", "replica")
 SYNC, BOUNDED = (*ASYNC, "--consistency", "sync"), (*ASYNC, "--consistency", "bounded")
@@ -26,16 +27,17 @@ def one_thread_per_rank(monkeypatch):
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # cuDNN's convolutions would round to 10 bits
 
 
-def one_process(steps, batch_size, momentum=0.0, lr=0.03, seed=1):
+def one_process(steps, batch_size, momentum=0.0, lr=0.03, seed=1, dropout=False):
     """The plain loop: (losses, weights by name) after so many steps."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    net = Net(dropout=False)
+    net = Net(dropout=dropout)
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum)
     losses = []
-    for data, target in Shard(*load_digits("synthetic", "", seed, train=True), 0, 1, batch_size, seed, steps).batches(
-        0
-    ):
+    batches = Batches(*load_digits("synthetic", "", seed, train=True), batch_size, seed)
+    for batch, data, target in batches.of(0, range(steps)):
+        if dropout:
+            net.masks.manual_seed(seed_for(seed, "dropout", 0, batch))
         optimizer.zero_grad()
         loss = F.nll_loss(net(data), target)
         loss.backward()
@@ -44,9 +46,10 @@ def one_process(steps, batch_size, momentum=0.0, lr=0.03, seed=1):
     return losses, net.state_dict()
 
 
-def distributed(tmp_path, steps, *flags, run=run_main):
+def distributed(tmp_path, steps, *flags, run=run_main, dropout=False):
     """Run main.py: (losses by trainer, weights by name)."""
     checkpoint = tmp_path / "end.pt"
+    flags = flags if dropout else (*flags, "--no_dropout")
     done = run("param_server", *COMMON, "--max_batches", steps, "--checkpoint", checkpoint, *flags, timeout=120)
     assert done.returncode == 0, done.stderr
     losses = {}

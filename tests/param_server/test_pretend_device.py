@@ -1,7 +1,4 @@
-"""param_server with network and replicas on the pretend device: both modes, checkpoint, resume, evaluation; a mistake.
-
-Without dropout: like a GPU, the device may draw other masks than the CPU.
-"""
+"""param_server with network and replicas on the pretend device: both modes, dropout, checkpoint, resume; a mistake."""
 
 import pickle
 
@@ -15,25 +12,24 @@ from helpers import ROOT, load_module, run_on_pretend_device
 equivalence = load_module(ROOT / "tests" / "param_server" / "test_equivalence.py")
 test_server = load_module(ROOT / "tests" / "param_server" / "test_server.py")
 one_thread_per_rank, few_test_images = equivalence.one_thread_per_rank, test_server.few_test_images  # fixtures
-flat_weights, remote_server, replica_server = (
-    getattr(test_server, name) for name in ("flat_weights", "remote_server", "replica_server")
-)
+remote_server, replica_server = test_server.remote_server, test_server.replica_server
 pytestmark = pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING))
 DONE, STEPS = 5, 10
 
 
 @pytest.mark.parametrize("mode", ["remote", "replica"])
 def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_path, mode):
-    """Losses and weights to 1e-6, as on the CPU.  The checkpoint is the plain loop's; the run does the other steps."""
+    """Losses and weights to 1e-6, as on the CPU, and the same units dropped.  The checkpoint is the plain loop's."""
     settings = {"mode": mode, "dataset": "synthetic", "seed": 1, "batch_size": 8, "max_batches": STEPS, "sync_every": 1}
-    books = {"epoch": 0, "updates": DONE, "staleness_sum": 0, "staleness_max": 0, "accuracy": None, "places": [DONE]}
-    _, weights = equivalence.one_process(DONE, batch_size=8)
+    books = {"epoch": 0, "updates": DONE, "staleness_sum": 0, "staleness_max": 0, "accuracy": None}
+    books |= {"left": list(range(DONE, STEPS)), "images_applied": [DONE * 8]}
+    _, weights = equivalence.one_process(DONE, batch_size=8, dropout=True)
     momentum = [] if mode == "remote" else torch.empty(0)
-    state = {"settings": settings | {"trainers": 1}, "books": books, "model": weights, "momentum": momentum}
+    state = {"settings": settings, "books": books, "model": weights, "momentum": momentum}
     torch.save({"scenario": "param_server", "state": state}, tmp_path / "end.pt")
     flags = ("--world_size", 2, "--mode", mode, "--resume")
-    losses, found = equivalence.distributed(tmp_path, STEPS, *flags, run=run_on_pretend_device)
-    expected_losses, expected = equivalence.one_process(STEPS, batch_size=8)
+    losses, found = equivalence.distributed(tmp_path, STEPS, *flags, run=run_on_pretend_device, dropout=True)
+    expected_losses, expected = equivalence.one_process(STEPS, batch_size=8, dropout=True)
     assert losses[1] == pytest.approx(expected_losses[DONE:], abs=1e-6)
     equivalence.assert_same_weights(found, expected)
 
@@ -45,7 +41,7 @@ def remote_state(device, monkeypatch):
     flags = test_server.arguments("--no_dropout", "--world_size", 2, "--momentum", 0.8, "--lr", 0.01)
     state = None
     for steps in (2, 1):
-        server = remote_server.ParameterServer(flags)
+        server = test_server.dealt(remote_server.ParameterServer(flags))
         if state:
             server.restore(state)
         for step in range(steps):
@@ -54,26 +50,29 @@ def remote_state(device, monkeypatch):
             assert str(output.device) == "cpu"
             F.nll_loss(output, target).backward()
             server.apply_gradients(1)
-        assert {str(param.device) for param in server.net_to_evaluate().parameters()} == {device}
+        assert {str(param.device) for param in server.model.parameters()} == {device}
         state = pickle.loads(pickle.dumps(server.capture()))
     return [*state["model"].values(), *state["momentum"]]
 
 
 def replica_state(device, monkeypatch):
     """The same of a RangeServer, with gradients of its own making."""
-    flags = test_server.arguments("--mode", "replica", "--world_size", 2, "--momentum", 0.8)
+    flags = test_server.arguments("--mode", "replica", "--world_size", 2, "--momentum", 0.8, "--lr", 0.01)
     state = None
     for steps in (2, 1):
-        server = replica_server.RangeServer(0, flags, torch.device(device))
+        server = replica_server.FirstServer(flags, torch.device(device))
         if state:
             server.restore(state)
-        server.start_epoch(0.01)
+        test_server.dealt(server)
         for step in range(steps):
-            gradient = torch.randn(server.range.weights.shape, generator=torch.Generator().manual_seed(step))
+            gradient = torch.randn(server.weights.shape, generator=torch.Generator().manual_seed(step))
             answer = server.push(1, step, gradient, 4, 1).wait()
             pickle.dumps(answer)
-        assert str(server.range.weights.device) == device == str(next(server.net_to_evaluate().parameters()).device)
-        state = pickle.loads(pickle.dumps(server.capture()))
+        assert str(server.weights.device) == device == str(next(server.model.parameters()).device)
+        captured = server.capture()
+        assert {str(weight.device) for weight in captured["model"].values()} == {device}  # saving takes them to the CPU
+        state = {"model": {name: weight.cpu() for name, weight in captured["model"].items()}}
+        state["momentum"] = pickle.loads(pickle.dumps(captured["momentum"]))
     return [*state["model"].values(), state["momentum"]]
 
 
@@ -86,7 +85,7 @@ def test_a_server_and_its_momentum_go_on_as_on_the_cpu(state_of, monkeypatch):
 
 
 def test_weights_that_are_sent_from_the_device_are_caught(monkeypatch):
-    monkeypatch.setattr(flat_weights, "to_wire", lambda tensor: tensor)
+    monkeypatch.setattr(replica_server, "to_wire", lambda tensor: tensor)
     with pytest.raises(TypeError, match="it must travel by way of the CPU"):
         replica_state(pretend_device.DEVICE, monkeypatch)
 

@@ -140,6 +140,9 @@ def test_more_callers_than_rpc_threads_and_checkpoints_end_without_a_hang(tmp_pa
         (["--mode", "replica", "--num_servers", "3", "--world_size", "3"], ["--world_size 3"]),
         (["--num_servers", "2"], ["--num_servers", "replica"]),
         (["--sync_every", "2"], ["--sync_every", "replica"]),
+        (["--overlap"], ["--overlap", "replica"]),
+        (["--mode", "replica", "--overlap", "--consistency", "sync"], ["--overlap", "sync"]),
+        (["--mode", "replica", "--overlap", "--sync_every", "2"], ["--overlap", "after every batch"]),
         (["--consistency", "sync"], ["--consistency", "replica"]),
         (["--mode", "replica", "--max_staleness", "2"], ["--max_staleness", "bounded"]),
         (["--mode", "replica", "--num_gpus", "1"], ["--num_gpus", "remote"]),
@@ -227,15 +230,37 @@ def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path, digits, mo
 
 
 @pytest.mark.slow
-def test_a_finished_run_goes_on_with_more_epochs_and_refuses_other_settings(tmp_path, digits):
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_an_epoch_goes_on_with_fewer_or_more_trainers(tmp_path, digits, world_size):
+    """Two trainers are killed in the middle of an epoch; one or four go on: still each image once."""
+    checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
+    flags = (*from_files(digits), *MODES["async"], "--checkpoint", checkpoint)
+    process = start_main("param_server", *flags, "--world_size", 3, "--checkpoint_every", 20)
+    wait_for(checkpoint.exists, 60, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    left = torch.load(checkpoint, weights_only=True)["state"]["books"]["left"]
+    assert 0 < len(left) < 20_000 // 32
+    resumed = run_main(
+        "param_server", *flags, "--resume", "--world_size", world_size, "--summary_json", summary, timeout=200
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    figures = json.loads(summary.read_text())
+    assert figures["images_applied"] == [20_000] and figures["updates"] == 20_000 // 32
+
+
+@pytest.mark.slow
+def test_a_finished_run_goes_on_with_more_epochs_and_trainers_and_refuses_other_settings(tmp_path, digits):
     checkpoint = tmp_path / "end.pt"
     flags = (*from_files(digits), "--mode", "replica", "--momentum", "0.5", "--max_batches", 5)
     flags = (*flags, "--checkpoint", checkpoint)
     run(*flags)
     more = run(*flags, "--resume", "--epochs", 2)
     assert "Epoch 2: Accuracy" in more.stdout and "Epoch 1:" not in more.stdout
-    other = run_main("param_server", *flags, "--resume", "--world_size", 4)
-    assert_one_line_error(other, 1, "made with trainers 2, this run has 3")
+    more = run(*flags, "--resume", "--epochs", 3, "--world_size", 4)
+    assert "Epoch 3: Accuracy" in more.stdout and "25 updates" not in more.stdout and "35 updates" in more.stdout
+    other = run_main("param_server", *flags, "--resume", "--batch_size", 16)
+    assert_one_line_error(other, 1, "made with batch_size 32, this run has 16")
 
 
 # ------------------------------------------------------------------------------------------------- lost ranks

@@ -14,7 +14,6 @@ from helpers import package_on_path
 
 with package_on_path("param_server"):
     import digits_net
-    import flat_weights
     import main
     import remote_server
     import remote_trainer
@@ -32,6 +31,17 @@ def few_test_images(monkeypatch):
 
 def arguments(*flags):
     return main.parse_args(["--dataset", "synthetic", *map(str, flags)])
+
+
+def dealt(server, batches=1000):
+    """Return the server once its trainers have asked for their lots of an epoch with so many batches."""
+    for trainer in sorted(server.scoreboard.living):
+        server.scoreboard.next_lot(trainer, batches, {})
+    return server
+
+
+def parameter_server(*flags):
+    return dealt(remote_server.ParameterServer(arguments(*flags)))
 
 
 def batch(seed, size=4):
@@ -63,21 +73,21 @@ def forward_then_another_trainers_step_then_backward(server):
 
 
 def test_a_step_between_forward_and_backward_leaves_the_gradients_right():
-    server = remote_server.ParameterServer(arguments("--no_dropout", "--world_size", 3))
+    server = parameter_server("--no_dropout", "--world_size", 3)
     gradients, expected = forward_then_another_trainers_step_then_backward(server)
     for gradient, right in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, right)
 
 
 def test_the_tutorials_way_fails_in_backward():
-    server = TutorialServer(arguments("--no_dropout", "--world_size", 3))
+    server = dealt(TutorialServer(arguments("--no_dropout", "--world_size", 3)))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         forward_then_another_trainers_step_then_backward(server)
 
 
 def test_concurrent_forwards_each_see_one_version_of_the_weights():
     """Two versions of the weights, flipped by another thread: an output of neither would be a torn snapshot."""
-    server = remote_server.ParameterServer(arguments("--no_dropout", "--world_size", 5))
+    server = parameter_server("--no_dropout", "--world_size", 5)
     data, _ = batch(3)
     params = list(server.model.parameters())
     versions = [[param.detach().clone() for param in params], [1.5 * param.detach() for param in params]]
@@ -132,7 +142,7 @@ def test_accuracy_is_measured_without_dropout_where_the_network_is():
     labels = net((images.unsqueeze(1).float() - 255 * 0.1307) / (255 * 0.3081)).argmax(dim=1)
     net.train()
     assert scoreboard.get_accuracy(net, images, labels) == 1.0  # the labels are what the network says without dropout
-    assert net.training  # and training goes on with dropout
+    net.train()
     with_dropout = net((images.unsqueeze(1).float() - 255 * 0.1307) / (255 * 0.3081)).argmax(dim=1)
     assert (with_dropout == labels).float().mean() < 0.95  # the tutorial's measurement
 
@@ -149,7 +159,7 @@ def test_the_network_behind_the_rref_takes_images_only(monkeypatch):
 
 
 def test_a_gradient_that_does_not_arrive_is_noticed():
-    server = remote_server.ParameterServer(arguments("--world_size", 3))
+    server = parameter_server("--world_size", 3)
     data, target = batch(1)
     F.nll_loss(server.forward(1, data), target).backward()
     server.model.fc2.bias.grad = None
@@ -158,7 +168,7 @@ def test_a_gradient_that_does_not_arrive_is_noticed():
 
 
 def test_a_gradient_is_not_used_twice():
-    server = remote_server.ParameterServer(arguments("--world_size", 3))
+    server = parameter_server("--world_size", 3)
     data, target = batch(1)
     F.nll_loss(server.forward(1, data), target).backward()
     server.apply_gradients(1)
@@ -168,7 +178,7 @@ def test_a_gradient_is_not_used_twice():
 
 
 def test_a_gradient_that_is_not_finite_is_refused():
-    server = remote_server.ParameterServer(arguments("--world_size", 3))
+    server = parameter_server("--world_size", 3)
     data, target = batch(1)
     (F.nll_loss(server.forward(1, data), target) * float("inf")).backward()
     with pytest.raises(
@@ -211,7 +221,7 @@ def test_the_network_is_the_tutorials():
 
 def test_all_trainers_share_one_momentum(monkeypatch):
     args = arguments("--no_dropout", "--world_size", 3, "--momentum", "0.9")
-    server = remote_server.ParameterServer(args)
+    server = dealt(remote_server.ParameterServer(args))
     monkeypatch.setattr(remote_server, "param_server", server)
     reference = digits_net.Net(dropout=False)
     reference.load_state_dict(server.model.state_dict())
@@ -230,35 +240,42 @@ def test_all_trainers_share_one_momentum(monkeypatch):
 
 @pytest.mark.parametrize("epoch, expected", [(0, 0.5), (1, 0.5), (2, 0.05), (5, 0.005)])
 def test_lr_step_divides_the_learning_rate(epoch, expected):
-    assert scoreboard.learning_rate(0.5, 2, epoch) == pytest.approx(expected)
+    server = remote_server.ParameterServer(arguments("--lr", 0.5, "--lr_step", 2, "--epochs", 9, "--world_size", 2))
+    server.scoreboard.epoch = epoch
+    assert server.scoreboard.next_lot(1, 10, {}).value()[1] == pytest.approx(expected)
+    assert server.optimizer.param_groups[0]["lr"] == pytest.approx(expected)
 
 
 # ------------------------------------------------------------------------- consistency of replicas
 
 
-def one_server(consistency, trainers, *flags):
+def one_server(consistency, trainers, *flags, batches=1000):
     args = arguments("--mode", "replica", "--consistency", consistency, "--world_size", trainers + 1, *flags)
-    return replica_server.RangeServer(0, args, torch.device("cpu"))
+    return dealt(replica_server.FirstServer(args, torch.device("cpu")), batches)
 
 
 def gradient_of(value, server):
-    return torch.full_like(server.range.weights, value).detach()
+    return torch.full_like(server.weights, value)
+
+
+def push(server, trainer, version=0, value=0.0, images=4):
+    return server.push(trainer, version, gradient_of(value, server), images, 1)
 
 
 def test_async_answers_each_push_at_once_with_the_weights_after_it():
     server = one_server("async", 2, "--lr", "0.5")
-    before = server.range.weights.detach().clone()
+    before = server.weights.clone()
     for pushes in range(1, 6):
-        version, lr, weights = server.push(1, pushes - 1, gradient_of(1.0, server), 4, 1).value()
-        assert (version, lr) == (pushes, 0.5)
+        version, weights, _ = push(server, 1, pushes - 1, 1.0).value()
+        assert version == pushes
         torch.testing.assert_close(weights, before - 0.5 * pushes)
 
 
-def test_an_answer_is_a_copy_that_later_updates_do_not_change():
+def test_an_answer_is_not_changed_by_later_updates():
     server = one_server("async", 2)
-    _, _, weights = server.push(1, 0, gradient_of(1.0, server), 4, 1).value()
+    _, weights, _ = push(server, 1, 0, 1.0).value()
     kept = weights.clone()
-    server.push(2, 0, gradient_of(1.0, server), 4, 1)
+    push(server, 2, 0, 1.0)
     assert torch.equal(weights, kept)
 
 
@@ -266,31 +283,31 @@ def test_an_answer_is_a_copy_that_later_updates_do_not_change():
 def test_bounded_holds_back_who_runs_ahead(lead):
     server = one_server("bounded", 3, "--max_staleness", lead)
     for _ in range(lead):
-        assert server.push(1, 0, gradient_of(0.0, server), 4, 1).done()
-    held = server.push(1, 0, gradient_of(0.0, server), 4, 1)
+        assert push(server, 1).done()
+    held = push(server, 1)
     assert not held.done()
-    assert server.range.version == lead + 1  # applied all the same
-    server.push(2, 0, gradient_of(0.0, server), 4, 1)
+    assert server.version == lead + 1  # applied all the same
+    push(server, 2)
     assert not held.done()  # trainer 3 is still at 0
-    server.push(3, 0, gradient_of(0.0, server), 4, 1)
+    push(server, 3)
     assert held.done()
     assert held.value()[0] == lead + 3  # and it gets the weights of now
 
 
 def test_sync_waits_for_all_and_averages_by_images():
     server = one_server("sync", 3, "--lr", "1")
-    before = server.range.weights.detach().clone()
-    futures = [server.push(t, 0, gradient_of(float(t), server), images, 1) for t, images in ((3, 2), (1, 4))]
-    assert not any(future.done() for future in futures) and server.range.version == 0
-    futures.append(server.push(2, 0, gradient_of(2.0, server), 4, 1))
-    assert all(future.done() for future in futures) and server.range.version == 1
-    torch.testing.assert_close(futures[0].value()[2], before - (3 * 2 + 1 * 4 + 2 * 4) / 10)
+    before = server.weights.clone()
+    futures = [push(server, t, 0, float(t), images) for t, images in ((3, 2), (1, 4))]
+    assert not any(future.done() for future in futures) and server.version == 0
+    futures.append(push(server, 2, 0, 2.0))
+    assert all(future.done() for future in futures) and server.version == 1
+    torch.testing.assert_close(futures[0].value()[1], before - (3 * 2 + 1 * 4 + 2 * 4) / 10)
 
 
 def test_staleness_counts_the_updates_between_reading_and_applying():
     server = one_server("async", 2)
-    for version in (0, 0, 0):  # three gradients on the first weights: 0, 1, 2 updates late
-        server.push(1, version, gradient_of(0.0, server), 4, 1)
+    for _ in range(3):  # three gradients on the first weights: 0, 1, 2 updates late
+        push(server, 1)
     books = server.scoreboard
     assert (books.updates, books.staleness_sum, books.staleness_max) == (3, 3, 2)
 
@@ -299,138 +316,233 @@ def test_staleness_counts_the_updates_between_reading_and_applying():
 def test_bounded_bounds_the_staleness_whatever_the_speeds(trainers, lead):
     """Threads of very different speed: between a trainer's pull and push, each other makes at most 2 S + 1 updates."""
     server = one_server("bounded", trainers, "--max_staleness", lead)
-    server.range = flat_weights.WeightRange(slice(0, 8), torch.zeros(8), lr=1.0, momentum=0.0)
+    server.weights = torch.zeros(8)
 
     def train(trainer):
         version = 0
         for _ in range(30):
             if trainer == 1:
                 time.sleep(0.003)  # the slow one: this is the load under test, not a wait for an event
-            version, _, _ = server.push(trainer, version, torch.zeros(8), 4, 1).wait()
+            version, _, _ = push(server, trainer, version).wait()
 
+    server.scoreboard.lots = {trainer: list(range(30)) for trainer in server.clock}
     threads = [threading.Thread(target=train, args=(trainer,)) for trainer in server.clock]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert server.range.version == 30 * trainers
+    assert server.version == 30 * trainers
     assert server.scoreboard.staleness_max <= (trainers - 1) * (2 * lead + 1)
+
+
+@pytest.mark.parametrize("consistency, lead", [("bounded", 0), ("sync", 0)])
+def test_nobody_waits_for_a_trainer_whose_lot_is_done(consistency, lead):
+    """Three batches for two trainers: the second has no second one."""
+    server = one_server(consistency, 2, batches=3)
+    first_round = [push(server, trainer) for trainer in (2, 1)]
+    assert first_round[0].done() and first_round[1].done()
+    assert push(server, 1).done()
+    assert server.scoreboard.lots == {1: [], 2: []} and server.scoreboard.images_applied == [12]
+
+
+# ------------------------------------------------------------------------- a trainer is lost
+
+
+def test_sync_goes_on_with_the_mean_of_the_living():
+    server = one_server("sync", 3, "--lr", "1")
+    before = server.weights.clone()
+    mine = [push(server, 1, 0, 1.0), push(server, 3, 0, 3.0)]
+    server.scoreboard.drop(2)
+    assert all(future.done() for future in mine)
+    torch.testing.assert_close(mine[0].value()[1], before - 2)
+    assert server.scoreboard.updates == 1 and server.scoreboard.images_applied == [8]
+
+
+def test_sync_does_not_apply_what_a_lost_trainer_pushed_for_an_update_that_was_not_made():
+    server = one_server("sync", 3, "--lr", "1")
+    before = server.weights.clone()
+    push(server, 2, 0, 100.0)
+    server.scoreboard.drop(2)
+    mine = [push(server, trainer, 0, 1.0) for trainer in (1, 3)]
+    torch.testing.assert_close(mine[0].value()[1], before - 1)
+    assert len(server.scoreboard.lots[2]) == 333
+
+
+def test_bounded_forgets_the_clock_of_who_is_lost():
+    server = one_server("bounded", 2, "--max_staleness", 1)
+    push(server, 1)
+    held = push(server, 1)
+    assert not held.done()
+    server.scoreboard.drop(2)
+    assert held.done() and push(server, 1).done()
+
+
+def test_what_a_lost_trainer_had_not_applied_is_dealt_to_the_living_as_often_as_needed():
+    server = one_server("async", 4, batches=40)
+    lots = {trainer: list(lot) for trainer, lot in server.scoreboard.lots.items()}
+    for _ in range(3):
+        push(server, 2)
+    assert server.scoreboard.drop(2) == "its 7 batches of this epoch go to the others"
+    for trainer in (1, 3, 4):
+        for _ in range(10):
+            push(server, trainer)
+    tasks = {trainer: server.scoreboard.next_lot(trainer, 40, {}) for trainer in (1, 3, 4)}
+    dealt_again = [batch for task in tasks.values() for batch in task.value()[2]]
+    assert sorted(dealt_again) == lots[2][3:]
+    server.scoreboard.drop(1)
+    for trainer in (3, 4):
+        for _ in tasks[trainer].value()[2]:
+            push(server, trainer)
+        last = server.scoreboard.next_lot(trainer, 40, {})
+    assert sorted(server.scoreboard.lots[3] + server.scoreboard.lots[4]) == sorted(tasks[1].value()[2])
+    assert last.value()[0] == 0  # still the same epoch
+
+
+def test_who_waits_for_the_epochs_end_is_answered_when_the_last_is_lost():
+    server = one_server("async", 2, batches=10)
+    for _ in range(5):
+        push(server, 1)
+    waiting = server.scoreboard.next_lot(1, 10, {})
+    assert not waiting.done()
+    server.scoreboard.drop(2)
+    assert waiting.value()[2] == list(range(1, 10, 2))
+
+
+@pytest.mark.parametrize("consistency", ["async", "bounded", "sync"])
+def test_a_late_push_of_a_lost_trainer_is_refused(consistency):
+    server = one_server(consistency, 3)
+    before = server.weights.clone()
+    server.scoreboard.drop(2)
+    with pytest.raises(RuntimeError, match="trainer_2 was lost; its work has gone to the others"):
+        push(server, 2, 0, 1.0)
+    assert torch.equal(server.weights, before) and server.scoreboard.updates == 0
+
+
+def test_a_late_step_of_a_lost_trainer_is_refused_and_its_gradient_is_gone():
+    server = parameter_server("--world_size", 3)
+    data, target = batch(1)
+    F.nll_loss(server.forward(1, data), target).backward()
+    server.scoreboard.drop(1)
+    before = server.model.fc2.bias.clone()
+    with pytest.raises(RuntimeError, match="trainer_1 was lost"):
+        server.apply_gradients(1)
+    assert torch.equal(server.model.fc2.bias, before) and server.model.fc2.bias.grad is None
+    with pytest.raises(RuntimeError, match="trainer_1 was lost"):
+        server.forward(1, data)
 
 
 # ------------------------------------------------------------------------- several servers, one checkpoint
 
 
 class Here:
-    """In place of an RRef: calls go to an object in this process."""
+    """In place of an RRef: calls go to an object in this process, at once, and are answered with a Future."""
 
     def __init__(self, target):
         self.target = target
 
-    def rpc_async(self):
-        return self.target
+    def rpc_async(self, timeout=None):
+        return self
+
+    def __getattr__(self, name):
+        def call(*args):
+            future = torch.futures.Future()
+            future.set_result(getattr(self.target, name)(*args))
+            return future
+
+        return call
 
 
-def two_servers(tmp_path, *flags):
-    """Two sync servers and two trainers; a checkpoint at every update."""
-    flags = ("--mode", "replica", "--consistency", "sync", "--num_servers", 2, "--world_size", 4, *flags)
-    args = arguments(*flags, "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1)
-    first, second = (replica_server.RangeServer(index, args, torch.device("cpu")) for index in range(2))
-    first.others = [Here(second)]
-    return first, second
+def servers_in_this_process(monkeypatch, count, *flags):
+    """All servers of a job with two trainers."""
+    args = arguments("--mode", "replica", "--num_servers", count, "--world_size", count + 2, *flags)
+    servers = [replica_server.FirstServer(args, torch.device("cpu"))]
+    servers += [replica_server.RangeServer(index, args, torch.device("cpu")) for index in range(1, count)]
+    monkeypatch.setattr(replica_server, "server_rref", lambda index: Here(servers[index]))
+    return servers
 
 
 def flat(state):
     return torch.cat([weight.reshape(-1) for weight in state["model"].values()])
 
 
-def test_a_checkpoint_holds_all_servers_at_the_same_update_and_no_lock_is_held_for_it(tmp_path):
-    first, second = two_servers(tmp_path, "--lr", "1")
-    before = flat_weights.flatten_parameters(first.net).clone()
-    first.push(2, 0, gradient_of(1.0, first), 4, 1)
-    saving = threading.Thread(target=first.push, args=(3, 0, gradient_of(1.0, first), 4, 1), daemon=True)
-    saving.start()  # update 1 of the first server: it asks the second, which has not got its pushes yet
-    deadline = time.monotonic() + 20
-    while not second.asked:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    assert first.lock.acquire(timeout=10)  # whoever else calls is served meanwhile
-    first.lock.release()
-    assert len(first.pull()[2]) == len(first.range.weights)
-    assert saving.is_alive() and not (tmp_path / "c.pt").exists()
-    pushes = [second.push(trainer, 0, gradient_of(1.0, second), 4, 1) for trainer in (2, 3)]
-    saving.join(20)
-    assert all(push.done() for push in pushes) and not saving.is_alive()
+def push_parts(servers, trainer, version=0, value=0.0):
+    """What a trainer does: all others hold their parts, then the first gets its own.  Return its Future."""
+    for other in servers[1:]:
+        other.hold(trainer, gradient_of(value, other), 4)
+    return push(servers[0], trainer, version, value)
+
+
+def test_a_push_is_applied_by_all_servers_or_by_none(monkeypatch):
+    first, *others = servers = servers_in_this_process(monkeypatch, 3)
+    dealt(first)
+    before = [server.weights.clone() for server in servers]
+    others[0].hold(3, gradient_of(1.0, others[0]), 4)  # and then its trainer dies
+    _, _, log = push_parts(servers, 4, 0, 2.0).value()  # and this one, before it can tell the others
+    first.scoreboard.drop(3)
+    first.scoreboard.drop(4)
+    for other in others:
+        other.catch_up(*log)
+        other.catch_up(*log)  # and again, from another trainer: nothing new
+    assert [server.version for server in servers] == [1, 1, 1] and len(first.scoreboard.lots[3]) == 500
+    for server, start in zip(servers, before, strict=True):
+        torch.testing.assert_close(server.weights, start - 0.03 * 2)
+
+
+def test_all_servers_apply_the_same_pushes_in_the_same_order(monkeypatch):
+    first, second = servers = servers_in_this_process(monkeypatch, 2, "--momentum", 0.5)
+    dealt(first)
+    start = [server.weights.clone() for server in servers]
+    logs = [push_parts(servers, *each).value()[2] for each in ((2, 0, 1.0), (3, 0, -7.0))]
+    second.catch_up(*logs[1])  # who pushed last tells it first
+    second.catch_up(*logs[0])
+    second.catch_up(*push_parts(servers, 2, 1, 2.0).value()[2])
+    for server, weights in zip(servers, start, strict=True):
+        velocity = 0.0
+        for value in (1.0, -7.0, 2.0):
+            velocity = 0.5 * velocity + value
+            weights = weights - 0.03 * velocity
+        torch.testing.assert_close(server.weights, weights)
+
+
+@pytest.mark.parametrize("consistency", ["async", "sync"])
+def test_a_checkpoint_holds_all_servers_after_the_same_update(tmp_path, monkeypatch, consistency):
+    flags = ("--consistency", consistency, "--lr", 1, "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 2)
+    first, second = servers = servers_in_this_process(monkeypatch, 2, *flags)
+    dealt(first)
+    before = torch.cat([server.weights for server in servers])
+    plain = first.scoreboard.save
+    first.scoreboard.save = lambda *_: None  # it is slow, and others go on meanwhile
+    rounds = 1 if consistency == "async" else 2
+    for round_ in range(rounds):
+        for trainer in (2, 3):
+            push_parts(servers, trainer, round_, 1.0)
+        second.catch_up(0, first.log.copy())
+    books = first.scoreboard._books()
+    state = first.joined()
+    if consistency == "async":
+        second.catch_up(*push_parts(servers, 2, 2, 5.0).value()[2])  # the next one
+        state = first.joined()
+    plain(books, state)
     state = torch.load(tmp_path / "c.pt", weights_only=True)["state"]
-    assert state["books"]["updates"] == 1 and state["books"]["places"] == [1, 1]
-    torch.testing.assert_close(flat(state), before - 1)
+    assert state["books"]["updates"] == 2 and state["books"]["left"] == list(range(2 * rounds, 1000))
+    torch.testing.assert_close(flat(state), before - 2)
+    assert first.start == first.version and not first.log
 
 
-def test_in_sync_nobody_goes_on_before_the_checkpoint_has_all_ranges(tmp_path):
-    """Else the second server could be at update 2 when it is asked for its range at update 1."""
-    first, second = two_servers(tmp_path)
-    early = first.push(2, 0, gradient_of(1.0, first), 4, 1)
-    saving = threading.Thread(target=first.push, args=(3, 0, gradient_of(1.0, first), 4, 1), daemon=True)
-    saving.start()
-    while not second.asked:
-        time.sleep(0.001)
-    assert not early.done()
+@pytest.mark.parametrize("servers, trainers", [(1, 2), (3, 1), (2, 3)])
+def test_a_checkpoint_goes_on_with_another_number_of_servers_and_trainers(tmp_path, monkeypatch, servers, trainers):
+    sync = ("--consistency", "sync", "--momentum", "0.5", "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1)
+    before = servers_in_this_process(monkeypatch, 2, *sync)
+    dealt(before[0])
     for trainer in (2, 3):
-        second.push(trainer, 0, gradient_of(1.0, second), 4, 1)
-    saving.join(20)
-    assert early.done()
-
-
-@pytest.mark.parametrize("servers", [1, 3])
-def test_a_checkpoint_goes_on_with_another_number_of_servers(tmp_path, servers):
-    first, second = two_servers(tmp_path, "--momentum", "0.5")
-    for server in (second, first):
-        for trainer in (2, 3):
-            server.push(trainer, 0, gradient_of(1.0, server), 4, 1)
+        push_parts(before, trainer, 0, 1.0)
     state = torch.load(tmp_path / "c.pt", weights_only=True)["state"]
-    flags = ("--mode", "replica", "--consistency", "sync", "--momentum", "0.5", "--resume")
-    flags += ("--num_servers", servers, "--world_size", servers + 2, "--checkpoint", tmp_path / "c.pt")
-    resumed = [replica_server.RangeServer(i, arguments(*flags), torch.device("cpu")) for i in range(servers)]
-    resumed[0].others = [Here(Answering(server)) for server in resumed[1:]]
-    resumed[0].start_epoch(0.03)
-    again = resumed[0].capture()
+    more = (*sync, "--resume", "--world_size", servers + trainers)
+    resumed = dealt(servers_in_this_process(monkeypatch, servers, *more)[0])
+    again = resumed.capture()
     assert torch.equal(flat(again), flat(state)) and torch.equal(again["momentum"], state["momentum"])
-    assert resumed[0].scoreboard.batches_done == {servers: 1, servers + 1: 1}
-
-
-def test_a_server_lost_while_another_restores_is_a_loss_and_not_a_bad_checkpoint(tmp_path):
-    """A ValueError is the user's to mend, and never tried again."""
-    first, second = two_servers(tmp_path)
-    for server in (second, first):
-        for trainer in (2, 3):
-            server.push(trainer, 0, gradient_of(1.0, server), 4, 1)
-    resumed, lost = two_servers(tmp_path, "--resume")  # reading the file asks nobody
-    resumed.others = [Here(Lost(lost))]
-    with pytest.raises(RuntimeError, match="eof"):
-        resumed.start_epoch(0.03)
-
-
-class Lost:
-    """A server whose process has ended."""
-
-    def __init__(self, server):
-        self.server = server
-
-    def begin_epoch(self, *_):
-        future = torch.futures.Future()
-        future.set_exception(RuntimeError("eof (this error originated at tensorpipe)"))
-        return future
-
-
-class Answering:
-    """A server whose plain methods answer with a Future, as they do over RPC."""
-
-    def __init__(self, server):
-        self.get_range, self.server = server.get_range, server
-
-    def begin_epoch(self, *args):
-        future = torch.futures.Future()
-        future.set_result(self.server.begin_epoch(*args))
-        return future
+    lots = resumed.scoreboard.lots
+    assert lots == {servers + place: list(range(2 + place, 1000, trainers)) for place in range(trainers)}
 
 
 def test_a_server_is_made_by_its_own_process_and_callers_only_find_it():
@@ -476,7 +588,7 @@ def test_names_of_the_tutorial_and_of_more_servers():
 
 @pytest.mark.parametrize("servers", [1, 2, 3, 7])
 def test_ranges_cover_all_weights_evenly(servers):
-    parts = [flat_weights.range_of(s, servers, 1_199_882) for s in range(servers)]
+    parts = [rpc_names.range_of(s, servers, 1_199_882) for s in range(servers)]
     assert parts[0].start == 0 and parts[-1].stop == 1_199_882
     assert all(a.stop == b.start for a, b in itertools.pairwise(parts))
     sizes = [part.stop - part.start for part in parts]

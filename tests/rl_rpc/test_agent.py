@@ -117,14 +117,14 @@ def parameters_after(agent, steps_by_observer):
 # ---- the modes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", equivalence.MODES)
+@pytest.mark.parametrize("mode", [*equivalence.MODES, "async"])  # which waits for nobody, but there is nobody
 def test_with_one_observer_every_mode_is_the_single_process_loop(make_agent, mode):
     rewards, parameters = equivalence.single_process_reinforce(seed=1, episodes=15)
     agent, played = make_agent(1), []
     for _ in agent.learner.until_solved(15):
         agent_module.MODES[mode](agent)
         played.append(agent.finish_episode())
-    assert played == rewards
+    assert played == rewards and agent.learner.figures()["staleness_max"] == 0
     for name, expected in parameters.items():
         torch.testing.assert_close(agent.policy.state_dict()[name], expected, rtol=0, atol=1e-5)
 
@@ -145,6 +145,58 @@ def test_the_first_failure_ends_the_episode_while_others_still_play(make_agent):
         agent.run_episode()
     assert not ended
     over.set()
+
+
+def test_async_learns_from_each_episode_when_it_arrives_and_waits_for_nobody(make_agent):
+    """The third observer hangs in its first episode; the others' episodes are learned from, one by one."""
+    agent, over = make_agent(3, seed=1), threading.Event()
+    hanging, plain = agent.ob_rrefs[3].value, agent.ob_rrefs[3].value.run_episode_rollout
+    hanging.run_episode_rollout = lambda *args: over.wait(20) and plain(*args)
+    sizes = []
+    for _ in range(9):
+        agent.run_episode_async()
+        sizes.append(len(agent.ob_rrefs) - len(agent.under_way))
+        agent.finish_episode()
+    assert sizes == [1] * 9 and agent.learner.episodes == 9 and 3 in agent.under_way
+    assert agent.trajectories[3].staleness == 9  # the updates since the weights that it plays with
+    over.set()
+    while 3 in agent.under_way:
+        agent.run_episode_async()
+        agent.finish_episode()
+    assert agent.learner.staleness[-1] == max(agent.learner.staleness) >= 9
+    agent.finish()
+    assert not agent.under_way
+
+
+def test_weights_are_copied_before_they_are_sent(make_agent):
+    """Between processes they are read from this one's memory, some time after the call; in `async` it learns on."""
+    agent = make_agent(1)
+    weights = agent._weights()
+    before = weights["affine1.weight"].clone()
+    parameters_after(agent, {1: 5})
+    assert torch.equal(weights["affine1.weight"], before)
+    assert not torch.equal(agent.policy.affine1.weight, before)
+
+
+def test_old_episodes_are_learned_from_by_the_clipped_surrogate():
+    """At a ratio of 1 its gradient is REINFORCE's; where the policy has moved far enough already, there is none."""
+    ratio = torch.tensor([1.0, 1.3, 0.7, 1.3, 0.7], dtype=torch.float64, requires_grad=True)
+    returns = torch.tensor([2.0, 2.0, -2.0, -2.0, 2.0], dtype=torch.float64)
+    learner_module.surrogate(ratio, returns).sum().backward()
+    assert ratio.grad.tolist() == [2.0, 0.0, 0.0, -2.0, 2.0]
+
+
+def test_only_stale_episodes_are_clipped(make_agent):
+    """The bits of the modes without staleness do not depend on the surrogate; those of a stale episode do."""
+    losses = {}
+    for staleness in (0, 1):
+        agent = make_agent(1)
+        trajectory = new_trajectory(agent, 1)
+        rng = np.random.default_rng(0)
+        trajectory.fill((rng.normal(size=(20, 4)).astype(np.float32), [0, 1] * 10, [1.0] * 20, [0.9] * 20))
+        trajectory.staleness = staleness
+        losses[staleness] = agent.learner.policy_loss([trajectory])
+    assert losses[0] != losses[1] and torch.isfinite(losses[1])
 
 
 # ---- differences from the tutorial -----------------------------------------------------------------------------------
@@ -193,7 +245,7 @@ def test_the_threshold_is_within_reach_with_any_number_of_observers(make_agent):
     for _ in range(80):
         for ob_id in agent.trajectories:
             agent.trajectories[ob_id] = new_trajectory(agent, ob_id)
-            agent.trajectories[ob_id].fill((np.zeros((500, 4)), [0, 1] * 250, [1.0] * 500))
+            agent.trajectories[ob_id].fill((np.zeros((500, 4)), [0, 1] * 250, [1.0] * 500, [0.5] * 500))
         agent.finish_episode()
     assert agent.learner.solved and agent.learner.reward_threshold == 475
 
@@ -275,17 +327,36 @@ def test_batched_answers_when_all_who_play_are_in_and_not_before(make_agent):
 
 
 def test_one_row_and_many_rows_choose_the_same_actions():
-    """What float64 is for: rounding that depends on the number of rows stays below 1e-14."""
+    """What float64 is for: rounding that depends on the number of rows, or on who computes, stays below 1e-14."""
     torch.manual_seed(0)
-    policy = policy_module.Policy()
+    policy = policy_module.Policy(num_actions=3)
+    actor, noise = policy_module.Actor(policy), policy_module.EpisodeNoise(3, policy)
     states = np.random.default_rng(0).normal(size=(256, 4)).astype(np.float32)
-    noise = policy_module.EpisodeNoise(3, policy)
-    together = policy(torch.as_tensor(states, dtype=torch.float64), noise.masks(256))
-    rows = torch.as_tensor(states, dtype=torch.float64).split(1)
-    alone = torch.cat([policy(row, noise.at(t)[1]) for t, row in enumerate(rows)])
-    assert (together - alone).abs().max() < 1e-14
-    actions = policy.act(states, noise.masks(256), noise.uniforms)
-    assert actions == [policy.act(s[None], noise.at(t)[1], [noise.at(t)[0]])[0] for t, s in enumerate(states)]
+    by_torch = policy.scores(torch.as_tensor(states).double(), torch.as_tensor(noise.masks(256))).detach().numpy()
+    together = actor.scores(states, noise.masks(256))
+    alone = [actor.scores(state, noise.at(t)[1]) for t, state in enumerate(states)]
+    assert abs(together - by_torch).max() < 1e-14 and abs(alone - by_torch).max() < 1e-14
+    actions = [policy_module.draw(*case)[0] for case in zip(together, noise.uniforms, strict=True)]
+    assert actions == [actor.act(s, noise.at(t)[1], noise.at(t)[0])[0] for t, s in enumerate(states)]
+    most_probable = policy(torch.as_tensor(states).double()).argmax(1).tolist()
+    assert [actor.act_greedily(state) for state in states] == most_probable
+
+
+def test_an_actor_sees_what_is_written_into_its_policys_weights():
+    """It reads the parameters' own memory; a copy of them would go on with the weights of the day it was made."""
+    torch.manual_seed(0)
+    policy, other, state = policy_module.Policy(), policy_module.Policy(), np.ones(4, dtype=np.float32)
+    actor = policy_module.Actor(policy)
+
+    def expected():
+        return pytest.approx(policy.scores(torch.as_tensor(state).double()).tolist(), abs=1e-14)
+
+    before = actor.scores(state)
+    policy(torch.as_tensor(state).double())[0].backward()
+    torch.optim.Adam(policy.parameters(), lr=0.1).step()
+    assert actor.scores(state) == expected() and actor.scores(state) != pytest.approx(before, abs=1e-3)
+    policy.load_state_dict(other.state_dict())
+    assert actor.scores(state) == expected() and actor.scores(state) == policy_module.Actor(other).scores(state)
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=6))
@@ -296,21 +367,24 @@ def test_noise_does_not_depend_on_how_it_is_asked_for(steps):
     masks = whole.masks(400)
     for t in steps:
         uniform, mask = stepwise.at(t - 1)
-        assert uniform == whole.uniforms[t - 1] and torch.equal(mask[0], masks[t - 1])
+        assert uniform == whole.uniforms[t - 1] and (mask == masks[t - 1]).all()
 
 
 def test_dropout_masks_drop_the_share_that_they_should():
     policy = policy_module.Policy()
     mask = policy_module.EpisodeNoise(1, policy).masks(2000)
-    assert set(mask.unique().tolist()) == {0.0, 2.5}
-    assert (mask == 0).double().mean().item() == pytest.approx(0.6, abs=0.005)
+    assert set(np.unique(mask)) == {0.0, 2.5}
+    assert (mask == 0).mean() == pytest.approx(0.6, abs=0.005)
 
 
 def test_draw_follows_the_probabilities():
     uniforms = (np.arange(10_000) + 0.5) / 10_000
-    counts = np.bincount([policy_module.draw([0.2, 0.5, 0.3], u) for u in uniforms])
-    assert counts.tolist() == [2000, 5000, 3000]
-    assert policy_module.draw([0.1, 0.2], 0.999999) == 1  # probabilities that sum to less than the draw
+    scores = np.log([0.2, 0.5, 0.3]).tolist()
+    drawn = [policy_module.draw(scores, u) for u in uniforms]
+    assert np.bincount([action for action, _ in drawn]).tolist() == [2000, 5000, 3000]
+    assert {round(probability, 12) for _, probability in drawn} == {0.2, 0.5, 0.3}
+    assert policy_module.draw([-1000.0, 0.0], 0.0)[0] == 1  # an action that has probability 0 is never drawn
+    assert policy_module.draw([800.0, 799.0], 0.999999)[0] == 1
 
 
 # ---- environments ----------------------------------------------------------------------------------------------------

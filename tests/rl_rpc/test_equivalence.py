@@ -41,7 +41,7 @@ def single_process_reinforce(seed, episodes, observers=1, gamma=0.99):
             for t in itertools.count():
                 uniform, mask = noise.at(t)
                 h = torch.from_numpy(state).double().unsqueeze(0) @ network.affine1.weight.T + network.affine1.bias
-                h = torch.relu(h * mask)
+                h = torch.relu(h * torch.from_numpy(mask))
                 probs = torch.softmax(h @ network.affine2.weight.T + network.affine2.bias, dim=1)[0]
                 action = 0 if uniform < probs[0].item() else 1
                 log_probs.append(torch.log(probs[action]))

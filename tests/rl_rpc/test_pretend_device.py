@@ -28,7 +28,8 @@ def run_agent(make_agent, monkeypatch, tmp_path):
     def run(device, mode, *flags):
         file = tmp_path / "agent.pt"
         more = (*flags, "--world_size", "3", "--log_interval", "1", "--eval_episodes", "2", "--checkpoint", str(file))
-        main.run_agent(main.parse_args(["--mode", mode, *more]), SimpleNamespace(device=torch.device(device)))
+        job = SimpleNamespace(device=torch.device(device), on_lost=lambda first, callback: None, lost={})
+        main.run_agent(main.parse_args(["--mode", mode, *more]), job)
         return torch.load(file, weights_only=True)["state"]
 
     return run

@@ -190,6 +190,7 @@ def test_bench_prints_a_table(tmp_path):
         "rl_rpc/bench.py", "--world_sizes", 2, "--repeats", 1, "--episodes", 5, "--step_episodes", 3, "--json", out
     )
     assert done.returncode == 0, done.stderr
-    assert set(json.loads(out.read_text())["2"]) == {*MODES, "single process"}
-    for name in (*MODES, "single process"):
+    names = (*MODES, "async", "single process", "bare environment")
+    assert set(json.loads(out.read_text())["2"]) == set(names)
+    for name in names:
         assert re.search(rf"^{name}\s+[\d,]+ ", done.stdout, re.M)

@@ -1,0 +1,91 @@
+"""--on_lost continue, as far as the glue goes: a job of workers that call rank 0 (tests/harness/lost_main.py)."""
+
+import os
+import signal
+
+import pytest
+
+from helpers import ROOT
+from jobs import Job
+
+COUNTING = str(ROOT / "tests" / "harness" / "lost_main.py")
+GO_ON = ["--on_lost", "continue"]
+
+
+def start(way, *flags):
+    return Job("rl_rpc", way, [*GO_ON, *flags], script=COUNTING)
+
+
+def wait_until_all_count(job):
+    for rank in (1, 2):
+        assert job.wait_for_text(f"worker {rank} counts", 60)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "way, number",
+    [
+        ("spawned", signal.SIGKILL),
+        pytest.param("spawned", signal.SIGSTOP, marks=SLOW),
+        pytest.param("terminals", signal.SIGKILL, marks=SLOW),
+        pytest.param("terminals", signal.SIGSTOP, marks=SLOW),
+    ],
+)
+def test_the_others_go_on_without_a_lost_worker(way, number):
+    with start(way, "--enough", "2000") as job:
+        wait_until_all_count(job)
+        lost = job.pid_of(2)
+        os.kill(lost, number)
+        statuses = job.wait(60)
+        text = job.text()
+        assert statuses == ([0] if way == "spawned" else [0, 0, -number if number == signal.SIGKILL else None])
+        assert "done, lost [2]" in text and "The job finished without rank 2 (worker2)." in text
+        (line,) = [line for line in job.errors().splitlines() if line]
+        assert line.startswith("rl_rpc: lost rank 2 (worker2): ") and line.endswith(" calls count"), line
+        if way == "spawned":
+            assert not job.survivors()
+
+
+def test_a_worker_that_fails_is_dropped_with_its_own_words():
+    with start("spawned", "--enough", "50", "--fail", "1") as job:
+        assert job.wait(60) == [0]
+        assert sorted(filter(None, job.errors().splitlines())) == [
+            "rl_rpc: lost rank 1 (worker1): ValueError: injected fault; its 20 calls count",
+            "rl_rpc: rank 1 (worker1): ValueError: injected fault",
+        ]
+
+
+@SLOW
+def test_a_stopped_worker_that_wakes_up_leaves_by_itself():
+    with start("terminals", "--enough", "1000000") as job:
+        wait_until_all_count(job)
+        os.kill(job.processes[2].pid, signal.SIGSTOP)
+        assert job.wait_for_text(r"lost rank 2 \(worker2\): silent for", 30)
+        os.kill(job.processes[2].pid, signal.SIGCONT)
+        assert job.processes[2].wait(10) == 1
+        assert "rank 2 (worker2): the others have gone on without it: silent for" in job.text(job.outputs[4:])
+        assert job.processes[0].poll() is None and job.processes[1].poll() is None
+
+
+@SLOW
+@pytest.mark.parametrize("who", ["the last worker", "rank 0"])
+def test_what_the_job_cannot_do_without_ends_it(who):
+    with start("spawned") as job:
+        wait_until_all_count(job)
+        if who == "rank 0":
+            os.kill(job.pid_of(0), signal.SIGKILL)
+        else:
+            os.kill(job.pid_of(2), signal.SIGKILL)
+            assert job.wait_for_text(r"lost rank 2 \(worker2\)", 20)
+            os.kill(job.pid_of(1), signal.SIGKILL)
+        assert job.wait(20) == [1]
+        assert ("lost rank 0 (counter)" if who == "rank 0" else "lost rank 1 (worker1)") in job.errors()
+        assert "finished" not in job.text()
+
+
+def test_under_torchrun_it_is_refused_in_one_line():
+    with start("torchrun") as job:
+        assert job.wait(60) != [0]
+        assert "--on_lost continue: torchrun ends all ranks when one is lost" in job.errors()

@@ -1,0 +1,283 @@
+"""--trace: both sides of every RPC, from every rank, in one file or picture, however the job was started and ended."""
+
+import argparse
+import collections
+import json
+import os
+import queue
+import re
+import signal
+import threading
+import xml.etree.ElementTree
+import zlib
+
+import pytest
+import torch.distributed.autograd
+import torch.distributed.optim
+
+from helpers import ROOT, assert_one_line_error, assert_refused, load_module, package_on_path, run_main
+from jobs import JOBS, Job
+from two_hosts import TwoHosts, why_not
+
+CALLS = ("sync", "async", "remote")
+RanksOnTwoHosts = load_module(ROOT / "tests" / "glue" / "test_two_hosts.py").RanksOnTwoHosts
+RL = [*JOBS["rl_rpc"]["size"], *JOBS["rl_rpc"]["short"]]
+
+
+def events_in(path):
+    """Return a trace's events, after reading them as ui.perfetto.dev does: every bar fits, every arrow has two ends."""
+    events = json.loads(path.read_text())["traceEvents"]
+    lanes, ends = collections.defaultdict(list), collections.defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            lanes[event["pid"], event["tid"]].append((round(event["ts"] * 1e3), round(event["dur"] * 1e3)))
+        elif event["ph"] in "sf":
+            ends[event["id"]].append(event)
+    for bars in lanes.values():  # in one lane bars follow each other, or lie one in the other
+        open_bars = []
+        for start, length in sorted(bars, key=lambda bar: (bar[0], -bar[1])):
+            assert start >= 0 and length >= 0
+            while open_bars and open_bars[-1] <= start:
+                open_bars.pop()
+            assert not open_bars or start + length <= open_bars[-1] + 1
+            open_bars.append(start + length)
+    for tail, tip in ends.values():
+        assert (tail["ph"], tip["ph"]) == ("s", "f") and tail["ts"] <= tip["ts"]
+        for end in (tail, tip):  # an arrow is fastened to the bar that is there at this moment
+            time = round(end["ts"] * 1e3)
+            assert any(start <= time < start + length for start, length in lanes[end["pid"], end["tid"]]), end
+    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    assert set(lanes) <= named
+    return events
+
+
+def bars(events, cat, name=None):
+    return [event for event in events if event.get("cat") == cat and name in (None, event["name"])]
+
+
+def arrows(events):
+    """Return {id: (caller or callee at the tail, at the tip)}."""
+    ends = collections.defaultdict(list)
+    for event in events:
+        if event["ph"] in "sf":
+            ends[event["id"]].append(event["pid"])
+    return ends
+
+
+# -------------------------------------------------------------------------------------------------------- what is there
+
+
+def test_a_trace_shows_both_sides_of_every_rpc(tmp_path):
+    trace, summary, plain = (tmp_path / name for name in ("trace.json", "summary.json", "plain.json"))
+    done = run_main("rl_rpc", *RL, "--trace", trace, "--summary_json", summary)
+    assert (done.returncode, done.stderr) == (0, "")
+    events, result = events_in(trace), json.loads(summary.read_text())
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {"agent", "observer1", "observer2"}
+    for name in ("select_action", "report_reward"):
+        calls, runs = bars(events, "sync", name), bars(events, "run", name)
+        assert len(calls) == len(runs) == result["env_steps"]
+        assert {call["pid"] for call in calls} == {1, 2} and {run["pid"] for run in runs} == {0}
+        assert {call["args"]["to"] for call in calls} == {"agent"}
+        served = {run["args"]["call"]: run for run in runs}
+        for call in calls:
+            run = served[call["args"]["call"]]
+            assert call["ts"] < run["ts"] < run["ts"] + run["dur"] < call["ts"] + call["dur"]
+    assert len(bars(events, "remote", "Observer")) == 2 and len(bars(events, "step")) == result["episodes"] == 20
+    assert len(bars(events, "async", "run_episode")) == len(bars(events, "run", "run_episode")) == 40
+    assert any(event["name"] == "torch.rpc._gather_to_leader" for event in events), "torch's own are told apart"
+    matched = [event for event in events if event.get("cat") in CALLS]
+    assert len(arrows(events)) == 2 * len(matched), "there and back"
+    row = re.search(r"observer1 -> agent: select_action +([\d,]+) +([\d.]+) +([\d.]+) +([\d.]+)\n", done.stdout)
+    whole, wire, there = map(float, row.groups()[1:])
+    assert 0 < there < whole and 0 < wire < whole and int(row[1].replace(",", "")) > 100
+    assert sorted(os.listdir(tmp_path)) == ["summary.json", "trace.json"]
+
+    assert run_main("rl_rpc", *RL, "--summary_json", plain).returncode == 0  # recording changes nothing
+    plain = json.loads(plain.read_text())
+    for figure in ("rpc_calls", "env_steps", "running_reward", "eval_mean_reward"):
+        assert plain[figure] == result[figure], figure
+
+
+def test_answers_that_leave_later_hold_no_thread(tmp_path):
+    trace = tmp_path / "trace.json"
+    assert run_main("rl_rpc", *RL, "--mode", "batched", "--trace", trace).returncode == 0
+    events = events_in(trace)
+    lanes = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    held = bars(events, "held", "select_action_batched")
+    assert len(held) == len(bars(events, "sync", "select_action_batched"))
+    assert all(lanes[bar["pid"], bar["tid"]].startswith("answers owed") for bar in held)
+    ends = {bar["args"]["call"]: bar["ts"] + bar["dur"] for bar in held}
+    for call in bars(events, "sync", "select_action_batched"):
+        assert call["ts"] < ends[call["args"]["call"]] < call["ts"] + call["dur"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["rnn_rpc", "ddp_rpc", "param_server"])
+def test_backward_and_optimizer_have_bars(package, tmp_path):
+    trace = tmp_path / "trace.json"
+    done = run_main(package, *JOBS[package]["size"], *JOBS[package]["short"], "--trace", trace)
+    assert done.returncode == 0, done.stderr
+    events = events_in(trace)
+    steps = bars(events, "step")
+    assert steps and len(bars(events, "work", "backward")) == len(bars(events, "work", "optimizer step")) == len(steps)
+    assert len(bars(events, "async", "torch.optim._new_local_optimizer")) + len(
+        bars(events, "remote", "torch.optim._new_local_optimizer")
+    )
+    if package == "param_server":  # what the tutorial's own helper, call_method, was sent to call
+        assert len(bars(events, "run", "forward")) == len(steps) and not bars(events, "run", "call_method")
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_trace_can_be_a_picture(suffix, tmp_path):
+    picture = tmp_path / f"trace.{suffix}"
+    done = run_main("rl_rpc", *RL, "--trace", picture, "--trace_window", "3:4")
+    assert (done.returncode, done.stderr) == (0, "")
+    if suffix == "png":
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    else:
+        assert xml.etree.ElementTree.parse(picture).getroot().tag.endswith("svg")
+    assert 2_000 < picture.stat().st_size < 500_000
+
+
+@pytest.mark.parametrize("window", ["4", "4:3", "0:1", "a:b"])
+def test_a_window_that_is_none_is_refused(window, capsys):
+    assert_refused("rl_rpc", ["--trace", "t.png", "--trace_window", window], capsys, "--trace_window")
+    assert_refused("rl_rpc", ["--trace", "t.json", "--trace_window", "1:2"], capsys, "--trace_window", "picture")
+
+
+def test_a_trace_that_cannot_be_written_fails_in_one_line():
+    done = run_main("rl_rpc", *RL, "--trace", "/dev/full")
+    assert_one_line_error(done, 1, "/dev/full", "No space left on device")
+
+
+# ------------------------------------------------------------------------------------- however it is started, and ends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["terminals", "torchrun"])
+def test_ranks_that_were_started_one_by_one_leave_one_file(way, tmp_path):
+    trace = tmp_path / "trace.json"
+    with Job("rl_rpc", way, [*JOBS["rl_rpc"]["short"], "--trace", str(trace)]) as job:
+        assert set(job.wait(120)) == {0}, job.text()
+        assert job.text().count("RPCs, median milliseconds") == 1
+    events = events_in(trace)
+    assert {event["pid"] for event in bars(events, "sync")} == {1, 2} and bars(events, "run", "select_action")
+    assert os.listdir(tmp_path) == ["trace.json"]
+
+
+@pytest.mark.parametrize("way", ["spawned", pytest.param("terminals", marks=pytest.mark.slow)])
+def test_a_trace_of_a_job_that_lost_a_rank_says_so(way, tmp_path):
+    with Job("rl_rpc", way, [*JOBS["rl_rpc"]["long"], "--trace", str(tmp_path / "trace.json")]) as job:
+        assert job.wait_for_text("Episode 10", 60)
+        os.kill(job.pid_of(1), signal.SIGKILL)
+        statuses = job.wait(20)
+        assert set(statuses) <= {1, -signal.SIGKILL}, job.text()
+    events = events_in(tmp_path / "trace.json")
+    assert {event["pid"] for event in bars(events, "run")} == {0, 2}, "those that could still hand in"
+    (mark,) = (event for event in events if event["ph"] == "i")
+    assert mark["name"].startswith("rank 1: ") and mark["ts"] >= max(bar["ts"] for bar in bars(events, "run"))
+    last = max(bars(events, "async", "run_episode"), key=lambda bar: (bar["args"]["to"] == "observer1", bar["ts"]))
+    assert 2 * last["args"]["call"] not in arrows(events), "nobody knows what the lost rank did with it"
+    assert len(bars(events, "sync", "select_action")) > 50
+    assert os.listdir(tmp_path) == ["trace.json"]
+
+
+def test_an_interrupted_job_leaves_its_trace(tmp_path):
+    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--trace", str(tmp_path / "trace.svg")]) as job:
+        assert job.wait_for_text("Episode 10", 60)
+        os.killpg(job.processes[0].pid, signal.SIGINT)
+        assert job.wait(20) == [130] and not job.errors(), job.text()
+    assert "interrupted by SIGINT" in (tmp_path / "trace.svg").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_between_two_hosts_no_arrow_points_back_in_time(tmp_path):
+    trace = tmp_path / "trace.json"
+    with TwoHosts(delay_ms=5.0) as hosts:
+        flags = [*JOBS["rl_rpc"]["short"], "--trace", str(trace)]
+        with RanksOnTwoHosts(hosts, "rl_rpc", flags) as ranks:
+            assert ranks.wait(120) == [0, 0, 0], ranks.text()
+            assert re.search(r"The clock of rpc-host-b was put right by \S+ ms, give or take \d", ranks.text())
+    events = events_in(trace)  # arrows are looked at there
+    served = {run["args"]["call"]: run for run in bars(events, "run")}
+    calls = [call for call in bars(events, "sync", "select_action") if call["pid"] == 1]  # rank 1 is on the other host
+    assert min(call["dur"] for call in calls) > 10_000 and all(call["args"]["call"] in served for call in calls)
+
+
+# ---------------------------------------------------------------------------------------------------- parts, by hand
+
+
+def test_clocks_of_several_hosts_are_lined_up():
+    """Three hosts, each reached from the one before: what is 7 s ahead and 3 s behind comes within a round trip."""
+    ahead = {"a": 0, "b": 7_000_000_000, "c": -3_000_000_000}
+    hosts = dict(enumerate(ahead))
+
+    def call(caller, callee, sent, arrived, left, back):
+        """Return a pair, as join() does, of a call with these four times."""
+        sides = ((caller, sent, back), (callee, arrived, left))
+        bars = [{"pid": r, "ts": t + ahead[hosts[r]], "dur": end - t} for r, t, end in sides]
+        return bars[0], bars[1], bars[1]
+
+    pairs = [
+        call(0, 1, 0, 1000, 1500, 9000),
+        call(0, 1, 20_000, 27_000, 27_500, 28_500),
+        call(2, 1, 50, 650, 700, 1300),
+    ]
+    with package_on_path("rl_rpc"):
+        from glue import timeline
+
+        clocks = timeline.line_up(pairs, hosts)
+    for host, (shift, error) in clocks.items():
+        assert abs(shift + ahead[host]) <= error, host
+    assert clocks["a"] == (0, 0) and clocks["b"][1] <= 1000 and clocks["c"][1] <= 2000
+
+
+class Job0:
+    """What trace.start and hand_in need of a job of one rank that was spawned."""
+
+    rank, world_size, spawned = 0, 1, True
+    args, worker_name = argparse.Namespace(trace="t.json"), staticmethod(lambda rank, args: "alone")
+
+    main_store = torch.distributed.HashStore()
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """Yield the module glue.trace of rl_rpc; what it replaces in torch is put back afterwards."""
+    from torch.distributed.rpc import api, internal
+
+    replaced = [(api, name) for name in ("PythonUDF", "_invoke_rpc_python_udf", "_invoke_remote_python_udf")]
+    replaced += [(internal, "_run_function"), (torch._C.Future, "wait"), (queue, "SimpleQueue")]
+    replaced += [(torch.distributed.autograd, "backward"), (torch.distributed.optim.DistributedOptimizer, "step")]
+    for owner, name in replaced:
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    with package_on_path("rl_rpc"):
+        from glue import trace
+
+        yield trace
+
+
+def test_memory_is_bounded_and_the_last_bars_are_kept(recorder, capsys, monkeypatch):
+    monkeypatch.setattr(recorder, "MOST_BARS", 100)
+    recorder.start(Job0())
+    for number in range(250):
+        with recorder.bar("step", f"step {number}"):
+            pass
+    store = torch.distributed.HashStore()
+    recorder.hand_in(Job0(), store)
+    part = json.loads(zlib.decompress(store.get("trace/0")))
+    assert [bar["name"] for bar in part["bars"]] == [f"step {number}" for number in range(150, 250)] and part["full"]
+
+
+def test_a_wait_for_what_is_there_already_is_none(recorder):
+    recorder.start(Job0())
+    future, later = torch.futures.Future(), torch.futures.Future()
+    future.set_result(1)
+    threading.Timer(0.05, later.set_result, (2,)).start()
+    assert (future.wait(), later.wait(), torch.futures.wait_all([future, later])) == (1, 2, [1, 2])
+    store = torch.distributed.HashStore()
+    recorder.hand_in(Job0(), store)
+    (bar,) = json.loads(zlib.decompress(store.get("trace/0")))["bars"]
+    assert bar["name"] == "wait" and bar["dur"] > 40e6

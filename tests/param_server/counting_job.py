@@ -1,0 +1,113 @@
+"""A job for losses.py: main.py with a network that counts how often each image is applied to it, and with faults.
+
+python tests/param_server/counting_job.py IMAGES PAUSE LOST_AFTER FAULTS [main.py's own flags]
+
+The network is one weight per image, the loss minus the mean of a batch's weights: an image that is applied raises its
+own weight, by learning rate / batch size (`sync`: divided by the number of gradients in the update), and no other. So
+the count travels as gradients do, and knows nothing of the program's own books.
+
+FAULTS: RANK:KIND:SECONDS,... since training began; KIND: SIGKILL, SIGSTOP, exception, or "nap" (stopped until it is
+lost, then continued).  PAUSE: seconds per batch.
+"""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "param_server"))
+import torch
+from torch import nn
+
+import main
+import mnist_data
+import remote_server
+import replica_server
+import replica_trainer
+import scoreboard
+from glue import launch, watch
+from rpc_names import worker_name
+
+IMAGES, PAUSE, LOST_AFTER = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+FAULTS = {
+    int(rank): (kind, float(at)) for rank, kind, at in (each.split(":") for each in sys.argv[4].split(",") if each)
+}
+
+
+class CountingNet(nn.Module):
+    masks = None
+
+    def __init__(self, num_gpus=0, dropout=False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(IMAGES))
+
+    def forward(self, x_B):
+        return self.weight[x_B.long()].unsqueeze(1)  # (B, 1): nll_loss takes minus the mean
+
+
+class CountingBatches(mnist_data.Batches):
+    """Batches of the images' numbers."""
+
+    fail = threading.Event()
+
+    def of(self, epoch, numbers):
+        for number, _, images_B in super().of(epoch, numbers):
+            time.sleep(PAUSE)
+            if self.fail.is_set():
+                raise ValueError("injected fault")
+            yield number, images_B.float(), torch.zeros_like(images_B)
+
+
+def count(net, images, labels):
+    """In place of get_accuracy: print how often each image was applied since the last time."""
+    new = net.weight.detach() - count.before
+    count.before = net.weight.detach().clone()
+    with open("/proc/self/statm") as file:
+        megabytes = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    print(f"counted {(new == 0).sum()} never, min {new.min()}, max {new.max()}, memory {megabytes:.1f}", flush=True)
+    return 0.5
+
+
+count.before = torch.zeros(IMAGES)
+
+
+def begin_fault(kind, seconds):
+    def happen():
+        if kind == "exception":
+            CountingBatches.fail.set()
+        elif kind == "nap":
+            subprocess.Popen(["sh", "-c", f"sleep {LOST_AFTER + 2}; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            os.kill(os.getpid(), getattr(signal, kind))
+
+    timer = threading.Timer(seconds, happen)
+    timer.daemon = True
+    timer.start()
+
+
+def run_worker(rank, args, job):
+    watch.LOST_AFTER_SECONDS = LOST_AFTER
+    main.Batches, scoreboard.get_accuracy = CountingBatches, count
+    main.load_digits = scoreboard.load_digits = lambda *_, **__: (
+        torch.zeros(IMAGES, 28, 28, dtype=torch.uint8),
+        torch.arange(IMAGES),
+    )
+    for module in (remote_server, replica_server, replica_trainer):
+        module.Net = CountingNet
+    plain = job.on_lost
+
+    def on_lost(*arguments):
+        plain(*arguments)
+        if rank in FAULTS:
+            begin_fault(*FAULTS[rank])
+
+    job.on_lost = on_lost
+    main.run_worker(rank, args, job)
+
+
+if __name__ == "__main__":
+    launch.launch(run_worker, main.parse_args(sys.argv[5:]), worker_name)

@@ -1,0 +1,65 @@
+"""Trainers that are lost, drawn from a number; what `--on_lost continue` promises is checked by images that count.
+
+Used by test_lost.py and tests/tools/soak_lost.py.
+"""
+
+import json
+import random
+import re
+import tempfile
+
+from helpers import NOISE, read_whole, run_script
+
+REPLICA = ("--mode", "replica", "--consistency")
+MODES = {
+    "remote": ("--mode", "remote"),
+    "async": (*REPLICA, "async"),
+    "async, overlap": (*REPLICA, "async", "--overlap"),
+    "async, two servers": (*REPLICA, "async", "--num_servers", 2),
+    "async, local steps": (*REPLICA, "async", "--sync_every", 3),
+    "bounded": (*REPLICA, "bounded", "--max_staleness", 2),
+    "bounded, two servers": (*REPLICA, "bounded", "--max_staleness", 1, "--num_servers", 2),
+    "sync": (*REPLICA, "sync"),
+    "sync, three servers": (*REPLICA, "sync", "--num_servers", 3),
+}
+KINDS = ("SIGKILL", "SIGSTOP", "exception", "nap")
+IMAGES, BATCH, TRAINERS, EPOCHS = 1200, 4, 4, 3
+
+
+def draw_case(number):
+    """One case from a seed: (mode, {trainer from 0: (kind, seconds since training began)})."""
+    draw = random.Random(number)
+    mode = list(MODES)[number % len(MODES)]
+    victims = draw.sample(range(TRAINERS), draw.randint(1, TRAINERS - 1))
+    return mode, {victim: (draw.choice(KINDS), round(draw.uniform(0.0, 1.5), 3)) for victim in victims}
+
+
+def run_case(mode, faults, flags=(), lost_after=4.0, pause=0.004):
+    """Run it and check; return the job's summary."""
+    servers = 2 if "two" in mode else 3 if "three" in mode else 1
+    spec = ",".join(f"{servers + victim}:{kind}:{at}" for victim, (kind, at) in faults.items())
+    with tempfile.NamedTemporaryFile("r") as summary_file:
+        job = (IMAGES, pause, lost_after, spec, "--world_size", servers + TRAINERS, "--epochs", EPOCHS, *MODES[mode])
+        job = (*job, "--batch_size", BATCH, "--lr", BATCH, "--on_lost", "continue", "--log_interval", 1_000_000)
+        done = run_script(
+            "tests/param_server/counting_job.py", *job, "--summary_json", summary_file.name, *flags, timeout=100
+        )
+        told = done.stdout + done.stderr
+        assert done.returncode == 0, told
+        summary = json.loads(read_whole(summary_file.name))
+    assert not re.search(NOISE, told), told
+    assert set(summary["lost"]) <= {servers + victim for victim in faults}, (summary, told)
+    for rank in summary["lost"]:
+        line = rf"lost rank {rank} \(trainer_{rank}\): [^;]*(; its \d+ batches of this epoch go to the others)?$"
+        assert re.search(line, told, re.M), told
+        assert re.search(rf"The job finished without .*rank {rank} \(trainer_{rank}\)", told), told
+    assert summary["images_applied"] == [IMAGES] * EPOCHS, (summary, told)
+    counted = re.findall(r"counted (\d+) never, min (\S+), max (\S+), memory (\S+)", told)
+    assert len(counted) == EPOCHS, told
+    for never, fewest, most, _ in counted:
+        assert int(never) == 0, told
+        if "local" not in mode and "sync" not in mode:
+            assert float(fewest) == float(most) == 1.0, told
+    memory = [float(each[3]) for each in counted]
+    assert memory[-1] - memory[0] < 16, told  # MB of rank 0
+    return summary

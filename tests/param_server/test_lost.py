@@ -1,0 +1,78 @@
+"""--on_lost continue: trainers are lost at any moment, and every image of every epoch is applied exactly once."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from helpers import ROOT, assert_one_line_error, load_module, run_script, start_main
+from jobs import ranks_of
+
+losses = load_module(ROOT / "tests" / "param_server" / "losses.py")
+
+
+@pytest.fixture(autouse=True)
+def one_thread_per_rank(monkeypatch):
+    """Threads that wait for each other crawl when a machine is busy with other things."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_a_killed_trainers_batches_go_to_the_others():
+    summary = losses.run_case("async, two servers", {1: ("SIGKILL", 0.3)})
+    assert summary["lost"] == [3]
+
+
+def test_the_mean_goes_on_without_one_that_fails():
+    summary = losses.run_case("sync", {0: ("exception", 0.2), 3: ("SIGKILL", 0.5)})
+    assert summary["lost"] == [1, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "remote"])
+def test_one_that_wakes_up_finds_itself_dropped(mode):
+    summary = losses.run_case(mode, {2: ("nap", 0.3)}, pause=0.05)  # the others are at work when it does
+    assert summary["lost"] == [3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(4))  # tests/tools/soak_lost.py draws more
+def test_trainers_are_lost_at_any_moment(number):
+    losses.run_case(*losses.draw_case(number))
+
+
+@pytest.mark.slow
+def test_without_the_last_trainer_the_job_ends():
+    everybody = ",".join(f"{rank}:SIGKILL:0.5" for rank in range(1, 5))
+    flags = ("--mode", "replica", "--world_size", 5, "--epochs", 3, "--batch_size", 4, "--lr", 4)
+    job = (losses.IMAGES, 0.01, 4.0, everybody, *flags, "--on_lost", "continue")
+    done = run_script("tests/param_server/counting_job.py", *job, timeout=100)
+    assert_one_line_error(done, 1, "lost rank")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [("--mode", "remote"), ("--mode", "replica", "--overlap")])
+def test_the_digits_are_learned_without_a_lost_trainer(mode, digits, tmp_path):
+    """The real network; one of three trainers is killed; every image is applied once, and the accuracy is as ever."""
+    summary = tmp_path / "s.json"
+    flags = (
+        "--data_dir",
+        digits,
+        *mode,
+        "--world_size",
+        4,
+        "--lr",
+        0.05,
+        "--on_lost",
+        "continue",
+        "--log_interval",
+        20,
+    )
+    process = start_main("param_server", *flags, "--summary_json", summary)
+    while "training batch" not in process.stdout.readline():
+        assert process.poll() is None
+    os.kill(ranks_of(process.pid)[2], signal.SIGKILL)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0 and "The job finished without rank 2 (trainer_2)." in out, (out, err)
+    figures = json.loads(summary.read_text())
+    assert figures["lost"] == [2] and figures["images_applied"] == [20_000] and figures["test_accuracy"] > 0.8

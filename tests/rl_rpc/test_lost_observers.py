@@ -1,0 +1,125 @@
+"""--on_lost continue: the agent goes on with the observers that are left, in every mode."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from helpers import ROOT, load_module
+from jobs import Job
+
+test_agent = load_module(ROOT / "tests" / "rl_rpc" / "test_agent.py")
+make_agent = test_agent.make_agent  # a fixture
+MODES = list(test_agent.agent_module.MODES)
+STATE = np.zeros(4, dtype=np.float32)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_others_play_and_learn_on_without_an_observer(make_agent, mode):
+    """One of three fails within its second episode; `lose` is where the job would find out that it is gone."""
+    agent, lost = make_agent(3), []
+
+    def lose(ob_id, error):
+        lost.append((ob_id, str(error)))
+        assert agent.drop(ob_id) == "its episode is thrown away"
+
+    agent.lose = lose
+    play, failing = test_agent.agent_module.MODES[mode], agent.ob_rrefs[2].value
+    play(agent)
+    agent.finish_episode()
+
+    def fail(action):
+        raise ValueError("injected fault")
+
+    failing._step = fail
+    for _ in range(12):
+        play(agent)
+        agent.finish_episode()
+    agent.finish()
+    assert lost == [(2, "injected fault")] and agent.learner.episodes == 13
+    assert set(agent.trajectories) == set(agent.ob_rrefs) == {1, 3} and not agent.under_way
+
+
+def test_a_lost_observer_leaves_the_batch_that_others_wait_in(make_agent):
+    agent = make_agent(3)
+    first, second = (agent.select_action_batched(ob_id, None, STATE) for ob_id in (1, 2))
+    assert not first.done() and not second.done()
+    agent.forget(3)  # which had not asked yet
+    assert first.done() and second.done()
+    agent.select_action_batched(1, 1.0, STATE)
+    agent.forget(1)  # which waits itself: its state is in no batch any more
+    assert agent.select_action_batched(2, 1.0, STATE).done()
+    assert len(agent.trajectories[2].actions) == 2
+
+
+def test_late_calls_of_a_dropped_observer_are_refused(make_agent):
+    """As of one that was stopped for longer than the job's patience, and has just woken up."""
+    agent = make_agent(2)
+    agent.forget(2)
+    calls = (
+        lambda: agent.select_action(2, STATE),
+        lambda: agent.report_reward(2, 1.0),
+        lambda: agent.select_action_packed(2, 1.0, STATE),
+        lambda: agent.select_action_batched(2, None, STATE).wait(),
+        lambda: agent.leave_batch(2, 1.0),
+    )
+    for call in calls:
+        with pytest.raises((KeyError, RuntimeError), match="2"):
+            call()
+    # And a whole episode, in `rollout` and `async`: its future ends, and nobody takes it.
+    agent.under_way = {1}
+    agent.ended.put((2, None))
+    agent.wait_for_one(lambda *_: pytest.fail("an episode of a dropped observer was filed"))
+    assert set(agent.trajectories) == {1} and agent.under_way == {1}
+
+
+# ---- whole jobs ------------------------------------------------------------------------------------------------------
+
+
+def play_and_lose(tmp_path, way, mode, number, *, lost=(2,), episodes=60):
+    """Kill or stop observers of three in the middle of a run; return (summary, what the run said)."""
+    summary = tmp_path / "summary.json"
+    flags = ["--on_lost", "continue", "--mode", mode, "--max_episodes", str(episodes), "--log_interval", "1"]
+    flags += ["--transport", "uv", "--eval_episodes", "1", "--summary_json", str(summary)]
+    with Job("rl_rpc", way, flags, fault=(0, "none", 0)) as job:
+        assert job.wait_for_text("Episode 3", 90), job.text()
+        for pid in [job.pid_of(rank) for rank in lost]:  # all found before the first is gone
+            os.kill(pid, number)
+        statuses, text = job.wait(90), job.text()
+        assert way == "terminals" or not job.survivors()
+        errors = [line for line in job.errors().splitlines() if line]
+    return statuses, errors, text, json.loads(summary.read_text()) if summary.exists() else None
+
+
+SLOW = pytest.mark.slow
+CASES = [
+    pytest.param(way, mode, number, marks=() if (way, mode, number) == ("spawned", "batched", signal.SIGKILL) else SLOW)
+    for way in ("spawned", "terminals")
+    for mode in MODES
+    for number in (signal.SIGKILL, signal.SIGSTOP)
+    # Every mode, and every way once. tests/tools/soak_lost.py has the rest.
+    if (way, number) == ("spawned", signal.SIGKILL) or (way, mode) == ("terminals", "async")
+]
+
+
+@pytest.mark.parametrize("way, mode, number", CASES)
+def test_a_job_goes_on_without_an_observer(tmp_path, way, mode, number):
+    statuses, errors, text, summary = play_and_lose(tmp_path, way, mode, number)
+    gone = -number if number == signal.SIGKILL else None
+    assert statuses == ([0] if way == "spawned" else [0, 0, gone]), text
+    (line,) = errors
+    assert line.startswith("rl_rpc: lost rank 2 (observer2): ") and line.endswith("; its episode is thrown away")
+    assert "The job finished without rank 2 (observer2)." in text
+    assert summary["lost"] == [2] and summary["episodes"] == 60
+
+
+@SLOW
+@pytest.mark.parametrize("mode", ["batched"])
+def test_without_the_last_observer_a_job_ends(tmp_path, mode):
+    statuses, errors, text, summary = play_and_lose(
+        tmp_path, "spawned", mode, signal.SIGKILL, lost=(1, 2), episodes=10**6
+    )
+    assert statuses == [1] and summary is None
+    assert "finished" not in text and any("lost rank" in line for line in errors)

@@ -1,0 +1,135 @@
+"""How the work done grows with the workers, beside what the model of SCALE.md predicts from the run with one.
+
+    python tests/tools/bench_scale.py ps                      # param_server, mode replica: 1, 2, 4, 8, 16 trainers
+    python tests/tools/bench_scale.py ps --batch_size 2       # little to compute: the push is what costs
+    python tests/tools/bench_scale.py rl --workers 1 2 4      # rl_rpc, mode rollout: observers
+    sudo python tests/tools/bench_scale.py ps --delay 5       # rank 0 on a host of its own, so many ms away (one way)
+
+Every rank is a process whose CPU time the kernel counts when it ends. Of two runs, a short one and a long one, the
+difference is taken: so what starting costs does not count. Columns: units of work per second as measured and as
+predicted; ms of CPU that rank 0 needs for a unit, and that a worker needs for it.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
+
+from helpers import ROOT
+from jobs import free_port
+from two_hosts import ADDRESSES, TwoHosts, why_not
+
+
+@dataclass
+class Scenario:
+    """What is run, and what its unit of work is; `work`: how much a short run does, and a long one."""
+
+    package: str
+    unit: str
+    flags: str
+    work: tuple
+
+    def length(self, workers, work):
+        """Return the flags of a run that does so much work."""
+        if self.package == "rl_rpc":
+            return f"--max_episodes {work}"
+        return f"--max_batches {max(2, work // workers)}"
+
+    def figures(self, summary, batch_size):
+        """Return (units of work done, units per second)."""
+        if self.package == "rl_rpc":
+            return summary["env_steps"], summary["env_steps_per_second"]
+        return summary["updates"], summary["images_per_second"] / batch_size
+
+
+RL = "--mode rollout --eval_episodes 0 --reward_threshold 1e9 --transport uv"
+PS = "--mode replica --dataset synthetic --log_interval 1000000"
+SCENARIOS = {"rl": Scenario("rl_rpc", "env step", RL, (50, 150)), "ps": Scenario("param_server", "push", PS, (96, 480))}
+
+
+def run_job(scenario, workers, servers, work, batch_size, hosts):
+    """Run one job; return (units of work, units per second, CPU seconds of rank 0, CPU seconds of all workers)."""
+    flags = shlex.split(f"{scenario.flags} {scenario.length(workers, work)}")
+    if scenario.package == "param_server":
+        flags += ["--batch_size", str(batch_size), "--num_servers", str(servers)]
+    with tempfile.TemporaryDirectory() as folder:
+        summary, port = os.path.join(folder, "summary.json"), free_port()
+        world_size = str(workers + servers)
+        command = [sys.executable, str(ROOT / scenario.package / "main.py"), "--world_size", world_size]
+        command += [*flags, "--master_port", str(port), "--summary_json", summary]
+        command += ["--master_addr", ADDRESSES[0]] if hosts else []
+        ranks = []
+        for rank in range(workers + servers):
+            own = [*command, "--rank", str(rank)]
+            own = hosts.on(int(rank >= servers), own) if hosts else own
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}  # each rank is started as if the machine were its own
+            ranks.append(subprocess.Popen(own, stdout=subprocess.DEVNULL, env=environment))
+        seconds = []
+        for process in ranks:
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            assert process.returncode == 0, (process.args, process.returncode)
+            seconds.append(used.ru_utime + used.ru_stime)
+        with open(summary) as file:
+            done = json.load(file)
+    return *scenario.figures(done, batch_size), seconds[0], sum(seconds[servers:])
+
+
+def measure(scenario, workers, args, hosts):
+    """Return units per second, and the CPU seconds that rank 0 and a worker need for one unit: medians."""
+    rows = []
+    for _ in range(args.repeats):
+        short, long = (run_job(scenario, workers, args.servers, work, args.batch_size, hosts) for work in scenario.work)
+        units = long[0] - short[0]
+        rows.append((long[1], (long[2] - short[2]) / units, (long[3] - short[3]) / units))
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+def predict(scenario, workers, one, cores):
+    """Return the units per second that SCALE.md's formula gives, from what was measured with one worker."""
+    rate, rank_0, worker = one
+    if scenario.package == "rl_rpc":  # they take turns: the observers play, side by side, then the agent learns
+        return 1 / (rank_0 + (1 / rate - rank_0) / min(workers, cores))
+    return min(workers * rate, cores / (rank_0 + worker), 1 / rank_0)  # all work at once
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--servers", type=int, default=1, help="parameter servers (ps)")
+    parser.add_argument("--batch_size", type=int, default=32, help="images of a push (ps)")
+    parser.add_argument("--delay", type=float, help="ms one way between rank 0 and all others (root, see two_hosts.py)")
+    parser.add_argument("--repeats", type=int, default=1)
+    args = parser.parse_args()
+    if args.delay is not None and why_not():
+        sys.exit(why_not())
+    scenario, cores, one = SCENARIOS[args.scenario], len(os.sched_getaffinity(0)), None
+    print(f"{cores} cores; unit of work: {scenario.unit}\n")
+    print("| workers | measured | predicted | rank 0, ms | worker, ms |\n|---|---|---|---|---|", flush=True)
+    for workers in args.workers:
+        if args.delay is None:
+            found = measure(scenario, workers, args, None)
+        else:
+            with TwoHosts(delay_ms=args.delay) as hosts:
+                found = measure(scenario, workers, args, hosts)
+        one = one or found
+        rate, *used = found
+        cells = [
+            f"{rate:,.0f}",
+            f"{predict(scenario, workers, one, cores):,.0f}",
+            *(f"{1000 * each:.3f}" for each in used),
+        ]
+        print(f"| {workers} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Let trainers or observers be lost by the dozen, under --on_lost continue, and check what is promised of the others.
+
+python tests/tools/soak_lost.py param_server --cases 60
+python tests/tools/soak_lost.py rl_rpc --cases 40 --seed 7
+
+A line per case, a summary by kind, status 1 if any case broke.  param_server: status 0, `lost` in the summary, every
+image of every epoch applied exactly once, as the images themselves count, and rank 0's memory flat (losses.py).
+rl_rpc: status 0, `lost` in the summary, all episodes played.
+"""
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import pathlib
+import random
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
+
+from faults import SIGNALS
+from helpers import ROOT, load_module
+from jobs import Job
+
+losses = load_module(ROOT / "tests" / "param_server" / "losses.py")
+
+RL_MODES = ("step", "packed", "batched", "rollout", "async")
+OBSERVERS, EPISODES = (1, 2, 3), 200
+
+
+def draw_rl_case(number):
+    """One case from a seed: (mode, {observer's rank: (kind, seconds since the third episode)})."""
+    draw = random.Random(number)
+    victims = draw.sample(OBSERVERS, draw.randint(1, len(OBSERVERS) - 1))
+    kinds = {victim: (draw.choice(list(SIGNALS)), round(draw.uniform(0.0, 1.0), 3)) for victim in victims}
+    return RL_MODES[number % len(RL_MODES)], kinds
+
+
+def run_rl_case(mode, faults):
+    """Run it and check; return the job's summary."""
+    with tempfile.TemporaryDirectory() as folder:
+        summary = os.path.join(folder, "summary.json")
+        flags = ["--world_size", len(OBSERVERS) + 1, "--mode", mode, "--on_lost", "continue", "--transport", "uv"]
+        flags += ["--max_episodes", EPISODES, "--reward_threshold", 1e9, "--log_interval", 1, "--eval_episodes", 1]
+        with Job("rl_rpc", "spawned", [*map(str, flags), "--summary_json", summary], fault=(0, "none", 0)) as job:
+            assert job.wait_for_text("Episode 3", 90), job.text()
+            pids, began = {victim: job.pid_of(victim) for victim in faults}, time.monotonic()
+            for victim, (kind, at) in sorted(faults.items(), key=lambda fault: fault[1][1]):
+                time.sleep(max(0.0, began + at - time.monotonic()))
+                with contextlib.suppress(ProcessLookupError):  # the job was faster
+                    os.kill(pids[victim], SIGNALS[kind])
+            assert job.wait(90) == [0], job.text()
+            assert not job.survivors() and "Traceback" not in job.text(), job.text()
+            with open(summary) as file:
+                result = json.load(file)
+            assert set(result["lost"]) <= set(faults) and result["episodes"] == EPISODES, (result, job.text())
+            return result
+
+
+PACKAGES = {"param_server": (losses.draw_case, losses.run_case), "rl_rpc": (draw_rl_case, run_rl_case)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("package", choices=PACKAGES)
+    parser.add_argument("--cases", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=1000, help="number of the first case")
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    draw, run = PACKAGES[args.package]
+    kinds, broken, lost = collections.Counter(), 0, 0
+    for number in range(args.seed, args.seed + args.cases):
+        mode, faults = draw(number)
+        told = " ".join(f"{victim}:{kind}:{at}" for victim, (kind, at) in sorted(faults.items()))
+        started = time.monotonic()
+        try:
+            summary = run(mode, faults)
+        except AssertionError as error:
+            broken += 1
+            print(f"{number} {mode}, {told}: BROKEN {error}", flush=True)
+            continue
+        lost += len(summary["lost"])
+        kinds.update(kind for kind, _ in faults.values())
+        print(f"{number} {mode}, {told}: lost {summary['lost']} ({time.monotonic() - started:.0f} s)", flush=True)
+    print(
+        ", ".join(f"{kind}: {count}" for kind, count in sorted(kinds.items())), "that did no harm;", lost, "were lost"
+    )
+    print(f"{broken} of {args.cases} cases broke the promise")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
