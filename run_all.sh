@@ -5,6 +5,7 @@
 #   ./run_all.sh rl|rnn|ddp|ps    run one of them
 #   ./run_all.sh test [full]      run the tests (full: the slow ones too)
 #   ./run_all.sh bench            run the four benchmarks
+#   ./run_all.sh exercise rl 2    print an exercise (rl_rpc/EXERCISES.md, the second), and check the code as it stands
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -90,6 +91,10 @@ bench)
         echo && echo "== python $package/bench.py"
         "$python" "$package/bench.py" --json "results/bench_$package.json"
     done
+    ;;
+exercise)
+    use_environment tests/requirements.txt
+    "$python" tests/tools/exercise.py "${@:2}"
     ;;
 *)
     sed -n 's/^#   //p' "$0" >&2

@@ -1,0 +1,305 @@
+"""Make what TROUBLESHOOTING.md explains, with torch alone, and print {a piece of the symptom: the text that was seen}.
+
+    python tests/repository/symptoms.py [SCENE ...]        # all scenes, but for nameless_host
+
+A scene is a group of its own, of two processes: "a", which does what goes wrong, and "b", which serves.  All scenes run
+at once.  What is silent is told as "seen" where it happened as the page says.
+"""
+
+import contextlib
+import copy
+import gc
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import warnings
+
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from torch import nn
+from torch.distributed.optim import DistributedOptimizer
+from torch.distributed.rpc import RRef
+
+SEEN = {}
+layers = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3))
+
+
+class Agent:
+    pass
+
+
+class Counted:
+    alive = 0
+
+    def __init__(self):
+        Counted.alive += 1
+
+    def __del__(self):
+        Counted.alive -= 1
+
+
+class OurError(Exception):
+    pass
+
+
+def only_here():
+    """Stand in for a function that the other side's main module does not have."""
+
+
+def counted_alive():
+    gc.collect()
+    return Counted.alive
+
+
+def fail(error):
+    raise error
+
+
+def forward(x):
+    return layers(x)
+
+
+def change_weights():
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.add_(1.0)
+
+
+def parameter_rrefs():
+    return [RRef(parameter) for parameter in layers.parameters()]
+
+
+def gradients(context_id):
+    return len(dist_autograd.get_gradients(context_id))
+
+
+def in_training():
+    return layers.training
+
+
+def nested(depth):
+    """Call the other process, which calls this one, and so on: each level keeps an RPC thread waiting."""
+    other = "b" if rpc.get_worker_info().name == "a" else "a"
+    return rpc.rpc_sync(other, nested, args=(depth - 1,), timeout=0.5) if depth else 0
+
+
+def see(symptom, call):
+    """Note what `call` raises."""
+    try:
+        call()
+    except BaseException as error:
+        SEEN[symptom] = f"{type(error).__name__}: {error}"
+
+
+def see_that(symptom, truth):
+    SEEN[symptom] = "seen" if truth else ""
+
+
+def still_waits(call, seconds):
+    """True if `call` has not returned after so many seconds, nor raised."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return thread.is_alive()
+
+
+@contextlib.contextmanager
+def stderr_of_cpp(symptom):
+    """Note what torch's C++ side logs."""
+    with tempfile.TemporaryFile("w+") as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+        file.seek(0)
+        SEEN[symptom] = file.read()
+
+
+def join(rank, name=None, **options):
+    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=5, **options)
+    rpc.init_rpc(name or "ab"[rank], rank=rank, world_size=2, rpc_backend_options=options)
+
+
+# ------------------------------------------------------------------------------------------------------- the scenes
+
+
+def calls(rank):
+    see("RPC has not been initialized", lambda: rpc.rpc_sync("b", gradients, args=(0,)))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        join(rank)
+    SEEN["as a ProcessGroup"] = "\n".join(f"{each.category.__name__}: {each.message}" for each in warned)
+    if rank == 1:
+        del sys.modules["__main__"].only_here
+        rpc.shutdown()
+        return
+    time.sleep(0.2)  # until b has forgotten it
+    rref = rpc.remote("b", Agent)
+    see("ran for more than set timeout", lambda: rpc.rpc_sync("b", time.sleep, args=(0.5,), timeout=0.1))
+    see("Can't get attribute", lambda: rpc.rpc_sync("b", only_here))
+    see("Can't pickle local object", lambda: rpc.rpc_sync("b", lambda: 1))
+    see("_thread.lock", lambda: rpc.rpc_sync("b", fail, args=(threading.Lock(),)))
+    see("positional argument", lambda: rpc.rpc_sync("b", gradients, args=(0, 1)))
+    see("could not find destination name", lambda: rpc.rpc_sync("c", gradients, args=(0,)))
+    see("OurError: On WorkerInfo", lambda: rpc.rpc_sync("b", fail, args=(OurError("a reason"),)))
+    see("'Agent' object has no attribute", lambda: rpc.rpc_sync("b", copy.copy, args=(Agent(),)).rpc_sync())
+    see("localValue() on user", lambda: rref.local_value())
+    see("Can not pickle rref", lambda: pickle.dumps(rref))
+    see("only supports CPU tensors", lambda: rpc.rpc_sync("b", torch.neg, args=(torch.ones(1, device="meta"),)))
+    autograd()
+    held = [rpc.remote("b", Counted) for _ in range(5)]
+    [each.to_here() for each in held]  # they are made, and the copies here are gone again
+    many = rpc.rpc_sync("b", counted_alive)
+    held.clear()
+    deadline = time.monotonic() + 5
+    while rpc.rpc_sync("b", counted_alive) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    see_that("memory of one process grows", (many, rpc.rpc_sync("b", counted_alive)) == (5, 0))
+    layers.eval()  # ours
+    see_that("`model.eval()` was called here", rpc.rpc_sync("b", in_training))
+    rpc.shutdown()
+
+
+def autograd():
+    def forward_there():
+        return rpc.rpc_sync("b", forward, args=(torch.ones(2, 3),)).sum()
+
+    def step_between(context_id):
+        loss = forward_there()
+        rpc.rpc_sync("b", change_weights)
+        dist_autograd.backward(context_id, [loss])
+
+    def backward_twice(context_id):
+        loss = forward_there()
+        dist_autograd.backward(context_id, [loss])
+        dist_autograd.backward(context_id, [loss])
+
+    def in_context(body):
+        with dist_autograd.context() as context_id:
+            return body(context_id)
+
+    see("modified by an inplace operation", lambda: in_context(step_between))
+    see("graphTask_", lambda: in_context(lambda context_id: forward_there().backward()))
+    roots = rpc.rpc_sync("b", forward, args=(torch.ones(2, 3),))
+    see("all roots need to be scalar", lambda: in_context(lambda now: dist_autograd.backward(now, [roots])))
+    see("graph a second time", lambda: in_context(backward_twice))
+    loss = in_context(lambda context_id: forward_there())
+    see("Autograd context no longer valid", lambda: in_context(lambda now: dist_autograd.backward(now, [loss])))
+    ended = in_context(lambda context_id: context_id)
+    see("Could not find autograd context", lambda: dist_autograd.get_gradients(ended))
+    see("has no attribute 'owner'", lambda: DistributedOptimizer(torch.optim.SGD, list(layers.parameters()), lr=0.1))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        DistributedOptimizer(torch.optim.SGD, [RRef(parameter) for parameter in layers.parameters()], lr=0.1)
+    SEEN["functional optimizers"] = "\n".join(f"{each.category.__name__}: {each.message}" for each in warned)
+
+    def from_another_thread(context_id):
+        losses, weight = [], torch.ones(1, requires_grad=True)
+        thread = threading.Thread(target=lambda: losses.append(forward_there()))
+        thread.start()
+        thread.join()
+        dist_autograd.backward(context_id, [losses[0] * weight.sum()])
+        return weight in dist_autograd.get_gradients(context_id), rpc.rpc_sync("b", gradients, args=(context_id,))
+
+    see_that("loss stays where it was", in_context(from_another_thread) == (True, 0))
+
+
+def one_name(rank):
+    see("is not unique", lambda: join(rank, name="observer"))
+
+
+def taken_port(rank):
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        os.environ["MASTER_PORT"] = str(other.getsockname()[1])
+        if rank == 0:
+            see("code: -98", lambda: join(rank))
+
+
+def alone(rank):
+    if rank == 0:
+        see_that("`init_rpc` does not return", still_waits(lambda: join(rank), 1))
+
+
+def killed(rank):
+    join(rank)
+    if rank == 1:
+        time.sleep(60)
+    victim = rpc.rpc_sync("b", os.getpid)
+    waiting = rpc.rpc_async("b", time.sleep, args=(30,))
+    time.sleep(0.2)
+    os.kill(victim, signal.SIGKILL)
+    see("`eof (this error", waiting.wait)
+    see_that("`shutdown` does not return", still_waits(rpc.shutdown, 2))
+
+
+def no_thread_left(rank):
+    join(rank, num_worker_threads=2)
+    if rank == 1:
+        time.sleep(60)
+    see_that("does not even time out", still_waits(lambda: rpc.rpc_sync("b", nested, args=(9,), timeout=0.5), 2))
+
+
+def without_rpc(rank):
+    del torch._C._rpc_init  # as in a torch that was built without it
+    for name in [name for name in sys.modules if name.startswith("torch.distributed.rpc")]:
+        del sys.modules[name]
+    import torch.distributed.rpc as bare
+
+    see("module 'torch.distributed.rpc'", lambda: bare.rpc_sync)
+
+
+def nameless_host(rank):
+    """Run with `unshare --uts` by the test: a host whose own name does not resolve."""
+    socket.sethostname("elsewhere.invalid")
+    with stderr_of_cpp("Failed to look up the IP address"):
+        join(rank)
+        rpc.shutdown()
+
+
+def play(scene, rank, port, answers):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)  # not before the fork: now and then torch then aborts, "Invalid thread pool"
+    scene(rank)
+    if rank == 0:
+        answers.send(SEEN)
+    os._exit(0)  # some scenes end where shutdown would wait for ever
+
+
+def start(scene):
+    """Start a scene; return its two processes, and where rank 0 will tell what it has seen."""
+    fork = multiprocessing.get_context("fork")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    answers, sent = fork.Pipe(duplex=False)
+    processes = [fork.Process(target=play, args=(scene, rank, port, sent)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    sent.close()
+    return processes, answers
+
+
+def main():
+    scenes = [globals()[name] for name in sys.argv[1:]]
+    scenes = scenes or [calls, one_name, taken_port, alone, killed, no_thread_left, without_rpc]
+    started = [start(scene) for scene in scenes]
+    for processes, answers in started:
+        multiprocessing.connection.wait([answers, processes[0].sentinel])
+        SEEN.update(answers.recv() if answers.poll() else {})  # else it died: the rows will say what is missing
+        for process in processes:
+            process.kill()
+    print(json.dumps(SEEN))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The root README and its pages: programs run as printed, tables and links say what the code does."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from helpers import PACKAGES, ROOT, package_on_path, run_script
+from jobs import Job, children_of, command_of, free_port
+
+README, CONCEPTS, CONTRIBUTING = ((ROOT / f"{name}.md").read_text() for name in ("README", "CONCEPTS", "CONTRIBUTING"))
+PAGES = [*ROOT.glob("*.md"), *(page for package in PACKAGES for page in (ROOT / package).glob("*.md"))]
+LINK = re.compile(r"\[`([\w.]+)`\]\(([\w/.]+\.py)\)")
+
+
+# --------------------------------------------------------------------------------------------------------------- README
+
+
+def masked(output):
+    """Process ids as P0, P1, ... in the order in which they come; threads only as the main thread or another."""
+    pids = {}
+
+    def mask(found):
+        pid, thread = found.groups()
+        return f"{pids.setdefault(pid, f'P{len(pids)}')} {'main' if thread == pid else 'another'} thread"
+
+    return re.sub(r"process (\d+), thread (\d+)", mask, output.strip())
+
+
+def test_the_forty_lines_run_and_print_what_the_page_shows(tmp_path):
+    (program,) = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    (output,) = re.findall(r"^```text\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    assert "from glue" not in program and len([line for line in program.splitlines() if line]) <= 40
+    (tmp_path / "forty.py").write_text(program.replace("29500", str(free_port())))
+    command = [sys.executable, tmp_path / "forty.py"]
+    environ = os.environ | {"PYTHONUNBUFFERED": "1"}  # as on a terminal, where lines appear in the order of printing
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
+    assert done.returncode == 0, done.stderr
+    assert masked(done.stdout) == masked(output)
+    assert masked(output).count("P1 another") == 4 and "P0 main" in masked(output)
+
+
+def test_which_rank_is_what():
+    rows = re.findall(r"^\| (\w+) \| (\d) \| ([^\n]+) \|$", README, re.MULTILINE)
+    assert [row[0] for row in rows] == list(PACKAGES)
+    for package, size, cells in rows:
+        names = re.findall(r"`(\w+)`", cells)
+        with package_on_path(package):
+            import main
+
+            args = main.parse_args(["--world_size", size])
+            assert names == [main.worker_name(rank, args) for rank in range(int(size))], package
+
+
+@pytest.mark.slow
+def test_the_tree_of_processes():
+    with Job("rl_rpc", "spawned", ["--max_episodes", "1000000", "--reward_threshold", "1e9"]) as job:
+        deadline = time.monotonic() + 60
+        tree = {}
+        while tree.get("forkserver") != 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            helpers = {pid: command_of(pid) for pid in children_of(job.processes[0].pid)}
+            kinds = ("resource_tracker", "forkserver")
+            tree = {kind: len(children_of(pid)) for kind in kinds for pid in helpers if kind in helpers[pid]}
+        assert tree == {"resource_tracker": 0, "forkserver": 3}
+    assert re.search(
+        r"├── resource_tracker .*\n *└── forkserver .*\n *├── rank 0.*\n *├── rank 1.*\n *└── rank 2", README
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ all pages
+
+
+def names_in(path):
+    """Every function, class and method of a file, as Name or Class.name."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+            inner = node.body if isinstance(node, ast.ClassDef) else ()
+            found |= {f"{node.name}.{each.name}" for each in inner if isinstance(each, ast.FunctionDef)}
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_link_to_code_names_what_is_there(page):
+    for name, path in LINK.findall(page.read_text()):
+        assert name in names_in(page.parent / path), (name, path)
+
+
+def test_every_concept_leads_to_a_line_of_code():
+    """But for those that are said to be about what lies outside of it."""
+    paragraphs = re.findall(r"^\*\*(.+?)\*\*(.*?)(?=\n\n|\Z)", CONCEPTS, re.DOTALL | re.MULTILINE)
+    without = [title for title, text in paragraphs if not LINK.search(text)]
+    outside = ("`shutdown` is a barrier", "The same by hand", "A network", "A machine", "Nested calls", "Timeout")
+    assert len(paragraphs) >= 25
+    assert all(title.startswith(outside) for title in without), without
+
+
+@pytest.mark.parametrize("name", ["README", "CONCEPTS", "TROUBLESHOOTING", "CONTRIBUTING"])
+def test_the_pages_are_within_one_hop_of_the_readme(name):
+    assert name == "README" or f"({name}.md)" in README
+
+
+# ------------------------------------------------------------------------------------------------------- CONTRIBUTING
+
+
+def apply_worked_diff(folder):
+    """Return the main.py of a copy of rl_rpc that has the diff's flag."""
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", CONTRIBUTING, re.DOTALL | re.MULTILINE)
+    shutil.copytree(ROOT / "rl_rpc", folder / "rl_rpc", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["git", "init", "-q", folder], check=True)
+    done = subprocess.run(["git", "apply", "-C0", "-"], input=diff, text=True, cwd=folder, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return folder / "rl_rpc" / "main.py"
+
+
+def test_the_worked_diff_applies(tmp_path):
+    assert '"--hidden"' in apply_worked_diff(tmp_path).read_text()
+
+
+@pytest.mark.slow
+def test_the_flag_of_the_worked_diff_works(tmp_path):
+    main, saved = apply_worked_diff(tmp_path), tmp_path / "saved.pt"
+    flags = ["--mode", "rollout", "--max_episodes", 2, "--eval_episodes", 1, "--checkpoint", saved]
+    done = run_script(main, "--hidden", 32, *flags)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = run_script(main, "--hidden", 16, *flags, "--resume")
+    assert done.returncode == 1 and "the checkpoint was not made with --hidden 16" in done.stderr
+    done = run_script(main, "--hidden", 0)
+    assert done.returncode == 2 and "--hidden" in done.stderr
+    done = run_script(main.with_name("play.py"), saved, "--episodes", 1)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# ------------------------------------------------------------------------------------- CONCEPTS: a private loopback
+
+
+@pytest.mark.slow
+def test_the_recipe_for_a_machine_with_other_users():
+    (recipe,) = re.findall(r"^```bash\n(unshare .*)\n```", CONCEPTS, re.MULTILINE)
+    can = subprocess.run(["unshare", "--map-root-user", "--net", "ip", "link", "set", "lo", "up"], capture_output=True)
+    if can.returncode:
+        pytest.skip(f"no network namespace can be made here: {can.stderr.decode()}")
+    shown = "readlink /proc/self/ns/net && ip -brief address && exec"
+    recipe = recipe.replace("exec", shown).replace("rollout'", "rollout --max_episodes 3 --eval_episodes 1'")
+    recipe = recipe.replace("python ", f"{sys.executable} ")
+    done = subprocess.run(recipe, shell=True, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    namespace, *lines = done.stdout.splitlines()
+    assert namespace != os.readlink("/proc/self/ns/net")
+    interfaces = [line.split()[0] for line in lines if re.search(r"\d/\d", line)]
+    assert interfaces == ["lo"], "nothing but a loopback of its own"
+    assert "Greedy policy over 1 episodes" in done.stdout

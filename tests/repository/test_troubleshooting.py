@@ -1,0 +1,339 @@
+"""TROUBLESHOOTING.md: every row's text is what is seen when it happens, as far as it can be made to happen here."""
+
+import concurrent.futures
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+import two_hosts
+from helpers import ROOT, read_whole, run_main, run_script, start_main
+from jobs import Job, free_port
+
+PAGE = (ROOT / "TROUBLESHOOTING.md").read_text()
+ROWS = {int(row): seen for row, seen in re.findall(r"^\| (\d+) \| (.+?) \| .*\| .+ \|$", PAGE, re.MULTILINE)}
+MAKERS = {}  # a piece of a row's symptom -> what makes it happen, and returns the text that is seen
+
+
+def makes(symptom):
+    return lambda make: MAKERS.setdefault(symptom, make)
+
+
+def number_of(symptom):
+    (number,) = [number for number, seen in ROWS.items() if symptom in seen]
+    return number
+
+
+def agrees(seen, text):
+    """Whether the text holds all that stands between backticks in a row; … is anything, a line's end is a space."""
+    pieces = [re.split("…", quoted) for quoted in re.findall(r"`([^`]+)`", seen)]
+    spaced = " ".join(text.split())
+    return all(re.search(".*?".join(map(re.escape, piece)), spaced) for piece in pieces)
+
+
+def test_the_rows_are_numbered_and_others_point_at_them():
+    assert list(ROWS) == list(range(1, len(ROWS) + 1)) and len(ROWS) >= 25
+    cited = [int(number) for number in re.findall(r"\brows? (\d+)", PAGE)]
+    cited += [int(number) for cell in re.findall(r"\| ([\d, ]+) \|$", PAGE, re.MULTILINE) for number in cell.split(",")]
+    assert cited and set(cited) <= set(ROWS)
+
+
+# -------------------------------------------------------------------------------- torch alone: see symptoms.py
+
+TORCH = (
+    "module 'torch.distributed.rpc'",
+    "RPC has not been initialized",
+    "is not unique",
+    "as a ProcessGroup",
+    "`init_rpc` does not return",
+    "code: -98",
+    "ran for more than set timeout",
+    "`eof (this error",
+    "Can't get attribute",
+    "Can't pickle local object",
+    "positional argument",
+    "_thread.lock",
+    "'Agent' object has no attribute",
+    "Can not pickle rref",
+    "localValue() on user",
+    "could not find destination name",
+    "does not even time out",
+    "only supports CPU tensors",
+    "OurError: On WorkerInfo",
+    "modified by an inplace operation",
+    "graphTask_",
+    "all roots need to be scalar",
+    "graph a second time",
+    "Could not find autograd context",
+    "Autograd context no longer valid",
+    "loss stays where it was",
+    "`model.eval()` was called here",
+    "has no attribute 'owner'",
+    "functional optimizers",
+    "memory of one process grows",
+    "`shutdown` does not return",
+)
+NOT_MADE = re.compile(r"\*\(not made here\)\*$")
+
+
+@pytest.fixture(scope="session")
+def torchs_own():
+    done = run_script("tests/repository/symptoms.py")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("symptom", TORCH)
+def test_what_torch_says(symptom, torchs_own):
+    text, seen = torchs_own[symptom], ROWS[number_of(symptom)]
+    if text != "seen":  # what is silent has happened as the row says
+        # Row "eof" also names what comes later, in an order that nobody knows.
+        assert text and agrees(seen.partition("; over TCP")[0], text), (seen, text)
+
+
+# ----------------------------------------------------------------------------------------- ours: one command each
+
+
+def said(package, *flags, status=1, **options):
+    done = run_main(package, *flags, **options)
+    assert done.returncode == status, (done.returncode, done.stderr)
+    return done.stdout + done.stderr
+
+
+@makes("An attempt has been made to start a new process")
+def without_main_guard(tmp_path):
+    script = tmp_path / "no_guard.py"
+    script.write_text(
+        textwrap.dedent("""
+            import multiprocessing
+            multiprocessing.get_context("spawn").Process(target=print).start()  # what torch.multiprocessing.spawn uses
+        """)
+    )
+    return subprocess.run([sys.executable, script], capture_output=True, text=True).stderr
+
+
+@makes("--device cuda: torch sees no CUDA GPU")
+def no_gpu(_):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    return said("rl_rpc", "--device", "cuda", status=2)
+
+
+@makes("--resume needs --checkpoint")
+def no_checkpoint(_):
+    return said("rl_rpc", "--resume", status=2)
+
+
+@makes("did not come within --join_timeout 1 s: nothing answers")
+def no_rank_0(_):
+    flags = ["--world_size", 2, "--rank", 1, "--master_port", free_port(), "--join_timeout", 1]
+    return said("rl_rpc", *flags)
+
+
+@makes("cannot listen on 127.0.0.1")
+def taken_port(_):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        return said("rl_rpc", "--world_size", 2, "--rank", 0, "--master_port", other.getsockname()[1])
+
+
+@makes("is not rank 0 (agent)")
+def a_stranger_listens(_):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        flags = ["--world_size", 2, "--rank", 1, "--master_port", other.getsockname()[1], "--join_timeout", 1]
+        return said("rl_rpc", *flags)
+
+
+@makes("Name or service not known")
+def no_such_host(_):
+    return said("rl_rpc", "--world_size", 2, "--rank", 1, "--master_addr", "no-such-host.invalid", "--join_timeout", 1)
+
+
+@makes("Cannot assign requested address")
+def another_machines_address(_):
+    return said("rl_rpc", "--world_size", 2, "--rank", 0, "--master_addr", "192.0.2.9", "--join_timeout", 1)
+
+
+@makes("training has diverged")
+def diverged(_):
+    return said("rl_rpc", "--lr", "1e300", "--max_episodes", 50)
+
+
+@makes("is not a readable checkpoint")
+def nonsense_for_a_checkpoint(tmp_path):
+    (tmp_path / "c.pt").write_text("nonsense")
+    return said("rl_rpc", "--resume", "--checkpoint", tmp_path / "c.pt")
+
+
+@makes("the checkpoint was made with")
+def another_environment(tmp_path):
+    flags = ["--checkpoint", tmp_path / "c.pt", "--eval_episodes", 0, "--max_episodes", 1]
+    said("rl_rpc", *flags, status=0)
+    return said("rl_rpc", *flags, "--resume", "--env_id", "Acrobot-v1")
+
+
+@makes("MNIST is not in")
+def no_way_to_mnist(tmp_path):
+    (tmp_path / "file").touch()
+    return said("param_server", "--data_dir", tmp_path / "file" / "below")
+
+
+QUICK = list(MAKERS)
+
+
+@pytest.mark.parametrize("symptom", QUICK)
+def test_what_a_command_says(symptom, tmp_path):
+    seen = ROWS[number_of(symptom)]
+    text = MAKERS[symptom](tmp_path)
+    assert agrees(seen, text), (seen, text)
+
+
+# ----------------------------------------------------------------------------------------- ours: several processes
+
+
+@makes("rank 1 (observer1), rank 2 (observer2) did not come")
+def no_observers(_):
+    return said("rl_rpc", "--world_size", 3, "--rank", 0, "--master_port", free_port(), "--join_timeout", 1)
+
+
+@makes("it was started with seed 7")
+def another_seed(_):
+    return strangers_meet(["--rank", 1, "--seed", 7])
+
+
+@makes("it is there already")
+def a_number_twice(_):
+    return strangers_meet(["--rank", 1], ["--rank", 1])
+
+
+def strangers_meet(*others):
+    """Start rank 0 of a job that never gets complete, and these others; return what all of them say."""
+    place = ["--world_size", 3, "--master_port", free_port(), "--join_timeout", 6]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        ended = list(pool.map(lambda flags: run_main("rl_rpc", *place, *flags), [["--rank", 0], *others]))
+    return "\n".join(done.stderr for done in ended)
+
+
+@makes("silent for …")
+def stopped(_):
+    with Job("rl_rpc", "terminals", ["--max_episodes", "1000000", "--reward_threshold", "1e9"]) as job:
+        assert job.wait_for_text("Episode 10", 90)
+        os.kill(job.pid_of(2), signal.SIGSTOP)
+        job.wait(30)
+        return job.errors()
+
+
+@makes("killed by SIGKILL")
+def killed(_):
+    with Job("rl_rpc", "spawned", ["--max_episodes", "1000000", "--reward_threshold", "1e9"]) as job:
+        assert job.wait_for_text("Episode 10", 90)
+        os.kill(job.pid_of(1), signal.SIGKILL)
+        job.wait(30)
+        return job.errors()
+
+
+@makes("lost rank 0 (agent): it failed")
+def the_agent_fails(_):
+    return said("rl_rpc", "--lr", "1e300", "--max_episodes", 50)
+
+
+@makes("is a loopback address, and there are ranks on")
+def two_names_at_loopback(_):
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to give a process another host name")
+    flags = ["--world_size", "2", "--master_port", str(free_port())]
+    ranks = [start_main("rl_rpc", *flags, "--rank", 0)]
+    rename = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere; exec "$@"', "sh"]
+    command = [*rename, sys.executable, ROOT / "rl_rpc" / "main.py", *flags, "--rank", "1"]
+    ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    return "\n".join(rank.communicate(timeout=60)[1] for rank in ranks)
+
+
+@makes("Failed to look up the IP address")
+def a_host_without_a_name(_):
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to give a process another host name")
+    command = ["unshare", "--uts", sys.executable, ROOT / "tests" / "repository" / "symptoms.py", "nameless_host"]
+    loud = os.environ | {"TORCH_CPP_LOG_LEVEL": "WARNING"}  # our programs silence these lines of torch's
+    done = subprocess.run(command, capture_output=True, text=True, env=loud)
+    return json.loads(done.stdout)["Failed to look up the IP address"]
+
+
+PLAIN = """
+import sys
+import torch.distributed.rpc as rpc
+
+options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=10)
+rpc.init_rpc(f"worker{sys.argv[1]}", rank=int(sys.argv[1]), world_size=2, rpc_backend_options=options)
+"""
+
+
+@makes("Gloo connectFullMesh failed")
+def a_name_that_leads_to_oneself(tmp_path):
+    if reason := two_hosts.why_not():
+        pytest.skip(reason)
+    gloo = on_two_hosts(tmp_path, "Gloo connectFullMesh failed", [{}, {}])
+    told = [{"GLOO_SOCKET_IFNAME": device} for device in ("rpc-a", "rpc-b")]
+    return gloo + on_two_hosts(tmp_path, "ECONNREFUSED", told)
+
+
+def on_two_hosts(folder, awaited, variables):
+    """Run plain torch on two hosts, each with variables of its own, until it says what is awaited; return all of it."""
+    (folder / "plain.py").write_text(PLAIN)
+    with two_hosts.TwoHosts() as hosts, open(folder / "said", "w") as file:
+        ranks, deadline = [], time.monotonic() + 60
+        for rank, own in enumerate(variables):
+            environ = os.environ | {"MASTER_ADDR": two_hosts.ADDRESSES[0], "MASTER_PORT": "29500"} | own
+            command = hosts.on(rank, [sys.executable, str(folder / "plain.py"), str(rank)])
+            ranks.append(subprocess.Popen(command, stdout=file, stderr=file, env=environ))
+        while awaited not in read_whole(folder / "said") and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return read_whole(folder / "said")
+
+
+SLOW = [symptom for symptom in MAKERS if symptom not in QUICK]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("symptom", SLOW)
+def test_what_several_processes_say(symptom, tmp_path):
+    seen = ROWS[number_of(symptom)]
+    text = MAKERS[symptom](tmp_path)
+    assert agrees(seen, text), (seen, text)
+
+
+def test_every_row_is_made_or_says_that_it_is_not():
+    made = {number_of(symptom) for symptom in MAKERS} | {number_of(symptom) for symptom in TORCH}
+    assert made | {number for number, seen in ROWS.items() if NOT_MADE.search(seen)} == set(ROWS)
+    assert not made & {number for number, seen in ROWS.items() if NOT_MADE.search(seen)}
+
+
+# -------------------------------------------------------------------------------------------------------------- --check
+
+
+def test_the_example_of_check_is_what_it_prints():
+    (example,) = re.findall(r"^    \$ python rl_rpc/main.py --world_size 3 --check\n((?: {4}.+\n)+)", PAGE, re.M)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        done = run_main("rl_rpc", "--world_size", 3, "--check", "--master_port", port)
+    told = textwrap.dedent(example).splitlines()
+    labels = [line[:13] for line in told]
+    assert [line[:13] for line in done.stdout.splitlines()] == labels
+
+    def masked(line):  # what differs from machine to machine
+        line = re.sub(r"^(host +)\S+, which resolves to \S+|^(GPUs +)\d+ \(.*?\)|^(torch +)[\w.+]+", r"\1\2\3", line)
+        return re.sub(r"\(\w+\): choose|\b\d+\b", "", line)
+
+    assert [masked(line) for line in done.stdout.splitlines()] == [masked(line) for line in told]
+    table = re.findall(r"^\| ([\w ]+) \| [^|]+ \| [\d, ]+ \|$", PAGE, re.MULTILINE)
+    assert {label.strip() for label in labels if label.strip() != "next"} == set(table)
