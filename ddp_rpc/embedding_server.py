@@ -11,7 +11,7 @@ Shapes: B bags in a batch, I ids in a batch, N rows of the table, S servers (sha
 
 import resource
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from functools import reduce
 
 import torch
@@ -43,6 +43,7 @@ class EmbeddingShard(nn.EmbeddingBag):
         self.lock = threading.Lock()  # guards the optimizer, weight.grad, and:
         self.averaging, self.averaged = [], torch.futures.Future()  # gradients so far, and what their trainers wait for
         self.lookups = defaultdict(deque)  # trainer -> its bag sums [B, D] that still wait for their gradient
+        self.stale, self.counting = Counter(), threading.Lock()  # staleness -> how many gradients; and its guard
         # Every server draws the whole table, but keeps only its own rows, block by block: the start does not depend
         # on the number of servers, and no server ever holds more than its share.
         generator = torch.Generator().manual_seed(seed)
@@ -61,7 +62,20 @@ class EmbeddingShard(nn.EmbeddingBag):
         before and some after the step.  That is Hogwild (Niu et al. 2011), and what the tutorial does too.
         """
         device = self.weight.device
-        return super().forward(ids_I.to(device), offsets_B.to(device))
+        sums_BD = super().forward(ids_I.to(device), offsets_B.to(device))
+        if sums_BD.requires_grad:  # not in an evaluation
+            before = self.weight._version  # torch counts the changes of every tensor's values
+            sums_BD.register_hook(lambda _: self.count_staleness(self.weight._version - before))
+        return sums_BD
+
+    def count_staleness(self, steps):
+        """Note that a lookup's gradient has come so many steps of this table after the lookup.  Locked."""
+        with self.counting:
+            self.stale[steps] += 1
+
+    def staleness(self):
+        """Return {staleness: how many gradients had it}.  Reads only."""
+        return self.stale
 
     # ------------------------------------------------------------------------------ for the master, between epochs
 

@@ -4,6 +4,7 @@ Runs in the master process: run() on its main thread, epoch_done() on RPC thread
 """
 
 import queue
+from collections import Counter
 
 import torch
 import torch.distributed.rpc as rpc
@@ -114,6 +115,8 @@ class HybridMaster:
         seconds = max(result["seconds"] for result in results)
         batches = max(args.epochs - self.epochs_done, 0) * args.batches * args.num_trainers
         rate = batches / seconds if batches else 0.0
+        # The steps that a server's table took between a lookup and its backward.
+        stale = sum((rref.rpc_sync().staleness() for rref in self.emb_rrefs), Counter())
         figures = {
             "heldout_loss": of_all["heldout_loss"],
             "heldout_accuracy": of_all["heldout_accuracy"],
@@ -124,6 +127,7 @@ class HybridMaster:
             "rpc_calls": of_all["rpc_calls"],  # by one trainer, and so are the two below
             "rpc_calls_per_step": of_all["rpc_calls_per_step"],
             "wire_bytes_per_step": of_all["wire_bytes_per_step"],
+            "staleness_mean": round(sum(steps * times for steps, times in stale.items()) / max(1, stale.total()), 3),
             "num_trainers": args.num_trainers,
             "num_servers": args.num_servers,
             "server_megabytes": [rref.rpc_sync().megabytes() for rref in self.emb_rrefs],
@@ -135,4 +139,5 @@ class HybridMaster:
             f"{args.num_trainers} trainer{'s' * (args.num_trainers > 1)}"
         )
         curve, ceiling = {"heldout/accuracy": "the model"}, ("the teacher's own", figures["ceiling_accuracy"])
-        self.report.close(curve, "epoch", "accuracy on held-out bags (fraction)", ceiling, **figures)
+        counts = "staleness (steps since the lookup)", stale
+        self.report.close(curve, "epoch", "accuracy on held-out bags (fraction)", ceiling, counts, **figures)

@@ -26,8 +26,7 @@ def draw_digits(count, seed):
     random = torch.Generator().manual_seed(seed)
     labels_N = torch.randint(0, 10, (count,), generator=random)
     glyph_N = torch.randint(0, fonts, (count,), generator=random) * 10 + labels_N
-    images_N28 = torch.cat([_distort(glyphs_G28[part], random) for part in glyph_N.split(CHUNK)])
-    return images_N28, labels_N
+    return torch.cat([_distort(glyphs_G28[part], random) for part in glyph_N.split(CHUNK)]), labels_N
 
 
 def _glyphs():
@@ -55,9 +54,8 @@ def _distort(glyphs_N28, random):
     angle, shear, scale = uniform(-0.35, 0.35), uniform(-0.3, 0.3), uniform(0.8, 1.25)  # angle in radians: 20 degrees
     shift_x, shift_y = uniform(-0.2, 0.2), uniform(-0.2, 0.2)  # of half the image: 3 pixels
     cos, sin = angle.cos() * scale, angle.sin() * scale
-    rows = [cos, shear * cos - sin, shift_x, sin, shear * sin + cos, shift_y]
-    affine_N23 = torch.stack(rows, dim=1).view(count, 2, 3)
-    grid = F.affine_grid(affine_N23, (count, 1, 28, 28), align_corners=False)
+    affine_N6 = torch.stack([cos, shear * cos - sin, shift_x, sin, shear * sin + cos, shift_y], dim=1)
+    grid = F.affine_grid(affine_N6.view(count, 2, 3), (count, 1, 28, 28), align_corners=False)
     images = F.grid_sample(glyphs_N28.unsqueeze(1), grid, align_corners=False).squeeze(1)
     ink = uniform(0.6, 1.3).view(count, 1, 1)  # strokes from faint to heavy
     noise = torch.randn(images.shape, generator=random) * 0.12

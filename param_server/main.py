@@ -46,8 +46,7 @@ def parse_args(argv=None):
     add("--no_dropout", action="store_true", help="deterministic training, for comparisons")
     add("--log_interval", type=positive_int, default=100, metavar="N", help="batches between two printed losses")
     add("--checkpoint_every", type=positive_int, default=500, metavar="N", help="updates between two checkpoints")
-    gpus = "remote: GPUs that the server splits the network over (default: 1 with --device cuda, else 0)"
-    add("--num_gpus", type=int, choices=[0, 1, 2], help=gpus)
+    add("--num_gpus", type=int, choices=[0, 1, 2], help="remote: GPUs to split the network over (--device cuda: 1)")
     add = parser.add_argument_group("replica").add_argument
     consistency = "apply each gradient at once; hold back who runs ahead; average one gradient of each trainer"
     add("--consistency", choices=["async", "bounded", "sync"], default="async", help=consistency)
@@ -68,8 +67,7 @@ def parse_args(argv=None):
         parser.error("--num_gpus is for --mode remote; replicas take --device cuda")
     if (args.num_gpus or 0) > torch.cuda.device_count():
         parser.error(f"--num_gpus {args.num_gpus}: torch sees {torch.cuda.device_count()} CUDA GPUs here")
-    servers = "rank 0 is the server" if args.num_servers == 1 else f"{args.num_servers} servers come first"
-    roles = f"{servers}, every other rank a trainer"
+    roles = f"first {args.num_servers} server{'s' * (args.num_servers > 1)}, then a trainer or more"
     flags.check_arguments(parser, args, min_world_size=args.num_servers + 1, roles=roles, agree=AGREE)
     args.num_gpus = int(args.device == "cuda") if args.num_gpus is None else args.num_gpus
     args.max_staleness = 4 if args.max_staleness is None else args.max_staleness

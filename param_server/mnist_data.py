@@ -114,5 +114,4 @@ def _read(read, path):
             plain.flush()
             return read(plain.name)
     except Exception as error:  # each layer has its own for a file that is cut or foreign
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{path} is not a file of MNIST's, or is damaged: {reason}") from None
+        raise ValueError(f"{path} is not a file of MNIST's, or is damaged: {' '.join(str(error).split())}") from None

@@ -5,6 +5,7 @@ server calls count_update.  It works alike for both modes, and knows nothing of 
 """
 
 import collections
+import copy
 import itertools
 import statistics
 import threading
@@ -19,7 +20,7 @@ from mnist_data import load_digits, normalised
 from rpc_names import trainers
 
 SETTINGS = ("mode", "dataset", "seed", "batch_size", "max_batches", "sync_every")  # must be the same after --resume
-BOOKS = ("epoch", "updates", "staleness_sum", "staleness_max", "accuracy", "images_applied")
+BOOKS = ("epoch", "updates", "stale", "accuracy", "images_applied")
 
 
 class Scoreboard:
@@ -37,9 +38,9 @@ class Scoreboard:
         self.lock = threading.Lock()  # for what two trainers may touch at once
         self.living = set(trainers(args))
         self.lots = None  # trainer -> numbers of the batches that it has still to do; None: this epoch is not dealt yet
-        self.epoch = self.updates = self.staleness_sum = self.staleness_max = 0
+        self.epoch = self.updates = self.images = self.seconds = 0  # the last two: since this process started
+        self.stale = collections.Counter()  # staleness -> how many gradients had it
         self.images_applied = []  # to the weights, by epoch
-        self.images, self.seconds, self.stale = 0, 0, collections.Counter()  # since this process started
         self.accuracy = self.started = None
         self.figures = {}  # trainer -> what its Meter says
         self.waiting = {}  # trainer -> Future, at the line between two lots
@@ -68,7 +69,6 @@ class Scoreboard:
         with self.lock:
             self.report.say(f"Rank {trainer} training batch {batch} loss {loss}")
             self.report.scalar("loss", loss, self.updates)
-            self.bar.set_postfix_str(f"loss {loss:.3f}")
 
     def drop(self, trainer):
         """Go on without a trainer that was lost; return what becomes of its work.  Called by the job."""
@@ -93,8 +93,6 @@ class Scoreboard:
         for trainer, staleness, images, batches in gradients:
             del self.lots[trainer][:batches]
             self.stale[staleness] += 1
-            self.staleness_sum += staleness / len(gradients)
-            self.staleness_max = max(self.staleness_max, staleness)
             self.images_applied[-1] += images
             self.images += images
             self.bar.update(images)
@@ -112,7 +110,8 @@ class Scoreboard:
     def close(self, lost):
         """Say and write the result of the job: rank 0, after every living trainer has finished."""
         self.bar.close()
-        counted = {name: vars(self)[name] for name in ("updates", "staleness_max", "images_applied")}
+        counted = {"updates": self.updates, "images_applied": self.images_applied}
+        counted["staleness_mean"], counted["staleness_max"] = self._staleness()
         for name in ("rpc_calls_per_step", "wire_bytes_per_step"):  # the mean over the trainers, if they have it
             values = [figures[name] for figures in self.figures.values()]
             counted[name] = None if None in values else round(statistics.mean(values), 2)
@@ -120,14 +119,17 @@ class Scoreboard:
             {"loss": "loss of a batch (nats)", "test accuracy": "accuracy on test images (fraction)"},
             "updates of the weights",
             "loss, accuracy",
-            counts=("staleness (updates between reading the weights and changing them)", self.stale),
+            counts=("staleness (updates since the weights were read)", self.stale),
             dataset=self.args.dataset,
             test_accuracy=self.accuracy,
             images_per_second=round(self.images / self.seconds, 1) if self.seconds else None,
-            staleness_mean=round(self.staleness_sum / max(1, self.updates), 3),
             lost=lost,
             **counted,
         )
+
+    def _staleness(self):
+        """Return (mean, largest) of all gradients so far."""
+        return round(sum(self.stale.elements()) / max(1, self.stale.total()), 3), max(self.stale, default=0)
 
     def _left(self):
         """Return the batches of this epoch that are not applied yet, or None if it has not been dealt."""
@@ -135,8 +137,7 @@ class Scoreboard:
 
     def _books(self):
         """Return a copy of what a checkpoint keeps."""
-        books = {name: vars(self)[name] for name in BOOKS}
-        return books | {"images_applied": self.images_applied.copy(), "left": self._left()}
+        return {name: copy.copy(vars(self)[name]) for name in BOOKS} | {"left": self._left()}
 
     def _restore(self):
         state = checkpoint.load(self.args, "param_server")
@@ -186,7 +187,7 @@ class Scoreboard:
         self.epoch, self.lots = self.epoch + 1, None
         self.report.scalar("test accuracy", self.accuracy, self.updates)
         speed = f"{self.images / self.seconds:,.0f} images/s, {self.updates} updates"
-        staleness = f"staleness mean {self.staleness_sum / max(1, self.updates):.2f} max {self.staleness_max}"
+        staleness = "staleness mean {:.2f} max {}".format(*self._staleness())
         self.report.say(f"Epoch {self.epoch}: Accuracy {self.accuracy:.4f}, {speed}, {staleness}")
         if self.args.checkpoint:
             self.save(self._books(), captured)
@@ -202,6 +203,5 @@ def get_accuracy(net, images, labels, batch_size=500):
     device, right = next(net.parameters()).device, 0
     with all_cores():  # nobody trains now
         for batch, target in zip(images.split(batch_size), labels.split(batch_size), strict=True):
-            predicted = net(normalised(batch.to(device))).argmax(dim=1)
-            right += (predicted.cpu() == target).sum().item()
+            right += (net(normalised(batch.to(device))).argmax(dim=1).cpu() == target).sum().item()
     return right / len(labels)

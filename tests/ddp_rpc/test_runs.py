@@ -47,6 +47,8 @@ def test_any_number_of_trainers_and_servers(tmp_path, mode, trainers, servers):
     _, summary = run(tmp_path, *SMALL, "--mode", mode, *ranks, "--embedding_dim", 24)
     assert summary["world_size"] == trainers + 1 + servers
     assert summary["replicas_max_difference"] == 0 and summary["heldout_accuracy"] > 0.15
+    assert mode != "averaged" or summary["staleness_mean"] == 0  # nobody steps between a lookup and its backward
+    assert mode != "pipelined" or summary["staleness_mean"] > 1  # all but the first lookups miss one step of their own
 
 
 @pytest.mark.parametrize(

@@ -309,3 +309,17 @@ def test_wrong_command_lines_are_refused_in_one_line(capsys, flags, words):
     assert refused.value.code == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert all(word in last for word in words), last
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_the_staleness_of_a_gradient_is_the_steps_since_its_lookup(sparse):
+    (shard,) = make_shards(1, sparse=sparse)
+    ids, offsets = torch.tensor([1, 2, 3]), torch.tensor([0, 2])
+    early = shard(ids, offsets)
+    for _ in range(2):
+        shard(ids, offsets).sum().backward()
+        shard.optimizer.step()
+    with torch.no_grad():
+        shard(ids, offsets)  # an evaluation
+    early.sum().backward()
+    assert shard.staleness() == {0: 2, 2: 1}

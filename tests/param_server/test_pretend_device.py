@@ -1,6 +1,7 @@
 """param_server with network and replicas on the pretend device: both modes, dropout, checkpoint, resume; a mistake."""
 
 import pickle
+from collections import Counter
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ DONE, STEPS = 5, 10
 def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_path, mode):
     """Losses and weights to 1e-6, as on the CPU, and the same units dropped.  The checkpoint is the plain loop's."""
     settings = {"mode": mode, "dataset": "synthetic", "seed": 1, "batch_size": 8, "max_batches": STEPS, "sync_every": 1}
-    books = {"epoch": 0, "updates": DONE, "staleness_sum": 0, "staleness_max": 0, "accuracy": None}
+    books = {"epoch": 0, "updates": DONE, "stale": Counter({0: DONE}), "accuracy": None}
     books |= {"left": list(range(DONE, STEPS)), "images_applied": [DONE * 8]}
     _, weights = equivalence.one_process(DONE, batch_size=8, dropout=True)
     momentum = [] if mode == "remote" else torch.empty(0)
