@@ -1,4 +1,4 @@
-"""Which communication pattern survives a real network: rl_rpc's four modes over a link with delay.
+"""Which communication pattern survives a real network: rl_rpc's modes over a link with delay.
 
     sudo python tests/tools/bench_slow_link.py
 
@@ -19,7 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness
 from helpers import ROOT
 from two_hosts import ADDRESSES, TwoHosts, why_not
 
-MODES = ("step", "packed", "batched", "rollout")
+MODES = ("step", "packed", "batched", "rollout", "async")
 
 
 def steps_per_second(hosts, mode, episodes):

@@ -23,7 +23,7 @@ EPISODE = re.compile(r"^Episode (\d+)\t.*Average reward: ([\d.]+)$", re.MULTILIN
 TIMELINES = {
     "rl_rpc": (
         ["--world_size", "3", "--max_episodes", "40", "--eval_episodes", "0"],
-        {mode: ["--mode", mode] for mode in ("step", "packed", "batched", "rollout")},
+        {mode: ["--mode", mode] for mode in ("step", "packed", "batched", "rollout", "async")},
         (35, 8.0),
     ),
     "rnn_rpc": (
@@ -41,6 +41,7 @@ TIMELINES = {
         {
             "remote": ["--mode", "remote"],
             "replica (asynchronous)": ["--mode", "replica"],
+            "replica --overlap": ["--mode", "replica", "--overlap"],
             "replica --consistency sync": ["--mode", "replica", "--consistency", "sync"],
         },
         (20, 150.0),
