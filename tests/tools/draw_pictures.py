@@ -29,7 +29,7 @@ TIMELINES = {
     "rnn_rpc": (
         ["--world_size", "2", "--epochs", "1", "--corpus_tokens", "40000", "--vocabulary", "10000"],
         {mode: ["--mode", mode] for mode in ("logits", "loss", "overlap")},
-        (20, 450.0),
+        (20, 150.0),
     ),
     "ddp_rpc": (
         ["--world_size", "4", "--epochs", "2", "--batches", "30"],
