@@ -119,7 +119,7 @@ class Scoreboard:
             {"loss": "loss of a batch (nats)", "test accuracy": "accuracy on test images (fraction)"},
             "updates of the weights",
             "loss, accuracy",
-            counts=("staleness (updates since the weights were read)", self.stale),
+            counts=("staleness (updates since reading)", self.stale),
             dataset=self.args.dataset,
             test_accuracy=self.accuracy,
             images_per_second=round(self.images / self.seconds, 1) if self.seconds else None,
