@@ -28,7 +28,7 @@ from jobs import Job
 losses = load_module(ROOT / "tests" / "param_server" / "losses.py")
 
 RL_MODES = ("step", "packed", "batched", "rollout", "async")
-OBSERVERS, EPISODES = (1, 2, 3), 200
+OBSERVERS, EPISODES = (1, 2, 3), 60
 
 
 def draw_rl_case(number):
