@@ -129,7 +129,8 @@ class Scoreboard:
 
     def _staleness(self):
         """Return (mean, largest) of all gradients so far."""
-        return round(sum(self.stale.elements()) / max(1, self.stale.total()), 3), max(self.stale, default=0)
+        total = sum(staleness * count for staleness, count in self.stale.items())
+        return round(total / max(1, self.stale.total()), 3), max(self.stale, default=0)
 
     def _left(self):
         """Return the batches of this epoch that are not applied yet, or None if it has not been dealt."""
