@@ -221,22 +221,23 @@ def strangers_meet(*others):
     return "\n".join(done.stderr for done in ended)
 
 
-@makes("silent for …")
-def stopped(_):
-    with Job("rl_rpc", "terminals", ["--max_episodes", "1000000", "--reward_threshold", "1e9"]) as job:
+def rank_that_gets(number, way, rank):
+    """Send a signal to one rank of a job that is under way; return what all of them write to stderr."""
+    with Job("rl_rpc", way, ["--max_episodes", "1000000", "--reward_threshold", "1e9"]) as job:
         assert job.wait_for_text("Episode 10", 90)
-        os.kill(job.pid_of(2), signal.SIGSTOP)
+        os.kill(job.pid_of(rank), number)
         job.wait(30)
         return job.errors()
+
+
+@makes("silent for …")
+def stopped(_):
+    return rank_that_gets(signal.SIGSTOP, "terminals", 2)
 
 
 @makes("killed by SIGKILL")
 def killed(_):
-    with Job("rl_rpc", "spawned", ["--max_episodes", "1000000", "--reward_threshold", "1e9"]) as job:
-        assert job.wait_for_text("Episode 10", 90)
-        os.kill(job.pid_of(1), signal.SIGKILL)
-        job.wait(30)
-        return job.errors()
+    return rank_that_gets(signal.SIGKILL, "spawned", 1)
 
 
 @makes("lost rank 0 (agent): it failed")
