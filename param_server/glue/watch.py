@@ -28,9 +28,8 @@ class Watch:
         self.store = None
         self.lock = threading.Lock()  # guards `left`, and the rank's own beat
         self.left = False
-        self.hurried_at = None  # when torchrun's SIGTERM came
         self.alarmed = False  # no beat since the last SIGALRM
-        self.wake = threading.Event()
+        self.hurry = threading.Event()  # torchrun's SIGTERM has come
         self.beater = threading.Thread(target=self._beat, daemon=True)
 
     def start_signals(self):
@@ -52,7 +51,7 @@ class Watch:
             self.store.set(self.keys[self.rank], "left")
 
     def _beat(self):
-        last, since = {}, {}
+        last, silent, looked, hurried = self.keys, {}, time.monotonic(), False
         try:
             while True:
                 # A dead man's switch: a store that does not answer at all raises SIGALRM (see _await_signals).
@@ -65,18 +64,20 @@ class Watch:
                 if found := read(end):
                     self.job.end(found, mine=False)
                 self.job.see(read_losses(losses))
-                now, patience = time.monotonic(), LOST_AFTER_SECONDS
-                if self.hurried_at:
-                    patience = HURRIED_LOST_AFTER_SECONDS
+                patience = HURRIED_LOST_AFTER_SECONDS if hurried else LOST_AFTER_SECONDS
+                # More than two beats since the last look: we were stopped ourselves, or with the whole job (Ctrl-Z).
+                now = time.monotonic()
+                passed, looked = min(now - looked, 2 * BEAT_SECONDS), now
                 for rank, beat in enumerate(beats):
-                    if beat != last.get(rank):
-                        last[rank], since[rank] = beat, now
-                    silent = now - max(since[rank], self.hurried_at or 0.0)
+                    silent[rank] = silent.get(rank, 0.0) + passed if beat == last[rank] else 0.0
                     watched = rank != self.rank and rank not in self.job.lost and beat not in (b"-", b"left")
-                    if watched and silent > patience:
-                        self.job.drop(rank, f"silent for {silent:.0f} s (killed, stopped, or unreachable)")
-                self.wake.wait(HURRIED_BEAT_SECONDS if self.hurried_at else BEAT_SECONDS)
-                self.wake.clear()
+                    if watched and silent[rank] > patience:
+                        self.job.drop(rank, f"silent for {silent[rank]:.0f} s (killed, stopped, or unreachable)")
+                last = beats
+                if hurried:
+                    time.sleep(HURRIED_BEAT_SECONDS)
+                elif self.hurry.wait(BEAT_SECONDS):
+                    hurried, silent = True, {}
         except RuntimeError:  # the store's way to say that it is gone
             self.job.end(End("lost", STORE_HOLDER, "the connection to it broke"))
 
@@ -89,14 +90,13 @@ class Watch:
             if number not in WATCHED:
                 continue  # of a handler that the program has set for itself
             if number == signal.SIGALRM and not self.alarmed:
-                self.alarmed = True  # it may be we who were stopped, and have just woken up: a beat's time to find out
-                signal.setitimer(signal.ITIMER_REAL, BEAT_SECONDS)
+                self.alarmed = True  # it may be we who were stopped, and have just woken up: time to find out
+                signal.setitimer(signal.ITIMER_REAL, 3 * BEAT_SECONDS)
             elif number == signal.SIGALRM:
                 self.job.end(End("lost", STORE_HOLDER, f"silent for {LOST_AFTER_SECONDS:g} s"))
             elif number == signal.SIGTERM and self.torchrun and self.store:
                 # torchrun may have seen a rank die, and does not say which: that shows soon, when all others beat fast.
-                self.hurried_at = self.hurried_at or time.monotonic()
-                self.wake.set()
+                self.hurry.set()
                 received.settimeout(HURRIED_LOST_AFTER_SECONDS + 0.5)
             else:
                 self.job.end(interrupted(self.rank, number))

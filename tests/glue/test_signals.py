@@ -117,3 +117,17 @@ def test_a_killed_starting_process_takes_every_rank_with_it():
         assert job.wait(5) == [-signal.SIGKILL]
         assert not job.survivors(15), job.text()
         assert "lost the starting process" in job.errors(), job.text()
+
+
+@pytest.mark.parametrize("way", ["spawned", pytest.param("terminals", marks=pytest.mark.slow)])
+def test_a_job_that_is_stopped_as_a_whole_goes_on(way):
+    """Ctrl-Z and fg; a machine that stands still for a while: who was stopped oneself blames nobody for silence."""
+    with Job("rl_rpc", way, [*JOBS["rl_rpc"]["long"], "--log_interval", "1"], fault=(0, "none", 0)) as job:
+        assert job.wait_for_text(r"Episode \d+", 60)
+        everybody = [pid for process in job.processes for pid in job.members(process)]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in everybody:
+                os.kill(pid, number)
+            played = len(re.findall(r"Episode \d+", job.text()))
+            time.sleep(7)  # longer than who is silent is waited for, and then than it takes to say so
+        assert len(re.findall(r"Episode \d+", job.text())) > played and job.errors() == "", job.text()
