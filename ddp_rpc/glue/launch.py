@@ -74,10 +74,12 @@ def _run_rank(rank, run_worker, args, worker_name, parent_port=None):
 
 
 def _keep_console_clean(args):
-    """Silence four known notices of torch, each by its own text."""
+    """Silence five known notices of torch, each by its own text."""
     warnings.filterwarnings("ignore", message="You are using a Backend .*ProcessGroupGloo.* as a ProcessGroup")
     if not args.debug:  # torch prints a remote call's traceback where it ran, besides raising it at the caller
         rpc.internal.print = lambda *_, **__: None
+        shutdown = logging.getLogger("torch.distributed.rpc.api")  # where it also raises: who is lost is ours to say
+        shutdown.addFilter(lambda record: "Shutdown Proceed" not in record.msg)
     # DistributedOptimizer would swap torch.optim's optimizers for "functional" ones, deprecated, which step without a
     # lock. Without them it uses torch.optim under a lock of its own, and notes that this holds the GIL.
     if optim := sys.modules.get("torch.distributed.optim.utils"):  # a second to load, so only where it is used

@@ -7,13 +7,14 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 
 import pytest
 
-from helpers import PACKAGES, assert_one_line_error, package_on_path, run_main, start_main
+from helpers import PACKAGES, ROOT, assert_one_line_error, package_on_path, run_main, start_main
 from jobs import JOBS, Job, free_port, left_in, session_members
 
 LAST_RANK = {package: len(facts["names"]) - 1 for package, facts in JOBS.items()}
@@ -374,3 +375,27 @@ def test_check_measures_the_round_trip_of_each_pair():
         trips = re.findall(r"round trip +rank (\d) \(\w+\) to rank (\d) \(\w+\): ([\d.]+) ms", job.text())
     assert {(a, b) for a, b, _ in trips} == {(a, b) for a in "012" for b in "012" if a != b}
     assert all(0.02 < float(milliseconds) < 1000 for *_, milliseconds in trips)
+
+
+PEER_LOST_IN_SHUTDOWN = """
+import sys, types
+sys.path.insert(0, "rl_rpc")
+from glue import launch
+from torch.distributed.rpc import api
+
+def lost(*_, **__):
+    raise RuntimeError("EOF: end of file")
+
+launch._keep_console_clean(types.SimpleNamespace(debug=False))
+api._all_gather = lost
+try:
+    api._wait_all_workers.__wrapped__()
+except RuntimeError as error:
+    print("raised", error)
+"""
+
+
+def test_torch_prints_no_traceback_when_a_peer_dies_in_shutdown():
+    command = [sys.executable, "-c", PEER_LOST_IN_SHUTDOWN]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("raised EOF: end of file\n", "")
