@@ -281,3 +281,13 @@ def test_a_wait_for_what_is_there_already_is_none(recorder):
     recorder.hand_in(Job0(), store)
     (bar,) = json.loads(zlib.decompress(store.get("trace/0")))["bars"]
     assert bar["name"] == "wait" and bar["dur"] > 40e6
+
+
+def test_what_is_unfinished_at_the_end_ends_together(recorder):
+    recorder.start(Job0())
+    store = torch.distributed.HashStore()
+    with recorder.bar("step", "outer"), recorder.bar("work", "inner"), recorder.bar("wait", "innermost"):
+        recorder.hand_in(Job0(), store)
+    bars = json.loads(zlib.decompress(store.get("trace/0")))["bars"]
+    assert [bar["name"] for bar in bars] == [f"{name} (unfinished)" for name in ("outer", "inner", "innermost")]
+    assert len({bar["ts"] + bar["dur"] for bar in bars}) == 1, "or a bar would reach out of the one in which it lies"
