@@ -148,7 +148,7 @@ def calls(rank):
     rref = rpc.remote("b", Agent)
     see("ran for more than set timeout", lambda: rpc.rpc_sync("b", time.sleep, args=(0.5,), timeout=0.1))
     see("Can't get attribute", lambda: rpc.rpc_sync("b", only_here))
-    see("Can't pickle local object", lambda: rpc.rpc_sync("b", lambda: 1))
+    see("local object '…<lambda>'", lambda: rpc.rpc_sync("b", lambda: 1))
     see("_thread.lock", lambda: rpc.rpc_sync("b", fail, args=(threading.Lock(),)))
     see("positional argument", lambda: rpc.rpc_sync("b", gradients, args=(0, 1)))
     see("could not find destination name", lambda: rpc.rpc_sync("c", gradients, args=(0,)))

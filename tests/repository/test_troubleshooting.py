@@ -58,7 +58,7 @@ TORCH = (
     "ran for more than set timeout",
     "`eof (this error",
     "Can't get attribute",
-    "Can't pickle local object",
+    "local object '…<lambda>'",
     "positional argument",
     "_thread.lock",
     "'Agent' object has no attribute",

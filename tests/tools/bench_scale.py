@@ -7,19 +7,25 @@
 
 Every rank is a process whose CPU time the kernel counts when it ends. Of two runs, a short one and a long one, the
 difference is taken: so what starting costs does not count. Columns: units of work per second as measured and as
-predicted; ms of CPU that rank 0 needs for a unit, and that a worker needs for it.
+predicted; ms of CPU that rank 0 needs for a unit, and that a worker does.  rl_rpc plays on from a policy that has
+solved CartPole, so that all episodes are about equally long, as the model takes them to be.
 """
 
 import argparse
+import functools
 import json
 import os
 import pathlib
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
+
+import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
 
@@ -37,10 +43,12 @@ class Scenario:
     flags: str
     work: tuple
 
-    def length(self, workers, work):
+    def length(self, workers, work, folder):
         """Return the flags of a run that does so much work."""
         if self.package == "rl_rpc":
-            return f"--max_episodes {work}"
+            path = shutil.copy(solved_policy(), folder)
+            rounds = torch.load(path)["state"]["episode"] + work // workers
+            return f"--max_episodes {rounds} --resume --checkpoint {path}"
         return f"--max_batches {max(2, work // workers)}"
 
     def figures(self, summary, batch_size):
@@ -50,17 +58,29 @@ class Scenario:
         return summary["updates"], summary["images_per_second"] / batch_size
 
 
-RL = "--mode rollout --eval_episodes 0 --reward_threshold 1e9 --transport uv"
-PS = "--mode replica --dataset synthetic --log_interval 1000000"
-SCENARIOS = {"rl": Scenario("rl_rpc", "env step", RL, (50, 150)), "ps": Scenario("param_server", "push", PS, (96, 480))}
+@functools.cache
+def solved_policy():
+    """Return the checkpoint of a policy that has solved CartPole."""
+    path = os.path.join(tempfile.gettempdir(), "bench_scale.pt")
+    command = [sys.executable, str(ROOT / "rl_rpc" / "main.py"), "--mode", "rollout", "--checkpoint", path]
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    return path
+
+
+RL = "--mode rollout --eval_episodes 0 --reward_threshold 1e9 --lr 1e-6 --transport uv --log_interval 1000000"
+PS = "--mode replica --dataset synthetic --log_interval 1000000 --lr 1e-4"
+SCENARIOS = {
+    "rl": Scenario("rl_rpc", "env step", RL, (160, 800)),
+    "ps": Scenario("param_server", "push", PS, (96, 480)),
+}
 
 
 def run_job(scenario, workers, servers, work, batch_size, hosts):
     """Run one job; return (units of work, units per second, CPU seconds of rank 0, CPU seconds of all workers)."""
-    flags = shlex.split(f"{scenario.flags} {scenario.length(workers, work)}")
-    if scenario.package == "param_server":
-        flags += ["--batch_size", str(batch_size), "--num_servers", str(servers)]
     with tempfile.TemporaryDirectory() as folder:
+        flags = shlex.split(f"{scenario.flags} {scenario.length(workers, work, folder)}")
+        if scenario.package == "param_server":
+            flags += ["--batch_size", str(batch_size), "--num_servers", str(servers)]
         summary, port = os.path.join(folder, "summary.json"), free_port()
         world_size = str(workers + servers)
         command = [sys.executable, str(ROOT / scenario.package / "main.py"), "--world_size", world_size]
@@ -84,20 +104,48 @@ def run_job(scenario, workers, servers, work, batch_size, hosts):
 
 
 def measure(scenario, workers, args, hosts):
-    """Return units per second, and the CPU seconds that rank 0 and a worker need for one unit: medians."""
+    """Return medians: units per second, CPU seconds of rank 0 and of a worker for one, units for a piece of work."""
     rows = []
     for _ in range(args.repeats):
         short, long = (run_job(scenario, workers, args.servers, work, args.batch_size, hosts) for work in scenario.work)
         units = long[0] - short[0]
-        rows.append((long[1], (long[2] - short[2]) / units, (long[3] - short[3]) / units))
+        work = scenario.work[1] - scenario.work[0]
+        rows.append((long[1], (long[2] - short[2]) / units, (long[3] - short[3]) / units, units / work))
     return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+@functools.cache
+def alone():
+    """Return the seconds that a step takes to play, and to learn from, alone on a core."""
+    sys.path.insert(0, str(ROOT / "rl_rpc"))
+    import bench
+    from environment import make_env
+    from glue.placement import keep_freed_memory
+    from learner import Learner
+    from policy import Actor
+
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    learner, env, times = Learner(lr=1e-6), make_env("CartPole-v1"), []
+    learner.load_state_dict(torch.load(solved_policy())["state"])
+    actor = Actor(learner.policy)
+    for _ in range(10):
+        started = time.perf_counter()
+        trajectories = [bench.play(env, actor, 1, ob_id, 1) for ob_id in range(1, 9)]
+        played = time.perf_counter()
+        learner.learn(trajectories)
+        steps = sum(len(trajectory.actions) for trajectory in trajectories)
+        times.append(((played - started) / steps, (time.perf_counter() - played) / steps))
+    return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
 def predict(scenario, workers, one, cores):
     """Return the units per second that SCALE.md's formula gives, from what was measured with one worker."""
-    rate, rank_0, worker = one
+    rate, rank_0, worker, n = one
     if scenario.package == "rl_rpc":  # they take turns: the observers play, side by side, then the agent learns
-        return 1 / (rank_0 + (1 / rate - rank_0) / min(workers, cores))
+        play, learn = alone()
+        fixed = n / rate - n * (play + learn)
+        return workers * n / (fixed + n * play * max(1, workers / cores) + workers * n * learn)
     return min(workers * rate, cores / (rank_0 + worker), 1 / rank_0)  # all work at once
 
 
@@ -122,7 +170,7 @@ def main():
             with TwoHosts(delay_ms=args.delay) as hosts:
                 found = measure(scenario, workers, args, hosts)
         one = one or found
-        rate, *used = found
+        rate, *used, _ = found
         cells = [
             f"{rate:,.0f}",
             f"{predict(scenario, workers, one, cores):,.0f}",
