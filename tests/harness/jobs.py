@@ -146,7 +146,10 @@ class Job:
             time.sleep(0.02)
 
     def pid_of(self, rank, seconds=60):
-        """Return the process of a rank, as soon as it is there; None if the job has ended before."""
+        """Return the process of a rank, as soon as all are there; None if the job has ended before.
+
+        One child of the fork server alone may be a command that loading torch starts, a moment after its fork.
+        """
         if self.way == "terminals":
             return self.processes[rank].pid
         deadline = time.monotonic() + seconds
@@ -154,7 +157,8 @@ class Job:
             if self.way == "torchrun":
                 found = [pid for pid in self.members(self.processes[0]) if f"RANK={rank}" in environment_of(pid)]
             else:
-                found = ranks_of(self.processes[0].pid)[rank : rank + 1]
+                ranks = ranks_of(self.processes[0].pid)
+                found = ranks[rank : rank + 1] if len(ranks) >= len(self.names) else []
             if found:
                 return found[0]
             time.sleep(0.02)
