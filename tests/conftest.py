@@ -30,7 +30,7 @@ def digits(tmp_path_factory):
         from drawn_digits import draw_digits
         from mnist_data import FILES
     for seed, (train, names) in enumerate(FILES.items()):
-        for name, array in zip(names, draw_digits(20_000 if train else 4_000, seed), strict=True):
+        for name, array in zip(names, draw_digits(9_600 if train else 1_000, seed), strict=True):
             sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
             content = array.byte().numpy().tobytes()
             (folder / name).write_bytes(bytes([0, 0, 8, array.dim()]) + sizes + content)

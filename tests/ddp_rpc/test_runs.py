@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from helpers import assert_one_line_error, run_main, start_main
+from helpers import assert_one_line_error, run_main
 
 SMALL = ("--batches", 20, "--epochs", 2)
 
@@ -67,15 +67,6 @@ def test_random_targets_cannot_be_learned(tmp_path):
     """With the tutorial's targets a model stays where it started, whatever is right or wrong in it."""
     _, summary = run(tmp_path, "--targets", "random", "--mode", "pipelined", "--epochs", 3)
     assert summary["heldout_accuracy"] < 0.16 and summary["heldout_loss"] > 2.0
-
-
-@pytest.mark.slow
-def test_two_jobs_side_by_side(tmp_path):
-    """The tutorial's two fixed ports allow one job on a machine."""
-    jobs = [start_main("ddp_rpc", *SMALL, "--mode", "pipelined") for _ in range(2)]
-    for job in jobs:
-        out, err = job.communicate(timeout=120)
-        assert job.returncode == 0 and err == "" and "replicas of fc identical" in out
 
 
 @pytest.mark.slow

@@ -16,12 +16,11 @@ QUICK = [
 FULL = [
     ("rl_rpc", "spawned", 2, "SIGSTOP", "training", 1.0),
     ("ddp_rpc", "spawned", 0, "SIGKILL", "start", 1.1),
-    ("rnn_rpc", "terminals", 0, "SIGKILL", "start", 0.5),
     ("param_server", "terminals", 1, "SIGSTOP", "training", 2.0),
     ("ddp_rpc", "terminals", 2, "SIGKILL", "end", 1.4),
     ("param_server", "spawned", 0, "SIGKILL", "end", 2.2),
     ("ddp_rpc", "torchrun", 0, "SIGKILL", "training", 1.0),
-    *(draw_case(number) for number in (1, 4, 6, 8, 11, 13)),
+    *(draw_case(number) for number in (1, 4, 6, 11)),
 ]
 
 

@@ -155,10 +155,9 @@ def test_a_trace_that_cannot_be_written_fails_in_one_line():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["terminals", "torchrun"])
-def test_ranks_that_were_started_one_by_one_leave_one_file(way, tmp_path):
+def test_ranks_that_were_started_one_by_one_leave_one_file(tmp_path):
     trace = tmp_path / "trace.json"
-    with Job("rl_rpc", way, [*JOBS["rl_rpc"]["short"], "--trace", str(trace)]) as job:
+    with Job("rl_rpc", "terminals", [*JOBS["rl_rpc"]["short"], "--trace", str(trace)]) as job:
         assert set(job.wait(120)) == {0}, job.text()
         assert job.text().count("RPCs, median milliseconds") == 1
     events = events_in(trace)

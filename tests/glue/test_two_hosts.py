@@ -65,7 +65,7 @@ def test_works_across_two_hosts(package):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["rl_rpc", "ddp_rpc"])  # without a process group, and with one
+@pytest.mark.parametrize("package", ["ddp_rpc"])  # RPC, and beside it a process group
 def test_a_cut_link_ends_the_job(package):
     with TwoHosts() as hosts, RanksOnTwoHosts(hosts, package, JOBS[package]["long"]) as ranks:
         deadline = time.monotonic() + 90

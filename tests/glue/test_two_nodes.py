@@ -21,16 +21,15 @@ DONE = "Greedy policy over 1 episodes"
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
-@pytest.mark.parametrize("package", ["rl_rpc", "ddp_rpc"])  # RPC alone, and RPC beside a process group
-def test_torchrun_on_two_nodes(package):
-    flags = SHORT if package == "rl_rpc" else ["--epochs", "2", "--batches", "20"]
-    with TwoHosts() as hosts, Nodes(hosts, package, flags) as nodes:
+def test_torchrun_on_two_nodes():
+    """RPC, and beside it a process group."""
+    with TwoHosts() as hosts, Nodes(hosts, "ddp_rpc", ["--epochs", "2", "--batches", "20"]) as nodes:
         assert nodes.wait(120) == [0, 0], nodes.texts()
         first, second = nodes.texts()
         assert "rank 0 of 4, started by torchrun" in first
         assert f"Listening on {ADDRESSES[0]} (rpc-a)." in first
         assert f"Listening on {ADDRESSES[1]} (rpc-b)." in second
-        assert (DONE if package == "rl_rpc" else "accuracy") in first + second
+        assert "accuracy" in first + second
 
 
 class Nodes:

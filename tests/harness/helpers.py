@@ -42,7 +42,9 @@ def read_whole(path):
 
 @functools.cache
 def warm_process():
-    """Start warm.py, once; return the address where it waits."""
+    """Start warm.py, once; return the address where it waits.  Tests that tests run share that of the outermost."""
+    if "WARM_PROCESS" in os.environ:
+        return os.environ["WARM_PROCESS"]
     address = os.path.join(tempfile.mkdtemp(), "warm")
     command = [sys.executable, str(ROOT / "tests" / "harness" / "warm.py"), address]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -51,10 +53,11 @@ def warm_process():
     return address
 
 
-def run_warm(command, out, err, timeout):
+def run_warm(command, out, err, timeout, cwd=None):
     """Let the warm process become `command`; return its exit status."""
     with multiprocessing.connection.Client(warm_process(), "AF_UNIX") as connection:
-        request = {"argv": command[1:], "cwd": os.getcwd(), "environ": dict(os.environ), "stdout": out, "stderr": err}
+        environ = os.environ | {"WARM_PROCESS": warm_process()}
+        request = {"argv": command[1:], "cwd": cwd or os.getcwd(), "environ": environ, "stdout": out, "stderr": err}
         connection.send(request)
         pid = connection.recv()
         if not connection.poll(timeout):

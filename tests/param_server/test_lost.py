@@ -61,6 +61,8 @@ def test_the_digits_are_learned_without_a_lost_trainer(mode, digits, tmp_path):
         *mode,
         "--world_size",
         4,
+        "--batch_size",
+        16,
         "--lr",
         0.05,
         "--on_lost",
@@ -75,4 +77,4 @@ def test_the_digits_are_learned_without_a_lost_trainer(mode, digits, tmp_path):
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0 and "The job finished without rank 2 (trainer_2)." in out, (out, err)
     figures = json.loads(summary.read_text())
-    assert figures["lost"] == [2] and figures["images_applied"] == [20_000] and figures["test_accuracy"] > 0.8
+    assert figures["lost"] == [2] and figures["images_applied"] == [9_600] and figures["test_accuracy"] > 0.8

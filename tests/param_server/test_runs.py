@@ -7,15 +7,12 @@ import random
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import ROOT, assert_one_line_error, assert_refused, run_main, run_script, start_main
+from helpers import assert_one_line_error, assert_refused, run_main, run_script, start_main
 from jobs import ranks_of
 
 DRAWN = ("--dataset", "synthetic")
@@ -210,7 +207,7 @@ RESUMED = {  # mode: (flags, how far weights may be off)
 def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path, digits, mode):
     """With `sync` to the bit, dropout and all: nothing depends on who comes first, or on when it was interrupted."""
     flags, tolerance = RESUMED[mode]
-    flags = (*from_files(digits), *flags, "--batch_size", 8, "--max_batches", 100)
+    flags = (*from_files(digits), *flags, "--batch_size", 8, "--max_batches", 60)
     unbroken, broken = tmp_path / "unbroken.pt", tmp_path / "broken.pt"
     assert run_main("param_server", *flags, "--checkpoint", unbroken).returncode == 0
     flags = (*flags, "--checkpoint", broken, "--checkpoint_every", 7)
@@ -219,11 +216,11 @@ def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path, digits, mo
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     at = updates_in(broken)
-    assert at % 7 == 0 and at < 100
+    assert at % 7 == 0 and at < 60
     resumed = run_main("param_server", *flags, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert f"Going on from update {at}," in resumed.stdout
-    assert updates_in(broken) == 100
+    assert updates_in(broken) == 60
     weights, expected = (torch.load(f, weights_only=True)["state"]["model"] for f in (broken, unbroken))
     for name in expected:
         torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=tolerance)
@@ -240,13 +237,13 @@ def test_an_epoch_goes_on_with_fewer_or_more_trainers(tmp_path, digits, world_si
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     left = torch.load(checkpoint, weights_only=True)["state"]["books"]["left"]
-    assert 0 < len(left) < 20_000 // 32
+    assert 0 < len(left) < 9_600 // 32
     resumed = run_main(
         "param_server", *flags, "--resume", "--world_size", world_size, "--summary_json", summary, timeout=200
     )
     assert resumed.returncode == 0, resumed.stderr
     figures = json.loads(summary.read_text())
-    assert figures["images_applied"] == [20_000] and figures["updates"] == 20_000 // 32
+    assert figures["images_applied"] == [9_600] and figures["updates"] == 9_600 // 32
 
 
 @pytest.mark.slow
@@ -274,9 +271,18 @@ def kill_a_trainer_when_training(process, trainer, checkpoint, delay=0.0):
 
 
 @pytest.mark.slow
-def test_a_lost_trainer_ends_the_job_with_status_1(tmp_path):
+def test_a_lost_trainer_ends_the_job_with_status_1(tmp_path, digits):
     checkpoint = tmp_path / "c.pt"
-    flags = (*DRAWN, *MODES["sync"], "--world_size", 3, "--checkpoint", checkpoint, "--checkpoint_every", 5)
+    flags = (
+        *from_files(digits),
+        *MODES["sync"],
+        "--world_size",
+        3,
+        "--checkpoint",
+        checkpoint,
+        "--checkpoint_every",
+        5,
+    )
     process = start_main("param_server", *flags)
     kill_a_trainer_when_training(process, 1, checkpoint)
     out, err = process.communicate(timeout=40)
@@ -285,54 +291,14 @@ def test_a_lost_trainer_ends_the_job_with_status_1(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["remote", "async", "bounded", "sync"])
-def test_a_killed_trainer_comes_back_with_max_restarts(tmp_path, digits, mode):
+def test_a_killed_trainer_comes_back_with_max_restarts(tmp_path, digits):
     checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
-    flags = (*from_files(digits), *MODES[mode], "--world_size", 5, "--lr", 0.1 if mode == "sync" else 0.05)
+    flags = (*from_files(digits), *MODES["sync"], "--world_size", 5, "--lr", 0.1)
     flags = (*flags, "--max_batches", 75, "--max_restarts", 1, "--checkpoint", checkpoint, "--checkpoint_every", 4)
     process = start_main("param_server", *flags, "--summary_json", summary)
-    random_ = random.Random(mode)
-    kill_a_trainer_when_training(process, random_.randint(1, 4), checkpoint, delay=random_.uniform(0, 2))
+    kill_a_trainer_when_training(process, 3, checkpoint, delay=random.uniform(0, 2))
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0 and "Going on from update" in out, (out, err)
     figures = json.loads(summary.read_text())
-    assert figures["restarts"] == 1 and figures["updates"] == (75 if mode == "sync" else 300)
+    assert figures["restarts"] == 1 and figures["updates"] == 75
     assert figures["test_accuracy"] > 0.6
-
-
-@pytest.mark.slow
-def test_torchrun_brings_a_lost_rank_back(tmp_path):
-    checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "3",
-        "--max-restarts",
-        "1",
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        str(free_port()),
-        str(ROOT / "param_server/main.py"),
-        *DRAWN,
-        "--max_batches",
-        "200",
-        "--lr",
-        "0.05",
-        "--checkpoint",
-        str(checkpoint),
-        "--checkpoint_every",
-        "20",
-        "--summary_json",
-        str(summary),
-    ]
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, text=True, start_new_session=True)
-    wait_for(checkpoint.exists, 90, process)
-    pids = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(pids[-1]), signal.SIGKILL)
-    assert process.wait(timeout=150) == 0, (tmp_path / "log").read_text()
-    figures = json.loads(summary.read_text())
-    assert figures["restarts"] == 1 and figures["updates"] == 400 and figures["test_accuracy"] > 0.8

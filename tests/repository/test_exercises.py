@@ -1,15 +1,18 @@
 """The exercises: each check fails on the code that the exercise starts from, and passes with its solution."""
 
+import concurrent.futures
+import shlex
 import shutil
 import subprocess
+import sys
 
 import pytest
+import pytest.__main__
 
-from helpers import PACKAGES, ROOT, load_module
+from helpers import PACKAGES, ROOT, load_module, run_warm
 
 exercise = load_module(ROOT / "tests" / "tools" / "exercise.py")
 EXERCISES = {f"{p}-{number}": each for p in PACKAGES for number, each in enumerate(exercise.read_page(p), 1)}
-CHEAP = ("ddp_rpc-1",)
 
 
 def copy_to(folder):
@@ -30,18 +33,46 @@ def test_a_solution_fits_the_code(name, tmp_path):
     assert ({path: path.read_bytes() for path in before} == before) == taken_out
 
 
-@pytest.mark.parametrize(
-    "name", [each if each in CHEAP else pytest.param(each, marks=pytest.mark.slow) for each in EXERCISES]
-)
-def test_a_check_fails_at_the_start_and_passes_with_the_solution(name, tmp_path):
-    """Both at once: what takes time is that each loads torch."""
-    each, start, solved = EXERCISES[name], copy_to(tmp_path / "start"), copy_to(tmp_path / "solved")
+def start_and_solved(each, folder):
+    """Return two copies: what the exercise starts from, and its solution."""
+    start, solved = copy_to(folder / "start"), copy_to(folder / "solved")
     each.start(start)  # False: the code as published has nothing of the solution
     each.solve(solved)  # False: it has it
-    checks = [each.start_check(root, stdout=subprocess.PIPE, text=True) for root in (start, solved)]
-    (failed, _), (passed, _) = (check.communicate(timeout=250) for check in checks)
-    assert checks[0].returncode == 1, failed  # pytest: tests were run, and one failed
-    assert checks[1].returncode == 0, passed
+    return start, solved
+
+
+def run_check(each, root):
+    """Run the check as start_check does, in a process that has torch loaded; return (status, what it printed)."""
+    python, m, pytest_, *words = shlex.split(each.check)
+    assert (python, m, pytest_) == ("python", "-m", "pytest")
+    out = root / "out.txt"
+    out.touch()
+    return run_warm([sys.executable, pytest.__main__.__file__, *words], out, out, 250, cwd=root), out.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXERCISES)
+def test_a_check_fails_at_the_start_and_passes_with_the_solution(name, tmp_path):
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        (status, failed), (good, passed) = pool.map(
+            lambda root: run_check(EXERCISES[name], root), start_and_solved(EXERCISES[name], tmp_path)
+        )
+    assert status == 1, failed  # pytest: tests were run, and one failed
+    assert good == 0, passed
+
+
+def test_the_command_prints_the_exercise_and_the_verdict(tmp_path):
+    """What ./run_all.sh exercise ddp 1 runs."""
+    command = [sys.executable, "tests/tools/exercise.py", "ddp", "1"]
+    ends = (1, "Not solved yet"), (0, "Solved")
+    told = [
+        subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
+        for root in start_and_solved(EXERCISES["ddp_rpc-1"], tmp_path)
+    ]
+    for process, (status, verdict) in zip(told, ends, strict=True):
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == status and out.startswith("## 1. "), out
+        assert out.splitlines()[-1].startswith(verdict), out
 
 
 def test_a_page_has_three_or_four_exercises():
