@@ -69,8 +69,6 @@ def test_at_any_moment_from_the_first_instruction_on(way, moment):
         pytest.param("param_server", "spawned", "parent", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("rnn_rpc", "spawned", "parent", signal.SIGHUP, marks=pytest.mark.slow),
         pytest.param("ddp_rpc", "spawned", "group", signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param("ddp_rpc", "terminals", "one", signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param("param_server", "terminals", "one", signal.SIGHUP, marks=pytest.mark.slow),
     ],
 )
 def test_a_working_job_ends_quietly_and_keeps_the_checkpoint(package, way, target, number, tmp_path):
