@@ -76,6 +76,7 @@ def test_what_the_job_cannot_do_without_ends_it(who):
         assert "finished" not in job.text()
 
 
+@SLOW
 def test_under_torchrun_it_is_refused_in_one_line():
     with start("torchrun") as job:
         assert job.wait(60) != [0]

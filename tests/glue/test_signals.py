@@ -117,7 +117,8 @@ def test_a_killed_starting_process_takes_every_rank_with_it():
         assert "lost the starting process" in job.errors(), job.text()
 
 
-@pytest.mark.parametrize("way", ["spawned", pytest.param("terminals", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["spawned", "terminals"])
 def test_a_job_that_is_stopped_as_a_whole_goes_on(way):
     """Ctrl-Z and fg; a machine that stands still for a while: who was stopped oneself blames nobody for silence."""
     with Job("rl_rpc", way, [*JOBS["rl_rpc"]["long"], "--log_interval", "1"], fault=(0, "none", 0)) as job:

@@ -114,7 +114,9 @@ def watch_sockets(package, way, tmp_path):
     assert sampler.seen <= SocketSampler.LOOPBACK, sampler.seen
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+    "package", ["rl_rpc", "ddp_rpc", *(pytest.param(p, marks=pytest.mark.slow) for p in ("rnn_rpc", "param_server"))]
+)
 def test_a_spawned_run_is_quiet_listens_on_loopback_only_and_leaves_nothing(package, tmp_path):
     watch_sockets(package, "spawned", tmp_path)
 

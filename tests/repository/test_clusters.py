@@ -40,7 +40,8 @@ def run_with_stand_ins(script, folder):
         stand_in = folder / name
         record = f"import json, sys; print(json.dumps(['{name}', *sys.argv[1:]]), file=open({str(log)!r}, 'a'))"
         answer = "; print('node1\\nnode2\\nnode3')" if name == "scontrol" else ""
-        stand_in.write_text(f"#!{sys.executable}\n{record}{answer}\n")
+        program = shlex.join([sys.executable, "-c", record + answer])
+        stand_in.write_text(f'#!/bin/sh\nexec {program} "$@"\n')  # a "#!" line could not have the spaces of a path
         stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
     environment = SLURM_JOB | {"PATH": f"{folder}:/usr/bin:/bin"}
     done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], capture_output=True, text=True, env=environment)

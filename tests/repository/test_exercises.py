@@ -61,6 +61,7 @@ def test_a_check_fails_at_the_start_and_passes_with_the_solution(name, tmp_path)
     assert good == 0, passed
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_exercise_and_the_verdict(tmp_path):
     """What ./run_all.sh exercise ddp 1 runs."""
     command = [sys.executable, "tests/tools/exercise.py", "ddp", "1"]

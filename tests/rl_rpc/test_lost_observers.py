@@ -95,7 +95,7 @@ def play_and_lose(tmp_path, way, mode, number, *, lost=(2,), episodes=60):
 
 SLOW = pytest.mark.slow
 CASES = [
-    pytest.param(way, mode, number, marks=() if (way, mode, number) == ("spawned", "batched", signal.SIGKILL) else SLOW)
+    (way, mode, number)
     for way in ("spawned", "terminals")
     for mode in ("step", "batched", "async")
     for number in (signal.SIGKILL, signal.SIGSTOP)
@@ -104,6 +104,7 @@ CASES = [
 ]
 
 
+@SLOW
 @pytest.mark.parametrize("way, mode, number", CASES)
 def test_a_job_goes_on_without_an_observer(tmp_path, way, mode, number):
     statuses, errors, text, summary = play_and_lose(tmp_path, way, mode, number)

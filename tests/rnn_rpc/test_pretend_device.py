@@ -21,7 +21,9 @@ pytestmark = [
 train = functools.partial(equivalence.train, device=pretend_device.DEVICE)
 
 
-@pytest.mark.parametrize(("mode", "world_size"), [("logits", 2), ("loss", 2), ("overlap", 3)])
+@pytest.mark.parametrize(
+    ("mode", "world_size"), [pytest.param("logits", 2, marks=pytest.mark.slow), ("loss", 2), ("overlap", 3)]
+)
 def test_a_run_that_goes_on_from_a_checkpoint_equals_one_on_the_cpu(tmp_path, mode, world_size, capsys):
     """20 iterations, then as many again: parameters, Adam's state, dropout masks, held-out perplexity, sampled text.
 
