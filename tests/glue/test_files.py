@@ -38,6 +38,7 @@ def load(path, scenario="rl_rpc"):
         return checkpoint.load(args, scenario)
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_moment_leaves_a_whole_file(tmp_path):
     path, draw = tmp_path / "checkpoint.pt", random.Random(1)
     last = 0

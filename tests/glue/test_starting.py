@@ -172,6 +172,7 @@ def test_a_rank_that_never_comes_is_waited_for_aloud_and_named(package):
         assert re.search(rf"waiting for (rank .*, )?{where}", output), output
 
 
+@pytest.mark.slow
 def test_rank_0_that_never_comes_is_waited_for_aloud_and_named():
     port = free_port()
     done = run_main("rl_rpc", "--world_size", 2, "--rank", 1, "--master_port", port, "--join_timeout", 4)

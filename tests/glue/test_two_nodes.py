@@ -87,13 +87,10 @@ def free_job_id():
             return number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher, variables",
-    [
-        ("Slurm", slurm_step),
-        pytest.param("the environment (RANK, WORLD_SIZE, ...)", quartet, marks=pytest.mark.slow),
-        pytest.param("Open MPI", open_mpi, marks=pytest.mark.slow),
-    ],
+    [("Slurm", slurm_step), ("the environment (RANK, WORLD_SIZE, ...)", quartet), ("Open MPI", open_mpi)],
 )
 def test_two_tasks_find_each_other_by_their_environment(launcher, variables):
     port, job_id = free_port(), free_job_id()

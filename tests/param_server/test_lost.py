@@ -23,6 +23,7 @@ def test_a_killed_trainers_batches_go_to_the_others():
     assert summary["lost"] == [3]
 
 
+@pytest.mark.slow
 def test_the_mean_goes_on_without_one_that_fails():
     summary = losses.run_case("sync", {0: ("exception", 0.2), 3: ("SIGKILL", 0.5)})
     assert summary["lost"] == [1, 4]

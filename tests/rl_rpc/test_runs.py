@@ -65,6 +65,7 @@ def test_training_that_diverges_ends_the_run_in_one_line(tmp_path):
     assert not summary.exists()
 
 
+@pytest.mark.slow
 def test_gif_or_one_line_that_says_what_is_missing(tmp_path):
     """In a process of its own: the renderer writes to stderr from C."""
     policy, gif = tmp_path / "policy.pt", tmp_path / "out.gif"
