@@ -122,8 +122,8 @@ def test_a_spawned_run_is_quiet_listens_on_loopback_only_and_leaves_nothing(pack
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["ddp_rpc"])  # RPC, and beside it a process group
-def test_a_run_in_terminals_is_quiet_listens_on_loopback_only_and_leaves_nothing(package, tmp_path):
+def test_a_run_in_terminals_is_quiet_listens_on_loopback_only_and_leaves_nothing(tmp_path):
+    package = "ddp_rpc"  # RPC, and beside it a process group
     watch_sockets(package, "terminals", tmp_path)
 
 

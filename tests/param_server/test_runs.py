@@ -273,16 +273,8 @@ def kill_a_trainer_when_training(process, trainer, checkpoint, delay=0.0):
 @pytest.mark.slow
 def test_a_lost_trainer_ends_the_job_with_status_1(tmp_path, digits):
     checkpoint = tmp_path / "c.pt"
-    flags = (
-        *from_files(digits),
-        *MODES["sync"],
-        "--world_size",
-        3,
-        "--checkpoint",
-        checkpoint,
-        "--checkpoint_every",
-        5,
-    )
+    flags = (*from_files(digits), *MODES["sync"], "--world_size", 3)
+    flags = (*flags, "--checkpoint", checkpoint, "--checkpoint_every", 5)
     process = start_main("param_server", *flags)
     kill_a_trainer_when_training(process, 1, checkpoint)
     out, err = process.communicate(timeout=40)
@@ -296,7 +288,8 @@ def test_a_killed_trainer_comes_back_with_max_restarts(tmp_path, digits):
     flags = (*from_files(digits), *MODES["sync"], "--world_size", 5, "--lr", 0.1)
     flags = (*flags, "--max_batches", 75, "--max_restarts", 1, "--checkpoint", checkpoint, "--checkpoint_every", 4)
     process = start_main("param_server", *flags, "--summary_json", summary)
-    kill_a_trainer_when_training(process, 3, checkpoint, delay=random.uniform(0, 2))
+    random_ = random.Random("sync")
+    kill_a_trainer_when_training(process, random_.randint(1, 4), checkpoint, delay=random_.uniform(0, 2))
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0 and "Going on from update" in out, (out, err)
     figures = json.loads(summary.read_text())

@@ -1,7 +1,6 @@
 """The exercises: each check fails on the code that the exercise starts from, and passes with its solution."""
 
 import concurrent.futures
-import shlex
 import shutil
 import subprocess
 import sys
@@ -42,12 +41,12 @@ def start_and_solved(each, folder):
 
 
 def run_check(each, root):
-    """Run the check as start_check does, in a process that has torch loaded; return (status, what it printed)."""
-    python, m, pytest_, *words = shlex.split(each.check)
-    assert (python, m, pytest_) == ("python", "-m", "pytest")
+    """Run the check in a process that has torch loaded; return (status, what it printed)."""
+    python, m, pytest_, *words = each.command()
+    assert (m, pytest_) == ("-m", "pytest")
     out = root / "out.txt"
     out.touch()
-    return run_warm([sys.executable, pytest.__main__.__file__, *words], out, out, 250, cwd=root), out.read_text()
+    return run_warm([python, pytest.__main__.__file__, *words], out, out, 250, cwd=root), out.read_text()
 
 
 @pytest.mark.slow

@@ -61,7 +61,8 @@ class Scenario:
 @functools.cache
 def solved_policy():
     """Return the checkpoint of a policy that has solved CartPole."""
-    path = os.path.join(tempfile.gettempdir(), "bench_scale.pt")
+    solved_policy.folder = tempfile.TemporaryDirectory()  # goes when this process ends
+    path = os.path.join(solved_policy.folder.name, "policy.pt")
     command = [sys.executable, str(ROOT / "rl_rpc" / "main.py"), "--mode", "rollout", "--checkpoint", path]
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
     return path

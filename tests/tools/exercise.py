@@ -28,11 +28,11 @@ class Exercise:
     check: str
     solution: str
 
-    def start_check(self, root=ROOT, **keywords):
-        """Start the check on the code below `root`; return the Popen."""
+    def command(self):
+        """Return the words of the check, to be run where the code is."""
         python, *words = shlex.split(self.check)
         assert python == "python"
-        return subprocess.Popen([sys.executable, *words], cwd=root, **keywords)
+        return [sys.executable, *words]
 
     def start(self, root=ROOT):
         """Take the solution out of the code below `root`; return False if it is not in there."""
@@ -101,7 +101,7 @@ def main():
         sys.exit("The solution does not fit: it is in there already, or its surroundings have been changed.")
     if args.action == "check":
         print(f"{exercise.text}\n\nHint and solution: {PACKAGES[args.package]}/EXERCISES.md\n", flush=True)
-        passed = exercise.start_check().wait() == 0
+        passed = subprocess.run(exercise.command(), cwd=ROOT).returncode == 0
         print("Solved: the check passes." if passed else "Not solved yet: the check fails.")
         return 0 if passed else 1
     return 0
