@@ -75,7 +75,7 @@ class Scoreboard:
         self.server.forget(trainer)  # from here on nothing that it sends is applied
         left = len((self.lots or {}).get(trainer, ()))
         self._go_on_if_all_are_here()
-        return f"its {left} batches of this epoch go to the others" if left else ""
+        return f"batches of this epoch that go to the others: {left}" if left else ""
 
     def batch_of(self, trainer):
         """Return the (epoch, batch) that a trainer is at.  A process that was stopped, and wakes up, is refused."""

@@ -56,5 +56,8 @@ if (
     # Then what this package imports, and what each of torch's optimizers loads at its first step.
     modules = ["torch.distributed.rpc", "main", "torch._dynamo"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
-    multiprocessing.forkserver.ensure_running()
+    try:
+        multiprocessing.forkserver.ensure_running()
+    except OSError as error:  # a TMPDIR whose name is too long for a socket in it, say
+        sys.exit(f"{os.path.basename(PACKAGE_FOLDER)}: no place for a socket in the temporary directory: {error}")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

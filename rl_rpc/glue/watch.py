@@ -13,6 +13,7 @@ from glue.ending import LOSSES, STORE_HOLDER, End, interrupted, read, read_losse
 
 WATCHED = before_torch.SIGNALS | {signal.SIGALRM}
 BEAT_SECONDS, LOST_AFTER_SECONDS = 1.0, 8.0  # a rank shows that it lives; a rank that did not for so long is lost
+WAKE_SECONDS = 3 * BEAT_SECONDS  # for a beat of our own, after we may have been stopped ourselves
 HURRIED_BEAT_SECONDS, HURRIED_LOST_AFTER_SECONDS = 0.1, 1.4  # torchrun has sent SIGTERM, and will send SIGKILL
 
 
@@ -91,9 +92,9 @@ class Watch:
                 continue  # of a handler that the program has set for itself
             if number == signal.SIGALRM and not self.alarmed:
                 self.alarmed = True  # it may be we who were stopped, and have just woken up: time to find out
-                signal.setitimer(signal.ITIMER_REAL, 3 * BEAT_SECONDS)
+                signal.setitimer(signal.ITIMER_REAL, WAKE_SECONDS)
             elif number == signal.SIGALRM:
-                self.job.end(End("lost", STORE_HOLDER, f"silent for {LOST_AFTER_SECONDS:g} s"))
+                self.job.end(End("lost", STORE_HOLDER, f"silent for {LOST_AFTER_SECONDS + WAKE_SECONDS:g} s"))
             elif number == signal.SIGTERM and self.torchrun and self.store:
                 # torchrun may have seen a rank die, and does not say which: that shows soon, when all others beat fast.
                 self.hurry.set()

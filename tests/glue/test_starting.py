@@ -5,10 +5,12 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -94,10 +96,10 @@ class SocketSampler(threading.Thread):
 
 def watch_sockets(package, way, tmp_path):
     """The host's name must not save us: where we may, the job runs on a host whose name resolves to nothing."""
-    (tmp_path / "tmp").mkdir()
+    temporary = tempfile.mkdtemp()  # its name is short enough for a socket, tmp_path's may not be
     shared = set(os.listdir("/dev/shm"))
     flags = [*JOBS[package]["short"], "--summary_json", str(tmp_path / "summary.json")]
-    with Job(package, way, flags, other_hostname=True, env={"TMPDIR": str(tmp_path / "tmp")}) as job:
+    with Job(package, way, flags, other_hostname=True, env={"TMPDIR": temporary}) as job:
         sampler = SocketSampler([process.pid for process in job.processes])
         sampler.start()
         statuses = job.wait(120)
@@ -106,7 +108,8 @@ def watch_sockets(package, way, tmp_path):
         assert job.errors() == ""
         assert not re.search(r"(?i)warning|deprecat", job.text()), job.text()
         assert not job.survivors(2)
-    assert left_in(tmp_path / "tmp") == [] and sorted(os.listdir(tmp_path)) == ["summary.json", "tmp"]
+    assert left_in(temporary) == [] and os.listdir(tmp_path) == ["summary.json"]
+    shutil.rmtree(temporary)
     new = set(os.listdir("/dev/shm")) - shared
     assert not [name for name in new if name.startswith(("torch_", "sem."))], new
     assert sampler.samples > 20
@@ -121,6 +124,14 @@ def test_a_spawned_run_is_quiet_listens_on_loopback_only_and_leaves_nothing(pack
     watch_sockets(package, "spawned", tmp_path)
 
 
+def test_a_temporary_directory_with_too_long_a_name_is_told_in_one_line(tmp_path):
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    done = run_main("rl_rpc", env={"TMPDIR": str(long)})
+    assert_one_line_error(done, 1, "rl_rpc: no place for a socket in the temporary directory", "path too long")
+    assert not list(long.iterdir())
+
+
 @pytest.mark.slow
 def test_a_run_in_terminals_is_quiet_listens_on_loopback_only_and_leaves_nothing(tmp_path):
     package = "ddp_rpc"  # RPC, and beside it a process group
@@ -128,6 +139,7 @@ def test_a_run_in_terminals_is_quiet_listens_on_loopback_only_and_leaves_nothing
 
 
 @pytest.mark.slow
+@pytest.mark.crowd
 def test_jobs_side_by_side():
     """Of all packages, and two of one: ddp_rpc's tutorial has two fixed ports, which allow one job on a machine."""
     packages = (*PACKAGES, "ddp_rpc")

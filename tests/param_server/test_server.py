@@ -382,7 +382,7 @@ def test_what_a_lost_trainer_had_not_applied_is_dealt_to_the_living_as_often_as_
     lots = {trainer: list(lot) for trainer, lot in server.scoreboard.lots.items()}
     for _ in range(3):
         push(server, 2)
-    assert server.scoreboard.drop(2) == "its 7 batches of this epoch go to the others"
+    assert server.scoreboard.drop(2) == "batches of this epoch that go to the others: 7"
     for trainer in (1, 3, 4):
         for _ in range(10):
             push(server, trainer)
