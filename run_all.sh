@@ -37,6 +37,9 @@ rnn() { run_scenario rnn rnn_rpc/main.py --world_size 2 --seed 1; }
 ddp() { run_scenario ddp ddp_rpc/main.py --world_size 4 --seed 1; }
 ps() { run_scenario ps param_server/main.py --world_size 3 --mode replica --dataset synthetic --epochs 3 --seed 1; }
 
+# Two files at once: a job under test waits more than it works.
+run_tests() { "$python" -m pytest -rs -n 2 --dist loadfile "$@"; }
+
 print_table() {
     "$python" - "$@" <<'PYTHON'
 import json, os, sys
@@ -76,9 +79,9 @@ all | rl | rnn | ddp | ps)
 test)
     use_environment tests/requirements.txt
     if [ "${2:-}" = full ]; then
-        "$python" -m pytest -rs
+        run_tests
     elif [ -z "${2:-}" ]; then
-        "$python" -m pytest -rs -m "not slow"
+        run_tests -m "not slow"
     else
         echo "usage: $0 test [full]" >&2
         exit 2

@@ -1,5 +1,6 @@
 """For all tests."""
 
+import fcntl
 import os
 import signal
 
@@ -12,14 +13,37 @@ from helpers import package_on_path
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+ENVIRONMENT = dict(os.environ)
+
 
 @pytest.fixture(autouse=True)
-def leave_no_environment():
-    """What a test sets, or the glue that it calls here (addresses.py: on which interfaces), does not outlive it."""
-    before = dict(os.environ)
+def same_environment():
+    """Each test has the one that the tests were started with, whatever others, or what they share, have set.
+
+    The glue sets some where it is called in this process (addresses.py: on which interfaces).
+    """
+    put_back()
     yield
-    os.environ.clear()
-    os.environ.update(before)
+    put_back()
+
+
+def put_back():
+    os.environ |= ENVIRONMENT
+    for name in set(os.environ) - set(ENVIRONMENT) - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+
+
+@pytest.fixture(autouse=True)
+def room(request, tmp_path_factory):
+    """Files run two at once (run_all.sh); a test that starts a crowd of processes has the machine for itself."""
+    folder = tmp_path_factory.getbasetemp().parent  # of all of pytest-xdist's processes
+    crowd = request.node.get_closest_marker("crowd")
+    with open(folder / "door", "w") as door, open(folder / "room", "w") as room:
+        fcntl.flock(door, fcntl.LOCK_EX)  # while a crowd waits here, nobody else goes in
+        fcntl.flock(room, fcntl.LOCK_EX if crowd else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        yield
+        fcntl.flock(room, fcntl.LOCK_UN)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ SIZES = {
 
 
 @pytest.mark.slow
+@pytest.mark.crowd
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("package", SIZES)
 def test_a_large_group_starts_works_and_ends(package, digits):

@@ -12,7 +12,7 @@ import pytest
 
 from helpers import PACKAGES, ROOT
 from jobs import JOBS, session_members
-from two_hosts import ADDRESSES, TwoHosts, why_not
+from two_hosts import ADDRESSES, DEVICES, TwoHosts, why_not
 
 FEW_EPISODES = ["--max_episodes", "8", "--eval_episodes", "1"]
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -59,8 +59,8 @@ def test_works_across_two_hosts(package):
     with TwoHosts() as hosts, RanksOnTwoHosts(hosts, package, JOBS[package]["short"]) as ranks:
         statuses = ranks.wait(120)
         assert set(statuses) == {0}, ranks.text()
-        assert f"Listening on {ADDRESSES[0]} (rpc-a)." in ranks.text(), ranks.text()
-        assert f"Listening on {ADDRESSES[1]} (rpc-b)." in ranks.text(), ranks.text()
+        assert f"Listening on {ADDRESSES[0]} ({DEVICES[0]})." in ranks.text(), ranks.text()
+        assert f"Listening on {ADDRESSES[1]} ({DEVICES[1]})." in ranks.text(), ranks.text()
         assert re.search(JOBS[package]["done"], ranks.text())
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from helpers import ROOT, start_main
 from jobs import free_port
-from two_hosts import ADDRESSES, NAMES, TwoHosts, why_not
+from two_hosts import ADDRESSES, DEVICES, NAMES, TwoHosts, why_not
 
 SHORT = ["--max_episodes", "8", "--eval_episodes", "1", "--join_timeout", "60"]
 DONE = "Greedy policy over 1 episodes"
@@ -27,8 +27,8 @@ def test_torchrun_on_two_nodes():
         assert nodes.wait(120) == [0, 0], nodes.texts()
         first, second = nodes.texts()
         assert "rank 0 of 4, started by torchrun" in first
-        assert f"Listening on {ADDRESSES[0]} (rpc-a)." in first
-        assert f"Listening on {ADDRESSES[1]} (rpc-b)." in second
+        assert f"Listening on {ADDRESSES[0]} ({DEVICES[0]})." in first
+        assert f"Listening on {ADDRESSES[1]} ({DEVICES[1]})." in second
         assert "accuracy" in first + second
 
 

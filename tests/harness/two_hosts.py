@@ -16,7 +16,8 @@ import subprocess
 import sys
 import time
 
-NAMES = ("rpc-host-a", "rpc-host-b")
+WHOSE = sys.argv[2] if __name__ == "__main__" else os.getpid()  # tests run at once, each with hosts of its own
+NAMES, DEVICES = [f"rpc-host-a-{WHOSE}", f"rpc-host-b-{WHOSE}"], [f"rpc-a{WHOSE}", f"rpc-b{WHOSE}"]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
@@ -26,8 +27,8 @@ def why_not():
         return "needs root, to make network namespaces"
     if not shutil.which("ip"):
         return "needs ip (Debian: iproute2)"
-    tried = subprocess.run(["ip", "netns", "add", "rpc-probe"], capture_output=True, text=True)
-    subprocess.run(["ip", "netns", "del", "rpc-probe"], capture_output=True)
+    tried = subprocess.run(["ip", "netns", "add", NAMES[0]], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", NAMES[0]], capture_output=True)
     return "" if tried.returncode == 0 else f"network namespaces cannot be made here: {tried.stderr.strip()}"
 
 
@@ -50,12 +51,13 @@ class TwoHosts:
             with open(f"/etc/netns/{name}/hosts", "w") as hosts:  # what `ip netns exec` shows as /etc/hosts
                 hosts.write(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
         if self.delay_ms:
-            command = [sys.executable, os.path.abspath(__file__), str(self.delay_ms)]
+            command = [sys.executable, os.path.abspath(__file__), str(self.delay_ms), str(WHOSE)]
             self.carrier = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             assert self.carrier.stdout.readline() == "carrying\n"
         else:
-            ip("link", "add", "rpc-a", "netns", NAMES[0], "type", "veth", "peer", "name", "rpc-b", "netns", NAMES[1])
-        for name, address, device in zip(NAMES, ADDRESSES, ("rpc-a", "rpc-b"), strict=True):
+            ends = ["netns", NAMES[0], "type", "veth", "peer", "name", DEVICES[1], "netns", NAMES[1]]
+            ip("link", "add", DEVICES[0], *ends)
+        for name, address, device in zip(NAMES, ADDRESSES, DEVICES, strict=True):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
             ip("-n", name, "link", "set", device, "up")
         return self
@@ -78,7 +80,7 @@ class TwoHosts:
 
     def cut(self):
         """Take the link down, without a word to either side's programs."""
-        ip("-n", NAMES[1], "link", "set", "rpc-b", "down")
+        ip("-n", NAMES[1], "link", "set", DEVICES[1], "down")
 
 
 def open_tun(name, namespace):
@@ -91,7 +93,7 @@ def open_tun(name, namespace):
 
 def carry(delay):
     """Hand each packet from one TUN device to the other, `delay` seconds after it came.  Never returns."""
-    ends = [open_tun("rpc-a", NAMES[0]), open_tun("rpc-b", NAMES[1])]
+    ends = [open_tun(*end) for end in zip(DEVICES, NAMES, strict=True)]
     print("carrying", flush=True)
     waiting, count = [], 0  # a heap of (due, order, end, packet)
     while True:

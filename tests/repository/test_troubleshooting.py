@@ -281,7 +281,7 @@ def a_name_that_leads_to_oneself(tmp_path):
     if reason := two_hosts.why_not():
         pytest.skip(reason)
     gloo = on_two_hosts(tmp_path, "Gloo connectFullMesh failed", [{}, {}])
-    told = [{"GLOO_SOCKET_IFNAME": device} for device in ("rpc-a", "rpc-b")]
+    told = [{"GLOO_SOCKET_IFNAME": device} for device in two_hosts.DEVICES]
     return gloo + on_two_hosts(tmp_path, "ECONNREFUSED", told)
 
 
