@@ -149,8 +149,8 @@ def test_the_recipe_for_a_machine_with_other_users():
         pytest.skip(f"no network namespace can be made here: {can.stderr.decode()}")
     shown = "readlink /proc/self/ns/net && ip -brief address && exec"
     recipe = recipe.replace("exec", shown).replace("rollout'", "rollout --max_episodes 3 --eval_episodes 1'")
-    recipe = recipe.replace("python ", f"{sys.executable} ")
-    done = subprocess.run(recipe, shell=True, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    environ = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+    done = subprocess.run(recipe, shell=True, capture_output=True, text=True, cwd=ROOT, env=environ, timeout=120)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     namespace, *lines = done.stdout.splitlines()
     assert namespace != os.readlink("/proc/self/ns/net")
