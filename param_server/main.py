@@ -23,6 +23,7 @@ from remote_trainer import run_training_loop
 from replica_server import make_range_server
 from replica_trainer import run_replica_loop
 from rpc_names import trainers, worker_name
+from scoreboard import write_result
 
 MODES = {  # name: what a server's process makes before it serves, and what a trainer runs
     "remote": (make_parameter_server, run_training_loop),
@@ -93,7 +94,7 @@ def run_worker(rank, args, job):
         train(rank, args, batches, job.device)
     job.wait_for_all()
     if rank == 0:
-        server.scoreboard.close(lost=sorted(job.lost))
+        write_result(server.scoreboard, lost=sorted(job.lost))
     rpc.shutdown(graceful=args.on_lost == "stop")  # it gathers from the dead, too
 
 

@@ -107,31 +107,6 @@ class Scoreboard:
         checkpoint.save(self.args.checkpoint, "param_server", state)
         self.saving = False
 
-    def close(self, lost):
-        """Say and write the result of the job: rank 0, after every living trainer has finished."""
-        self.bar.close()
-        counted = {"updates": self.updates, "images_applied": self.images_applied}
-        counted["staleness_mean"], counted["staleness_max"] = self._staleness()
-        for name in ("rpc_calls_per_step", "wire_bytes_per_step"):  # the mean over the trainers, if they have it
-            values = [figures[name] for figures in self.figures.values()]
-            counted[name] = None if None in values else round(statistics.mean(values), 2)
-        return self.report.close(
-            {"loss": "loss of a batch (nats)", "test accuracy": "accuracy on test images (fraction)"},
-            "updates of the weights",
-            "loss, accuracy",
-            counts=("staleness (updates since reading)", self.stale),
-            dataset=self.args.dataset,
-            test_accuracy=self.accuracy,
-            images_per_second=round(self.images / self.seconds, 1) if self.seconds else None,
-            lost=lost,
-            **counted,
-        )
-
-    def _staleness(self):
-        """Return (mean, largest) of all gradients so far."""
-        total = sum(staleness * count for staleness, count in self.stale.items())
-        return round(total / max(1, self.stale.total()), 3), max(self.stale, default=0)
-
     def _left(self):
         """Return the batches of this epoch that are not applied yet, or None if it has not been dealt."""
         return None if self.lots is None else sorted(itertools.chain(*self.lots.values()))
@@ -170,8 +145,7 @@ class Scoreboard:
         if self.epoch < args.epochs:
             left, everybody = self._left(), sorted(self.living)
             if left is None:
-                most = args.max_batches * len(trainers(args)) or self.batches_per_epoch
-                left = range(min(most, self.batches_per_epoch))
+                left = range(self.batches_per_epoch)[: args.max_batches * len(trainers(args)) or None]
                 self.images_applied.append(0)
             self.lots = {trainer: list(left[place :: len(everybody)]) for place, trainer in enumerate(everybody)}
             lr = args.lr * 0.1 ** (self.epoch // args.lr_step) if args.lr_step else args.lr
@@ -188,10 +162,31 @@ class Scoreboard:
         self.epoch, self.lots = self.epoch + 1, None
         self.report.scalar("test accuracy", self.accuracy, self.updates)
         speed = f"{self.images / self.seconds:,.0f} images/s, {self.updates} updates"
-        staleness = "staleness mean {:.2f} max {}".format(*self._staleness())
+        staleness = "staleness mean {:.2f} max {}".format(*mean_and_largest(self.stale))
         self.report.say(f"Epoch {self.epoch}: Accuracy {self.accuracy:.4f}, {speed}, {staleness}")
         if self.args.checkpoint:
             self.save(self._books(), captured)
+
+
+def write_result(done, lost):
+    """Say and write the result of the job: rank 0, after every living trainer has finished.  `done`: the Scoreboard."""
+    done.bar.close()
+    figures = {"dataset": done.args.dataset, "test_accuracy": done.accuracy, "updates": done.updates, "lost": lost}
+    figures["images_per_second"] = round(done.images / done.seconds, 1) if done.seconds else None
+    figures["images_applied"] = done.images_applied
+    figures["staleness_mean"], figures["staleness_max"] = mean_and_largest(done.stale)
+    for name in ("rpc_calls_per_step", "wire_bytes_per_step"):  # the mean over the trainers, if they have it
+        values = [measured[name] for measured in done.figures.values()]
+        figures[name] = None if None in values else round(statistics.mean(values), 2)
+    curves = {"loss": "loss of a batch (nats)", "test accuracy": "accuracy on test images (fraction)"}
+    counts = "staleness (updates since reading)", done.stale
+    return done.report.close(curves, "updates of the weights", "loss, accuracy", counts=counts, **figures)
+
+
+def mean_and_largest(stale):
+    """Return (mean, largest) staleness of all gradients.  `stale`: how many had which."""
+    total = sum(staleness * count for staleness, count in stale.items())
+    return round(total / max(1, stale.total()), 3), max(stale, default=0)
 
 
 @torch.no_grad()

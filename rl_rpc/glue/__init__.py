@@ -15,7 +15,8 @@
     checkpoint     files that are whole or not there
     seeds          one seed for each stream of random numbers
     measure        what steps cost; runs beside each other in one table
-    trace          every RPC passes here: counted, and recorded for --trace
+    calls          every RPC is counted
+    trace          for --trace, every RPC is recorded
     timeline       what --trace leaves: both sides of every RPC on one time line
     picture        a time line, drawn
     check          --check: explain this machine before the first run

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import threading
 
 from glue import checkpoint
 
@@ -114,6 +115,27 @@ def lost(store):
 def read_losses(value):
     """Return {rank: why} from the store's value."""
     return {int(rank): why for rank, why in json.loads(value).items() if why}
+
+
+def say_without(lost, args, worker_name):
+    """Print which ranks a job that went on has lost, if any."""
+    if lost:
+        names = ", ".join(f"rank {rank} ({worker_name(rank, args)})" for rank in sorted(lost))
+        print(f"The job finished without {names}.")
+
+
+def within(seconds, call):
+    """Return call(), or None if it takes longer or fails: its thread is left behind."""
+    answer = []
+
+    def try_it():
+        with contextlib.suppress(RuntimeError):  # the store's way to say that it is gone
+            answer.append(call())
+
+    thread = threading.Thread(target=try_it, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answer[0] if answer else None
 
 
 def print_error(text):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
 
-from glue import before_torch, check, ending, timeline, trace, watch
+from glue import before_torch, calls, check, ending, timeline, trace, watch
 from glue.addresses import store_on
 from glue.ending import End, leave_now
 from glue.job import Job
@@ -59,7 +59,7 @@ def _run_rank(rank, run_worker, args, worker_name, parent_port=None):
     job = Job(rank, args, worker_name, parent_port)
     try:
         job.join()
-        trace.watch_calls()
+        calls.watch()
         if args.check:
             check.meet(job)
         else:
@@ -68,7 +68,7 @@ def _run_rank(rank, run_worker, args, worker_name, parent_port=None):
             trace.hand_in(job, job.main_store)
         job.leave()
         if rank == 0 and not job.spawned:
-            _say_without(job.lost, args, worker_name)
+            ending.say_without(job.lost, args, worker_name)
     except BaseException as error:  # SystemExit too: a rank that leaves early has not done its work
         job.fail(error)
 
@@ -155,11 +155,5 @@ def _spawn_once(run_worker, args, worker_name, signals):
             ending.print_error(f"--trace: {error}")
             end = end or End("failed", 0, str(error), again=False)
     if not end:
-        _say_without(ending.lost(store), args, worker_name)
+        ending.say_without(ending.lost(store), args, worker_name)
     return end
-
-
-def _say_without(lost, args, worker_name):
-    if lost:
-        names = ", ".join(f"rank {rank} ({worker_name(rank, args)})" for rank in sorted(lost))
-        print(f"The job finished without {names}.")

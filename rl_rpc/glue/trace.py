@@ -1,4 +1,4 @@
-"""Every RPC of this process passes here: counted always, and for `--trace FILE` recorded, on both sides of the wire.
+"""For `--trace FILE` every RPC of this process is recorded here, on both sides of the wire.
 
 Runs in every process.  What is recorded are bars: a call, from here until its answer; a call that was served here; a
 wait; a step.  A call's number travels with it, so that timeline.py can join the caller's bar and the callee's.
@@ -21,54 +21,16 @@ import torch
 import torch.distributed.autograd as dist_autograd
 from torch.distributed.rpc import api, internal
 
-from glue import timeline
+from glue import calls, timeline
 
 NUMBER = "number of this call in the trace"  # no program has a keyword argument of this name
 MOST_BARS = 200_000  # of all ranks together, with two ends of arrows for each: less than a million events in a file
-_lock, _calls = threading.Lock(), 0
 _bars = None  # while recording: Chrome's trace events, but times in ns, and "tid" the thread
 _rank, _thread = None, threading.local()  # of the thread: what the steps of one call hand on to each other
 
 
-def rpc_calls():
-    """Return how many RPCs this process has made, and served for others, since its start.
-
-    Without torch's own (of which type is this RRef?) and without built-in operators served, which C++ runs.
-    """
-    return _calls
-
-
-def watch_calls():
-    """Count every RPC from now on.  Before init_rpc, which looks up what serves them once."""
-    plain_profiler, plain_run = api._enable_rpc_profiler, internal._run_function
-
-    def profiler(should_profile, qualified_name, func, rpc_type, worker):  # torch passes here with every call it makes
-        _count(func, worker)
-        _thread.call = rpc_type.value, worker.id
-        return plain_profiler(should_profile, qualified_name, func, rpc_type, worker)
-
-    def run(call):
-        _count(getattr(call, "func", None))
-        return plain_run(call)
-
-    api._enable_rpc_profiler, internal._run_function = profiler, run
-
-
-def _count(func, worker=None):
-    global _calls
-    if worker is not None and worker.id == api.get_worker_info().id:
-        return  # to itself: it will be served here, which counts
-    name, module = getattr(func, "__name__", ""), getattr(func, "__module__", None) or ""
-    if not module.startswith("torch.distributed.rpc") or name.startswith("_local_invoke"):
-        with _lock:
-            _calls += 1
-
-
-# ---------------------------------------------------------------------------------------------------------- recording
-
-
 def start(job):
-    """From here on record this rank's bars, if rank 0 was given a --trace.  After watch_calls, before init_rpc."""
+    """From here on record this rank's bars, if rank 0 was given a --trace.  After calls.watch, before init_rpc."""
     global _bars, _rank
     if job.rank == 0:
         job.main_store.set("trace/wanted", job.args.trace or "")
@@ -79,7 +41,7 @@ def start(job):
     plain_udf, plain_run, plain_wait = api.PythonUDF, internal._run_function, torch._C.Future.wait
 
     def udf(func, args, kwargs):  # what is about to be pickled and sent
-        kind, worker = _thread.call
+        kind, worker = calls.this_thread.call
         number = next(numbers)
         _thread.sent = _begin(kind, _name(func, args), call=number, to=names[worker])
         return plain_udf(func, args, {**kwargs, NUMBER: number})

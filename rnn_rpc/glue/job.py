@@ -3,7 +3,6 @@
 Runs in every rank; made by launch.py, handed to run_worker as `job`.  A rank that dies ends the job (watch.py).
 """
 
-import contextlib
 import signal
 import socket
 import threading
@@ -17,7 +16,7 @@ import torch.distributed.rpc as rpc
 
 from glue import ending, trace, watch
 from glue.addresses import hold_store
-from glue.ending import End, leave_now
+from glue.ending import End, leave_now, within
 from glue.living import Living
 from glue.meeting import Meeting, define_job
 from glue.placement import device_of, share_cores
@@ -72,7 +71,7 @@ class Job(Living):
         else:
             meeting.wait_for_store()
         # A stranger that listens there may never answer; a store always does, so a little patience is enough.
-        self.main_store = _within(min(30.0, self.args.join_timeout), self._client)
+        self.main_store = within(min(30.0, self.args.join_timeout), self._client)
         if self.main_store is None:
             meeting.give_up(1, f"what listens at {meeting.where} is not {self.holder} (choose another --master_port)")
         if self.holds_store or (self.args.torchrun and self.rank == 0):
@@ -115,14 +114,14 @@ class Job(Living):
         if self.watch.beater.is_alive() and ending.is_connection_trouble(error):
             self.watch.beater.join(watch.LOST_AFTER_SECONDS + 3)  # the missing heartbeat of who is gone will name it
         end = ending.of_exception(error, self.rank)
-        if self.beat_store and (why := _within(2, lambda: self.excuse(end))):
+        if self.beat_store and (why := within(2, lambda: self.excuse(end))):
             self.leave_alone(why)
         self.end(end)
 
     def leave_alone(self, why):
         """Leave a job that goes on."""
         self.ending.acquire()
-        _within(4, lambda: trace.hand_in(self, self.beat_store))
+        within(4, lambda: trace.hand_in(self, self.beat_store))
         leave_now(1, f"{self.names[self.rank]}: {why}")
 
     def end(self, end, mine=True):
@@ -131,34 +130,20 @@ class Job(Living):
         signal.setitimer(signal.ITIMER_REAL, 0)
         store = None if end.rank == ending.STORE_HOLDER else self.beat_store
         if mine and store:  # bounded in time: the store's holder may just be dying
-            first = _within(2, lambda: ending.claim(store, end)) or end
+            first = within(2, lambda: ending.claim(store, end)) or end
             mine, end = first == end, first
         ending.print_error(ending.line(end, self.rank, self.names, self.holder, self.spawned, mine))
         if store:
-            _within(4, lambda: trace.hand_in(self, store, end))
+            within(4, lambda: trace.hand_in(self, store, end))
             self._store_leaves_last(self.world_size - 1 - (end.kind == "lost"), seconds=3)
         leave_now(end.status)
 
     def _store_leaves_last(self, readers, seconds):
         """Say that this rank has read how the job ends; whoever holds the store waits until all the others have."""
         if not self.holds_store:
-            _within(1, lambda: self.beat_store.add("end_read", 1))
+            within(1, lambda: self.beat_store.add("end_read", 1))
             return
         deadline = time.monotonic() + seconds
         readers -= len(self.lost)
-        while time.monotonic() < deadline and (_within(1, lambda: self.beat_store.add("end_read", 0)) or 0) < readers:
+        while time.monotonic() < deadline and (within(1, lambda: self.beat_store.add("end_read", 0)) or 0) < readers:
             time.sleep(0.05)
-
-
-def _within(seconds, call):
-    """Return call(), or None if it takes longer or fails: its thread is left behind."""
-    answer = []
-
-    def try_it():
-        with contextlib.suppress(RuntimeError):  # the store's way to say that it is gone
-            answer.append(call())
-
-    thread = threading.Thread(target=try_it, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answer[0] if answer else None

@@ -16,7 +16,7 @@ import time
 import psutil
 from tqdm import tqdm
 
-from glue import trace
+from glue import calls, trace
 
 
 def wire_bytes():
@@ -48,7 +48,7 @@ class Meter:
 
     def over(self, batches):
         """Yield each of `batches`; the time until the next one is asked for is one step's."""
-        calls, total = trace.rpc_calls(), wire_bytes() if self.count_bytes else 0
+        before, total = calls.so_far(), wire_bytes() if self.count_bytes else 0
         for batch in batches:
             started = time.perf_counter()
             with trace.bar("step", f"step {self.steps + 1}"):
@@ -57,7 +57,7 @@ class Meter:
             if self.steps > self.warm_up:
                 self.timed_steps += 1
                 self.seconds += time.perf_counter() - started
-        self.rpc_calls += trace.rpc_calls() - calls
+        self.rpc_calls += calls.so_far() - before
         self.bytes += wire_bytes() - total if self.count_bytes else 0
 
     def figures(self):

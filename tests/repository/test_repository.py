@@ -1,5 +1,6 @@
 """The repository itself: the shared glue is the same everywhere, each package stands alone, READMEs tell the truth."""
 
+import ast
 import contextlib
 import io
 import pathlib
@@ -37,6 +38,17 @@ def test_main_is_short_and_has_no_class():
     for package in PACKAGES:
         text = (ROOT / package / "main.py").read_text()
         assert len(text.splitlines()) <= 140 and "\nclass " not in text, package
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_story_is_short_and_none_of_the_glue_is_longer_than_its_longest_file(package):
+    lines = {path: len(path.read_text().splitlines()) for path in (ROOT / package).rglob("*.py")}
+    story = {path: length for path, length in lines.items() if path.parent.name == package and path.stem != "bench"}
+    assert sum(story.values()) < 1_100
+    assert max(story.values()) > max(length for path, length in lines.items() if path.parent.name == "glue")
+    for path in lines:
+        classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+        assert not [each.name for each in classes if each.end_lineno - each.lineno >= 150], path
 
 
 @pytest.mark.parametrize("rule", [["check"], ["format", "--check"]], ids=" ".join)

@@ -24,7 +24,8 @@ with package_on_path("rnn_rpc"):
     import main
     import model
     import remote_layers
-    from glue import seeds, trace
+    from glue import calls as rpc_calls
+    from glue import seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
 MODES = list(model.MODES)
@@ -44,7 +45,7 @@ def as_launched(rpc_group):
         patch.setattr("torch.distributed.optim.optimizer.functional_optim_map", {})
         for module, name in ((api, "_invoke_rpc"), (api, "_enable_rpc_profiler"), (internal, "_run_function")):
             patch.setattr(module, name, getattr(module, name))  # to be as it was, after
-        trace.watch_calls()
+        rpc_calls.watch()
         yield
 
 
@@ -243,7 +244,7 @@ def test_a_step_makes_so_many_calls_and_leaves_nothing_behind(mode, calls):
     text = corpus.streams(corpus.generated_corpus(V, 626, 1).train, B)
     counts, made = [], []
     for step, _ in enumerate(trainer.train_epoch(corpus.get_next_batch(text, T), B), 1):
-        made.append(trace.rpc_calls())
+        made.append(rpc_calls.so_far())
         if step in (3, 15):
             asked = (REFERENCES, CONTEXTS, TENSORS)
             counts.append(
