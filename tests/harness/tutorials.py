@@ -1,0 +1,67 @@
+"""The programs on one page (tutorial.py and its like), run with the real command: all ranks at once, or one by one."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from helpers import ROOT, read_whole
+from jobs import free_port
+
+
+def copied_alone(path, folder):
+    """Copy one program (path relative to the repository) alone into a new folder; return the copy's path."""
+    alone = folder / "an empty folder"
+    alone.mkdir(exist_ok=True)
+    return shutil.copy(ROOT / path, alone)
+
+
+def run_spawned(path, *flags, cwd=None, timeout=120):
+    """Run `python path flags` on a free port; return the CompletedProcess (text).  Nothing of it survives this call."""
+    (done,) = _run([[path, "--master_port", free_port(), *flags]], cwd, timeout)
+    return done
+
+
+def run_in_terminals(path, world_size, *flags, order=None, cwd=None, timeout=120):
+    """Run each rank with a command of its own; return their CompletedProcesses (text), by rank.
+
+    `order`: the order in which the ranks are started; without it, the last rank first.
+    """
+    port = free_port()
+    order = list(order or reversed(range(world_size)))
+    commands = [[path, "--world_size", world_size, "--rank", r, "--master_port", port, *flags] for r in order]
+    done = _run(commands, cwd, timeout)
+    return [done[order.index(rank)] for rank in range(world_size)]
+
+
+def _run(commands, cwd, timeout):
+    """Run these commands side by side until all have ended; each is a path and its flags."""
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        try:
+            for number, (path, *flags) in enumerate(commands):
+                command = [sys.executable, str(ROOT / path), *map(str, flags)]  # an absolute path stays as it is
+                with open(f"{folder}/{number}.out", "w") as out, open(f"{folder}/{number}.err", "w") as err:
+                    started = subprocess.Popen(command, stdout=out, stderr=err, cwd=cwd, start_new_session=True)
+                processes.append(started)
+            for process in processes:
+                process.wait(max(0.01, deadline - time.monotonic()))
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):  # nobody of it is left
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return [
+            subprocess.CompletedProcess(
+                process.args,
+                process.returncode,
+                read_whole(f"{folder}/{number}.out"),
+                read_whole(f"{folder}/{number}.err"),
+            )
+            for number, process in enumerate(processes)
+        ]

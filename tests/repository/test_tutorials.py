@@ -1,0 +1,37 @@
+"""The programs on one page can be read from top to bottom, and copied out alone."""
+
+import ast
+import sys
+
+import pytest
+
+from helpers import PACKAGES, ROOT
+
+LIBRARIES = {"torch", "torchvision", "gymnasium", "numpy", "matplotlib"}
+MOST_LINES = {"tutorial.py": 170, "tutorial_batch.py": 170, "single.py": 80}
+PROGRAMS = [path for name in MOST_LINES for path in sorted(ROOT.glob(f"*/{name}")) if path.parent.name in PACKAGES]
+
+
+def test_every_package_has_its_tutorial_and_the_same_without_rpc():
+    found = {f"{path.parent.name}/{path.name}" for path in PROGRAMS}
+    wanted = {f"{package}/{name}" for package in PACKAGES for name in ("tutorial.py", "single.py")}
+    assert found == wanted | {"rl_rpc/tutorial_batch.py", "param_server/tutorial_batch.py"}
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_program_on_one_page_is_on_one_page_and_needs_nothing_but_libraries(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= MOST_LINES[path.name]
+    assert [line for line in text.splitlines() if len(line) > 100] == []
+    imported = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            imported.add(node.module.partition(".")[0])
+    assert imported <= LIBRARIES | set(sys.stdlib_module_names)
+    if path.name == "single.py":
+        assert "rpc" not in text.partition('"""')[2].partition('"""')[2]  # after the docstring, which may name it
+    else:
+        assert all(call in text for call in ("mp.spawn(", "rpc.init_rpc(", "rpc.shutdown("))
