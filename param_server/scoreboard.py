@@ -19,7 +19,8 @@ from glue.placement import all_cores
 from mnist_data import load_digits, normalised
 from rpc_names import trainers
 
-SETTINGS = ("mode", "dataset", "seed", "batch_size", "max_batches", "sync_every")  # must be the same after --resume
+# A run that goes on from a checkpoint must have the same.
+SETTINGS = ("seed", "mode", "dataset", "batch_size", "max_batches", "sync_every")
 BOOKS = ("epoch", "updates", "stale", "accuracy", "images_applied")
 
 
@@ -35,6 +36,7 @@ class Scoreboard:
 
     def __init__(self, args, server):
         self.args, self.server = args, server
+        self.settings = {name: vars(args)[name] for name in SETTINGS}
         self.lock = threading.Lock()  # for what two trainers may touch at once
         self.living = set(trainers(args))
         self.lots = None  # trainer -> numbers of the batches that it has still to do; None: this epoch is not dealt yet
@@ -103,8 +105,7 @@ class Scoreboard:
 
     def save(self, books, weights):
         """Write --checkpoint: books, and the weights of the same moment (the server's capture())."""
-        state = {"settings": {name: vars(self.args)[name] for name in SETTINGS}, "books": books} | weights
-        checkpoint.save(self.args.checkpoint, "param_server", state)
+        checkpoint.save(self.args.checkpoint, "param_server", self.settings, {"books": books} | weights)
         self.saving = False
 
     def _left(self):
@@ -116,13 +117,10 @@ class Scoreboard:
         return {name: copy.copy(vars(self)[name]) for name in BOOKS} | {"left": self._left()}
 
     def _restore(self):
-        state = checkpoint.load(self.args, "param_server")
+        state = checkpoint.resume(self.args, "param_server", self.settings)
         if state is None:
             return
         try:
-            for name, value in state["settings"].items():
-                if value != vars(self.args)[name]:
-                    raise ValueError(f"it was made with {name} {value}, this run has {vars(self.args)[name]}")
             self.server.restore(state)
             vars(self).update({name: state["books"][name] for name in BOOKS})
             if state["books"]["left"] is not None:

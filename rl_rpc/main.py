@@ -21,6 +21,8 @@ from environment import make_env, play_greedily
 from glue import checkpoint, flags, launch, measure, placement, report
 from learner import Learner
 
+SETTINGS = ("seed", "env_id")  # a run that goes on from a checkpoint must have the same
+
 
 def worker_name(rank, args):
     """Return the RPC name of a rank. Every name must be its own: the others address it by that."""
@@ -72,7 +74,8 @@ def run_agent(args, job):
     job.on_lost(1, agent.drop)  # from here on, with --on_lost continue
     run_episode = MODES[args.mode]
     result, meter = report.Report("rl_rpc", args), measure.Meter(args.transport)
-    if state := checkpoint.load(args, "rl_rpc"):
+    settings = {name: vars(args)[name] for name in SETTINGS}
+    if state := checkpoint.resume(args, "rl_rpc", settings):
         learner.load_state_dict(state)
         average = f"{learner.running_reward:.2f}"
         result.say(f"Going on after episode {learner.episodes}, with an average reward of {average}.")
@@ -92,12 +95,12 @@ def run_agent(args, job):
         if episode % args.log_interval == 0:
             result.say(f"Episode {episode}\tLast reward: {last_reward:.2f}\tAverage reward: {average}")
             if args.checkpoint:
-                checkpoint.save(args.checkpoint, "rl_rpc", learner.state_dict())
+                checkpoint.save(args.checkpoint, "rl_rpc", settings, learner.state_dict())
     bar.close()
     agent.finish()
 
     for path in filter(None, (args.checkpoint, args.save)):
-        checkpoint.save(path, "rl_rpc", learner.state_dict())
+        checkpoint.save(path, "rl_rpc", settings, learner.state_dict())
     average = f"running reward is {learner.running_reward:.2f} after {learner.episodes} episodes"
     result.say(
         f"Solved! Running reward is now {learner.running_reward}!" if learner.solved else f"Not solved: {average}."

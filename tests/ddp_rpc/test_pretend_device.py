@@ -25,7 +25,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_
     """To 1e-5, as on the CPU.  The checkpoint after the first epoch is the plain loop's; the run does the second."""
     stale = mode == "pipelined"
     table, fc = equivalence.one_process(trainers, stale, epochs=1)
-    torch.save({"scenario": "ddp_rpc", "state": {"epoch": 1, "table": table, "fc": fc}}, tmp_path / "end.pt")
+    equivalence.save_checkpoint(tmp_path / "end.pt", table, fc)
     flags = ("--mode", mode, "--num_trainers", trainers, "--num_servers", servers, "--no-sparse", "--resume")
     found = equivalence.distributed(tmp_path, *flags, says="Going on after epoch 1 ", run=run_on_pretend_device)
     assert equivalence.largest_difference(found, equivalence.one_process(trainers, stale)) < 1e-5

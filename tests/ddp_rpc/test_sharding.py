@@ -243,12 +243,16 @@ def test_the_first_trainer_to_fail_ends_the_run(monkeypatch):
         master.HybridMaster(main.parse_args([]), main.worker_name, ["cpu"] * 4).run()
 
 
-def test_a_checkpoint_of_other_sizes_is_refused(monkeypatch, tmp_path):
-    file = tmp_path / "small.pt"
-    torch.save({"scenario": "ddp_rpc", "state": {"epoch": 1, "table": torch.zeros(10, 16), "fc": {}}}, file)
-    monkeypatch.setattr(master.rpc, "remote", lambda *_, **__: None)
+@pytest.mark.parametrize(
+    ("setting", "value"), [("num_embeddings", 10), ("embedding_dim", 8), ("targets", "random"), ("seed", 2)]
+)
+def test_a_checkpoint_of_another_table_or_of_other_data_is_refused(monkeypatch, tmp_path, setting, value):
+    file = tmp_path / "other.pt"
     args = main.parse_args(["--checkpoint", str(file), "--resume"])
-    with pytest.raises(ValueError, match="10 x 16, and not of 100 x 16"):
+    settings = {name: vars(args)[name] for name in master.SETTINGS} | {setting: value}
+    torch.save({"scenario": "ddp_rpc", "settings": settings, "state": {}}, file)
+    monkeypatch.setattr(master.rpc, "remote", lambda *_, **__: None)
+    with pytest.raises(ValueError, match=f"made with --{setting} {value}, and this run has {vars(args)[setting]}"):
         master.HybridMaster(args, main.worker_name, ["cpu"] * 4)
 
 

@@ -253,7 +253,7 @@ def test_a_finished_run_goes_on_with_more_epochs_and_trainers_and_refuses_other_
     more = run(*flags, "--resume", "--epochs", 3, "--world_size", 4)
     assert "Epoch 3: Accuracy" in more.stdout and "25 updates" not in more.stdout and "35 updates" in more.stdout
     other = run_main("param_server", *flags, "--resume", "--batch_size", 16)
-    assert_one_line_error(other, 1, "made with batch_size 32, this run has 16")
+    assert_one_line_error(other, 1, "made with --batch_size 32, and this run has 16")
 
 
 # ------------------------------------------------------------------------------------------------- lost ranks

@@ -185,10 +185,12 @@ def assert_same(one, other, tolerance):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--hidden_dim", 9), "--hidden_dim 8, not 9"),
-        (("--vocabulary", 51), "another vocabulary"),
-        (("--world_size", 3), "--world_size 2, not 3"),
-        (("--optimizer", "adam"), "--optimizer sgd, not adam"),
+        (("--hidden_dim", 9), "--hidden_dim 8, and this run has 9"),
+        (("--vocabulary", 51), "made with text [0-9a-f]{16}, and this run has [0-9a-f]{16}"),
+        (("--corpus_tokens", 2_100), "made with text [0-9a-f]{16}, and this run has [0-9a-f]{16}"),
+        (("--world_size", 3), "--world_size 2, and this run has 3"),
+        (("--optimizer", "adam"), "--optimizer sgd, and this run has adam"),
+        (("--seed", 2), "--seed 1, and this run has 2"),
     ],
 )
 def test_foreign_checkpoints_are_refused(tmp_path_factory, flags, words):
