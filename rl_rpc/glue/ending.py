@@ -18,7 +18,9 @@ from glue import checkpoint
 PACKAGE = os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 STORE_HOLDER = -1  # as a rank: whoever holds the store
 LOSSES = "losses"  # the store's key for: of each rank that the job can do without, why it was lost, or null
-CONNECTION_TROUBLE = re.compile(r"\beof\b|tensorpipe|connection|socket|ECONN|broken pipe|tim(ed?|e-) ?out|store", re.I)
+CONNECTION_TROUBLE = re.compile(
+    r"\beof\b|tensorpipe|connection|socket|ECONN|broken pipe|tim(ed?|e-) ?out|\b(Dist|TCP)Store", re.I
+)
 REMOTE_ERROR = re.compile(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\n")
 
 
