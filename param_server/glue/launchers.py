@@ -42,6 +42,12 @@ def find_place(environ=os.environ):
     return None
 
 
+def ranks_of_this_torchrun(rank, environ=os.environ):
+    """Return the ranks that this rank's torchrun has started on this host: they follow each other."""
+    first = rank - int(environ.get("LOCAL_RANK", 0))
+    return range(first, first + int(environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
 def flag_name(word):
     """Return the name of the flag that this word of a command line is: "--world_size" of "--world-size=3"."""
     name = word.partition("=")[0]
