@@ -10,7 +10,7 @@ import sys
 import torch
 
 from glue.ending import PACKAGE
-from glue.launchers import find_place
+from glue.launchers import find_place, flag_name
 
 
 def _number(kind, name, accept):
@@ -49,11 +49,11 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that takes --world-size for --world_size, as torchrun does, and refuses in one line."""
 
     def parse_known_args(self, args=None, namespace=None):
-        known = {name.replace("-", "_"): name for name in self._option_string_actions}
         words = []
         for word in sys.argv[1:] if args is None else args:
-            name, equals, value = word.partition("=")
-            words.append(known.get(name.replace("-", "_"), name) + equals + value)
+            _, equals, value = word.partition("=")
+            name = flag_name(word)
+            words.append(name + equals + value if name in self._option_string_actions else word)
         return super().parse_known_args(words, namespace)
 
     def error(self, message):

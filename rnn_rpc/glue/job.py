@@ -112,7 +112,7 @@ class Job(Living):
         if self.args.debug:
             traceback.print_exception(error)
         if self.watch.beater.is_alive() and ending.is_connection_trouble(error):
-            self.watch.beater.join(watch.LOST_AFTER_SECONDS + 3)  # the missing heartbeat of who is gone will name it
+            self.watch.wait_until_silence_is_told()  # the missing heartbeat of who is gone will name it
         end = ending.of_exception(error, self.rank)
         if self.beat_store and (why := within(2, lambda: self.excuse(end))):
             self.leave_alone(why)

@@ -57,6 +57,26 @@ def test_kill_9_at_any_moment_leaves_a_whole_file(tmp_path):
     assert len(os.listdir(tmp_path)) <= 2, "killed saves must not pile up files"
 
 
+def test_the_bytes_are_on_the_disk_before_the_name_points_at_them(tmp_path, monkeypatch):
+    with package_on_path("rl_rpc"):
+        from glue import checkpoint
+    path, done = tmp_path / "file", []
+    plain_sync, plain_replace = os.fsync, os.replace
+
+    def fsync(descriptor):
+        done.append(("fsync", os.fstat(descriptor).st_size))
+        plain_sync(descriptor)
+
+    def replace(aside, target):
+        done.append(("replace", str(target)))
+        plain_replace(aside, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    checkpoint.write_aside(path, lambda file: file.write(b"whole"))
+    assert done == [("fsync", 5), ("replace", str(path))] and path.read_bytes() == b"whole"
+
+
 class Hostile:
     def __init__(self, marker):
         self.marker = marker
