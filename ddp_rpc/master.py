@@ -46,7 +46,7 @@ class HybridMaster:
                 "lr": args.lr,
                 "sparse": args.sparse,
                 "seed": seed_for(args.seed, "table"),
-                "device": "cpu" if args.table_device == "cpu" else self.devices[rank],
+                "device": self.devices[rank],
             },
         )
 
