@@ -77,6 +77,8 @@ def run_agent(args, job):
         learner.load_state_dict(state)
         average = f"{learner.running_reward:.2f}"
         result.say(f"Going on after episode {learner.episodes}, with an average reward of {average}.")
+        if learner.solved or learner.episodes >= args.max_episodes:
+            result.say(report.NOTHING_LEFT)
     threshold = learner.reward_threshold
     goal = f"reward threshold of {threshold} is reached, or for {args.max_episodes} episodes"
     result.say(f"This will run until {goal}. Ctrl+C to exit.")
