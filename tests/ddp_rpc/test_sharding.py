@@ -217,19 +217,18 @@ class FakeJob:
         return None
 
 
-@pytest.mark.parametrize(
-    ("devices", "backend", "device_id"),
-    [
-        (["cpu", "cpu"], "gloo", None),
-        (["cuda:0"], "gloo", None),  # alone it has nobody to talk to
-        (["cuda:0", "cuda:1"], "nccl", "cuda:1"),
-        (["cuda:0", "cuda:0"], "gloo", None),  # NCCL refuses two ranks on one GPU
-        (["cpu", "cuda:0"], "gloo", None),  # another host has none
-    ],
-)
-def test_which_backend_the_trainers_use(devices, backend, device_id):
-    options = main.process_group_options(len(devices) - 1, devices)
-    assert (options["backend"], options.get("device_id")) == (backend, device_id and torch.device(device_id))
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cuda:0", "cuda:0"], ["cuda:0", "cuda:1"]])
+def test_trainers_on_one_kind_of_device_are_accepted(devices):
+    main.check_trainer_devices(devices)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_trainers_on_cpus_and_gpus_are_refused_by_every_rank(rank):
+    """Before any of them waits for another."""
+    job = FakeJob(None)
+    job.devices = ("cuda:0", "cpu", "cpu", "cuda:0")
+    with pytest.raises(ValueError, match=r"trainers on CPUs and on GPUs \(trainer0 on cuda:0, trainer1 on cpu\)"):
+        main.run_worker(rank, main.parse_args([]), job)
 
 
 def test_the_first_trainer_to_fail_ends_the_run(monkeypatch):
@@ -269,10 +268,10 @@ def test_nothing_remote_is_configured_by_a_whole_command_line(monkeypatch):
     monkeypatch.setattr(master.rpc, "rpc_async", send)
     monkeypatch.setattr(master.rpc, "remote", send)
     monkeypatch.setattr(master.rpc, "RRef", lambda value: "rref")
-    args = main.parse_args(["--device", "cpu", "--table_device", "cpu"])
+    args = main.parse_args([])
     with pytest.raises(ValueError, match="enough"):
         master.HybridMaster(args, main.worker_name, [f"device of {rank}" for rank in range(8)]).run()
-    assert {"device of 0", "device of 1", "cpu"} <= {value for value in sent if isinstance(value, str)}
+    assert {"device of 0", "device of 1", "device of 3"} <= {value for value in sent if isinstance(value, str)}
     assert args not in sent and set(vars(trainer.Plan.of(args))) == set(trainer.Plan.names()) <= set(args.agree)
 
 

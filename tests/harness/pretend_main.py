@@ -13,16 +13,18 @@ PACKAGE = sys.argv[1]
 sys.path.insert(0, str(ROOT / PACKAGE))
 sys.argv[0] = str(ROOT / PACKAGE / "main.py")
 
+import torch  # noqa: E402
+
 import main as package_main  # noqa: E402  (the package's; found through the line above)
 import pretend_device  # noqa: E402
 from glue import job  # noqa: E402
 
-job.device_of = pretend_device.device_of
+job.devices_of = pretend_device.devices_of
 if PACKAGE == "param_server":  # in mode `remote` the server has devices of its own: --num_gpus
     import digits_net
     import remote_server
 
-    digits_net.devices_of = remote_server.devices_of = lambda num_gpus: [job.device_of(0, None)] * 2
+    digits_net.devices_of = remote_server.devices_of = lambda num_gpus: [torch.device(pretend_device.DEVICE)] * 2
 
 if __name__ == "__main__":
     arguments = package_main.parse_args([*sys.argv[2:], "--device", "cpu"])
