@@ -63,7 +63,7 @@ class EmbeddingShard(nn.EmbeddingBag):
         """
         device = self.weight.device
         sums_BD = super().forward(ids_I.to(device), offsets_B.to(device))
-        if sums_BD.requires_grad:  # not in an evaluation
+        if sums_BD.requires_grad:  # not in an evaluation, see lookup()
             before = self.weight._version  # torch counts the changes of every tensor's values
             sums_BD.register_hook(lambda _: self.count_staleness(self.weight._version - before))
         return sums_BD
@@ -120,9 +120,14 @@ def split_by_shard(ids_I, offsets_B, num_shards):
 # --------------------------------------------------------------------------------------------------------------- sync
 
 
-def lookup(shard_rref, ids_I, offsets_B):
-    """Return the bag sums [B, D] of a shard; inside a dist_autograd context, backward will find its way back here."""
-    return shard_rref.local_value()(ids_I, offsets_B)
+def lookup(shard_rref, ids_I, offsets_B, with_gradient):
+    """Return the bag sums [B, D] of a shard; inside a dist_autograd context, backward will find its way back here.
+
+    `with_gradient` is False where no gradient will come, as in an evaluation: then no graph is built.  The trainer must
+    say so, because its torch.no_grad() holds for its own thread, and does not reach this process.
+    """
+    with torch.set_grad_enabled(with_gradient):
+        return shard_rref.local_value()(ids_I, offsets_B)
 
 
 def _retrieve_embedding_parameters(shard_rref):

@@ -3,6 +3,7 @@
 Shapes: B bags in a batch, I ids in a batch, D embedding dimensions, C classes.
 """
 
+import torch
 import torch.distributed.rpc as rpc
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -30,7 +31,7 @@ class HybridModel(nn.Module):
         parts = split_by_shard(ids_I, offsets_B, len(self.emb_rrefs))
         # All servers at once: the lookup takes as long as the slowest of them, not as long as all together.
         lookups = [
-            rpc.rpc_async(rref.owner(), lookup, args=(rref, *part))
+            rpc.rpc_async(rref.owner(), lookup, args=(rref, *part, torch.is_grad_enabled()))
             for rref, part in zip(self.emb_rrefs, parts, strict=True)
         ]
         return self.fc(self.add_up(part.wait() for part in lookups))

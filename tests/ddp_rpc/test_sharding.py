@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from helpers import ROOT, package_on_path
+from helpers import ROOT, package_on_path, run_script
 
 with package_on_path("ddp_rpc"):
     import embedding_server
@@ -127,6 +127,17 @@ def test_concurrent_exchanges_lose_no_gradient():
     for thread in threads:
         thread.join()
     torch.testing.assert_close(shard.get_rows(), before - 0.05 * 800, rtol=1e-4, atol=1e-3)
+
+
+def test_an_evaluation_builds_no_graph_on_the_servers():
+    """Over RPC: the trainer's torch.no_grad() holds for its own thread.  Two evaluations, and an epoch between them."""
+    flags = ("--num_trainers", 1, "--batches", 5, "--epochs", 1)
+    done = run_script("tests/ddp_rpc/lookups_job.py", *flags)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-2:] == [
+        "5 lookups of 8 bags with a graph",
+        f"{2 * trainer.HELDOUT_BATCHES} lookups of {trainer.HELDOUT_BAGS} bags without a graph",
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------ click log
