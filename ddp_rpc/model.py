@@ -36,7 +36,7 @@ class HybridModel(nn.Module):
         parts = split_by_shard(ids_I, offsets_B, len(self.emb_rrefs))
         # All servers at once: the lookup takes as long as the slowest of them, not as long as all together.
         lookups = [
-            rpc.rpc_async(rref.owner(), lookup, args=(rref, *part))
+            rpc.rpc_async(rref.owner(), lookup, args=(rref, *part, torch.is_grad_enabled()))
             for rref, part in zip(self.emb_rrefs, parts, strict=True)
         ]
         return self.fc(self.add_up(part.wait() for part in lookups))

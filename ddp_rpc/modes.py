@@ -73,7 +73,7 @@ class AveragedTraining(SyncTraining):
     def step_optimizers(self, context_id):
         # Each server answers when it has stepped, which is when the last trainer has called.
         steps = [
-            rpc.rpc_async(rref.owner(), embedding_server.average_and_step, args=(rref, context_id))
+            rpc.rpc_async(rref.owner(), embedding_server.average_and_step, args=(rref, dist.get_rank(), context_id))
             for rref in self.model.emb_rrefs
         ]
         self.opt.step(context_id)
