@@ -181,7 +181,8 @@ class Scoreboard:
         self.accuracy = get_accuracy(self.server.model, self.test_images, self.test_labels)
         self.epoch, self.lots = self.epoch + 1, None
         self.report.scalar("test accuracy", self.accuracy, self.updates)
-        speed = f"{self.images / self.seconds:,.0f} images/s, "
+        # Nothing was trained yet where this goes on from a checkpoint of the epoch's last update.
+        speed = f"{self.images / self.seconds:,.0f} images/s, " if self.seconds else ""
         staleness = "staleness mean {:.2f} max {}".format(*mean_and_largest(self.stale))
         self.report.say(f"Epoch {self.epoch}: Accuracy {self.accuracy:.4f}, {speed}{self.updates} updates, {staleness}")
         if self.args.checkpoint:

@@ -1,5 +1,6 @@
 """param_server's checkpoints, written and gone on from in this process: at any moment, by any number of servers."""
 
+import re
 import threading
 
 import pytest
@@ -112,6 +113,52 @@ def assert_same_state(path, expected_path):
     assert len(found["momentum"]) == len(expected["momentum"]) > 0
     for one, other in zip(found["momentum"], expected["momentum"], strict=True):
         assert torch.equal(one, other)
+
+
+# ------------------------------------------------------------------- a checkpoint of the last update of an epoch
+
+
+@pytest.mark.parametrize("one_is_lost", [False, True], ids=["", "one trainer is lost"])
+@pytest.mark.parametrize("mode, servers", [("async", 2), ("bounded", 2), ("sync", 2), ("remote", 1)])
+def test_a_job_that_ended_in_an_evaluation_goes_on_with_it(tmp_path, monkeypatch, capsys, mode, servers, one_is_lost):
+    """The evaluation is made up for, the epoch counts once, and all ends as in a job that was not interrupted."""
+    whole, broken = tmp_path / "whole.pt", tmp_path / "broken.pt"
+    more = ("--world_size", servers + 2, *(("--on_lost", "continue") if one_is_lost else ()))
+    lose = servers if one_is_lost else None
+    uninterrupted = Players(monkeypatch, servers, *flags_of(mode, whole, *more)).play(lose)
+    of_epoch_1, of_epoch_2 = re.findall("^Epoch .*", capsys.readouterr().out, re.M)
+
+    updates = int(re.search(r"(\d+) updates", of_epoch_1)[1])  # of the first epoch: its last one is saved
+    flags = flags_of(mode, broken, "--checkpoint_every", updates)
+    interrupted = Players(monkeypatch, servers, *flags, *more)
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(scoreboard, "get_accuracy", interrupt)
+        interrupted.play(lose)
+    assert test_server.wait_for_checkpoint(interrupted.servers[0])["books"]["left"] == []
+
+    resumed = Players(monkeypatch, servers, *flags, "--resume", "--world_size", servers + 2 - one_is_lost).play()
+    said = capsys.readouterr().out
+    assert f"Going on from update {updates}, epoch 1" in said
+    told = [re.sub(r" [\d,]+ images/s,", "", line) for line in (of_epoch_1, of_epoch_2, said)]
+    assert re.findall("^Epoch .*", told[2], re.M) == told[:2]
+    assert resumed.scoreboard.images_applied == [4 * BATCHES] * 2 == uninterrupted.scoreboard.images_applied
+    assert_same_state(broken, whole)
+
+
+def interrupt(*_):
+    raise Interrupted
+
+
+@pytest.mark.parametrize("mode, servers", [("async", 2), ("remote", 1)])
+def test_a_finished_job_is_resumed_and_has_a_result(tmp_path, monkeypatch, mode, servers):
+    flags = flags_of(mode, tmp_path / "end.pt", "--world_size", servers + 2)
+    finished = Players(monkeypatch, servers, *flags).play()
+    before = (tmp_path / "end.pt").read_bytes()
+    resumed = Players(monkeypatch, servers, *flags, "--resume", "--summary_json", tmp_path / "s.json").play()
+    summary = scoreboard.write_result(resumed.scoreboard, lost=[])
+    assert summary["updates"] == 2 * BATCHES and summary["images_applied"] == [4 * BATCHES] * 2
+    assert summary["test_accuracy"] == finished.scoreboard.accuracy and summary["images_per_second"] is None
+    assert (tmp_path / "end.pt").read_bytes() == before
 
 
 # ------------------------------------------------------------------- what a resumed job sends to its servers
