@@ -80,6 +80,8 @@ class RangeServer:
     def hold(self, trainer, gradient_R, images):
         """Keep a part of a push, not the first, until the log says what becomes of it.  Called by trainers (locked)."""
         with self.lock:
+            if trainer in self.held:
+                raise RuntimeError(f"trainer_{trainer} sent a part of a push before its last push was applied here")
             self.held[trainer] = gradient_R.to(self.device), images
 
     def catch_up(self, start, log):
@@ -153,6 +155,8 @@ class FirstServer(RangeServer):
         answer = torch.futures.Future()
         with self.lock:
             self.scoreboard.batch_of(trainer)  # refuses who was lost
+            if trainer in self.waiting:
+                raise RuntimeError(f"trainer_{trainer} pushed a gradient before its last push was answered")
             self.held[trainer] = gradient_R.to(self.device), images
             self.waiting[trainer] = answer, version
             self.clock[trainer] += 1

@@ -67,6 +67,8 @@ class Scoreboard:
         """
         answer = torch.futures.Future()
         with self.lock:
+            if trainer in self.waiting:
+                raise RuntimeError(f"trainer_{trainer} asked for a lot of batches before its last request was answered")
             self.figures[trainer] = figures
             self.batches_per_epoch = batches_per_epoch
             self.waiting[trainer] = answer
@@ -90,6 +92,8 @@ class Scoreboard:
         """Return the (epoch, batch) that a trainer is at.  A process that was stopped, and wakes up, is refused."""
         if trainer not in self.living:
             raise RuntimeError(f"trainer_{trainer} was lost; its work has gone to the others")
+        if not self._lot_of(trainer):
+            raise RuntimeError(f"trainer_{trainer} has done its batches, and sent the work of one more")
         return self.epoch, self._lot_of(trainer)[0]
 
     def count_update(self, gradients):

@@ -323,6 +323,22 @@ def test_staleness_counts_the_updates_between_reading_and_applying():
     )
 
 
+def test_staleness_in_mode_remote_counts_the_updates_between_forward_and_step():
+    server = parameter_server("--world_size", 3, "--no_dropout")
+    data, target = batch(1)
+    losses = {trainer: F.nll_loss(server.forward(trainer, data), target) for trainer in (1, 2)}
+    for trainer in (2, 1):
+        losses[trainer].backward()
+        server.apply_gradients(trainer)
+    assert server.scoreboard.stale == {0: 1, 1: 1}
+
+
+def test_a_push_of_several_batches_strikes_all_of_them():
+    server = one_server("async", 2)
+    server.push(1, 0, gradient_of(0.0, server), 12, 3)
+    assert server.scoreboard.lots[1] == list(range(6, 1000, 2)) and server.scoreboard.images_applied == [12]
+
+
 @pytest.mark.parametrize("trainers, lead", [(2, 0), (3, 1), (4, 2)])
 def test_bounded_bounds_the_staleness_whatever_the_speeds(trainers, lead):
     """Threads of very different speed: between a trainer's pull and push, each other makes at most 2 S + 1 updates."""
@@ -440,6 +456,52 @@ def test_a_late_step_of_a_lost_trainer_is_refused_and_its_gradient_is_gone():
     assert torch.equal(server.model.fc2.bias, before) and server.model.fc2.bias.grad is None
     with pytest.raises(RuntimeError, match="trainer_1 was lost"):
         server.forward(1, data)
+
+
+# ------------------------------------------------------------------------- a trainer that sends too much is refused
+
+
+@pytest.mark.parametrize("consistency, flags", [("sync", ()), ("bounded", ("--max_staleness", 0))])
+def test_a_second_push_before_the_answer_to_the_first_is_refused_and_the_first_counts(consistency, flags):
+    server = one_server(consistency, 2, "--lr", 1, *flags)
+    before = server.weights.clone()
+    first = push(server, 1, 0, 1.0)
+    assert not first.done()
+    with pytest.raises(RuntimeError, match="trainer_1 pushed a gradient before its last push was answered"):
+        push(server, 1, 0, 100.0)
+    push(server, 2, 0, 3.0)
+    torch.testing.assert_close(first.value()[1], before - (2 if consistency == "sync" else 4))
+    assert server.scoreboard.images_applied == [8] and {len(lot) for lot in server.scoreboard.lots.values()} == {499}
+
+
+def test_a_second_part_before_the_first_is_applied_is_refused_and_the_first_counts(monkeypatch):
+    first, second = servers = servers_in_this_process(monkeypatch, 2, "--lr", 1)
+    dealt(first)
+    before = second.weights.clone()
+    answer = push_parts(servers, 2, 0, 1.0)
+    with pytest.raises(RuntimeError, match="trainer_2 sent a part of a push before its last push was applied here"):
+        second.hold(2, gradient_of(100.0, second), 4)  # the other server has not heard of the first one yet
+    torch.testing.assert_close(second.catch_up(*answer.value()[2]), before - 1)
+    second.hold(2, gradient_of(100.0, second), 4)
+
+
+def test_a_push_after_the_last_batch_is_refused():
+    server = one_server("async", 2, batches=2)
+    push(server, 1)
+    with pytest.raises(RuntimeError, match="trainer_1 has done its batches, and sent the work of one more"):
+        push(server, 1)
+    assert server.version == 1 and not server.held
+
+
+def test_a_second_request_for_batches_is_refused():
+    server = one_server("async", 2, batches=2)
+    push(server, 1)
+    first = server.scoreboard.next_lot(1, 2, {})
+    with pytest.raises(RuntimeError, match="trainer_1 asked for a lot of batches before its last request was answered"):
+        server.scoreboard.next_lot(1, 2, {})
+    push(server, 2)
+    server.scoreboard.next_lot(2, 2, {})
+    assert first.done()
 
 
 # ------------------------------------------------------------------------- several servers, one checkpoint
