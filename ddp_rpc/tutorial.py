@@ -6,7 +6,7 @@
 An embedding table lives on the parameter server; the trainers reach it by RPC. A linear layer is
 replicated on the trainers; DistributedDataParallel (DDP) keeps the replicas equal. The master
 creates the table and starts the trainers. single.py does the same job in one process.
-This is the tutorial's edition of 2020-12-10. "Row 8" is row 8 of DIFFERENCES.md: what differs, why.
+It follows the edition of 2020-12-10. "Row 8" is row 8 of DIFFERENCES.md, which gives the reason.
 Shapes: B bags in a batch, I indices in a batch, D numbers in a row of the table, C classes.
 """
 
@@ -109,7 +109,7 @@ def run_worker(rank, args):
     """Initialize RPC, play one rank's part, shut down RPC. Silences two harmless notes of torch."""
     torch.set_num_threads(1)  # the ranks share the cores of one machine
     warnings.filterwarnings("ignore", message="You are using a Backend")  # init_rpc itself does
-    logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)  # see SGD
+    logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)  # a note on SGD
     num_trainers = args.world_size - 2
     if rank == num_trainers:
         rpc.init_rpc("master", rank=rank, world_size=args.world_size)
