@@ -49,7 +49,8 @@ class Net(nn.Module):
         return F.log_softmax(self.fc2(x), dim=1)  # (B, 10)
 
 
-weights_lock = Lock()  # on the server: held while the weights are read or changed
+param_server = None
+global_lock = Lock()  # on the server: held while its one network is made, copied or changed
 
 
 class ParameterServer(nn.Module):
@@ -63,7 +64,7 @@ class ParameterServer(nn.Module):
         Before a trainer's backward pass, another trainer's step may change the weights. So each
         call works on clones [1]. Autograd passes through clone() and arrives at the weights.
         """
-        with weights_lock:  # no step in between: all clones are of the same version
+        with global_lock:  # no step in between: all clones are of the same version
             weights = {name: param.clone() for name, param in self.model.named_parameters()}
         with torch.device("meta"):  # layers without memory for weights, for this call alone
             layers = Net()
@@ -80,10 +81,6 @@ class ParameterServer(nn.Module):
         return [rpc.RRef(param) for param in self.model.parameters()]
 
 
-param_server = None
-global_lock = Lock()
-
-
 def get_parameter_server():
     """Return the one ParameterServer. All trainers call this, and the first call makes it."""
     global param_server
@@ -98,7 +95,7 @@ class SGD(optim.SGD):
 
     def step(self):
         """Each trainer's DistributedOptimizer calls this, one at a time: torch holds a lock too."""
-        with weights_lock:
+        with global_lock:
             super().step()
         self.zero_grad()  # the next step is another trainer's
 
