@@ -40,7 +40,6 @@ def run_training_loop(net, train_loader):
 
 
 def get_accuracy(test_loader, model):
-    print("Getting accuracy....")
     model.eval()
     correct_sum = 0
     with torch.no_grad():
@@ -72,7 +71,7 @@ def parse_args():
 
 if __name__ == "__main__":
     args = parse_args()
-    torch.manual_seed(args.seed)  # weights and dropout
+    torch.manual_seed(args.seed)
     order = torch.Generator().manual_seed(args.seed + 1)
     train_set = load_digits(args, train=True)
     train_loader = DataLoader(train_set, batch_size=32, shuffle=True, generator=order)

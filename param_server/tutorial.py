@@ -108,6 +108,7 @@ def run_parameter_server(rank, args):
     print("RPC initialized! Running parameter server...")
     rpc.shutdown()  # waits for all ranks; until then, threads of RPC answer the trainers
     print("RPC shutdown on parameter server.")
+    print("Getting accuracy....")
     get_accuracy(test_loader, param_server.model)
 
 
@@ -142,7 +143,6 @@ def run_training_loop(rank, train_loader):
 
 def get_accuracy(test_loader, model):
     """Runs where the network is [2]: eval() of a TrainerNet would not reach it."""
-    print("Getting accuracy....")
     model.eval()
     correct_sum = 0
     with torch.no_grad():
@@ -190,9 +190,10 @@ def run_worker(rank, args):
     rpc.init_rpc(f"trainer_{rank}", rank=rank, world_size=args.world_size)
     print(f"Worker {rank} done initializing RPC")
     order = torch.Generator().manual_seed(args.seed + rank)
-    digits = load_digits(args, train=True)  # by now the server has downloaded them [10]
-    digits = Subset(digits, range(rank - 1, len(digits), args.world_size - 1))  # its share [3]
-    train_loader = DataLoader(digits, batch_size=32, shuffle=True, generator=order)
+    train_set = load_digits(args, train=True)  # by now the server has downloaded it [10]
+    share = range(rank - 1, len(train_set), args.world_size - 1)  # of this trainer [3]
+    train_set = Subset(train_set, share)
+    train_loader = DataLoader(train_set, batch_size=32, shuffle=True, generator=order)
     run_training_loop(rank, train_loader)
     rpc.shutdown()
 
