@@ -196,7 +196,7 @@ def test_the_tutorial_with_three_trainers(tmp_path):
 
 @pytest.mark.slow
 def test_the_tutorial_ends_with_its_first_trainer_to_fail(tmp_path):
-    """As published, the master waits for trainer 0, which waits half an hour for trainer 1 in a collective operation."""
+    """As published, the master waits for trainer 0, which waits half an hour for trainer 1."""
     done, _ = drive(tmp_path, failing=1)
     assert done.returncode == 1
     assert "ValueError: On WorkerInfo(id=1, name=trainer1):" in done.stderr and "a trainer that fails" in done.stderr
