@@ -1,10 +1,12 @@
-"""Run a package's main.py with every rank's tensors on the pretend device.
+"""Run a package's main.py on a host with the pretend device.
 
     python tests/harness/pretend_main.py PACKAGE [main.py's own flags]
 
-Spawned ranks import this file again, as __mp_main__: so the device is there in every process.
+Which ranks use it is the package's and the glue's own choice.  Spawned ranks import this file again, as __mp_main__: so
+the device is there in every process.
 """
 
+import functools
 import pathlib
 import sys
 
@@ -17,9 +19,23 @@ import torch  # noqa: E402
 
 import main as package_main  # noqa: E402  (the package's; found through the line above)
 import pretend_device  # noqa: E402
-from glue import job  # noqa: E402
+from glue import job, placement  # noqa: E402
 
-job.devices_of = pretend_device.devices_of
+
+def start_pretend(rank, args):
+    """In the place of start_cuda: how many devices a rank may use."""
+    return int(rank in args.device_ranks)
+
+
+def pretend_devices_of(hellos):
+    """In the place of devices_of, and by it.  Every rank says what all have."""
+    names = [name.replace("cuda", "pretend") for name in placement.devices_of(hellos)]
+    print("devices:", *names, flush=True)
+    return names
+
+
+job.start_cuda, job.devices_of = start_pretend, pretend_devices_of
+torch.tensor = functools.partial(pretend_device.tensor_by_copy, make=torch.tensor)
 if PACKAGE == "param_server":  # in mode `remote` the server has devices of its own: --num_gpus
     import digits_net
     import remote_server
