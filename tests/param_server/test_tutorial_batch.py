@@ -234,5 +234,5 @@ def test_the_measurement_is_told_and_drawn(tmp_path):
     done = run_spawned(program, *flags, cwd=tmp_path, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     rows = re.findall(r"^(\d) trainers (with|without) batching: [\d.]+ s \(", done.stdout, re.MULTILINE)
-    assert rows == [("1", "with"), ("2", "with"), ("1", "without"), ("2", "without")]
+    assert rows == [("1", "with"), ("1", "without"), ("2", "with"), ("2", "without")]
     assert (tmp_path / "batch.png").read_bytes().startswith(b"\x89PNG")
