@@ -1,17 +1,16 @@
 """param_server's checkpoints, written and gone on from in this process: at any moment, by any number of servers."""
 
+import itertools
 import re
 import threading
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from helpers import ROOT, load_module, package_on_path
-
-with package_on_path("param_server"):
-    from glue.measure import Meter
+from helpers import ROOT, load_module
 
 test_server = load_module(ROOT / "tests" / "param_server" / "test_server.py")
 few_test_images = test_server.few_test_images  # a fixture
@@ -90,7 +89,10 @@ class Players:
         for trainer in list(self.pushed):
             self.take(trainer, self.pushed.pop(trainer).value())
         trainers = sorted(self.scoreboard.living)
-        answers = {trainer: self.scoreboard.next_lot(trainer, BATCHES, Meter("shm").figures()) for trainer in trainers}
+        answers = {}
+        for trainer in trainers:
+            figures = {"rpc_calls_per_step": float(trainer), "wire_bytes_per_step": None}
+            answers[trainer] = self.scoreboard.next_lot(trainer, BATCHES, figures)
         tasks = {trainer: answer.wait() for trainer, answer in answers.items()}
         tasks = {trainer: task for trainer, task in tasks.items() if task}
         for trainer in [] if self.remote else tasks:
@@ -159,6 +161,18 @@ def test_a_finished_job_is_resumed_and_has_a_result(tmp_path, monkeypatch, mode,
     assert summary["updates"] == 2 * BATCHES and summary["images_applied"] == [4 * BATCHES] * 2
     assert summary["test_accuracy"] == finished.scoreboard.accuracy and summary["images_per_second"] is None
     assert (tmp_path / "end.pt").read_bytes() == before
+
+
+def test_a_result_tells_of_all_epochs_and_all_trainers(tmp_path, monkeypatch):
+    clock = itertools.count(1)  # a second passes from one look to the next
+    monkeypatch.setattr(scoreboard, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    job = Players(monkeypatch, 1, *flags_of("remote", tmp_path / "c.pt", "--world_size", 3)).play()
+    job.scoreboard.record_loss(1, 0, 2.5)
+    summary = scoreboard.write_result(job.scoreboard, lost=[])
+    assert summary["images_per_second"] == 2 * 4 * BATCHES / 2  # what lies between two epochs is not training
+    assert summary["rpc_calls_per_step"] == 1.5 and summary["wire_bytes_per_step"] is None
+    curves = job.scoreboard.report.curves
+    assert curves["test accuracy"][0] == [BATCHES, 2 * BATCHES] and curves["loss"] == ([2 * BATCHES], [2.5])
 
 
 # ------------------------------------------------------------------- what a resumed job sends to its servers

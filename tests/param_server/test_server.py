@@ -149,7 +149,10 @@ def test_accuracy_is_measured_without_dropout_where_the_network_is():
     net.eval()
     labels = net((images.unsqueeze(1).float() - 255 * 0.1307) / (255 * 0.3081)).argmax(dim=1)
     net.train()
+    graphs = []
+    net.register_forward_hook(lambda module, inputs, output: graphs.append(output.requires_grad))
     assert scoreboard.get_accuracy(net, images, labels) == 1.0  # the labels are what the network says without dropout
+    assert graphs == [False]  # and it builds no graph, which would keep every layer's output
     net.train()
     with_dropout = net((images.unsqueeze(1).float() - 255 * 0.1307) / (255 * 0.3081)).argmax(dim=1)
     assert (with_dropout == labels).float().mean() < 0.95  # the tutorial's measurement
@@ -277,6 +280,19 @@ def test_async_answers_each_push_at_once_with_the_weights_after_it():
         version, weights, _ = push(server, 1, pushes - 1, 1.0).value()
         assert version == pushes
         torch.testing.assert_close(weights, before - 0.5 * pushes)
+
+
+def test_a_pull_waits_for_the_update_that_is_under_way():
+    """Version, weights and log of an answer belong together."""
+    server = one_server("async", 2)
+    answers = []
+    pulling = threading.Thread(target=lambda: answers.append(server.pull(0)))
+    with server.lock:
+        pulling.start()
+        pulling.join(0.1)
+        assert not answers
+    pulling.join(20)
+    assert answers[0][0] == 0
 
 
 def test_an_answer_is_not_changed_by_later_updates():
