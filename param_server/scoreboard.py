@@ -153,7 +153,10 @@ class Scoreboard:
                 self.lots = {None: state["books"]["left"]}  # nobody's
         except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
             raise ValueError(f"cannot go on from {self.args.checkpoint}: {error}") from error
-        self.report.say(f"Going on from update {self.updates}, epoch {self.epoch + 1}")
+        if self.epoch < self.args.epochs:
+            self.report.say(f"Going on from update {self.updates}, epoch {self.epoch + 1}")
+        else:
+            self.report.say(report.NOTHING_LEFT)
 
     def _go_on_if_all_are_here(self):
         """Deal what is left of the epoch; if nothing is, evaluate, and deal the next one or let the trainers go."""
