@@ -68,9 +68,9 @@ def test_a_lost_job_starts_again_and_resumes(ends, max_restarts, status, attempt
 class Rank:
     """What the starting process knows of a rank: a pipe that is closed when the rank ends, and how it has ended."""
 
-    def __init__(self, group, exitcode, ends_by_itself):
+    def __init__(self, number, exitcode, ends_by_itself):
         self.sentinel, self.pipe = os.pipe()
-        self.group, self.exitcode, self.pid = group, exitcode, 0
+        self.exitcode, self.pid = exitcode, 1000 + number
         if ends_by_itself:
             self.end()
 
@@ -87,10 +87,11 @@ class Rank:
         self.end()
 
 
-def spawn(args, monkeypatch, exitcodes, left=(), stuck=(), done=lambda store: None):
+def spawn(args, monkeypatch, exitcodes, left=(), stuck=(), done=lambda store: None, signal_number=None):
     """Return the End of a group whose ranks end with `exitcodes`; those in `left` have said that their work is done.
 
-    `stuck` ranks do not end by themselves; `done(store)` is called before the first one ends.
+    `stuck` ranks do not end by themselves; `done(store)` is called before the first one ends; `signal_number`: comes to
+    the starting process.
     """
     plain_define = launch.define_job
 
@@ -104,7 +105,7 @@ def spawn(args, monkeypatch, exitcodes, left=(), stuck=(), done=lambda store: No
 
     def start_processes(function, arguments, world_size, join, start_method):
         assert (world_size, join, start_method) == (args.world_size, False, "forkserver")
-        ranks.extend(Rank(ranks, code, rank not in stuck) for rank, code in enumerate(exitcodes))
+        ranks.extend(Rank(number, code, number not in stuck) for number, code in enumerate(exitcodes))
         return types.SimpleNamespace(processes=ranks)
 
     monkeypatch.setattr(launch, "define_job", define_job)
@@ -114,6 +115,8 @@ def spawn(args, monkeypatch, exitcodes, left=(), stuck=(), done=lambda store: No
     monkeypatch.setattr(launch.watch, "LOST_AFTER_SECONDS", 0.1)
     signals, sent = socket.socketpair()
     with signals, sent:
+        if signal_number:
+            sent.send(bytes([signal_number]))
         return launch._spawn_once(None, args, worker_name, signals), ranks
 
 
@@ -154,3 +157,29 @@ def test_a_job_that_can_goes_on_without_a_killed_rank(args, monkeypatch, capsys)
     end, _ = spawn(args, monkeypatch, [0, -signal.SIGKILL, 0], left=[0, 2], done=workers)
     assert end is None
     assert capsys.readouterr() == ("The job finished without rank 1 (observer1).\n", "")
+
+
+@pytest.mark.timeout(20)
+def test_a_rank_that_does_not_end_after_a_loss_is_killed(args, monkeypatch, capsys):
+    end, ranks = spawn(args, monkeypatch, [None, -signal.SIGTERM, None], stuck=[0, 2])
+    assert end == End("lost", 1, "killed by SIGTERM")
+    assert ranks[0].exitcode == ranks[2].exitcode == -signal.SIGKILL
+
+
+def test_a_signal_is_told_to_every_rank(args, monkeypatch, capsys):
+    """A terminal's Ctrl-C reaches them by itself, a SIGTERM to the starting process does not."""
+    told, stores, ranks = [], [], []
+
+    def tell(pid, number):
+        told.append((pid, number))
+        if len(told) == args.world_size:  # then they leave
+            for rank in ranks:
+                rank.end()
+
+    monkeypatch.setattr(launch.os, "kill", tell)
+    status = 128 + signal.SIGTERM
+    stuck = [0, 1, 2]  # until they are told
+    end, _ = spawn(args, monkeypatch, [status] * 3, stuck=stuck, done=stores.append, signal_number=signal.SIGTERM)
+    assert told == [(1000 + rank, signal.SIGTERM) for rank in range(3)]
+    assert end.status == status and ending.read(stores[0].get("end")) == end
+    assert capsys.readouterr() == ("", "")

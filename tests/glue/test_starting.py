@@ -322,6 +322,21 @@ def test_a_rank_that_does_not_fit_is_refused_and_the_job_goes_on():
         assert (rank.returncode, errors) == (0, "")
 
 
+def test_a_place_is_given_to_one_process_only(monkeypatch):
+    with package_on_path("rl_rpc"):
+        from glue import addresses, meeting
+    store = addresses.store_on(socket.create_server(("127.0.0.1", 0)))
+    monkeypatch.setattr(meeting, "leave_now", lambda status, why: sys.exit(f"{status} {why}"))
+    names, args = ["rank 0 (agent)", "rank 1 (observer1)"], argparse.Namespace(join_timeout=1)
+    coming = meeting.Meeting(1, args, names, names[0], ("127.0.0.1", store.port), spawned=False)
+    for _ in range(2):
+        coming.take_place(store, "cpu")
+    first = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: first + 1)
+    with pytest.raises(SystemExit, match=f"2 rank 1 .*refused, because it is there already, as process {first} on"):
+        coming.take_place(store, "cpu")
+
+
 @pytest.mark.slow
 def test_a_place_that_is_taken_is_refused():
     port = free_port()
