@@ -280,6 +280,7 @@ def test_async_answers_each_push_at_once_with_the_weights_after_it():
         version, weights, _ = push(server, 1, pushes - 1, 1.0).value()
         assert version == pushes
         torch.testing.assert_close(weights, before - 0.5 * pushes)
+    assert not server.log  # there is no other server to tell
 
 
 def test_a_pull_waits_for_the_update_that_is_under_way():
@@ -362,7 +363,7 @@ def test_staleness_in_mode_remote_counts_the_updates_between_forward_and_step():
     for trainer in (2, 1):
         losses[trainer].backward()
         server.apply_gradients(trainer)
-    assert server.scoreboard.stale == {0: 1, 1: 1}
+    assert server.scoreboard.stale == {0: 1, 1: 1} and server.scoreboard.images_applied == [8]
 
 
 def test_a_push_of_several_batches_strikes_all_of_them():
