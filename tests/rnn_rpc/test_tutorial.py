@@ -142,14 +142,14 @@ def assert_learned(output):
 
 @pytest.mark.slow
 def test_all_ranks_spawned_from_a_copy_alone(tmp_path):
-    done = run_spawned(copied_alone(TUTORIAL, tmp_path), "--seed", 2, cwd=tmp_path)
+    done = run_spawned(copied_alone(TUTORIAL, tmp_path), "--seed", 2, cwd=tmp_path, timeout=280)
     assert (done.returncode, done.stderr) == (0, "")
     assert_learned(done.stdout)
 
 
 @pytest.mark.slow
 def test_a_rank_per_terminal():
-    server, trainer = run_in_terminals(TUTORIAL, 2)
+    server, trainer = run_in_terminals(TUTORIAL, 2, timeout=280)
     assert (server.returncode, server.stdout, server.stderr) == (0, "", "")
     assert (trainer.returncode, trainer.stderr) == (0, "")
     assert_learned(trainer.stdout)
@@ -158,6 +158,6 @@ def test_a_rank_per_terminal():
 @pytest.mark.slow
 def test_single_learns():
     command = [sys.executable, str(ROOT / "rnn_rpc" / "single.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert (done.returncode, done.stderr) == (0, "")
     assert_learned(done.stdout)
