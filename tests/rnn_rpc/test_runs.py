@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 
-from helpers import assert_one_line_error, assert_refused, package_on_path, run_main, run_script
+from helpers import ROOT, assert_one_line_error, assert_refused, load_module, package_on_path, run_main, run_script
+from tutorials import run_spawned
 
 with package_on_path("rnn_rpc"):
     import corpus
@@ -83,19 +84,42 @@ def test_wrong_command_lines_are_refused(flags, words, capsys):
 
 def test_primer_steps_the_neighbours_tensors():
     """Three workers, so that the one who calls a worker and the one whom it calls are not the same."""
-    done = run_script("rnn_rpc/primer.py", "--world_size", 3, "--lr", 0.1)
+    done = run_spawned("rnn_rpc/primer.py", "--world_size", 3, "--lr", 0.1)
     assert (done.returncode, done.stderr) == (0, "")
     for rank in range(3):
         mine = [line.partition(": ")[2] for line in done.stdout.splitlines() if line.startswith(f"worker{rank}:")]
         assert mine[0] == "rpc_sync  -> 5" and "wait() -> 5" in mine[1]
         assert mine[2] == f"remote    -> RRef owned by worker{(rank + 1) % 3}, to_here() -> 5"
+        assert mine[3].endswith("its first row: 1.0000 1.0000 1.0000; t1.grad is None")
         values = [
             torch.tensor([float(v) for v in line.partition(":  ")[2].split() or line.split()[-3:]])
-            for line in mine
+            for line in mine[4:]
             if "first row" in line or "after one step" in line
         ]
         for before, after, gradient in ((values[0], values[1], 1), (values[2], values[3], 2)):
             torch.testing.assert_close(after, before - 0.1 * gradient, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--plot", "curve.png"),
+        ("--checkpoint", "c.pt"),
+        ("--resume",),
+        ("--logdir", "logs"),
+        ("--world_size", "1"),
+        ("--rank", "2"),
+        ("--lr", "0"),
+    ],
+)
+def test_primer_refuses_what_means_nothing_to_it(flags, monkeypatch, capsys):
+    """One line, and status 2.  It took the flags of the full programs, and did nothing about them."""
+    primer = load_module(ROOT / "rnn_rpc" / "primer.py")
+    monkeypatch.setattr("sys.argv", ["primer.py", *flags])
+    with pytest.raises(SystemExit) as refused:
+        primer.parse_args()
+    (complaint,) = capsys.readouterr().err.splitlines()
+    assert refused.value.code == 2 and flags[0] in complaint
 
 
 @pytest.mark.slow

@@ -1,0 +1,169 @@
+"""The tutorial on one page: a language model with its embedding and decoder on a parameter server.
+
+    python tutorial.py              # both ranks on this machine
+    python tutorial.py --rank 0     # or each rank in a terminal of its own: `ps` ...
+    python tutorial.py --rank 1     # ... and `trainer`
+
+It follows part 2 of PyTorch's tutorial "Getting Started with Distributed RPC Framework", in the
+edition that DIFFERENCES.md calls the newer text.  "Row 4" is number 4 in DIFFERENCES.md.
+
+Rank 0, `ps`, owns embedding table and decoder.  Rank 1, `trainer`, has the LSTM and the loop.
+RPC sends functions and classes by name.  Each rank finds them because it runs this same file.
+Shapes: T time steps, B streams of text read side by side, V words, E and H vector sizes.
+"""
+
+import argparse
+import logging
+import os
+import warnings
+
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+import torch.multiprocessing as mp
+from torch import nn, optim
+from torch.distributed.optim import DistributedOptimizer
+from torch.distributed.rpc import RRef
+
+
+class EmbeddingTable(nn.Module):
+    def __init__(self, ntoken, ninp, seed):  # no dropout: row 18
+        super().__init__()
+        self.encoder = nn.utils.skip_init(nn.Embedding, ntoken, ninp)
+        nn.init.uniform_(self.encoder.weight, -0.1, 0.1, torch.Generator().manual_seed(seed))
+
+    def forward(self, input):
+        """Words (T, B) -> (T, B, E).  Only the trainer calls it, one at a time: no lock."""
+        return self.encoder(input)
+
+
+class Decoder(nn.Module):
+    def __init__(self, ntoken, nhid, seed):
+        super().__init__()
+        self.decoder = nn.utils.skip_init(nn.Linear, nhid, ntoken)
+        nn.init.zeros_(self.decoder.bias)
+        nn.init.uniform_(self.decoder.weight, -0.1, 0.1, torch.Generator().manual_seed(seed))
+
+    def forward(self, output):
+        """(T, B, H) -> scores (T, B, V).  Only the trainer calls it, one at a time: no lock."""
+        return self.decoder(output)
+
+
+def _call_method(method, rref, *args):
+    """The trainer runs it on the owner of the object, one call at a time: it needs no lock."""
+    return method(rref.local_value(), *args)
+
+
+def _remote_method(method, rref, *args):
+    """Return method(object, *args), run on the owner of the object (see row 7)."""
+    return rpc.rpc_sync(rref.owner(), _call_method, args=(method, rref, *args))
+
+
+def _parameter_rrefs(module):
+    """Return one RRef per parameter.  Runs on their owner; the RRefs travel, not the parameters."""
+    return [RRef(param) for param in module.parameters()]
+
+
+class RNNModel(nn.Module):
+    def __init__(self, ps, ntoken, ninp, nhid, nlayers):
+        super().__init__()
+        # remote() does not wait: both constructors may run on ps at once, and share its one random
+        # generator.  Which of them draws first is chance, so each gets a seed of its own (row 14).
+        table_seed, decoder_seed = torch.randint(2**31, (2,)).tolist()
+        self.emb_table_rref = rpc.remote(ps, EmbeddingTable, args=(ntoken, ninp, table_seed))
+        self.rnn = nn.LSTM(ninp, nhid, nlayers)
+        self.decoder_rref = rpc.remote(ps, Decoder, args=(ntoken, nhid, decoder_seed))
+
+    def forward(self, input, hidden):
+        emb = _remote_method(EmbeddingTable.forward, self.emb_table_rref, input)  # (T, B, E)
+        output, hidden = self.rnn(emb, hidden)  # (T, B, H)
+        decoded = _remote_method(Decoder.forward, self.decoder_rref, output)  # (T, B, V)
+        return decoded, hidden
+
+    def parameter_rrefs(self):
+        remote_params = []
+        remote_params.extend(_remote_method(_parameter_rrefs, self.emb_table_rref))
+        remote_params.extend(_parameter_rrefs(self.rnn))
+        remote_params.extend(_remote_method(_parameter_rrefs, self.decoder_rref))
+        return remote_params
+
+
+class SGD(optim.SGD):
+    """DistributedOptimizer replaces optim.SGD, but not this, by a deprecated class (row 8)."""
+
+
+def get_next_batch(prob, T, B, nbatches):
+    """Yield words of a new text (T, B), and the words that come after each of them (T, B)."""
+    words = list(torch.randint(len(prob), (2, B)))
+    while len(words) <= T * nbatches:
+        # A Markov chain: from the word before the last, go on by a random number of words (row 19).
+        words.append((words[-2] + torch.multinomial(prob, B, replacement=True)) % len(prob))
+    text = torch.stack(words)
+    yield from zip(text[:-1].split(T), text[1:].split(T), strict=True)
+
+
+def run_trainer(seed):
+    torch.manual_seed(seed)  # for the texts, the LSTM, and the two seeds that ps is sent
+    prob = torch.softmax(-torch.arange(10.0), dim=0)  # of the numbers 0 to 9 in get_next_batch
+    lowest = torch.exp(-(prob * prob.log()).sum())  # perplexity is exp(mean loss); this is exact
+    heldout_data, heldout_target = next(get_next_batch(prob, T=1000, B=20, nbatches=1))
+    model = RNNModel("ps", ntoken=10, ninp=16, nhid=32, nlayers=1)  # sizes: row 19
+    # It makes an optimizer in each process that owns parameters.
+    opt = DistributedOptimizer(SGD, model.parameter_rrefs(), lr=2.0)
+    criterion = nn.CrossEntropyLoss()
+    for epoch in range(8):
+        hidden = None  # the LSTM starts at zero
+        for data, target in get_next_batch(prob, T=20, B=20, nbatches=200):
+            # The context holds the gradients of this batch, in the process that owns the parameter,
+            # until it ends.  backward does not add to .grad, so there is no zero_grad().
+            with dist_autograd.context() as context_id:
+                output, hidden = model(data, hidden)
+                loss = criterion(output.flatten(0, 1), target.flatten())  # the V words: row 4
+                dist_autograd.backward(context_id, [loss])
+                opt.step(context_id)
+            # The next batch needs the state, but not its graph, whose context has ended.
+            hidden = (hidden[0].detach(), hidden[1].detach())
+        # With dropout: model.eval() would not reach ps, because an RRef is no submodule (row 9).
+        with torch.no_grad():
+            output, _ = model(heldout_data, None)
+            loss = criterion(output.flatten(0, 1), heldout_target.flatten())
+        print(f"Training epoch {epoch}: perplexity {loss.exp():.3f} (lowest possible {lowest:.3f})")
+
+
+def run_worker(rank, args):
+    """Run one rank.  Sets the process's number of threads, and turns off two notes of torch."""
+    torch.set_num_threads(1)  # the ranks share the cores
+    warnings.filterwarnings("ignore", "You are using a Backend")  # torch's own use of Gloo
+    # DistributedOptimizer logs that Python's GIL may slow down a class like SGD above.
+    logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
+    if rank == 1:
+        rpc.init_rpc("trainer", rank=rank, world_size=args.world_size)
+        run_trainer(args.seed)
+    else:
+        rpc.init_rpc("ps", rank=rank, world_size=args.world_size)
+        # parameter server does nothing: its RPC threads answer the trainer's calls
+    rpc.shutdown()  # returns when both ranks have called it
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description="Rank 0 is the parameter server, 1 the trainer.")
+    parser.add_argument("--world_size", type=int, default=2, choices=[2], help="number of ranks")
+    parser.add_argument("--rank", type=int, choices=[0, 1], help="run this one (default: both)")
+    parser.add_argument("--master_addr", default="localhost", help="the host of rank 0")
+    parser.add_argument("--master_port", type=int, default=29500, help="a free port there")
+    parser.add_argument("--seed", type=int, default=1, help="of all random numbers")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    os.environ["MASTER_ADDR"] = args.master_addr
+    os.environ["MASTER_PORT"] = str(args.master_port)
+    if args.rank is None:
+        mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
+    else:
+        run_worker(args.rank, args)  # one rank in this terminal
+
+# Limits: if a rank dies, spawned ranks end, but in terminals the other may wait for ever (main.py
+# ends it: glue/watch.py).  The port must be free (ranks that main.py spawns need none:
+# glue/addresses.py).  Nothing is saved (main.py --checkpoint FILE --resume: glue/checkpoint.py).
