@@ -48,7 +48,7 @@ class HybridMaster:
                 "lr": args.lr,
                 "sparse": args.sparse,
                 "seed": seed_for(args.seed, "table"),
-                "device": "cpu" if args.table_device == "cpu" else self.devices[rank],
+                "device": self.devices[rank],
             },
         )
 
@@ -103,6 +103,8 @@ class HybridMaster:
             torch.futures.wait_all([rref.rpc_async(timeout=0).put_rows(first, rows) for rref in self.emb_rrefs])
         self.fc_state, self.epochs_done = saved["fc"], saved["epoch"]
         self.report.say(f"Going on after epoch {self.epochs_done} of {args.checkpoint}.")
+        if self.epochs_done >= args.epochs:
+            self.report.say(report.NOTHING_LEFT)
 
     def close(self, results):
         """Tell the result of the run: `results` are the trainers' measurements, of which some are the same for all."""

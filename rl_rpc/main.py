@@ -46,7 +46,8 @@ def parse_args(argv=None):
     except ValueError as error:
         parser.error(str(error))
     roles = "rank 0 is the agent, every other rank an observer"
-    flags.check_arguments(parser, args, min_world_size=2, roles=roles, agree=("env_id",))
+    # Observers act with a copy of the policy on the CPU: one state at a time is no work for a GPU.
+    flags.check_arguments(parser, args, min_world_size=2, roles=roles, agree=("env_id",), device_ranks=[0])
     if args.save and not os.path.isdir(os.path.dirname(os.path.abspath(args.save))):
         parser.error(f"--save {args.save}: that folder does not exist")  # said now, not after the training
     if args.mode in ("rollout", "async") and args.world_size > placement.usable_cores():
@@ -79,6 +80,8 @@ def run_agent(args, job):
         learner.load_state_dict(state)
         average = f"{learner.running_reward:.2f}"
         result.say(f"Going on after episode {learner.episodes}, with an average reward of {average}.")
+        if learner.solved or learner.episodes >= args.max_episodes:
+            result.say(report.NOTHING_LEFT)
     threshold = learner.reward_threshold
     goal = f"reward threshold of {threshold} is reached, or for {args.max_episodes} episodes"
     result.say(f"This will run until {goal}. Ctrl+C to exit.")

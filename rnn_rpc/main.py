@@ -97,6 +97,8 @@ def run_trainer(args, device):
     result.say(str(corpus))
     if trainer.epoch:
         result.say(f"Going on after epoch {trainer.epoch}, held-out perplexity {trainer.heldout:.3f}.")
+    if trainer.epoch >= args.epochs:
+        result.say(report.NOTHING_LEFT)
 
     steps_per_epoch = math.ceil((len(train_SB) - 1) / args.bptt)
     bar = result.progress(total=args.epochs * steps_per_epoch)

@@ -64,7 +64,6 @@ class Trainer:
         Source: tutorial part 2, the body of run_trainer's loop.  There is no zero_grad(): each context has gradients of
         its own, on every worker, and they go when it ends.
         """
-        torch.manual_seed(seed_for(self.seed, "dropout", self.step))  # for nn.LSTM's own dropout, between its layers
         with dist_autograd.context() as context_id:
             loss, hidden = self.loss(self.model, data_TB, target_TB, hidden, draw=self.step)
             dist_autograd.backward(context_id, [loss / target_TB.numel()])

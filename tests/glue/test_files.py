@@ -1,5 +1,6 @@
 """Files that a run writes are whole or not there; reading a checkpoint executes nothing."""
 
+import json
 import os
 import pickle
 import random
@@ -55,6 +56,26 @@ def test_kill_9_at_any_moment_leaves_a_whole_file(tmp_path):
         last += state["count"]
     assert last > 3, "no later save was ever reached: the test kills too early"
     assert len(os.listdir(tmp_path)) <= 2, "killed saves must not pile up files"
+
+
+def test_the_bytes_are_on_the_disk_before_the_name_points_at_them(tmp_path, monkeypatch):
+    with package_on_path("rl_rpc"):
+        from glue import checkpoint
+    path, done = tmp_path / "file", []
+    plain_sync, plain_replace = os.fsync, os.replace
+
+    def fsync(descriptor):
+        done.append(("fsync", os.fstat(descriptor).st_size))
+        plain_sync(descriptor)
+
+    def replace(aside, target):
+        done.append(("replace", str(target)))
+        plain_replace(aside, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    checkpoint.write_aside(path, lambda file: file.write(b"whole"))
+    assert done == [("fsync", 5), ("replace", str(path))] and path.read_bytes() == b"whole"
 
 
 class Hostile:
@@ -172,3 +193,30 @@ def test_a_full_disk_is_told_in_one_line_and_keeps_the_last_good_checkpoint(tmp_
         assert (tmp_path / "c.pt").read_bytes() == good and os.listdir(tmp_path) == ["c.pt"]
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+# The scenario's smallest run, and a figure that its summary has after it.
+FINISHED = {
+    "rl_rpc": (["--max_episodes", 2, "--eval_episodes", 1], "running_reward"),
+    "rnn_rpc": (["--epochs", 1, "--corpus_tokens", 2000], "heldout_perplexity"),
+    "ddp_rpc": (["--epochs", 1, "--batches", 5], "heldout_accuracy"),
+    "param_server": (["--dataset", "synthetic", "--max_batches", 2], "test_accuracy"),
+}
+DDP_AND_SLOWLY_THE_OTHERS = [
+    pytest.param(name, marks=[] if name == "ddp_rpc" else pytest.mark.slow) for name in PACKAGES
+]
+
+
+@pytest.mark.parametrize("package", DDP_AND_SLOWLY_THE_OTHERS)
+def test_to_resume_a_finished_run_is_no_failure(package, tmp_path):
+    """It says that nothing is left to do, and leaves the same files as any run, with the result as it was."""
+    flags, figure = FINISHED[package]
+    flags = [*flags, "--checkpoint", tmp_path / "end.pt", "--summary_json", tmp_path / "summary.json"]
+    done = run_main(package, *flags)
+    assert done.returncode == 0 and "Nothing is left to do" not in done.stdout, (done.stdout, done.stderr)
+    expected = json.loads((tmp_path / "summary.json").read_text())[figure]
+    done = run_main(package, *flags, "--resume", "--plot", tmp_path / "curve.png", "--logdir", tmp_path / "log")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\nNothing is left to do: the checkpoint is of a finished run.\n" in "\n" + done.stdout
+    assert json.loads((tmp_path / "summary.json").read_text())[figure] == pytest.approx(expected)
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG") and os.listdir(tmp_path / "log")

@@ -154,7 +154,7 @@ def test_a_wrong_command_line_is_refused_in_one_line(flags, words, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_that_is_not_there_is_refused(capsys):
-    assert_refused("param_server", ["--num_gpus", 1], capsys, "--num_gpus 1", "0 CUDA GPUs")
+    assert_refused("param_server", ["--num_gpus", 1], capsys, "--device cuda", "torch sees no CUDA GPU")
 
 
 def test_unusable_data_ends_the_whole_job_with_status_1(tmp_path):

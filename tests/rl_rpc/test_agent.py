@@ -129,6 +129,39 @@ def test_with_one_observer_every_mode_is_the_single_process_loop(make_agent, mod
         torch.testing.assert_close(agent.policy.state_dict()[name], expected, rtol=0, atol=1e-5)
 
 
+class Endless(gym.Env):
+    """Its episodes have no end of their own, and each step earns its number."""
+
+    observation_space, action_space = gym.spaces.Box(0, 100, (3,)), gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return np.zeros(3, dtype=np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        return np.full(3, self.steps, dtype=np.float32), float(self.steps), False, False, {}
+
+
+@pytest.fixture
+def endless():
+    """The id of an environment that a time limit of 7 steps ends."""
+    gym.register("Endless-v0", Endless, max_episode_steps=7)
+    yield "Endless-v0"
+    gym.registry.pop("Endless-v0")
+
+
+@pytest.mark.parametrize("mode", agent_module.MODES)
+def test_a_time_limit_ends_an_episode_in_every_mode(make_agent, endless, mode):
+    """And every mode files the same: each state that was acted on, and each action's reward, the last one's too."""
+    agent = make_agent(1, env_id=endless)
+    agent_module.MODES[mode](agent)
+    (trajectory,) = agent.trajectories.values()
+    assert trajectory.rewards == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert [state[0] for state in trajectory.states] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert len(trajectory.actions) == 7
+
+
 def test_the_first_failure_ends_the_episode_while_others_still_play(make_agent):
     """Tutorial: futures are waited for in rank order, so an error is heard when all of lower rank have ended."""
     agent, over, ended = make_agent(3), threading.Event(), []
@@ -447,6 +480,25 @@ def test_actions_that_do_not_start_at_zero_and_episodes_that_never_end():
         assert environment.play_episode(env, lambda state: 0, max_steps=50) == 50
     finally:
         gym.registry.pop("OffsetCorridor-v0")
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--seed", "2"), ("--env_id", "Acrobot-v1")])
+def test_a_checkpoint_of_another_seed_or_environment_is_refused(make_agent, monkeypatch, tmp_path, flag, value):
+    """The rest of the run would have been played with other random numbers, or with a policy that does not fit."""
+    make_agent(1)  # for the names that it replaces
+    monkeypatch.setattr(main_module, "worker_name", lambda rank, args: str(rank))
+    file = tmp_path / "agent.pt"
+    job = SimpleNamespace(device=torch.device("cpu"), on_lost=lambda first, callback: None, lost={})
+
+    def run(*flags):
+        flags = ("--max_episodes", "1", "--eval_episodes", "0", "--checkpoint", str(file), *flags)
+        main_module.run_agent(main_module.parse_args(flags), job)
+
+    run()
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match=f"was made with {flag} .*, and this run has {value}: ") as refused:
+        run("--resume", flag, value)
+    assert "\n" not in str(refused.value) and file.read_bytes() == before
 
 
 def test_a_learner_goes_on_from_another_ones_state():

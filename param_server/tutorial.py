@@ -1,0 +1,213 @@
+"""PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework" on one page.
+
+Edition: the translation of 2020-11-28, for torch 1.5. [Numbers] are rows of DIFFERENCES.md.
+Rank 0, the server, holds the network. All other ranks are trainers, and train at the same time:
+each sends images and gets predictions; backward and the optimizer's step also run on the server.
+
+python tutorial.py                            # the server and two trainers, on this machine
+python tutorial.py --world_size 3 --rank 0    # the server in this terminal; ranks 1, 2 in others
+python tutorial.py --dataset synthetic        # random patterns instead of MNIST: no download
+"""
+
+import argparse
+import logging
+import os
+import warnings
+from threading import Lock
+
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.distributed.optim import DistributedOptimizer
+from torch.func import functional_call
+from torch.utils.data import DataLoader, Subset, TensorDataset
+from torchvision import datasets, transforms
+
+warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of Gloo
+# DistributedOptimizer logs that it uses our class SGD as it is, which is what we want.
+logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3, 1)
+        self.conv2 = nn.Conv2d(32, 64, 3, 1)
+        self.dropout1 = nn.Dropout(0.25)  # Dropout, not Dropout2d [8]
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(9216, 128)
+        self.fc2 = nn.Linear(128, 10)
+
+    def forward(self, x):  # (B, 1, 28, 28)
+        x = F.relu(self.conv1(x))  # (B, 32, 26, 26)
+        x = F.max_pool2d(self.conv2(x), 2)  # (B, 64, 12, 12)
+        x = torch.flatten(self.dropout1(x), 1)  # (B, 9216)
+        x = self.dropout2(F.relu(self.fc1(x)))  # (B, 128)
+        return F.log_softmax(self.fc2(x), dim=1)  # (B, 10)
+
+
+param_server = None
+global_lock = Lock()  # on the server: held while its one network is made, copied or changed
+
+
+class ParameterServer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = Net()
+
+    def forward(self, inp):
+        """Return log-probabilities (B, 10) of images (B, 1, 28, 28). Trainers call it at any time.
+
+        Before a trainer's backward pass, another trainer's step may change the weights. So each
+        call works on clones [1]. Autograd passes through clone() and arrives at the weights.
+        """
+        with global_lock:  # no step in between: all clones are of the same version
+            weights = {name: param.clone() for name, param in self.model.named_parameters()}
+        with torch.device("meta"):  # layers without memory for weights, for this call alone
+            layers = Net()
+        return functional_call(layers, weights, (inp,))  # puts the clones into these layers
+
+    def get_dist_gradients(self, cid):
+        """Return {name: gradient} of a context, to its trainer. Needs no lock: it reads only."""
+        grads = dist_autograd.get_gradients(cid)
+        params = self.model.named_parameters()
+        return {name: grads[param] for name, param in params if param in grads}
+
+    def get_param_rrefs(self):
+        """Return an RRef to each parameter. All trainers call this; it reads only."""
+        return [rpc.RRef(param) for param in self.model.parameters()]
+
+
+def get_parameter_server():
+    """Return the one ParameterServer. All trainers call this, and the first call makes it."""
+    global param_server
+    with global_lock:
+        if not param_server:
+            param_server = ParameterServer()
+        return param_server
+
+
+class SGD(optim.SGD):
+    """Plain SGD whose steps take the lock. (For optim.SGD itself torch takes a substitute [9].)"""
+
+    def step(self):
+        """Each trainer's DistributedOptimizer calls this, one at a time: torch holds a lock too."""
+        with global_lock:
+            super().step()
+        self.zero_grad()  # the next step is another trainer's
+
+
+def run_parameter_server(rank, args):
+    torch.manual_seed(args.seed)  # weights and dropout, which is drawn in the order of the calls
+    test_loader = DataLoader(load_digits(args, train=False), batch_size=32)
+    print("PS master initializing RPC")
+    rpc.init_rpc("parameter_server", rank=rank, world_size=args.world_size)
+    print("RPC initialized! Running parameter server...")
+    rpc.shutdown()  # waits for all ranks; until then, threads of RPC answer the trainers
+    print("RPC shutdown on parameter server.")
+    print("Getting accuracy....")
+    get_accuracy(test_loader, param_server.model)
+
+
+class TrainerNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.param_server_rref = rpc.remote("parameter_server", get_parameter_server)
+
+    def get_global_param_rrefs(self):
+        return self.param_server_rref.rpc_sync().get_param_rrefs()
+
+    def forward(self, x):
+        return self.param_server_rref.rpc_sync().forward(x)
+
+
+def run_training_loop(rank, train_loader):
+    net = TrainerNet()
+    param_rrefs = net.get_global_param_rrefs()
+    opt = DistributedOptimizer(SGD, param_rrefs, lr=0.03)
+    for i, (data, target) in enumerate(train_loader):
+        with dist_autograd.context() as cid:  # keeps gradients of its own: no zero_grad needed
+            loss = F.nll_loss(net(data), target)
+            if i % 20 == 0:
+                print(f"Rank {rank} training batch {i} loss {loss.item()}", flush=True)
+            dist_autograd.backward(cid, [loss])
+            if i == 0:  # only once, because this check sends all gradients [4]
+                gradients = net.param_server_rref.rpc_sync().get_dist_gradients(cid)
+                assert len(gradients) == len(param_rrefs)
+            opt.step(cid)
+    print("Training complete!")
+
+
+def get_accuracy(test_loader, model):
+    """Runs where the network is [2]: eval() of a TrainerNet would not reach it."""
+    model.eval()
+    correct_sum = 0
+    with torch.no_grad():
+        for data, target in test_loader:
+            correct_sum += (model(data).argmax(dim=1) == target).sum().item()
+    print(f"Accuracy {correct_sum / len(test_loader.dataset)} (guessing: 0.1)")
+
+
+def load_digits(args, train):
+    """Return the training or the test set: pairs of an image (1, 28, 28), float32, and a label."""
+    if args.dataset == "mnist":
+        steps = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+        return datasets.MNIST(args.data_dir, train, transforms.Compose(steps), download=True)
+    generator = torch.Generator().manual_seed(args.seed)
+    patterns = torch.randn(10, 1, 28, 28, generator=generator)  # one for each digit
+    labels = torch.randint(0, 10, (5_000,), generator=generator)
+    images = patterns[labels] / 2 + torch.randn(5_000, 1, 28, 28, generator=generator)
+    part = slice(0, 4_000) if train else slice(4_000, 5_000)
+    return TensorDataset(images[part], labels[part])
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description="Parameter-Server RPC based training")
+    parser.add_argument("--world_size", type=int, default=3, help="server and trainers (3)")
+    parser.add_argument("--rank", type=int, help="run only this rank here: 0 is the server")
+    parser.add_argument("--master_addr", default="localhost", help="of rank 0 (localhost)")
+    parser.add_argument("--master_port", type=int, default=29500, help="free on rank 0 (29500)")
+    parser.add_argument("--seed", type=int, default=1, help="of everything random (1)")
+    parser.add_argument("--dataset", choices=["mnist", "synthetic"], default="mnist")
+    parser.add_argument("--data_dir", default="data", help="folder of MNIST (data)")
+    args = parser.parse_args()
+    if args.world_size < 2:
+        parser.error("--world_size must be 2 or more: the server and at least one trainer")
+    if args.rank is not None and not 0 <= args.rank < args.world_size:
+        parser.error(f"--rank must be from 0 to {args.world_size - 1}")
+    return args
+
+
+def run_worker(rank, args):
+    torch.set_num_threads(1)  # for each thread of RPC: the trainers' calls share the cores
+    if rank == 0:
+        run_parameter_server(rank, args)
+        return
+    print(f"Worker rank {rank} initializing RPC")
+    rpc.init_rpc(f"trainer_{rank}", rank=rank, world_size=args.world_size)
+    print(f"Worker {rank} done initializing RPC")
+    order = torch.Generator().manual_seed(args.seed + rank)
+    train_set = load_digits(args, train=True)  # by now the server has downloaded it [10]
+    share = range(rank - 1, len(train_set), args.world_size - 1)  # of this trainer [3]
+    train_set = Subset(train_set, share)
+    train_loader = DataLoader(train_set, batch_size=32, shuffle=True, generator=order)
+    run_training_loop(rank, train_loader)
+    rpc.shutdown()
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    os.environ["MASTER_ADDR"] = args.master_addr
+    os.environ["MASTER_PORT"] = str(args.master_port)
+    # RPC sends functions and classes by name: every rank finds them in this file, its main module.
+    if args.rank is None:
+        mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
+    else:
+        run_worker(args.rank, args)  # one rank in this terminal
+
+# If a rank dies, spawned ranks end; in terminals, others may wait forever. main.py names it, and
+# ends the others or goes on (--on_lost). The port must be free; main.py finds one when it spawns.
+# Nothing is saved: main.py has --checkpoint and --resume.

@@ -1,0 +1,221 @@
+"""PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions", first part.
+
+Edition: the page of 2025-06-23 and its code in pytorch/examples. [B numbers] are the rows of "The
+batch page" in DIFFERENCES.md. Rank 0, the server ("ps"), has the model. All other ranks are
+trainers: each sends the gradients of one batch, and gets the model after the next update. With
+batching, an update takes one gradient of each trainer; without, each gradient is an update.
+
+python tutorial_batch.py                            # the server and five trainers, on this machine
+python tutorial_batch.py --no_batch                 # the same without batching
+python tutorial_batch.py --world_size 3 --rank 0    # one rank in this terminal
+python tutorial_batch.py --plot batch.png           # time with 1, 2, ... trainers, with and without
+"""
+
+import argparse
+import copy
+import os
+import statistics
+import threading
+import time
+import warnings
+from datetime import datetime
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed.rpc as rpc
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn, optim
+
+warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of Gloo
+
+batch_size = 20
+image_w = 64
+image_h = 64
+num_classes = 30
+
+
+def timed_log(text):
+    print(f"{datetime.now().strftime('%H:%M:%S')} {text}", flush=True)
+
+
+class BatchUpdateParameterServer:
+    def __init__(self, batch_update_size):
+        layers = [nn.Flatten(), nn.Linear(3 * image_h * image_w, 64), nn.ReLU()]
+        self.model = nn.Sequential(*layers, nn.Linear(64, num_classes))  # resnet50 there [B5]
+        self.lock = threading.Lock()  # held while the model, its gradients or the counts change
+        self.future_model = torch.futures.Future()
+        self.batch_update_size = batch_update_size
+        self.curr_update_size = 0
+        self.updates = 0
+        self.optimizer = optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        for p in self.model.parameters():
+            p.grad = torch.zeros_like(p)
+
+    def get_model(self):
+        """Return a copy of the model. All trainers call this, at any time."""
+        with self.lock:
+            return copy.deepcopy(self.model)
+
+    @staticmethod
+    @rpc.functions.async_execution
+    def update_and_fetch_model(ps_rref, grads):
+        """Add a trainer's gradients; return a Future of the model after the update that uses them.
+
+        All trainers call this at once. Because of async_execution the trainer gets the Future's
+        value when it is set, and a trainer that waits for the others keeps no thread of RPC busy.
+        """
+        self = ps_rref.local_value()
+        with self.lock:
+            for p, g in zip(self.model.parameters(), grads, strict=True):
+                p.grad += g  # under the lock: no other trainer's addition is lost [B1]
+            self.curr_update_size += 1
+            fut = self.future_model
+            complete = self.curr_update_size == self.batch_update_size
+            if complete:
+                for p in self.model.parameters():
+                    p.grad /= self.batch_update_size
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=False)  # zeros, to which the next are added
+                self.curr_update_size = 0
+                self.updates += 1
+                self.future_model = torch.futures.Future()
+                # A copy: RPC reads it after this method, when the next update may be at work [B2].
+                model = copy.deepcopy(self.model)
+        if complete:
+            fut.set_result(model)  # sends the answers, and so is not done under the lock
+        return fut
+
+
+class Trainer:
+    def __init__(self, ps_rref, seed, num_batches):
+        self.ps_rref = ps_rref
+        self.loss_fn = nn.MSELoss()
+        self.num_batches = num_batches
+        generator = torch.Generator().manual_seed(seed)  # the same patterns for all trainers
+        self.patterns = torch.randn(num_classes, 3, image_h, image_w, generator=generator)
+        self.generator = torch.Generator().manual_seed(seed + rpc.get_worker_info().id)
+
+    def get_next_batch(self):
+        """Yield images (B, 3, H, W), a pattern each under noise, and labels (B, classes) [B6]."""
+        for _ in range(self.num_batches):
+            indices = torch.randint(0, num_classes, (batch_size,), generator=self.generator)
+            noise = torch.randn(batch_size, 3, image_h, image_w, generator=self.generator)
+            yield self.patterns[indices] / 2 + noise, F.one_hot(indices, num_classes).float()
+
+    def train(self):
+        """Return the loss of the last batch."""
+        name = rpc.get_worker_info().name
+        m = self.ps_rref.rpc_sync().get_model()
+        for i, (inputs, labels) in enumerate(self.get_next_batch()):
+            loss = self.loss_fn(m(inputs), labels)
+            loss.backward()
+            if i % 10 == 0:
+                timed_log(f"{name} batch {i} loss {loss.item():.5f}")
+            m = rpc.rpc_sync(
+                self.ps_rref.owner(),
+                BatchUpdateParameterServer.update_and_fetch_model,
+                args=(self.ps_rref, [p.grad for p in m.parameters()]),
+                timeout=0,  # no limit, as it waits for the slowest trainer
+            )
+        return loss.item()
+
+
+def run_trainer(ps_rref, seed, num_batches):
+    """Train in this process. The server calls this once on each trainer."""
+    return Trainer(ps_rref, seed, num_batches).train()
+
+
+def run_ps(trainers, args):
+    """Return the seconds that the training took."""
+    torch.manual_seed(args.seed)
+    ps = BatchUpdateParameterServer(1 if args.no_batch else len(trainers))
+    ps_rref = rpc.RRef(ps)
+    timed_log("Start training")
+    start = time.perf_counter()
+    futs = []
+    for trainer in trainers:
+        work = (ps_rref, args.seed, args.num_batches)
+        futs.append(rpc.rpc_async(trainer, run_trainer, args=work, timeout=0))  # no limit [B7]
+    loss = statistics.mean(torch.futures.wait_all(futs))
+    seconds = time.perf_counter() - start
+    timed_log(f"Finish training: {ps.updates} updates, {seconds:.1f} s")
+    print(f"Loss {loss:.5f} (guessing: {(num_classes - 1) / num_classes**2:.5f})", flush=True)
+    return seconds
+
+
+def run_worker(rank, args, seconds=None):
+    """Run one rank. `seconds`: a queue for the time that the training took."""
+    torch.set_num_threads(1)  # the ranks share the cores
+    name = f"trainer{rank}" if rank else "ps"
+    rpc.init_rpc(name, rank=rank, world_size=args.world_size)
+    if rank == 0:
+        took = run_ps([f"trainer{r}" for r in range(1, args.world_size)], args)
+        if seconds:
+            seconds.put(took)
+    rpc.shutdown()  # a trainer serves run_trainer in a thread of RPC, and waits here
+
+
+def measure(args):
+    """Draw the time of the training over the number of trainers, with and without batching."""
+    for no_batch in (False, True):
+        label = "without batching" if no_batch else "with batching"
+        trainers = list(range(1, args.world_size))
+        medians = []
+        for n in trainers:
+            case = copy.copy(args)
+            case.world_size = n + 1
+            case.no_batch = no_batch
+            seconds = mp.get_context("spawn").SimpleQueue()
+            times = []
+            for _ in range(args.repeats):
+                mp.spawn(run_worker, args=(case, seconds), nprocs=case.world_size)
+                times.append(seconds.get())
+            medians.append(statistics.median(times))
+            spread = f"({min(times):.2f} to {max(times):.2f})"
+            print(f"{n} trainers {label}: {medians[-1]:.2f} s {spread}", flush=True)
+        plt.plot(trainers, medians, marker="o", label=label)
+    plt.xlabel("trainers")
+    plt.ylabel(f"seconds for {args.num_batches} batches of each trainer")
+    plt.legend()
+    plt.savefig(args.plot)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description="Batch-updating parameter server")
+    parser.add_argument("--world_size", type=int, default=6, help="server and trainers (6)")
+    parser.add_argument("--rank", type=int, help="run only this rank here: 0 is the server")
+    parser.add_argument("--master_addr", default="localhost", help="of rank 0 (localhost)")
+    parser.add_argument("--master_port", type=int, default=29500, help="free on rank 0 (29500)")
+    parser.add_argument("--seed", type=int, default=1, help="of everything random (1)")
+    parser.add_argument("--num_batches", type=int, default=50, help="of each trainer (50)")
+    parser.add_argument("--no_batch", action="store_true", help="update for each gradient")
+    parser.add_argument("--plot", metavar="FILE.png", help="measure and draw, all ranks here")
+    parser.add_argument("--repeats", type=int, default=3, help="runs; draws the median (3)")
+    args = parser.parse_args()
+    if args.world_size < 2:
+        parser.error("--world_size must be 2 or more: the server and at least one trainer")
+    if args.rank is not None and not 0 <= args.rank < args.world_size:
+        parser.error(f"--rank must be from 0 to {args.world_size - 1}")
+    if args.num_batches < 1 or args.repeats < 1:
+        parser.error("--num_batches and --repeats must be 1 or more")
+    if args.plot and args.rank is not None:
+        parser.error("--plot starts all ranks here: leave out --rank")
+    return args
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    os.environ["MASTER_ADDR"] = args.master_addr
+    os.environ["MASTER_PORT"] = str(args.master_port)
+    # RPC sends functions and classes by name: every rank finds them in this file, its main module.
+    if args.plot:
+        measure(args)
+    elif args.rank is None:
+        mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
+    else:
+        run_worker(args.rank, args)  # one rank in this terminal
+
+# If a trainer dies, spawned ranks end; in terminals the others wait forever. Nothing is saved.
+# main.py --mode replica --consistency sync makes the same updates, and goes on without a lost
+# trainer (--on_lost continue) or from a file (--checkpoint, --resume).

@@ -1,0 +1,257 @@
+"""tutorial.py and single.py: any number of trainers, each gradient right, and the published way beside it."""
+
+import argparse
+import re
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+from helpers import ROOT, load_module, package_on_path, run_script
+from jobs import free_port
+from tutorials import copied_alone, run_in_terminals, run_spawned
+
+tutorial = load_module(ROOT / "param_server" / "tutorial.py")
+single = load_module(ROOT / "param_server" / "single.py")
+SYNTHETIC = argparse.Namespace(dataset="synthetic", seed=1)
+
+
+def batch(seed, size=4):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 1, 28, 28, generator=generator), torch.randint(0, 10, (size,), generator=generator)
+
+
+def reference_network(seed, dropout):
+    """The tutorial's network in this file's own words."""
+    torch.manual_seed(seed)
+    convolutions = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.Dropout(0.25 * dropout)]
+    linear = [nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5 * dropout), nn.Linear(128, 10)]
+    return nn.Sequential(*convolutions, *linear, nn.LogSoftmax(dim=1))
+
+
+def reference_batches(seed, count):
+    """The first batches of one trainer that has the first `count` images."""
+    images, labels = tutorial.load_digits(argparse.Namespace(dataset="synthetic", seed=seed), train=True).tensors
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(images[:count], labels[:count]),
+        batch_size=32,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(seed + 1),
+    )
+    return list(loader)
+
+
+# ------------------------------------------------------------------------- the server, called in this process
+
+
+class PublishedServer(tutorial.ParameterServer):
+    """Computes with the very weights that other trainers' steps change."""
+
+    def forward(self, inp):
+        return self.model(inp)
+
+
+def forward_then_another_trainers_step_then_backward(server):
+    """Return (gradients that a trainer gets, gradients it should get)."""
+    (data, target), (other_data, other_target) = batch(1), batch(2)
+    params = list(server.model.parameters())
+    torch.manual_seed(1)  # the same dropout
+    expected = torch.autograd.grad(F.nll_loss(server.model(data), target), params)
+    torch.manual_seed(1)
+    loss = F.nll_loss(server.forward(data), target)
+    F.nll_loss(server.forward(other_data), other_target).backward()
+    tutorial.SGD(params, lr=0.03).step()
+    loss.backward()
+    return [param.grad for param in params], expected
+
+
+def test_a_step_between_forward_and_backward_leaves_the_gradients_right_in_the_tutorial():
+    gradients, expected = forward_then_another_trainers_step_then_backward(tutorial.ParameterServer())
+    for gradient, right in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, right)
+
+
+def test_the_published_forward_fails_in_backward():
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        forward_then_another_trainers_step_then_backward(PublishedServer())
+
+
+def test_clones_are_taken_and_steps_are_made_under_the_same_lock(monkeypatch):
+    server = tutorial.ParameterServer()
+    named_parameters, locked = server.model.named_parameters, []
+
+    params = list(server.model.parameters())
+
+    def watched_parameters():
+        for item in named_parameters():
+            yield item
+            locked.append(("clone", tutorial.global_lock.locked()))  # the clone of `item` has been taken
+
+    monkeypatch.setattr(server.model, "named_parameters", watched_parameters)
+    monkeypatch.setattr(optim.SGD, "step", lambda self: locked.append(("step", tutorial.global_lock.locked())))
+    server.forward(batch(1)[0])
+    tutorial.SGD(params, lr=0.03).step()
+    assert locked == [("clone", True)] * 8 + [("step", True)]
+    assert not tutorial.global_lock.locked()
+
+
+def test_a_gradient_is_not_left_for_the_next_trainers_step():
+    server = tutorial.ParameterServer()
+    params = list(server.model.parameters())
+    F.nll_loss(server.forward(batch(1)[0]), batch(1)[1]).backward()
+    tutorial.SGD(params, lr=0.03).step()
+    after = [param.detach().clone() for param in params]
+    tutorial.SGD(params, lr=0.03).step()  # another trainer's, for which no gradient has come
+    assert all(map(torch.equal, params, after))
+
+
+def test_all_trainers_get_the_same_server(monkeypatch):
+    monkeypatch.setattr(tutorial, "param_server", None)
+    assert tutorial.get_parameter_server() is tutorial.get_parameter_server()
+
+
+@pytest.mark.parametrize("program", [tutorial, single], ids=["tutorial", "single"])
+def test_accuracy_is_measured_without_dropout(program, capsys):
+    torch.manual_seed(1)
+    net, images = program.Net(), torch.randn(200, 1, 28, 28)
+    labels = net.eval()(images).argmax(dim=1)
+    net.train()
+    assert (net(images).argmax(dim=1) == labels).float().mean() < 0.95  # the published measurement
+    program.get_accuracy(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), 32), net)
+    assert "Accuracy 1.0 " in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------- data and flags
+
+
+def test_mnist_is_read_from_where_main_reads_it_too(tmp_path):
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    images, labels = torch.randint(0, 256, (6, 28, 28), dtype=torch.uint8), torch.arange(6, dtype=torch.uint8)
+    for name in ("train", "t10k"):
+        head = bytes([0, 0, 8, 3, 0, 0, 0, 6, 0, 0, 0, 28, 0, 0, 0, 28])
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(head + images.numpy().tobytes())
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 6]) + labels.numpy().tobytes())
+    with package_on_path("param_server"):
+        import mnist_data
+
+        mains_images, mains_labels = mnist_data.load_digits("mnist", str(tmp_path), 1, train=True)
+    args = argparse.Namespace(dataset="mnist", data_dir=str(tmp_path))
+    for program in (tutorial, single):
+        found = list(program.load_digits(args, train=True))
+        torch.testing.assert_close(torch.stack([image for image, _ in found]), mnist_data.normalised(mains_images))
+        assert [label for _, label in found] == mains_labels.tolist()
+
+
+def test_the_trainers_shares_are_one_pass_over_the_data(monkeypatch):
+    shares = []
+    monkeypatch.setattr(tutorial.rpc, "init_rpc", lambda *_, **__: None)
+    monkeypatch.setattr(tutorial.rpc, "shutdown", lambda: None)
+    monkeypatch.setattr(tutorial, "run_training_loop", lambda rank, loader: shares.append(list(loader)))
+    monkeypatch.setattr(tutorial.torch, "set_num_threads", lambda number: None)
+    for rank in (1, 2, 3):
+        tutorial.run_worker(rank, argparse.Namespace(dataset="synthetic", seed=1, world_size=4))
+    seen = [image.numpy().tobytes() for share in shares for data, _ in share for image in data]
+    every = tutorial.load_digits(SYNTHETIC, train=True).tensors[0]
+    assert sorted(seen) == sorted(image.numpy().tobytes() for image in every)
+    assert [len(share) for share in shares] == [42, 42, 42]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--world_size 1", "--world_size 0", "--rank 3", "--rank -1", "--world_size 2 --rank 2", "--world_size two"],
+)
+def test_a_world_size_or_rank_that_cannot_work_is_refused(flags, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tutorial.py", *flags.split()])
+    with pytest.raises(SystemExit) as refused:
+        tutorial.parse_args()
+    assert refused.value.code == 2
+    assert "error: " in capsys.readouterr().err.splitlines()[-1]
+
+
+# ------------------------------------------------------------------------- all ranks, over real RPC
+
+
+def recorded(tmp_path, trainers, batches):
+    """Run the job; return (gradients checked, of these late, worst difference, versions of the weights)."""
+    saved = tmp_path / "versions.pt"
+    job = ("tests/param_server/tutorial_job.py", trainers + 1, batches, saved, free_port())
+    done = run_script(*job, timeout=200)
+    assert done.returncode == 0, done.stderr
+    line = re.search(r"checked (\d+) gradients, (\d+) late, worst difference (\S+)", done.stdout)
+    return int(line[1]), int(line[2]), float(line[3]), torch.load(saved)
+
+
+@pytest.mark.parametrize("trainers, batches", [(3, 6), pytest.param(8, 6, marks=[pytest.mark.slow, pytest.mark.crowd])])
+def test_every_gradient_of_the_tutorials_concurrent_trainers_is_right(trainers, batches, tmp_path):
+    checked, late, worst, _ = recorded(tmp_path, trainers, batches)
+    assert checked == trainers * batches
+    assert late > trainers  # the steps did overlap: otherwise this would prove nothing
+    assert worst < 1e-6
+
+
+def test_one_update_and_ten_are_those_of_one_process(tmp_path):
+    versions = recorded(tmp_path, trainers=1, batches=10)[3]
+    net = reference_network(seed=1, dropout=False)
+    reference = [torch.nn.utils.parameters_to_vector(net.parameters()).detach().clone()]
+    for images, labels in reference_batches(seed=1, count=320):
+        gradients = torch.autograd.grad(F.nll_loss(net(images), labels), list(net.parameters()))
+        with torch.no_grad():
+            for param, gradient in zip(net.parameters(), gradients, strict=True):
+                param -= 0.03 * gradient
+        reference.append(torch.nn.utils.parameters_to_vector(net.parameters()).detach().clone())
+    assert len(versions) == len(reference) == 11
+    for updates in (0, 1, 10):
+        torch.testing.assert_close(versions[updates], reference[updates], rtol=0, atol=1e-6)
+
+
+def losses(output, trainer):
+    return [(int(i), float(loss)) for i, loss in re.findall(rf"{trainer} training batch (\d+) loss ([\d.]+)", output)]
+
+
+def accuracy(output):
+    (figure,) = re.findall(r"^Accuracy ([\d.]+) \(guessing: 0\.1\)$", output, re.MULTILINE)
+    return float(figure)
+
+
+def test_one_trainer_alone_in_a_folder_has_the_losses_of_one_process(tmp_path, capsys):
+    program = copied_alone("param_server/tutorial.py", tmp_path)
+    done = run_spawned(program, "--world_size", 2, "--dataset", "synthetic", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    net = reference_network(seed=1, dropout=True)
+    batches = reference_batches(seed=1, count=4_000)
+    optimizer = optim.SGD(net.parameters(), lr=0.03)
+    expected = []
+    for i, (images, labels) in enumerate(batches):
+        loss = F.nll_loss(net(images), labels)
+        expected += [(i, loss.item())] if i % 20 == 0 else []
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch.manual_seed(1)
+    single.run_training_loop(single.Net(), batches)
+    for found in (losses(done.stdout, "Rank 1"), losses(capsys.readouterr().out.replace("Training", "training"), "")):
+        assert [i for i, _ in found] == [i for i, _ in expected] == [0, 20, 40, 60, 80, 100, 120]
+        assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], abs=1e-3)
+    assert accuracy(done.stdout) > 0.95
+
+
+@pytest.mark.slow
+def test_three_trainers_in_terminals_learn(tmp_path):
+    program = copied_alone("param_server/tutorial.py", tmp_path)
+    server, *trainers = run_in_terminals(program, 4, "--dataset", "synthetic", cwd=tmp_path)
+    assert [(done.returncode, done.stderr) for done in (server, *trainers)] == [(0, "")] * 4
+    assert accuracy(server.stdout) > 0.95
+    for rank, done in enumerate(trainers, start=1):
+        assert [i for i, _ in losses(done.stdout, f"Rank {rank}")] == [0, 20, 40]
+        assert "Training complete!" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_same_job_without_rpc_learns(tmp_path):
+    program = copied_alone("param_server/single.py", tmp_path)
+    done = run_script(program, "--dataset", "synthetic")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert accuracy(done.stdout) > 0.95

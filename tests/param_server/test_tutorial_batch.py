@@ -1,0 +1,238 @@
+"""tutorial_batch.py: every gradient counts once, answers do not change any more, and the published way beside it."""
+
+import argparse
+import re
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from helpers import ROOT, load_module
+from tutorials import copied_alone, run_in_terminals, run_spawned
+
+batch_page = load_module(ROOT / "param_server" / "tutorial_batch.py")
+Server = batch_page.BatchUpdateParameterServer
+
+
+class LocalRRef:
+    """An RRef as its owner sees it."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def local_value(self):
+        return self.value
+
+
+class PublishedServer(Server):
+    """Adds gradients without the lock, as the published code does, and answers with the model itself, as both do."""
+
+    @staticmethod
+    def update_and_fetch_model(ps_rref, grads):
+        self = ps_rref.local_value()
+        for p, g in zip(self.model.parameters(), grads, strict=True):
+            p.grad += g
+        with self.lock:
+            self.curr_update_size += 1
+            future = self.future_model
+            if self.curr_update_size == self.batch_update_size:
+                for p in self.model.parameters():
+                    p.grad /= self.batch_update_size
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=False)
+                self.curr_update_size = 0
+                future.set_result(self.model)
+                self.future_model = torch.futures.Future()
+        return future
+
+
+def flat(tensors):
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def gradients(server, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(p.shape, generator=generator) for p in server.model.parameters()]
+
+
+def push(server, seed):
+    return type(server).update_and_fetch_model(LocalRRef(server), gradients(server, seed))
+
+
+# ------------------------------------------------------------------------- the server, called in this process
+
+
+def answer_before_and_after_the_next_update(server):
+    answer = push(server, seed=1).wait()
+    before = flat(answer.parameters()).clone()
+    push(server, seed=2).wait()
+    return before, flat(answer.parameters())
+
+
+def test_a_later_update_does_not_change_an_answer_that_rpc_may_still_be_sending():
+    before, after = answer_before_and_after_the_next_update(Server(1))
+    assert torch.equal(before, after)
+
+
+def test_the_published_answer_changes_with_the_next_update():
+    before, after = answer_before_and_after_the_next_update(PublishedServer(1))
+    assert not torch.equal(before, after)
+
+
+def test_the_first_model_is_a_copy_as_well():
+    server = Server(1)
+    first = server.get_model()
+    before = flat(first.parameters()).clone()
+    push(server, seed=1).wait()
+    assert torch.equal(flat(first.parameters()), before)
+    assert not torch.equal(flat(server.get_model().parameters()), before)
+
+
+class WatchedGradient:
+    """A trainer's gradient that notes whether the server's lock is held when it is added."""
+
+    def __init__(self, gradient, lock, locked):
+        self.gradient, self.lock, self.locked = gradient, lock, locked
+
+    def __radd__(self, other):
+        self.locked.append(self.lock.locked())
+        return other.add_(self.gradient)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        assert function in (torch.Tensor.__iadd__, torch.Tensor.add_), function
+        return args[1].__radd__(args[0])
+
+
+@pytest.mark.parametrize("server_class, right", [(Server, True), (PublishedServer, False)])
+def test_gradients_are_added_under_the_lock_and_the_published_ones_are_not(server_class, right):
+    server, locked = server_class(1), []
+    watched = [WatchedGradient(gradient, server.lock, locked) for gradient in gradients(server, seed=1)]
+    server_class.update_and_fetch_model(LocalRRef(server), watched).wait()
+    assert locked == [right] * 4
+
+
+@pytest.mark.parametrize("updates", [1, 10])
+def test_updates_are_those_of_one_process_on_the_mean_gradient(updates):
+    torch.manual_seed(1)
+    server = Server(3)
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12_288, 64), nn.ReLU(), nn.Linear(64, 30))
+    momentum = torch.zeros_like(flat(net.parameters()))
+    weights = flat(net.parameters()).clone()
+    for update in range(updates):
+        seeds = [3 * update + trainer for trainer in range(3)]
+        answers = [push(server, seed) for seed in seeds]
+        mean = torch.stack([flat(gradients(server, seed)) for seed in seeds]).mean(dim=0)
+        momentum = 0.9 * momentum + mean
+        weights = weights - 0.1 * momentum
+    for answer in answers:
+        torch.testing.assert_close(flat(answer.wait().parameters()), weights, rtol=0, atol=1e-5)
+
+
+def test_many_threads_push_at_once_and_each_gradient_counts_once():
+    torch.manual_seed(1)
+    server = Server(8)
+    start = flat(server.model.parameters()).clone()
+    together = threading.Barrier(8)
+
+    def trainer():
+        for _ in range(5):
+            together.wait()
+            ones = [torch.ones_like(p) for p in server.model.parameters()]
+            Server.update_and_fetch_model(LocalRRef(server), ones).wait()
+
+    threads = [threading.Thread(target=trainer) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    momentum, moved = 0.0, 0.0
+    for _ in range(5):
+        momentum = 0.9 * momentum + 1
+        moved += 0.1 * momentum
+    assert server.updates == 5
+    torch.testing.assert_close(flat(server.model.parameters()), start - moved, rtol=0, atol=1e-5)
+
+
+def test_a_trainer_waits_for_the_others_and_is_answered_when_the_lock_is_free():
+    server, locked = Server(3), []
+    answers = [push(server, seed) for seed in (1, 2)]
+    for answer in answers:
+        assert not answer.done()
+        answer.add_done_callback(lambda _: locked.append(server.lock.locked()))
+    last = push(server, seed=3)
+    assert last.done() and all(answer.done() for answer in answers)
+    assert locked == [False, False]
+    assert not push(server, seed=4).done()  # the next update is another Future
+
+
+def test_without_batching_each_gradient_is_an_update():
+    server = Server(1)
+    assert all(push(server, seed).done() for seed in range(3))
+    assert server.updates == 3
+
+
+def test_a_trainers_batches_repeat_exactly_and_are_its_own(monkeypatch):
+    def batches_of(rank):
+        monkeypatch.setattr(batch_page.rpc, "get_worker_info", lambda: argparse.Namespace(id=rank))
+        return [images for images, _ in batch_page.Trainer(None, 1, 2).get_next_batch()]
+
+    assert all(map(torch.equal, batches_of(1), batches_of(1)))
+    assert not any(map(torch.equal, batches_of(1), batches_of(2)))
+
+
+@pytest.mark.parametrize(
+    "flags", ["--world_size 1", "--rank 6", "--rank -1", "--num_batches 0", "--repeats 0", "--plot x.png --rank 0"]
+)
+def test_flags_that_cannot_work_are_refused(flags, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tutorial_batch.py", *flags.split()])
+    with pytest.raises(SystemExit) as refused:
+        batch_page.parse_args()
+    assert refused.value.code == 2
+    assert "error: " in capsys.readouterr().err.splitlines()[-1]
+
+
+# ------------------------------------------------------------------------- all ranks, over real RPC
+
+
+def result(output):
+    """Return (updates, loss at the end, loss of guessing)."""
+    (updates,) = re.findall(r"Finish training: (\d+) updates", output)
+    ((loss, guessing),) = re.findall(r"Loss ([\d.]+) \(guessing: ([\d.]+)\)", output)
+    return int(updates), float(loss), float(guessing)
+
+
+def test_two_trainers_learn_alone_in_a_folder(tmp_path):
+    program = copied_alone("param_server/tutorial_batch.py", tmp_path)
+    done = run_spawned(program, "--world_size", 3, "--num_batches", 60, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    updates, loss, guessing = result(done.stdout)
+    always_the_mean = F.mse_loss(torch.full((30, 30), 1 / 30), torch.eye(30)).item()
+    assert guessing == pytest.approx(always_the_mean, abs=1e-5)
+    assert updates == 60
+    assert loss < 0.8 * guessing
+
+
+@pytest.mark.slow
+def test_one_trainer_and_four_without_batching_in_terminals(tmp_path):
+    program = copied_alone("param_server/tutorial_batch.py", tmp_path)
+    for size, updates in ((2, 20), (5, 80)):
+        flags = ("--num_batches", 20, "--no_batch")
+        ranks = run_in_terminals(program, size, *flags, cwd=tmp_path)
+        assert [(done.returncode, done.stderr) for done in ranks] == [(0, "")] * size
+        assert result(ranks[0].stdout)[0] == updates
+
+
+@pytest.mark.slow
+def test_the_measurement_is_told_and_drawn(tmp_path):
+    program = copied_alone("param_server/tutorial_batch.py", tmp_path)
+    flags = ("--world_size", 3, "--num_batches", 2, "--repeats", 1, "--plot", "batch.png")
+    done = run_spawned(program, *flags, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = re.findall(r"^(\d) trainers (with|without) batching: [\d.]+ s \(", done.stdout, re.MULTILINE)
+    assert rows == [("1", "with"), ("2", "with"), ("1", "without"), ("2", "without")]
+    assert (tmp_path / "batch.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,104 @@
+"""A job for test_tutorial.py: tutorial.py's own ranks with a server that records what happens to its weights.
+
+python tests/param_server/tutorial_job.py WORLD_SIZE BATCHES FILE PORT
+
+Each trainer has so many batches. FILE gets the weights after each update. Dropout is off.
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+import threading
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "param_server"))
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch._C._distributed_autograd import _current_context
+from torch.distributed.optim.optimizer import _LocalOptimizer
+from torch.func import functional_call
+from torch.utils.data import Subset
+
+import tutorial
+
+load_all_digits = tutorial.load_digits
+
+
+def flat(tensors):
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+class Recorder:
+    """Keeps each version of the weights, and each step's gradient with the snapshot and the images it is of."""
+
+    def __init__(self):
+        self.versions, self.steps, self.calls = [], [], {}
+        self.thread = threading.local()
+        self.step_of_context, self.step_of_sgd = _LocalOptimizer.step, tutorial.SGD.step
+        recorder = self
+
+        def step_of_context(optimizer, cid):
+            recorder.thread.cid = cid
+            recorder.step_of_context(optimizer, cid)
+
+        def step_of_sgd(optimizer):
+            recorder.step(optimizer)
+
+        tutorial.functional_call = self.call
+        _LocalOptimizer.step = step_of_context
+        tutorial.SGD.step = step_of_sgd
+
+    def call(self, layers, weights, inputs):
+        """In place of the forward's functional_call."""
+        layers.eval()
+        self.calls[_current_context()._context_id()] = flat(weights.values()).clone(), inputs[0].clone()
+        return functional_call(layers, weights, inputs)
+
+    def step(self, optimizer):
+        """In place of the step: one at a time, as torch holds a lock of its own."""
+        params = optimizer.param_groups[0]["params"]
+        before = flat(params).clone()
+        if not self.versions:
+            self.versions.append(before)
+        assert torch.equal(before, self.versions[-1]), "weights have changed between two steps"
+        gradient = flat(param.grad for param in params).clone()
+        self.step_of_sgd(optimizer)
+        self.versions.append(flat(params).clone())
+        assert torch.equal(self.versions[-1], before.add(gradient, alpha=-0.03)), "a step of another gradient"
+        self.steps.append((self.thread.cid, gradient))
+
+    def check(self, digits):
+        """Compute each gradient again in this one thread, from the snapshot and the batch that it belongs to."""
+        label_of = {image.numpy().tobytes(): label for image, label in digits}
+        net, late, worst = tutorial.Net().eval(), 0, 0.0
+        for number, (cid, gradient) in enumerate(self.steps):
+            snapshot, images = self.calls[cid]
+            same = [version for version, weights in enumerate(self.versions) if torch.equal(weights, snapshot)]
+            assert same, "a torn snapshot: weights of two versions"
+            late += same[0] < number
+            torch.nn.utils.vector_to_parameters(snapshot, net.parameters())
+            target = torch.stack([label_of[image.numpy().tobytes()] for image in images])
+            expected = torch.autograd.grad(F.nll_loss(net(images), target), list(net.parameters()))
+            worst = max(worst, (gradient - flat(expected)).abs().max().item())
+        print(f"checked {len(self.steps)} gradients, {late} late, worst difference {worst:.1e}", flush=True)
+
+
+def run_rank(rank, args, batches, file, port):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", port
+
+    def few_digits(args, train):
+        return Subset(load_all_digits(args, train), range((args.world_size - 1) * batches * 32))
+
+    tutorial.load_digits = few_digits
+    recorder = Recorder() if rank == 0 else None
+    tutorial.run_worker(rank, args)
+    if rank == 0:
+        recorder.check(few_digits(args, train=True))
+        torch.save(recorder.versions, file)
+
+
+if __name__ == "__main__":
+    size, count, path, port = sys.argv[1:]
+    arguments = argparse.Namespace(world_size=int(size), seed=1, dataset="synthetic")
+    mp.spawn(run_rank, (arguments, int(count), path, port), nprocs=int(size))
