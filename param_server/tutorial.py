@@ -182,6 +182,7 @@ def parse_args():
 
 
 def run_worker(rank, args):
+    """Run one rank here: the server or a trainer. Sets torch's number of threads."""
     torch.set_num_threads(1)  # for each thread of RPC: the trainers' calls share the cores
     if rank == 0:
         run_parameter_server(rank, args)

@@ -20,7 +20,6 @@ import time
 import warnings
 from datetime import datetime
 
-import matplotlib.pyplot as plt
 import torch
 import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
@@ -145,7 +144,7 @@ def run_ps(trainers, args):
 
 
 def run_worker(rank, args, seconds=None):
-    """Run one rank. `seconds`: a queue for the time that the training took."""
+    """Run one rank, with one thread for torch. `seconds`: a queue for the time of the training."""
     torch.set_num_threads(1)  # the ranks share the cores
     name = f"trainer{rank}" if rank else "ps"
     rpc.init_rpc(name, rank=rank, world_size=args.world_size)
@@ -158,23 +157,25 @@ def run_worker(rank, args, seconds=None):
 
 def measure(args):
     """Draw the time of the training over the number of trainers, with and without batching."""
-    for no_batch in (False, True):
-        label = "without batching" if no_batch else "with batching"
-        trainers = list(range(1, args.world_size))
-        medians = []
-        for n in trainers:
+    import matplotlib.pyplot as plt  # here, because the ranks do not need it
+
+    trainers = range(1, args.world_size)
+    medians = {"with batching": [], "without batching": []}
+    for n in trainers:
+        for label in medians:
             case = copy.copy(args)
             case.world_size = n + 1
-            case.no_batch = no_batch
+            case.no_batch = label == "without batching"
             seconds = mp.get_context("spawn").SimpleQueue()
             times = []
             for _ in range(args.repeats):
                 mp.spawn(run_worker, args=(case, seconds), nprocs=case.world_size)
                 times.append(seconds.get())
-            medians.append(statistics.median(times))
+            medians[label].append(statistics.median(times))
             spread = f"({min(times):.2f} to {max(times):.2f})"
-            print(f"{n} trainers {label}: {medians[-1]:.2f} s {spread}", flush=True)
-        plt.plot(trainers, medians, marker="o", label=label)
+            print(f"{n} trainers {label}: {medians[label][-1]:.2f} s {spread}", flush=True)
+    for label, times in medians.items():
+        plt.plot(trainers, times, marker="o", label=label)
     plt.xlabel("trainers")
     plt.ylabel(f"seconds for {args.num_batches} batches of each trainer")
     plt.legend()

@@ -92,6 +92,17 @@ def test_a_sparse_step_leaves_the_other_rows_alone():
     assert change.abs().sum().item() == pytest.approx(15.0, abs=1e-4)
 
 
+def test_a_gradient_belongs_to_the_oldest_lookup_of_its_trainer():
+    (shard,) = make_shards(1)
+    before, offsets = shard.get_rows().clone(), torch.tensor([0])
+    exchange(0, None, torch.tensor([3]), offsets)
+    exchange(1, None, torch.tensor([5]), offsets)
+    exchange(0, None, torch.tensor([8]), offsets)
+    exchange(0, torch.ones(1, 5), torch.tensor([9]), offsets)
+    changed = (shard.get_rows() != before).any(dim=1).nonzero().flatten().tolist()
+    assert changed == [3] and [len(shard.lookups[trainer]) for trainer in (0, 1)] == [2, 1]
+
+
 def test_a_server_starts_its_backward_where_the_table_is(monkeypatch):
     """What has gone through to_wire is a copy on the CPU, which has no use for a gradient from a GPU."""
     monkeypatch.setattr(embedding_server, "to_wire", lambda tensor: tensor.clone())
@@ -191,6 +202,21 @@ def test_the_teacher_knows_most_of_its_own_labels_and_nobody_knows_random_ones(t
 # ------------------------------------------------------------------------------------------------- the run's checks
 
 
+def test_staleness_is_counted_under_its_lock():
+    """Different trainers' gradients arrive on threads of their own: an unlocked += loses some."""
+    (shard,) = make_shards(1)
+
+    class Guarded(Counter):
+        def __setitem__(self, *entry):
+            assert shard.counting.locked()
+            super().__setitem__(*entry)
+
+    shard.stale = Guarded()
+    shard.count_staleness(2)
+    shard.count_staleness(2)
+    assert shard.staleness() == {2: 2} and not shard.counting.locked()
+
+
 class RecordedTrainer:
     """Records in `order` what a trainer of two waits for, asks and tells; `fc` stands for the whole model."""
 
@@ -229,6 +255,13 @@ def test_an_evaluation_begins_when_all_have_stepped_and_sums_over_all_trainers(m
     assert figures["ceiling_accuracy"] == (int((targets == teacher).sum()) + 9) / 20
 
 
+def test_the_learning_rate_falls_in_the_second_half_in_a_straight_line():
+    """It ends just above 0: at 0 the last epoch would train nothing."""
+    scales = [trainer.learning_rate_scale(epoch, 4) for epoch in (1, 2, 3, 4)]
+    assert scales == [1.0, 1.0, 0.75, 0.25]
+    assert trainer.learning_rate_scale(1, 1) == 1.0
+
+
 def test_nobody_steps_while_the_master_saves(monkeypatch):
     """The first trainer tells it; then all of them go on together."""
     model = RecordedTrainer(monkeypatch)
@@ -248,10 +281,14 @@ def test_the_masters_figures_are_of_all_trainers_and_of_this_run_alone(monkeypat
     flags = "--num_trainers 2 --num_servers 2 --epochs 3 --batches 10 --batch_bags 4 --summary_json"
     args = main.parse_args([*flags.split(), str(file)])
     job = master.HybridMaster(args, main.worker_name, ["cpu"] * 5)
+    saved = []
+    args.checkpoint = "some file"
+    job.save = lambda epoch, fc_state: saved.append((epoch, fc_state))
     job.epochs_done = 1
     figures = {"heldout_loss": 1.0, "heldout_accuracy": 0.5, "ceiling_accuracy": 0.75}
     job.epoch_done(1, figures, 0.0, None)
-    job.epoch_done(2, figures, 0.5, None)
+    job.epoch_done(2, figures, 0.5, "fc")
+    assert saved == [(2, "fc")]  # the checkpoint that this run goes on from has the first epoch already
     *_, before, after = capsys.readouterr().out.splitlines()
     assert before.startswith("epoch   1/3") and "batches/s" not in before  # nothing was trained yet
     assert after.endswith("  40 batches/s")

@@ -174,16 +174,15 @@ def test_the_tutorial_learns_also_from_a_folder_with_a_space_in_its_name(tmp_pat
 
 @pytest.mark.slow
 def test_one_trainer_in_terminals_prints_what_one_process_prints(tmp_path):
-    """The ranks are started in two orders, so that rank 0 is once the first, and once the last."""
+    """Rank 0, where the others meet, is started last."""
     alone = shortened(copied_alone("ddp_rpc/single.py", tmp_path))
     single = subprocess.run([sys.executable, alone], capture_output=True, text=True, timeout=60, check=True)
     program = shortened(copied_alone("ddp_rpc/tutorial.py", tmp_path))
-    for order in ([0, 1, 2], [2, 1, 0]):
-        ranks = run_in_terminals(program, 3, order=order, timeout=140)
-        assert [(done.returncode, done.stderr) for done in ranks] == [(0, "")] * 3
-        assert ranks[0].stdout == single.stdout
-        assert ranks[1].stdout == "The replicas of fc are identical. Number of trainers: 1\n"
-        assert ranks[2].stdout == ""
+    ranks = run_in_terminals(program, 3, order=[2, 1, 0], timeout=240)
+    assert [(done.returncode, done.stderr) for done in ranks] == [(0, "")] * 3
+    assert ranks[0].stdout == single.stdout
+    assert ranks[1].stdout == "The replicas of fc are identical. Number of trainers: 1\n"
+    assert ranks[2].stdout == ""
 
 
 @pytest.mark.slow
@@ -196,7 +195,7 @@ def test_the_tutorial_with_three_trainers(tmp_path):
 
 @pytest.mark.slow
 def test_the_tutorial_ends_with_its_first_trainer_to_fail(tmp_path):
-    """As published, the master waits for trainer 0, which waits half an hour for trainer 1 in a collective operation."""
+    """As published, the master waits for trainer 0, which waits half an hour for trainer 1."""
     done, _ = drive(tmp_path, failing=1)
     assert done.returncode == 1
     assert "ValueError: On WorkerInfo(id=1, name=trainer1):" in done.stderr and "a trainer that fails" in done.stderr

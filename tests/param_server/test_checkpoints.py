@@ -1,17 +1,16 @@
 """param_server's checkpoints, written and gone on from in this process: at any moment, by any number of servers."""
 
+import itertools
 import re
 import threading
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from helpers import ROOT, load_module, package_on_path
-
-with package_on_path("param_server"):
-    from glue.measure import Meter
+from helpers import ROOT, load_module
 
 test_server = load_module(ROOT / "tests" / "param_server" / "test_server.py")
 few_test_images = test_server.few_test_images  # a fixture
@@ -90,7 +89,10 @@ class Players:
         for trainer in list(self.pushed):
             self.take(trainer, self.pushed.pop(trainer).value())
         trainers = sorted(self.scoreboard.living)
-        answers = {trainer: self.scoreboard.next_lot(trainer, BATCHES, Meter("shm").figures()) for trainer in trainers}
+        answers = {}
+        for trainer in trainers:
+            figures = {"rpc_calls_per_step": float(trainer), "wire_bytes_per_step": None}
+            answers[trainer] = self.scoreboard.next_lot(trainer, BATCHES, figures)
         tasks = {trainer: answer.wait() for trainer, answer in answers.items()}
         tasks = {trainer: task for trainer, task in tasks.items() if task}
         for trainer in [] if self.remote else tasks:
@@ -161,6 +163,18 @@ def test_a_finished_job_is_resumed_and_has_a_result(tmp_path, monkeypatch, mode,
     assert (tmp_path / "end.pt").read_bytes() == before
 
 
+def test_a_result_tells_of_all_epochs_and_all_trainers(tmp_path, monkeypatch):
+    clock = itertools.count(1)  # a second passes from one look to the next
+    monkeypatch.setattr(scoreboard, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    job = Players(monkeypatch, 1, *flags_of("remote", tmp_path / "c.pt", "--world_size", 3)).play()
+    job.scoreboard.record_loss(1, 0, 2.5)
+    summary = scoreboard.write_result(job.scoreboard, lost=[])
+    assert summary["images_per_second"] == 2 * 4 * BATCHES / 2  # what lies between two epochs is not training
+    assert summary["rpc_calls_per_step"] == 1.5 and summary["wire_bytes_per_step"] is None
+    curves = job.scoreboard.report.curves
+    assert curves["test accuracy"][0] == [BATCHES, 2 * BATCHES] and curves["loss"] == ([2 * BATCHES], [2.5])
+
+
 # ------------------------------------------------------------------- what a resumed job sends to its servers
 
 
@@ -216,13 +230,17 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_moment_
     for trainer, batch in work[:3]:
         job.push(trainer, batch)
     expected = {name: weights.clone() for name, weights in capture_now(job).items()}
+    momentum = [each.clone() for each in momentum_now(job)]
     assert disk.reached.wait(20)
     job.push(*work[3])  # returns, and no lock is held by who writes
     disk.may_return.set()
     state = test_server.wait_for_checkpoint(job.servers[0])
     assert state["books"]["updates"] == 3 and job.scoreboard.updates == 4
+    assert state["books"]["images_applied"] == [12] and state["books"]["stale"].total() == 3
     assert all(torch.equal(state["model"][name], weights) for name, weights in expected.items())
+    assert all(map(torch.equal, state["momentum"] if job.remote else [state["momentum"]], momentum))
     assert not torch.equal(capture_now(job)["fc2.bias"], expected["fc2.bias"])
+    assert not any(map(torch.equal, momentum_now(job), momentum))
 
 
 def capture_now(job):
@@ -232,6 +250,13 @@ def capture_now(job):
     for trainer in list(job.pushed):
         job.take(trainer, job.pushed.pop(trainer).value())
     return job.servers[0].by_name(torch.cat([server.weights for server in job.servers]))
+
+
+def momentum_now(job):
+    """Return it as a checkpoint has it: of each parameter in mode remote, else of all."""
+    if job.remote:
+        return [state["momentum_buffer"] for state in job.servers[0].optimizer.state.values()]
+    return [torch.cat([server.velocity for server in job.servers])]
 
 
 @pytest.mark.parametrize("mode, servers", [("async", 2), ("remote", 1)])
@@ -285,6 +310,25 @@ def test_two_checkpoints_under_way_each_have_the_weights_of_their_own_moment(tmp
     for state, gradients in zip(saved, (1.0, 1.0 + 2.0), strict=True):
         torch.testing.assert_close(state["model"]["fc2.bias"], before - 0.03 * gradients)
     assert not other.captured
+
+
+def test_a_push_that_comes_while_a_checkpoint_is_gathered_is_still_told_to_the_other_servers(tmp_path, monkeypatch):
+    flags = ("--mode", "replica", "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1, "--world_size", 4)
+    job = Players(monkeypatch, 2, *flags)
+    first, second = job.servers
+    job.next_lots()
+    plain = second.captured_at
+
+    def captured_at(*which):
+        job.push(3, 0)  # its trainer dies before it can tell anybody
+        return plain(*which)
+
+    second.captured_at = captured_at
+    job.push(2, 1)
+    job.scoreboard.last_save.result()
+    assert (first.version, second.version) == (2, 1)
+    job.take(2, first.pull(1))
+    assert (first.version, second.version) == (2, 2)
 
 
 @pytest.mark.parametrize("mode", ["async", "remote"])

@@ -149,7 +149,10 @@ def test_accuracy_is_measured_without_dropout_where_the_network_is():
     net.eval()
     labels = net((images.unsqueeze(1).float() - 255 * 0.1307) / (255 * 0.3081)).argmax(dim=1)
     net.train()
+    graphs = []
+    net.register_forward_hook(lambda module, inputs, output: graphs.append(output.requires_grad))
     assert scoreboard.get_accuracy(net, images, labels) == 1.0  # the labels are what the network says without dropout
+    assert graphs == [False]  # and it builds no graph, which would keep every layer's output
     net.train()
     with_dropout = net((images.unsqueeze(1).float() - 255 * 0.1307) / (255 * 0.3081)).argmax(dim=1)
     assert (with_dropout == labels).float().mean() < 0.95  # the tutorial's measurement
@@ -279,6 +282,19 @@ def test_async_answers_each_push_at_once_with_the_weights_after_it():
         torch.testing.assert_close(weights, before - 0.5 * pushes)
 
 
+def test_a_pull_waits_for_the_update_that_is_under_way():
+    """Version, weights and log of an answer belong together."""
+    server = one_server("async", 2)
+    answers = []
+    pulling = threading.Thread(target=lambda: answers.append(server.pull(0)))
+    with server.lock:
+        pulling.start()
+        pulling.join(0.1)
+        assert not answers
+    pulling.join(20)
+    assert answers[0][0] == 0
+
+
 def test_an_answer_is_not_changed_by_later_updates():
     server = one_server("async", 2)
     _, weights, _ = push(server, 1, 0, 1.0).value()
@@ -310,6 +326,22 @@ def test_sync_waits_for_all_and_averages_by_images():
     futures.append(push(server, 2, 0, 2.0))
     assert all(future.done() for future in futures) and server.version == 1
     torch.testing.assert_close(futures[0].value()[1], before - (3 * 2 + 1 * 4 + 2 * 4) / 10)
+
+
+def test_sync_adds_up_in_one_order_whoever_comes_first():
+    results = []
+    for order in ((1, 2, 3), (3, 1, 2)):  # the sums of these in float32 differ: 1 and 0
+        server = one_server("sync", 3, "--lr", 1)
+        server.weights = torch.zeros(4)
+        for trainer in order:
+            push(server, trainer, 0, {1: 3e9, 2: -3e9, 3: 3.0}[trainer])
+        results.append(server.weights)
+    assert torch.equal(*results) and torch.equal(results[0], torch.full((4,), -1.0))
+
+
+def test_max_batches_is_for_each_trainer():
+    server = one_server("async", 2, "--max_batches", 3)
+    assert server.scoreboard.lots == {1: [0, 2, 4], 2: [1, 3, 5]}
 
 
 def test_staleness_counts_the_updates_between_reading_and_applying():
@@ -443,6 +475,18 @@ def test_a_late_push_of_a_lost_trainer_is_refused(consistency):
     with pytest.raises(RuntimeError, match="trainer_2 was lost; its work has gone to the others"):
         push(server, 2, 0, 1.0)
     assert torch.equal(server.weights, before) and server.scoreboard.updates == 0
+
+
+@pytest.mark.parametrize("mode", ["remote", "replica"])
+def test_a_trainer_is_dropped_between_two_updates_and_not_during_one(mode):
+    server = parameter_server("--world_size", 3) if mode == "remote" else one_server("async", 2)
+    dropping = threading.Thread(target=server.scoreboard.drop, args=(2,))
+    with server.lock:  # an update is under way
+        dropping.start()
+        dropping.join(0.1)
+        assert server.scoreboard.living == {1, 2}
+    dropping.join(20)
+    assert server.scoreboard.living == {1}
 
 
 def test_a_late_step_of_a_lost_trainer_is_refused_and_its_gradient_is_gone():

@@ -32,13 +32,33 @@ def small(monkeypatch):
     return mnist_data.Batches(images, torch.arange(len(images)) % 10, batch_size=4, seed=1)
 
 
-def train(monkeypatch, batches, *flags):
+class Slow(Here):
+    """A push arrives when its sender waits for the answer, not before."""
+
+    def rpc_async(self, timeout=None):
+        return SlowCalls(self, wait=False)
+
+
+class SlowCalls(test_checkpoints.test_server.Calls):
+    def push(self, *what):
+        return SlowPush(self.here.target, what)
+
+
+class SlowPush:
+    def __init__(self, server, what):
+        self.server, self.what = server, what
+
+    def wait(self):
+        return self.server.push(*self.what).wait()
+
+
+def train(monkeypatch, batches, *flags, reference=Here):
     """Run a job in this process, each trainer on a thread of its own; return (the first server, all weights)."""
     args = main.parse_args(["--dataset", "synthetic", "--mode", "replica", "--lr", str(LR), *map(str, flags)])
     device = torch.device("cpu")
     servers = [replica_server.FirstServer(args, device)]
     servers += [replica_server.RangeServer(index, args, device) for index in range(1, args.num_servers)]
-    references = [Here(server) for server in servers]
+    references = [reference(server) for server in servers]
     monkeypatch.setattr(replica_server, "server_rref", references.__getitem__)
     monkeypatch.setattr(replica_trainer, "server_rref", references.__getitem__)
     ranks = range(args.num_servers, args.world_size)
@@ -99,6 +119,13 @@ def test_overlap_tells_a_staleness_of_one_but_for_the_first_gradient(monkeypatch
     _, of_the_newest = one_process(small)
     _, of_the_last = one_process(small, late=1)
     assert (of_the_newest - of_the_last).abs().max() > 1e-2  # the two would not be taken for each other
+
+
+def test_overlap_waits_for_its_last_push_before_it_asks_for_more(monkeypatch, small):
+    first, weights = train(monkeypatch, small, "--overlap", "--world_size", 2, reference=Slow)
+    _, expected = one_process(small, late=1)
+    assert first.scoreboard.images_applied == [4 * BATCHES] and first.scoreboard.updates == BATCHES
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("servers", [1, 2])

@@ -218,7 +218,7 @@ def accuracy(output):
 
 def test_one_trainer_alone_in_a_folder_has_the_losses_of_one_process(tmp_path, capsys):
     program = copied_alone("param_server/tutorial.py", tmp_path)
-    done = run_spawned(program, "--world_size", 2, "--dataset", "synthetic", cwd=tmp_path)
+    done = run_spawned(program, "--world_size", 2, "--dataset", "synthetic", cwd=tmp_path, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     net = reference_network(seed=1, dropout=True)
     batches = reference_batches(seed=1, count=4_000)
@@ -241,7 +241,7 @@ def test_one_trainer_alone_in_a_folder_has_the_losses_of_one_process(tmp_path, c
 @pytest.mark.slow
 def test_three_trainers_in_terminals_learn(tmp_path):
     program = copied_alone("param_server/tutorial.py", tmp_path)
-    server, *trainers = run_in_terminals(program, 4, "--dataset", "synthetic", cwd=tmp_path)
+    server, *trainers = run_in_terminals(program, 4, "--dataset", "synthetic", cwd=tmp_path, timeout=240)
     assert [(done.returncode, done.stderr) for done in (server, *trainers)] == [(0, "")] * 4
     assert accuracy(server.stdout) > 0.95
     for rank, done in enumerate(trainers, start=1):
@@ -255,3 +255,11 @@ def test_the_same_job_without_rpc_learns(tmp_path):
     done = run_script(program, "--dataset", "synthetic")
     assert (done.returncode, done.stderr) == (0, "")
     assert accuracy(done.stdout) > 0.95
+
+
+def test_the_difference_that_the_readme_shows_is_the_real_one():
+    programs = {name: (ROOT / "param_server" / f"{name}.py").read_text() for name in ("single", "tutorial")}
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "param_server" / "README.md").read_text(), re.S | re.M)
+    for sign, name in (("-", "single"), ("+", "tutorial")):
+        shown = "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in (sign, " "))
+        assert shown in programs[name], name

@@ -213,10 +213,26 @@ def test_weights_are_copied_before_they_are_sent(make_agent):
 
 def test_old_episodes_are_learned_from_by_the_clipped_surrogate():
     """At a ratio of 1 its gradient is REINFORCE's; where the policy has moved far enough already, there is none."""
-    ratio = torch.tensor([1.0, 1.3, 0.7, 1.3, 0.7], dtype=torch.float64, requires_grad=True)
-    returns = torch.tensor([2.0, 2.0, -2.0, -2.0, 2.0], dtype=torch.float64)
+    ratio = torch.tensor([1.0, 1.3, 0.7, 1.3, 0.7, 1.19, 0.81], dtype=torch.float64, requires_grad=True)
+    returns = torch.tensor([2.0, 2.0, -2.0, -2.0, 2.0, 2.0, -2.0], dtype=torch.float64)
     learner_module.surrogate(ratio, returns).sum().backward()
-    assert ratio.grad.tolist() == [2.0, 0.0, 0.0, -2.0, 2.0]
+    assert ratio.grad.tolist() == [2.0, 0.0, 0.0, -2.0, 2.0, 2.0, -2.0]
+
+
+def test_the_ratio_of_an_old_episode_is_the_probability_now_to_the_one_then(make_agent):
+    """The better half of the actions has become 1.1 times as probable; all else as REINFORCE's loss is written."""
+    agent = make_agent(1)
+    trajectory = new_trajectory(agent, 1)
+    states = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    masks = torch.as_tensor(trajectory.noise.masks(4))
+    now = agent.policy(torch.as_tensor(states).double(), masks)[:, 0].tolist()
+    then = [now[0] / 1.1, now[1] / 1.1, now[2], now[3]]
+    trajectory.fill((states, [0] * 4, [1.0] * 4, then))
+    trajectory.staleness = 1
+    returns = np.array(learner_module.discounted([1.0] * 4, agent.learner.gamma))  # the first two are the higher ones
+    returns = (returns - returns.mean()) / returns.std(ddof=1)
+    expected = -(1.1 * returns[:2].sum() + returns[2:].sum())
+    assert agent.learner.policy_loss([trajectory]).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_only_stale_episodes_are_clipped(make_agent):
@@ -356,6 +372,40 @@ def test_batched_answers_when_all_who_play_are_in_and_not_before(make_agent):
     assert [len(t.rewards) for t in agent.trajectories.values()] == [4, 2, 1]
 
 
+class Guarded(dict):
+    """The table of a batch: entries come and go under the lock only."""
+
+    def __init__(self, lock):
+        super().__init__()
+        self.lock = lock
+
+    def __setitem__(self, *entry):
+        assert self.lock.locked()
+        super().__setitem__(*entry)
+
+    def pop(self, *key):
+        assert self.lock.locked()
+        return super().pop(*key)
+
+
+@pytest.mark.parametrize("leave", ["leave_batch", "forget"])
+def test_the_table_of_a_batch_is_touched_under_its_lock(make_agent, leave):
+    """Two calls that found it complete at once would both answer it."""
+    agent, state = make_agent(3), np.zeros(4, dtype=np.float32)
+    agent.waiting = Guarded(agent.batch_lock)
+    take = agent._take_full_batch
+
+    def take_under_lock():
+        assert agent.batch_lock.locked()
+        return take()
+
+    agent._take_full_batch = take_under_lock
+    answers = [agent.select_action_batched(ob_id, None, state) for ob_id in (1, 2)]
+    arguments = {"leave_batch": (3, 1.0), "forget": (3,)}[leave]
+    getattr(agent, leave)(*arguments)
+    assert all(answer.done() for answer in answers)
+
+
 # ---- policy and noise ------------------------------------------------------------------------------------------------
 
 
@@ -470,9 +520,13 @@ class OffsetCorridor(gym.Env):
         return np.array([self.at], dtype=np.float32), 1.0, self.at >= 5, False, {}
 
 
-def test_actions_that_do_not_start_at_zero_and_episodes_that_never_end():
+def test_actions_that_do_not_start_at_zero_and_episodes_that_never_end(make_agent):
     gym.register("OffsetCorridor-v0", OffsetCorridor)
     try:
+        player = make_agent(1, env_id="OffsetCorridor-v0").ob_rrefs[1].value
+        player._reset(1)
+        state, reward, done = player._step(1)  # to the right: the environment's own number for it is 4
+        assert (state.tolist(), reward, done) == ([1.0], 1.0, False)
         env = environment.make_env("OffsetCorridor-v0")
         assert environment.reward_threshold(env) == float("inf")
         assert environment.reward_threshold(env, 3.5) == 3.5
@@ -480,6 +534,20 @@ def test_actions_that_do_not_start_at_zero_and_episodes_that_never_end():
         assert environment.play_episode(env, lambda state: 0, max_steps=50) == 50
     finally:
         gym.registry.pop("OffsetCorridor-v0")
+
+
+def test_the_greedy_evaluation_plays_another_episode_each_time(monkeypatch):
+    """The same start over and over would be one episode's reward, told as the mean of many."""
+    seeds, policy = [], policy_module.Policy()
+
+    def play_episode(env, choose_action, seed):
+        seeds.append(seed)
+        return float(len(seeds))
+
+    monkeypatch.setattr(environment, "play_episode", play_episode)
+    assert environment.play_greedily(policy, "CartPole-v1", 5, seed=1) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert environment.play_greedily(policy, "CartPole-v1", 5, seed=2)[0] == 6.0
+    assert len(set(seeds)) == 10
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--seed", "2"), ("--env_id", "Acrobot-v1")])
