@@ -198,6 +198,7 @@ def test_batch_page_does_not_write_into_what_autograd_keeps():
     assert agent.policy.affine1.weight.grad.isfinite().all()
 
 
+@pytest.mark.slow
 def test_batch_page_learns():
     """A policy that has not learned keeps the pole up for about 22 steps."""
     agent = make_agent(4, True)
