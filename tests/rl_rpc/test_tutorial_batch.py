@@ -133,11 +133,11 @@ def ask_together(agent, states, rounds=1):
             except Exception as error:
                 answers[ob_id].append(error)
 
-    threads = [threading.Thread(target=ask, args=(ob_id,)) for ob_id in range(len(states))]
+    threads = [threading.Thread(target=ask, args=(ob_id,), daemon=True) for ob_id in range(len(states))]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(20)
     assert not any(thread.is_alive() for thread in threads)
     return answers
 
