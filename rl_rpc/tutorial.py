@@ -126,8 +126,8 @@ def parse_args():
     args = parser.parse_args()
     if args.world_size < 2 or not 0 <= (args.rank or 0) < args.world_size:
         parser.error("--world_size is 2 or more: an agent and observers; --rank is less than that")
-    if args.max_episodes < 1 or args.log_interval < 1:
-        parser.error("--max_episodes and --log_interval are 1 or more")
+    if args.max_episodes < 1 or args.log_interval < 1 or args.seed < 0:
+        parser.error("--max_episodes and --log_interval are 1 or more, --seed is 0 or more")
     return args
 
 
@@ -166,5 +166,5 @@ if __name__ == "__main__":
         run_worker(args.rank, args)  # one rank in this terminal
 
 # The limits. When a rank dies, the others end if they were spawned, and hang if in terminals. A
-# taken port ends the run. Nothing is saved to resume from. main.py: glue/watch.py, glue/meeting.py
-# and glue/checkpoint.py. Each step is two round trips: agent.py has modes with fewer.
+# taken port ends the run. Nothing is saved to resume from. main.py does these: glue/watch.py,
+# addresses.py, checkpoint.py. Each step is two round trips: agent.py has modes with fewer.

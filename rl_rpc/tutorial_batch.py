@@ -138,8 +138,8 @@ def parse_args():
     parser.add_argument("--seed", type=int, default=1, help="random seed")
     parser.add_argument("--plot", help="file for a picture of the times, for example times.png")
     args = parser.parse_args()
-    if args.world_size < 2 or not 0 <= (args.rank or 0) < args.world_size:
-        parser.error("--world_size is 2 or more: an agent and observers; --rank is less than that")
+    if args.world_size < 2 or not 0 <= (args.rank or 0) < args.world_size or args.num_episode < 1:
+        parser.error("--world_size is at least 2, --rank less than that, --num_episode at least 1")
     return args
 
 
@@ -157,14 +157,15 @@ def run_worker(rank, args, world_size, times):
             for _ in range(args.num_episode):
                 last = agent.run_episode(args.gamma)
             delays.append(time.perf_counter() - start)
-            mean = agent.running_reward
-            print(f"Last reward: {last:.2f}\tAverage reward: {mean:.2f}\tbatch: {batch}")
+            average = agent.running_reward
+            print(f"Last reward: {last:.2f}\tAverage reward: {average:.2f}\tbatch: {batch}")
         print(f"{world_size}, {delays[0]}, {delays[1]}")
         times.put(delays)
     # Block until all RPCs have finished: observers passively wait here for the agent's commands.
     rpc.shutdown()
 
 
+# RPC sends Observer by name, and finds it because every rank runs this file as its main program.
 if __name__ == "__main__":
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr
@@ -185,3 +186,7 @@ if __name__ == "__main__":
             plt.savefig(args.plot)
     else:
         run_worker(args.rank, args, args.world_size, times)
+
+# The limits. When an observer dies, the others wait for its state: until they are ended, where all
+# were spawned, or for the 60 s of an RPC, in terminals. A taken port ends the run. Nothing is saved.
+# main.py --mode batched goes on without a lost observer (--on_lost continue, Agent.forget).

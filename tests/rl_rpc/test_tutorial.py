@@ -16,23 +16,16 @@ PATH = "rl_rpc/tutorial.py"
 LINE = re.compile(r"^Episode (\d+)\tLast reward: ([\d.]+)\tAverage reward: ([\d.]+)$", re.M)
 
 
-@pytest.fixture
-def make_agent(monkeypatch):
-    """Agents of a program without RPC: observers are objects of this process, each call runs on a thread of its own."""
+def make_agent(path, world_size, *settings, handle=test_agent.Handle):
+    """Return the Agent of a program without RPC: observers are objects of this process, behind a Handle each."""
+    module = load_module(ROOT / path)
 
-    def make(path, world_size, *settings, handle=test_agent.Handle):
-        module = load_module(ROOT / path)
+    def remote(name, cls, args):
+        module.rpc.get_worker_info = lambda: SimpleNamespace(id=int(re.search(r"\d+", name)[0]))
+        return handle(cls(*args))
 
-        def remote(name, cls, args):
-            rank = int(re.search(r"\d+", name)[0])
-            monkeypatch.setattr(module.rpc, "get_worker_info", lambda: SimpleNamespace(id=rank))
-            return handle(cls(*args))
-
-        monkeypatch.setattr(module.rpc, "remote", remote)
-        monkeypatch.setattr(module.rpc, "RRef", handle)
-        return module.Agent(world_size, *settings)
-
-    return make
+    module.rpc = SimpleNamespace(remote=remote, RRef=handle)
+    return module.Agent(world_size, *settings)
 
 
 def reinforce(seed, episodes, observers, leak=False, gamma=0.99):
@@ -65,7 +58,7 @@ def reinforce(seed, episodes, observers, leak=False, gamma=0.99):
                 ended = terminated or truncated
             played.append(rewards)
         lowest.append(min(map(sum, played)))
-        groups = [sum(played, [])] if leak else played
+        groups = [[reward for rewards in played for reward in rewards]] if leak else played
         returns = [sum(gamma**k * r for k, r in enumerate(one[t:])) for one in groups for t in range(len(one))]
         returns = torch.tensor(returns)
         returns = (returns - returns.mean()) / (returns.std() + torch.finfo(torch.float32).eps)
@@ -82,7 +75,7 @@ def distance(agent, parameters):
 
 @pytest.mark.parametrize("episodes", [1, 10])
 @pytest.mark.parametrize("observers", [1, 3])
-def test_tutorial_is_the_plain_loop_and_repeats_whatever_the_threads_do(make_agent, observers, episodes):
+def test_tutorial_is_the_plain_loop_and_repeats_whatever_the_threads_do(observers, episodes):
     agent = make_agent(PATH, observers + 1, 1)
     lowest = []
     for _ in range(episodes):
@@ -96,7 +89,7 @@ def test_tutorial_is_the_plain_loop_and_repeats_whatever_the_threads_do(make_age
         assert distance(agent, leaked) > 1e-3
 
 
-def test_tutorial_draws_do_not_depend_on_the_order_of_the_observers_calls(make_agent):
+def test_tutorial_draws_do_not_depend_on_the_order_of_the_observers_calls():
     def actions_of_observer_1(order, shared):
         agent = make_agent(PATH, 3, 1)
         if shared:  # the tutorial's way: all draw from the process's one generator
@@ -112,13 +105,13 @@ def test_tutorial_draws_do_not_depend_on_the_order_of_the_observers_calls(make_a
     assert actions_of_observer_1([1, 2], True) != actions_of_observer_1([2, 1], True)
 
 
-def test_tutorial_observers_see_different_starts(make_agent):
+def test_tutorial_observers_see_different_starts():
     observers = [handle.value for handle in make_agent(PATH, 3, 1).ob_rrefs]
     first, second = (observer.env.reset()[0].tolist() for observer in observers)
     assert first != second
 
 
-def test_tutorial_episode_ends_where_the_environment_only_truncates(make_agent):
+def test_tutorial_episode_ends_where_the_environment_only_truncates():
     agent = make_agent(PATH, 2, 1)
     handle = agent.ob_rrefs[0]
     handle.value.env = gym.wrappers.TimeLimit(handle.value.env.unwrapped, max_episode_steps=3)
@@ -126,7 +119,7 @@ def test_tutorial_episode_ends_where_the_environment_only_truncates(make_agent):
     assert len(agent.rewards[1]) == 3
 
 
-def test_tutorial_episode_of_one_step_leaves_the_policy_finite(make_agent):
+def test_tutorial_episode_of_one_step_leaves_the_policy_finite():
     agent = make_agent(PATH, 2, 1)
     agent.select_action(1, gym.make("CartPole-v1").reset(seed=1)[0])
     agent.report_reward(1, 1.0)
@@ -134,14 +127,18 @@ def test_tutorial_episode_of_one_step_leaves_the_policy_finite(make_agent):
     assert all(parameter.isfinite().all() for parameter in agent.policy.parameters())
 
 
+WRONG = ["--world_size 1", "--world_size 2 --rank 2", "--world_size 3 --rank -1"]
+
+
 @pytest.mark.parametrize(
-    "flags", ["--world_size 1", "--rank 2", "--world_size 3 --rank -1", "--max_episodes 0", "--log_interval 0"]
+    ("path", "flags"),
+    [
+        *((PATH, flags) for flags in [*WRONG, "--max_episodes 0", "--log_interval 0"]),
+        *(("rl_rpc/tutorial_batch.py", flags) for flags in [*WRONG, "--num_episode 0"]),
+    ],
 )
-@pytest.mark.parametrize("path", [PATH, "rl_rpc/tutorial_batch.py"])
 def test_tutorial_refuses_what_cannot_work(monkeypatch, capsys, path, flags):
-    monkeypatch.setattr(sys, "argv", [path, *flags.replace("--max_episodes", "--num_episode").split()])
-    if path == PATH:
-        monkeypatch.setattr(sys, "argv", [path, *flags.split()])
+    monkeypatch.setattr(sys, "argv", [path, *flags.split()])
     with pytest.raises(SystemExit) as refused:
         load_module(ROOT / path).parse_args()
     assert refused.value.code == 2 and "error: " in capsys.readouterr().err
@@ -175,9 +172,9 @@ def test_tutorial_in_terminals_and_spawned_alone_in_a_folder_with_a_space(tmp_pa
 @pytest.mark.slow
 def test_tutorial_learns():
     """A policy that has not learned keeps the pole up for about 22 steps."""
-    done = run_spawned(PATH, "--max_episodes", 150, "--log_interval", 150, timeout=250)
+    done = run_spawned(PATH, "--max_episodes", 100, "--log_interval", 100, timeout=250)
     assert (done.returncode, done.stderr) == (0, "")
-    assert float(LINE.findall(done.stdout)[-1][2]) > 60
+    assert float(LINE.findall(done.stdout)[-1][2]) > 40
 
 
 def test_single_plays_the_same_as_tutorial():

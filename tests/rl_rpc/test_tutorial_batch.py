@@ -1,0 +1,226 @@
+"""rl_rpc/tutorial_batch.py: what it computes, beside a plain loop and the page's way; and how it runs as a command."""
+
+import re
+import threading
+
+import gymnasium as gym
+import pytest
+import torch
+
+from helpers import ROOT, load_module
+from tutorials import copied_alone, run_in_terminals, run_spawned
+
+test_tutorial = load_module(ROOT / "tests" / "rl_rpc" / "test_tutorial.py")
+Handle = test_tutorial.test_agent.Handle
+over_the_wire = test_tutorial.test_agent.over_the_wire
+PATH = "rl_rpc/tutorial_batch.py"
+LINE = re.compile(r"^Last reward: [\d.]+\tAverage reward: ([\d.]+)\tbatch: (True|False)$", re.M)
+TIMES = re.compile(r"^(\d+), [\d.]+, [\d.]+$", re.M)
+
+
+def answer_of(method, args):
+    answer = method(*map(over_the_wire, args))
+    return over_the_wire(answer.wait() if hasattr(answer, "wait") else answer)  # a Future made by then() as well
+
+
+test_tutorial.test_agent.answer_of = answer_of  # of this file's own copy of that module
+
+
+class InTurn(Handle):
+    """What is called asynchronously runs to its end at once, so observers play one after the other."""
+
+    def rpc_async(self, timeout):
+        def call(method, args):
+            future = torch.futures.Future()
+            future.set_result(answer_of(method, args))
+            return future
+
+        return test_tutorial.test_agent.Caller(self.value, call)
+
+
+def make_agent(observers, batch):
+    handle = Handle if batch else InTurn
+    return test_tutorial.make_agent(PATH, observers + 1, batch, 1, handle=handle)
+
+
+def reinforce(episodes, observers, batch, steps=500):
+    """REINFORCE as the page has it, in one process: a window of 500 steps of each observer; return the parameters."""
+    torch.manual_seed(1)
+    policy = torch.nn.Sequential(
+        torch.nn.Linear(4, 128), torch.nn.Dropout(0.6), torch.nn.ReLU(), torch.nn.Linear(128, 2)
+    )
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
+    envs = [gym.make("CartPole-v1") for _ in range(observers)]
+    for number, env in enumerate(envs):
+        env.reset(seed=1000 + number)
+    everyone = list(range(observers))
+    for _ in range(episodes):
+        states = [env.reset()[0] for env in envs]
+        played = [[[]] for _ in envs]  # rewards, by observer and episode
+        losses = []
+        chosen = [everyone] * steps if batch else [[number] for number in everyone for _ in range(steps)]
+        log_probs = [[] for _ in envs]
+        for answered in chosen:  # these observers act together
+            x = torch.stack([torch.from_numpy(states[number]) for number in answered])
+            distribution = torch.distributions.Categorical(torch.softmax(policy(x), dim=1))
+            actions = distribution.sample()
+            scores = distribution.log_prob(actions)
+            for number, action, score in zip(answered, actions.tolist(), scores, strict=True):
+                log_probs[number].append(score)
+                states[number], reward, terminated, truncated, _ = envs[number].step(action)
+                played[number][-1].append(reward)
+                if terminated or truncated or len(log_probs[number]) == steps:
+                    states[number] = envs[number].reset()[0]
+                    played[number].append([])
+        for number in everyone:
+            returns = [float(left) for one in played[number] for left in range(len(one), 0, -1)]  # a reward of 1 a step
+            losses.append(-(torch.stack(log_probs[number]) * torch.tensor(returns)).sum())
+        optimizer.zero_grad()
+        (sum(losses) / observers).backward()
+        optimizer.step()
+    return list(policy.parameters())
+
+
+@pytest.mark.parametrize(("observers", "episodes"), [(1, 3), (3, 1), pytest.param(3, 10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch", [True, False])
+def test_batch_page_is_the_plain_loop(batch, observers, episodes):
+    agent = make_agent(observers, batch)
+    for _ in range(episodes):
+        agent.run_episode(1.0)
+    assert test_tutorial.distance(agent, reinforce(episodes, observers, batch)) < 1e-4
+
+
+def test_batch_page_credits_each_observer_with_its_own_rewards():
+    """Without batching the published code multiplies (N, T, 1) by (T, N): each step, with every observer's rewards."""
+    probs_NT1 = torch.rand(3, 5, 1, requires_grad=True)
+    rewards_NT = torch.rand(3, 5)
+    product = -probs_NT1 * rewards_NT.t()
+    assert product.shape == (3, 5, 3)
+    product.sum().backward()
+    credited = -probs_NT1.grad[:, :, 0]
+    torch.testing.assert_close(credited, rewards_NT.sum(0).expand(3, 5))  # the sum over all observers
+    assert (credited - rewards_NT).abs().min() > 0
+
+    # Here: one observer earns, the other does not; steps of the latter must not change the policy.
+    agent = make_agent(2, False)
+    agent.ob_rrefs = [InTurn(Player(number, number == 0)) for number in range(2)]
+    agent.run_episode(1.0)
+    assert agent.kept[0].grad.item() == pytest.approx(-500 / 2) and agent.kept[1].grad.item() == 0
+
+
+class Player:
+    """An observer that reports one made-up log-probability per step, and earns 1 in each step or nothing."""
+
+    def __init__(self, number, earns):
+        self.number, self.reward = number, float(earns)
+
+    def run_episode(self, agent_rref, batch, gamma):
+        agent = agent_rref.value
+        if not hasattr(agent, "kept"):
+            agent.kept = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+        agent.saved_log_probs[self.number] = [agent.kept[self.number] * 1 for _ in range(500)]
+        return [self.reward] * 500
+
+
+def ask_together(agent, states, rounds=1):
+    """Each observer asks for an action, all at once, in a thread of its own; return their answers by round."""
+    answers = [[] for _ in states]
+
+    def ask(ob_id):
+        for _ in range(rounds):
+            try:
+                answers[ob_id].append(agent.select_action_batch(ob_id, states[ob_id]).wait())
+            except Exception as error:
+                answers[ob_id].append(error)
+
+    threads = [threading.Thread(target=ask, args=(ob_id,), daemon=True) for ob_id in range(len(states))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    return answers
+
+
+def test_batch_page_gives_each_observer_the_action_for_its_own_state():
+    agent = make_agent(8, True)
+    agent.saved_log_probs = []
+    agent.policy = lambda x_N4: torch.stack([x_N4[:, 0] < 0, x_N4[:, 0] > 0], dim=1).float()
+    states = [torch.full((4,), 1.0 if ob_id % 3 == 0 else -1.0) for ob_id in range(8)]
+    answers = ask_together(agent, states, rounds=200)
+    assert answers == [[int(ob_id % 3 == 0)] * 200 for ob_id in range(8)]
+    assert [len(log_probs) for log_probs in agent.saved_log_probs] == [8] * 200
+
+
+def test_batch_page_tells_all_observers_of_an_error():
+    """In the published code the last to ask gets it, and the others wait until their RPCs time out."""
+    agent = make_agent(3, True)
+
+    def diverged(x_N4):
+        raise ValueError("nan")
+
+    agent.policy = diverged
+    answers = ask_together(agent, [torch.zeros(4)] * 3)
+    assert all("nan" in str(error) for (error,) in answers)
+
+    class Published:  # it completes the Future of the batch only where nothing fails
+        def __init__(self):
+            self.batch, self.asked = torch.futures.Future(), 0
+
+        def select_action(self, ob_id):
+            mine = self.batch.then(lambda actions: actions.wait()[ob_id])
+            self.asked += 1
+            if self.asked == 3:
+                self.batch.set_result(diverged(None))
+            return mine
+
+    published = Published()
+    waiting = [published.select_action(0), published.select_action(1)]
+    with pytest.raises(ValueError):
+        published.select_action(2)
+    assert not any(future.done() for future in waiting)
+
+
+def test_batch_page_does_not_write_into_what_autograd_keeps():
+    """The published code fills one tensor in place: on a GPU .cuda() copies it, on a CPU its backward pass fails."""
+    layer, states = torch.nn.Linear(4, 2), torch.zeros(3, 4)
+    kept = []
+    for step in range(2):
+        states[0].copy_(torch.full((4,), float(step)))
+        kept.append(layer(states.cpu()).sum())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        sum(kept).backward()
+    agent = make_agent(1, True)
+    agent.saved_log_probs = []
+    for step in range(2):
+        agent.select_action_batch(0, torch.full((4,), float(step))).wait()
+    sum(agent.saved_log_probs).sum().backward()
+    assert agent.policy.affine1.weight.grad.isfinite().all()
+
+
+@pytest.mark.slow
+def test_batch_page_learns():
+    """A policy that has not learned keeps the pole up for about 22 steps."""
+    agent = make_agent(4, True)
+    for _ in range(10):
+        agent.run_episode(1.0)
+    assert agent.running_reward > 33
+
+
+def test_batch_page_as_a_command_measures_and_draws(tmp_path):
+    plot = tmp_path / "times.png"
+    done = run_spawned(PATH, "--world_size", 3, "--num_episode", 1, "--plot", plot)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert TIMES.findall(done.stdout) == ["2", "3"]
+    assert [batch for _, batch in LINE.findall(done.stdout)] == ["True", "False"] * 2
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_batch_page_in_terminals_and_alone_in_a_folder_with_a_space(tmp_path):
+    agent, *observers = run_in_terminals(PATH, 3, "--num_episode", 1)
+    assert (agent.returncode, agent.stderr) == (0, "") and TIMES.findall(agent.stdout) == ["3"]
+    for done in observers:
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = run_spawned(copied_alone(PATH, tmp_path), "--world_size", 2, "--num_episode", 1, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and TIMES.findall(done.stdout) == ["2"]
