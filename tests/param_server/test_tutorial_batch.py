@@ -233,6 +233,6 @@ def test_the_measurement_is_told_and_drawn(tmp_path):
     flags = ("--world_size", 3, "--num_batches", 2, "--repeats", 1, "--plot", "batch.png")
     done = run_spawned(program, *flags, cwd=tmp_path, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
-    rows = re.findall(r"^(\d) trainers (with|without) batching: [\d.]+ s \(", done.stdout, re.MULTILINE)
+    rows = re.findall(r"^Trainers (\d), (with|without) batching: [\d.]+ s \(", done.stdout, re.MULTILINE)
     assert rows == [("1", "with"), ("1", "without"), ("2", "with"), ("2", "without")]
     assert (tmp_path / "batch.png").read_bytes().startswith(b"\x89PNG")
