@@ -41,7 +41,8 @@ class EmbeddingShard(nn.EmbeddingBag):
         self.shard, self.num_shards, self.num_trainers = shard, num_shards, num_trainers
         self.optimizer = optim.SGD(self.parameters(), lr=lr)  # for the modes without DistributedOptimizer
         self.lock = threading.Lock()  # guards the optimizer, weight.grad, and:
-        self.averaging, self.averaged = [], torch.futures.Future()  # gradients so far, and what their trainers wait for
+        self.averaging = {}  # trainer -> its gradient, of those that have come so far in mode `averaged`
+        self.averaged = torch.futures.Future()  # what these trainers wait for
         self.lookups = defaultdict(deque)  # trainer -> its bag sums [B, D] that still wait for their gradient
         self.stale, self.counting = Counter(), threading.Lock()  # staleness -> how many gradients; and its guard
         # Every server draws the whole table, but keeps only its own rows, block by block: the start does not depend
@@ -63,7 +64,7 @@ class EmbeddingShard(nn.EmbeddingBag):
         """
         device = self.weight.device
         sums_BD = super().forward(ids_I.to(device), offsets_B.to(device))
-        if sums_BD.requires_grad:  # not in an evaluation
+        if sums_BD.requires_grad:  # not in an evaluation, see lookup()
             before = self.weight._version  # torch counts the changes of every tensor's values
             sums_BD.register_hook(lambda _: self.count_staleness(self.weight._version - before))
         return sums_BD
@@ -120,9 +121,14 @@ def split_by_shard(ids_I, offsets_B, num_shards):
 # --------------------------------------------------------------------------------------------------------------- sync
 
 
-def lookup(shard_rref, ids_I, offsets_B):
-    """Return the bag sums [B, D] of a shard; inside a dist_autograd context, backward will find its way back here."""
-    return shard_rref.local_value()(ids_I, offsets_B)
+def lookup(shard_rref, ids_I, offsets_B, with_gradient):
+    """Return the bag sums [B, D] of a shard; inside a dist_autograd context, backward will find its way back here.
+
+    `with_gradient` is False where no gradient will come, as in an evaluation: then no graph is built.  The trainer must
+    say so, because its torch.no_grad() holds for its own thread, and does not reach this process.
+    """
+    with torch.set_grad_enabled(with_gradient):
+        return shard_rref.local_value()(ids_I, offsets_B)
 
 
 def _retrieve_embedding_parameters(shard_rref):
@@ -134,25 +140,39 @@ def _retrieve_embedding_parameters(shard_rref):
 
 
 @rpc.functions.async_execution  # the answer goes out when the Future is complete; no server thread waits for it
-def average_and_step(shard_rref, context_id):
+def average_and_step(shard_rref, trainer, context_id):
     """Take one trainer's gradient; when all have come, step once with their mean.  Return a Future of that step.
 
-    `context_id` is the dist_autograd context in which the trainer has run backward: its gradient is here already.
-    All trainers call this at once; locked.  Nobody looks rows up meanwhile: all of them wait for this step.
+    `trainer` is its number; `context_id` is the dist_autograd context in which it has run backward: its gradient is
+    here already.  All trainers call this at once; locked.  Nobody looks rows up meanwhile: all of them wait for this
+    step.
     """
     shard = shard_rref.local_value()
     gradient = dist_autograd.get_gradients(context_id)[shard.weight]
     with shard.lock:
-        shard.averaging.append(gradient)
+        shard.averaging[trainer] = gradient
         done = shard.averaged
         complete = len(shard.averaging) == shard.num_trainers
         if complete:
-            shard.weight.grad = reduce(torch.add, shard.averaging) / shard.num_trainers
+            shard.weight.grad = mean_of(shard.averaging)
             shard.optimizer.step()
-            shard.averaging, shard.averaged = [], torch.futures.Future()
+            shard.averaging, shard.averaged = {}, torch.futures.Future()
     if complete:
         done.set_result(None)  # outside the lock: this sends the answers to all the trainers that wait
     return done
+
+
+def mean_of(gradients):
+    """Return the mean of {trainer: gradient}, whose last bits do not depend on the order of the trainers' calls.
+
+    Floating-point sums depend on their order, so it is that of the trainers' numbers.
+    """
+    total = reduce(torch.add, [gradients[trainer] for trainer in sorted(gradients)])
+    if total.is_sparse:
+        # An id may stand in it several times.  coalesce() adds these up in a fixed order; the optimizer on a GPU, in
+        # whatever order they come.
+        total = total.coalesce()
+    return total / len(gradients)
 
 
 # ---------------------------------------------------------------------------------------------------------- pipelined

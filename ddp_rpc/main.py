@@ -52,7 +52,10 @@ def parse_args(argv=None):
     if args.sparse is None:
         args.sparse = args.mode != "sync"  # the tutorial's EmbeddingBag has dense gradients
     divide_ranks(parser, args)
-    flags.check_arguments(parser, args, min_world_size=3, roles=ROLES, agree=Plan.names())
+    computing = [*range(args.num_trainers)]
+    if args.table_device == "same":
+        computing += range(args.num_trainers + 1, args.world_size)  # the servers: all but the master
+    flags.check_arguments(parser, args, min_world_size=3, roles=ROLES, agree=Plan.names(), device_ranks=computing)
     if args.num_servers > args.num_embeddings:
         parser.error(f"--num_servers {args.num_servers}: more than the table has rows (--num_embeddings)")
     return args
@@ -71,23 +74,22 @@ def divide_ranks(parser, args):
         parser.error(f"--world_size {given or args.world_size} does not fit: {ROLES}")
 
 
-def process_group_options(rank, trainer_devices):
-    """Return init_process_group's backend and device_id for a trainer, from the devices of all trainers.
+def check_trainer_devices(devices):
+    """Raise ValueError, one line for the user, where some of the trainers' devices are CPUs and others are GPUs.
 
-    NCCL where there are several and each has a GPU of its own: it refuses two ranks on one, and has no CPU.
+    Their arithmetic differs in the last digit, and with it their replicas of `fc` after a step.
     """
-    own_gpu_each = len(set(trainer_devices)) == len(trainer_devices) > 1 and "cpu" not in trainer_devices
-    return (
-        {"backend": "nccl", "device_id": torch.device(trainer_devices[rank])} if own_gpu_each else {"backend": "gloo"}
-    )
+    if len({torch.device(device).type for device in devices}) > 1:
+        named = ", ".join(f"trainer{rank} on {device}" for rank, device in enumerate(devices))
+        raise ValueError(f"trainers on CPUs and on GPUs ({named}): give all of them the same --device, cpu or cuda")
 
 
 def run_worker(rank, args, job):
     """Run one rank.  Trainers and servers only join: what they do, they are sent over RPC."""
     is_trainer, is_master = rank < args.num_trainers, rank == args.num_trainers
+    check_trainer_devices(job.devices[: args.num_trainers])
     if is_trainer:  # the trainers are a process group of their own, for DDP, beside the RPC group of all ranks
-        options = process_group_options(rank, job.devices[: args.num_trainers])
-        dist.init_process_group(store=job.store("trainers"), rank=rank, world_size=args.num_trainers, **options)
+        dist.init_process_group("gloo", store=job.store("trainers"), rank=rank, world_size=args.num_trainers)
     # Four threads answer a server's few callers as well as the default 16, and share the cores with less switching.
     options = job.rpc_options(num_worker_threads=max(4, args.num_trainers + 2))
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=options)

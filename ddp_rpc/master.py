@@ -15,6 +15,7 @@ from glue.seeds import seed_for
 from trainer import Plan, _run_trainer
 
 SCENARIO = "ddp_rpc"
+SETTINGS = ("seed", "targets", "num_embeddings", "embedding_dim")  # a run that goes on must have the same
 ROWS_AT_A_TIME = 262144
 
 
@@ -26,7 +27,8 @@ class HybridMaster:
         self.args, self.worker_name, self.devices = args, worker_name, devices
         self.report = report.Report(SCENARIO, args)
         self.bar = self.report.progress(total=args.epochs * args.batches, unit="step")
-        saved = checkpoint.load(args, SCENARIO)
+        self.settings = {name: vars(args)[name] for name in SETTINGS}
+        saved = checkpoint.resume(args, SCENARIO, self.settings)
         self.emb_rrefs = [self.create_shard(shard) for shard in range(args.num_servers)]
         self.epochs_done, self.fc_state = 0, None
         if saved is not None:
@@ -46,7 +48,7 @@ class HybridMaster:
                 "lr": args.lr,
                 "sparse": args.sparse,
                 "seed": seed_for(args.seed, "table"),
-                "device": "cpu" if args.table_device == "cpu" else self.devices[rank],
+                "device": self.devices[rank],
             },
         )
 
@@ -91,22 +93,18 @@ class HybridMaster:
         for shard, rref in enumerate(self.emb_rrefs):
             table[shard :: args.num_servers] = rref.rpc_sync(timeout=0).get_rows()
         state = {"epoch": epoch, "table": table, "fc": fc_state}
-        checkpoint.save(args.checkpoint, SCENARIO, state)
+        checkpoint.save(args.checkpoint, SCENARIO, self.settings, state)
 
     def restore(self, saved):
-        """Hand a checkpoint's rows to the servers, however many servers wrote it.  ValueError if it does not fit."""
-        args = self.args
-        table, wanted = saved["table"], (args.num_embeddings, args.embedding_dim)
-        if tuple(table.shape) != wanted:
-            raise ValueError(
-                f"{args.checkpoint} holds a table of {table.shape[0]} x {table.shape[1]}, and not of {wanted[0]} x "
-                f"{wanted[1]} as --num_embeddings and --embedding_dim ask for"
-            )
+        """Hand a checkpoint's rows to the servers, however many servers wrote it."""
+        args, table = self.args, saved["table"]
         for first in range(0, args.num_embeddings, ROWS_AT_A_TIME):
             rows = table[first : first + ROWS_AT_A_TIME]
             torch.futures.wait_all([rref.rpc_async(timeout=0).put_rows(first, rows) for rref in self.emb_rrefs])
         self.fc_state, self.epochs_done = saved["fc"], saved["epoch"]
         self.report.say(f"Going on after epoch {self.epochs_done} of {args.checkpoint}.")
+        if self.epochs_done >= args.epochs:
+            self.report.say(report.NOTHING_LEFT)
 
     def close(self, results):
         """Tell the result of the run: `results` are the trainers' measurements, of which some are the same for all."""

@@ -73,7 +73,7 @@ class AveragedTraining(SyncTraining):
     def step_optimizers(self, context_id):
         # Each server answers when it has stepped, which is when the last trainer has called.
         steps = [
-            rpc.rpc_async(rref.owner(), embedding_server.average_and_step, args=(rref, context_id))
+            rpc.rpc_async(rref.owner(), embedding_server.average_and_step, args=(rref, dist.get_rank(), context_id))
             for rref in self.model.emb_rrefs
         ]
         self.opt.step(context_id)
@@ -95,8 +95,6 @@ class PipelinedTraining:
     def __init__(self, model, lr):
         self.model, self.criterion = model, nn.CrossEntropyLoss()
         self.opt = optim.SGD(model.parameters(), lr=lr)
-        if model.device.type == "cpu":  # NCCL's allreduce is as fast as its gather
-            model.fc.register_comm_hook(None, gather_and_average)
 
     def exchange(self, gradient_BD, batch):
         """Send a gradient (or None) and a batch's ids (or None) to every server; return the Futures of the sums."""
@@ -129,21 +127,6 @@ class PipelinedTraining:
                 torch.futures.wait_all(coming)
                 torch.futures.wait_all(self.exchange(gradient_BD, None))
             yield loss.detach()
-
-
-def gather_and_average(_, bucket):
-    """DDP communication hook: every trainer gathers all trainers' gradients [P] and averages them itself.
-
-    Gloo's allreduce goes around the ring twice, in pieces: right for megabytes, but for the 136 numbers of `fc` what
-    counts is the number of messages, and a gather needs fewer.  All trainers add in the same order, so their replicas
-    stay identical.
-    """
-    gradients_P = bucket.buffer()
-    all_TP = gradients_P.new_empty(dist.get_world_size(), len(gradients_P))
-    dist.all_gather(list(all_TP), gradients_P)  # waits: fc has one bucket, so there is nothing else to do
-    averaged = torch.futures.Future()
-    averaged.set_result(all_TP.mean(dim=0))
-    return averaged
 
 
 # -------------------------------------------------------------------------------------------------------- all of them

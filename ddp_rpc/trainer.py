@@ -12,6 +12,7 @@ from torch.nn.utils import parameters_to_vector
 
 from clicks import ClickLog
 from glue.measure import Meter
+from glue.placement import to_wire
 from glue.report import check_finite
 from glue.seeds import seed_for
 from model import HybridModel
@@ -106,7 +107,6 @@ def evaluate(model, log, heldout, step):
         totals[1] += (logits_BC.argmax(dim=1) == target_B).sum()
         totals[2] += (teacher_BC.argmax(dim=1) == target_B).sum()
         totals[3] += len(target_B)
-    totals = totals.to(model.device)
     dist.all_reduce(totals)  # sums over all trainers, so a part may be smaller than another, or empty
     loss, correct, teacher_correct, bags = totals.tolist()
     return {
@@ -127,7 +127,7 @@ def tell_master(master_rref, epoch, figures, seconds, model):
 
 def check_replicas(model):
     """Return the largest difference between the trainers' replicas of `fc`, which must be none at all."""
-    lowest = parameters_to_vector(model.fc.parameters()).detach()
+    lowest = to_wire(parameters_to_vector(model.fc.parameters()).detach())
     highest = lowest.clone()
     dist.all_reduce(lowest, dist.ReduceOp.MIN)
     dist.all_reduce(highest, dist.ReduceOp.MAX)

@@ -47,7 +47,8 @@ def parse_args(argv=None):
     add("--no_dropout", action="store_true", help="deterministic training, for comparisons")
     add("--log_interval", type=positive_int, default=100, metavar="N", help="batches between two printed losses")
     add("--checkpoint_every", type=positive_int, default=500, metavar="N", help="updates between two checkpoints")
-    add("--num_gpus", type=int, choices=[0, 1, 2], help="remote: GPUs to split the network over (--device cuda: 1)")
+    split = "remote: GPUs to split the network over (1 or 2: --device cuda; 0: --device cpu)"
+    add("--num_gpus", type=int, choices=[0, 1, 2], help=split)
     add = parser.add_argument_group("replica").add_argument
     consistency = "apply each gradient at once; hold back who runs ahead; average one gradient of each trainer"
     add("--consistency", choices=["async", "bounded", "sync"], default="async", help=consistency)
@@ -66,11 +67,16 @@ def parse_args(argv=None):
         parser.error("--overlap is for pushes after every batch, async or bounded: sync waits for the newest weights")
     if args.mode == "replica" and args.num_gpus is not None:
         parser.error("--num_gpus is for --mode remote; replicas take --device cuda")
-    if (args.num_gpus or 0) > torch.cuda.device_count():
-        parser.error(f"--num_gpus {args.num_gpus}: torch sees {torch.cuda.device_count()} CUDA GPUs here")
+    if args.num_gpus is not None:
+        args.device = "cuda" if args.num_gpus else "cpu"
     roles = f"first {args.num_servers} server{'s' * (args.num_servers > 1)}, then a trainer or more"
-    flags.check_arguments(parser, args, min_world_size=args.num_servers + 1, roles=roles, agree=AGREE)
-    args.num_gpus = int(args.device == "cuda") if args.num_gpus is None else args.num_gpus
+    device_ranks = [0] if args.mode == "remote" else None  # there the network is on the server, all of it
+    size = args.num_servers + 1
+    flags.check_arguments(parser, args, min_world_size=size, roles=roles, agree=AGREE, device_ranks=device_ranks)
+    if args.num_gpus is None:
+        args.num_gpus = int(args.device == "cuda")
+    if args.num_gpus == 2 and torch.cuda.device_count() < 2 and args.rank in (None, 0):
+        parser.error(f"--num_gpus 2: torch sees {torch.cuda.device_count()} CUDA GPU here")
     args.max_staleness = 4 if args.max_staleness is None else args.max_staleness
     return args
 

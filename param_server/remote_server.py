@@ -90,8 +90,10 @@ class ParameterServer(nn.Module):
             finally:  # back to None: a gradient that does not arrive next time is noticed, not used a second time
                 self.optimizer.zero_grad()
             read_at, images = self.snapshot_of.pop(trainer)
-            if books := self.scoreboard.count_update([(trainer, self.scoreboard.updates - read_at, images, 1)]):
-                self.scoreboard.save(books, self.capture())  # under the lock: weights and books of one moment
+            staleness = self.scoreboard.updates - read_at
+            if self.scoreboard.count_update([(trainer, staleness, images, 1)]):
+                weights = self.capture()  # copied under the lock, at the moment of the books; written later, outside it
+                self.scoreboard.save_soon(lambda: weights)
 
     def _verify_gradients(self, trainer):
         """The tutorial's assert that gradients came back; there, all of them cross the wire for it: 10 MB a step."""
@@ -112,9 +114,10 @@ class ParameterServer(nn.Module):
             self.scoreboard.living.remove(trainer)
 
     def capture(self):
-        """Return what a checkpoint needs of this server, on the CPU.  Under the lock, or while all trainers wait."""
-        momentum = [state["momentum_buffer"].cpu() for state in self.optimizer.state.values()]  # without momentum: []
-        return {"model": {name: param.cpu() for name, param in self.model.state_dict().items()}, "momentum": momentum}
+        """Return a copy of what a checkpoint needs of this server.  Under the lock, or while all trainers wait."""
+        weights = {name: param.to("cpu", copy=True) for name, param in self.model.state_dict().items()}
+        states = self.optimizer.state.values()  # empty without momentum
+        return {"model": weights, "momentum": [state["momentum_buffer"].to("cpu", copy=True) for state in states]}
 
     def restore(self, state):
         """Go on from what capture() returned."""

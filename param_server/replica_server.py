@@ -21,7 +21,7 @@ import threading
 
 import torch
 import torch.distributed.rpc as rpc
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 from digits_net import Net
 from glue.placement import to_wire
@@ -30,8 +30,8 @@ from rpc_names import range_of, server_name
 from scoreboard import Scoreboard
 
 range_server = None  # the one RangeServer of this process
-# One update: by whose pushes, and whether to capture what comes of it; or what to go on from.
-Order = collections.namedtuple("Order", "trainers lr capture restored", defaults=((), 0.0, False, None))
+# One update: by whose pushes, with which learning rate, and whether to capture the weights that come of it.
+Order = collections.namedtuple("Order", "trainers lr capture", defaults=((), 0.0, False))
 
 
 def make_range_server(rank, args, device):
@@ -63,36 +63,51 @@ class RangeServer:
         torch.manual_seed(args.seed)
         self.model = Net(dropout=not args.no_dropout).to(device)  # the start; on the first server also to evaluate
         weights_P = parameters_to_vector(self.model.parameters()).detach()
-        self.part = range_of(index, args.num_servers, len(weights_P))
-        self.weights = weights_P[self.part].clone()
+        self.weights = weights_P[range_of(index, args.num_servers, len(weights_P))].clone()
         self.velocity = torch.zeros_like(self.weights) if args.momentum else torch.empty(0)
         self.lock = threading.Lock()  # held while these, or what follows, are read or changed
         self.version = 0  # Orders carried out
         self.held = {}  # trainer -> (gradient (R,), images) that is here and not applied
-        self.captured = None  # (weights (R,), momentum (R,) or (0,)) after the last Order that says so
+        self.captured = {}  # version -> (weights (R,), momentum (R,) or (0,)) after an Order that says so
+
+    def start_from(self, weights_R, velocity_R):
+        """Take the weights and the momentum of a checkpoint.  Called by the first server, before any push (locked)."""
+        with self.lock:
+            self.weights = weights_R.to(self.device, copy=True)
+            if len(velocity_R):
+                self.velocity = velocity_R.to(self.device, copy=True)
 
     def hold(self, trainer, gradient_R, images):
         """Keep a part of a push, not the first, until the log says what becomes of it.  Called by trainers (locked)."""
         with self.lock:
+            if trainer in self.held:
+                raise RuntimeError(f"trainer_{trainer} sent a part of a push before its last push was applied here")
             self.held[trainer] = gradient_R.to(self.device), images
 
-    def catch_up(self, start, log, captured=False):
-        """Carry out what is new of the first server's Orders number `start` to now.  All may call at once (locked).
+    def catch_up(self, start, log):
+        """Carry out what is new of the first server's Orders number `start` to now; return the weights (R,) then.
 
-        Return weights (R,), or, to the first server, what was `captured`.
+        May be called by all trainers at once (locked).
         """
         with self.lock:
-            for order in log[self.version - start :]:
-                self.carry_out(order)
-            return self.captured if captured else to_wire(self.weights)
+            self.carry_out_new(start, log)
+            return to_wire(self.weights)
+
+    def captured_at(self, version, start, log):
+        """Catch up; return what was captured at `version`.  Called by the first server, for a checkpoint (locked)."""
+        with self.lock:
+            self.carry_out_new(start, log)
+            return self.captured.pop(version)
+
+    def carry_out_new(self, start, log):
+        """Carry out those of the Orders number `start` to now that were not carried out here yet.  Under the lock."""
+        assert start <= self.version, "a trainer brought a log that does not go back to what was carried out here"
+        for order in log[self.version - start :]:
+            self.carry_out(order)
 
     def carry_out(self, order):
         """Step once, as torch.optim.SGD does, by the gradient that is held of one trainer or the mean of several."""
         self.version += 1
-        if order.restored:
-            weights_P, velocity_P = order.restored
-            self.weights = weights_P[self.part].to(self.device, copy=True)
-            self.velocity = velocity_P[self.part].to(self.device, copy=True) if len(velocity_P) else self.velocity
         if gradients := [self.held.pop(trainer) for trainer in order.trainers]:
             gradient_R, total = gradients[0][0], sum(images for _, images in gradients)
             if len(gradients) > 1:  # the mean over all images, as one process on the joined batch has it
@@ -101,7 +116,7 @@ class RangeServer:
                 gradient_R = self.velocity = torch.add(gradient_R, self.velocity, alpha=self.momentum)
             self.weights = torch.sub(self.weights, gradient_R, alpha=order.lr)
         if order.capture:
-            self.captured = to_wire(self.weights), to_wire(self.velocity)
+            self.captured[self.version] = to_wire(self.weights), to_wire(self.velocity)
 
 
 class FirstServer(RangeServer):
@@ -122,6 +137,7 @@ class FirstServer(RangeServer):
         self.collected = {}  # trainer -> (version, images, batches) of its push that is here and not applied
         self.waiting = {}  # trainer -> (Future of its unanswered push, version)
         self.start, self.log, self.lr = 0, [], args.lr  # Orders from number `start` on, if there are more servers
+        self.restored = None  # (weights (P,), momentum (P,) or (0,)), until all servers have their range of it
         self.scoreboard = Scoreboard(args, self)
 
     def pull(self, version):
@@ -139,30 +155,40 @@ class FirstServer(RangeServer):
         answer = torch.futures.Future()
         with self.lock:
             self.scoreboard.batch_of(trainer)  # refuses who was lost
+            if trainer in self.waiting:
+                raise RuntimeError(f"trainer_{trainer} pushed a gradient before its last push was answered")
             self.held[trainer] = gradient_R.to(self.device), images
             self.waiting[trainer] = answer, version
             self.clock[trainer] += 1
             self.collected[trainer] = version, images, batches
-            decided = self.decide()
-        self.finish(*decided)
+            self.apply_what_is_complete()
+            answers = self.answers_due()
+        complete(answers)
         return answer
 
     def get_scoreboard(self):
         """Return an RRef to the job's Scoreboard.  Reads only: needs no lock."""
         return rpc.RRef(self.scoreboard)
 
-    def decide(self):
-        """Apply what is to be applied.  Under the lock.  Return (Futures to complete and answers, books to save)."""
-        books = None
-        if self.collected and len(self.collected) >= (len(self.clock) if self.sync else 1):
-            pushes, self.collected = sorted(self.collected.items()), {}  # sums in one order, whoever came first
-            books = self.scoreboard.count_update([(who, self.version - read, *work) for who, (read, *work) in pushes])
-            self.append(Order([who for who, _ in pushes], self.lr, capture=bool(books)))
+    def apply_what_is_complete(self):
+        """Make an update of the pushes that are collected, if all are here that belong to it.  Under the lock."""
+        needed = len(self.clock) if self.sync else 1
+        if not self.collected or len(self.collected) < needed:
+            return
+        pushes, self.collected = sorted(self.collected.items()), {}  # sums in one order, whoever came first
+        gradients = [(trainer, self.version - read, *work) for trainer, (read, *work) in pushes]
+        checkpoint_due = self.scoreboard.count_update(gradients)
+        self.append(Order([trainer for trainer, _ in pushes], self.lr, capture=checkpoint_due))
+        if checkpoint_due:
+            self.scoreboard.save_soon(functools.partial(self.gather, self.version))
+
+    def answers_due(self):
+        """Return (Future, its answer) of each push that need not wait any longer.  Under the lock."""
         # The slowest is never held, and nobody waits for whose lot is done: no deadlock.
         self.clock = {trainer: pushes for trainer, pushes in self.clock.items() if self.scoreboard.lots[trainer]}
         slowest = min(self.clock.values(), default=0)
         free = [who for who in self.waiting if self.clock.get(who, 0) - slowest <= self.lead]
-        return [(future, self.answer(read)) for future, read in map(self.waiting.pop, free)], books
+        return [(future, self.answer(read)) for future, read in map(self.waiting.pop, free)]
 
     def answer(self, read):
         """Return (version, weights (R,), (start, Orders since version `read`, for the others)).  Under the lock."""
@@ -174,30 +200,31 @@ class FirstServer(RangeServer):
         self.carry_out(order)
         self.log += [order] if self.num_servers > 1 else []
 
-    def finish(self, answers, books):
-        """Save if a checkpoint is due, and answer trainers.  Not under the lock: see above."""
-        if books:
-            self.scoreboard.save(books, self.joined())
-        for future, answer in answers:
-            future.set_result(answer)
-
-    def joined(self):
-        """Return what all servers have captured after the same Order, the last that says so; lay it under the model."""
+    def gather(self, version):
+        """Return what a checkpoint needs: what all servers captured at `version`.  Not under the lock: see above."""
         with self.lock:
-            captured, start, log = [self.captured], self.start, self.log.copy()
-        others = [server_rref(index).rpc_async().catch_up(start, log, True) for index in range(1, self.num_servers)]
-        weights, velocity = map(torch.cat, zip(*captured, *torch.futures.wait_all(others), strict=True))
+            captured, start, log = [self.captured.pop(version)], self.start, self.log.copy()
+        others = [server_rref(index).rpc_async() for index in range(1, self.num_servers)]
+        captured += torch.futures.wait_all([other.captured_at(version, start, log) for other in others])
         with self.lock:  # what all servers have carried out need not be told again
             known = max(self.start, start + len(log))
             self.start, self.log = known, self.log[known - self.start :]
-        check_finite(weights.sum(), "sum of the weights", self.version)
-        vector_to_parameters(weights.to(self.device), self.model.parameters())
-        return {"model": self.model.state_dict(), "momentum": velocity}
+        weights_P = torch.cat([weights_R for weights_R, _ in captured])
+        velocity_P = torch.cat([velocity_R for _, velocity_R in captured])
+        check_finite(weights_P.sum(), "sum of the weights", version)
+        return {"model": self.by_name(weights_P), "momentum": velocity_P}
+
+    def by_name(self, weights_P):
+        """Return the network's weights by name, as views of these."""
+        params = dict(self.model.named_parameters())
+        parts = weights_P.split([param.numel() for param in params.values()])
+        return {name: part.view_as(params[name]) for name, part in zip(params, parts, strict=True)}
 
     # ---------------------------------------------------------------------- called by the Scoreboard, in this process
 
     def start_lots(self, lr):
         """Begin with the lots of batches that the Scoreboard has dealt.  All trainers are waiting."""
+        self.share_what_was_restored()
         with self.lock:  # a trainer may be lost at any moment
             self.lr, self.clock = lr, {who: 0 for who in self.scoreboard.living if self.scoreboard.lots[who]}
 
@@ -205,18 +232,44 @@ class FirstServer(RangeServer):
         """Strike a trainer that is lost off the living: what is here of it and not applied never will be."""
         with self.lock:
             self.scoreboard.living.remove(trainer)
-            for books in (self.clock, self.waiting, self.collected):
+            for books in (self.clock, self.waiting, self.collected, self.held):
                 books.pop(trainer, None)
-            decided = self.decide()
-        self.finish(*decided)
+            self.apply_what_is_complete()
+            answers = self.answers_due()
+        complete(answers)
 
     def capture(self):
-        """Return what a checkpoint needs of all servers.  All trainers are waiting."""
+        """Return what a checkpoint needs of all servers, and lay it under the model.  All trainers are waiting."""
+        self.share_what_was_restored()
         with self.lock:
             self.append(Order(capture=True))
-        return self.joined()
+            version = self.version
+        state = self.gather(version)
+        self.model.load_state_dict(state["model"])
+        return state
 
     def restore(self, state):
-        """Go on from what capture() returned, with any number of servers."""
+        """Go on from what capture() returned, with any number of servers.  Before RPC begins."""
         self.model.load_state_dict(state["model"])
-        self.append(Order(restored=(parameters_to_vector(self.model.parameters()).detach().cpu(), state["momentum"])))
+        self.restored = parameters_to_vector(self.model.parameters()).detach().cpu(), state["momentum"]
+        self.start_from(*self.restored_part(0))
+
+    def share_what_was_restored(self):
+        """Send each other server its range of it: once, and before anything is computed from it."""
+        if self.restored:
+            others = range(1, self.num_servers)
+            sent = [server_rref(index).rpc_async().start_from(*self.restored_part(index)) for index in others]
+            torch.futures.wait_all(sent)
+            self.restored = None
+
+    def restored_part(self, index):
+        """Return (weights (R,), momentum (R,) or (0,)) of a server's range."""
+        weights_P, velocity_P = self.restored
+        part = range_of(index, self.num_servers, len(weights_P))
+        return weights_P[part], velocity_P[part]
+
+
+def complete(answers):
+    """Answer these pushes: (Future, answer) of each.  Not under the lock."""
+    for future, answer in answers:
+        future.set_result(answer)

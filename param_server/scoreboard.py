@@ -5,6 +5,7 @@ server calls count_update.  It works alike for both modes, and knows nothing of 
 """
 
 import collections
+import concurrent.futures
 import copy
 import itertools
 import statistics
@@ -19,7 +20,8 @@ from glue.placement import all_cores
 from mnist_data import load_digits, normalised
 from rpc_names import trainers
 
-SETTINGS = ("mode", "dataset", "seed", "batch_size", "max_batches", "sync_every")  # must be the same after --resume
+# A run that goes on from a checkpoint must have the same.
+SETTINGS = ("seed", "mode", "dataset", "batch_size", "max_batches", "sync_every")
 BOOKS = ("epoch", "updates", "stale", "accuracy", "images_applied")
 
 
@@ -31,10 +33,14 @@ class Scoreboard:
     that live; so is what is left in a checkpoint, to those that go on from it. Nothing depends on who trains what.
 
     `server` gives capture(), restore(state), start_lots(lr), forget(trainer), and `model`, as last captured.
+
+    Checkpoints are written by a thread of their own, in the order in which they became due: a disk may be slow, and
+    nobody has to wait for it but the end of an epoch.
     """
 
     def __init__(self, args, server):
         self.args, self.server = args, server
+        self.settings = {name: vars(args)[name] for name in SETTINGS}
         self.lock = threading.Lock()  # for what two trainers may touch at once
         self.living = set(trainers(args))
         self.lots = None  # trainer -> numbers of the batches that it has still to do; None: this epoch is not dealt yet
@@ -44,7 +50,8 @@ class Scoreboard:
         self.accuracy = self.started = None
         self.figures = {}  # trainer -> what its Meter says
         self.waiting = {}  # trainer -> Future, at the line between two lots
-        self.saving = False
+        self.writer = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+        self.last_save = None  # Future of the checkpoint that the writer was given last
         self.test_images, self.test_labels = load_digits(args.dataset, args.data_dir, args.seed, train=False)
         self.report = report.Report("param_server", args)
         self._restore()
@@ -60,7 +67,11 @@ class Scoreboard:
         """
         answer = torch.futures.Future()
         with self.lock:
-            self.figures[trainer], self.batches_per_epoch, self.waiting[trainer] = figures, batches_per_epoch, answer
+            if trainer in self.waiting:
+                raise RuntimeError(f"trainer_{trainer} asked for a lot of batches before its last request was answered")
+            self.figures[trainer] = figures
+            self.batches_per_epoch = batches_per_epoch
+            self.waiting[trainer] = answer
         self._go_on_if_all_are_here()
         return answer
 
@@ -73,7 +84,7 @@ class Scoreboard:
     def drop(self, trainer):
         """Go on without a trainer that was lost; return what becomes of its work.  Called by the job."""
         self.server.forget(trainer)  # from here on nothing that it sends is applied
-        left = len((self.lots or {}).get(trainer, ()))
+        left = len(self._lot_of(trainer))
         self._go_on_if_all_are_here()
         return f"batches of this epoch that go to the others: {left}" if left else ""
 
@@ -81,13 +92,15 @@ class Scoreboard:
         """Return the (epoch, batch) that a trainer is at.  A process that was stopped, and wakes up, is refused."""
         if trainer not in self.living:
             raise RuntimeError(f"trainer_{trainer} was lost; its work has gone to the others")
-        return self.epoch, self.lots[trainer][0]
+        if not self._lot_of(trainer):
+            raise RuntimeError(f"trainer_{trainer} has done its batches, and sent the work of one more")
+        return self.epoch, self._lot_of(trainer)[0]
 
     def count_update(self, gradients):
         """Note one update of the weights.  Called under the server's lock, under which it changes them.
 
         `gradients`: (trainer, staleness, images, batches) of each gradient in it; staleness: the updates between
-        reading the weights and this one. Return the books to save() if a checkpoint is due (and none being written).
+        reading the weights and this one. Return whether a checkpoint is due: then the server calls save_soon().
         """
         self.updates += 1
         for trainer, staleness, images, batches in gradients:
@@ -96,16 +109,30 @@ class Scoreboard:
             self.images_applied[-1] += images
             self.images += images
             self.bar.update(images)
-        if not self.args.checkpoint or self.saving or self.updates % self.args.checkpoint_every:
-            return None
-        self.saving = True
-        return self._books()
+        return self._is_checkpoint_due()
 
-    def save(self, books, weights):
-        """Write --checkpoint: books, and the weights of the same moment (the server's capture())."""
-        state = {"settings": {name: vars(self.args)[name] for name in SETTINGS}, "books": books} | weights
-        checkpoint.save(self.args.checkpoint, "param_server", state)
-        self.saving = False
+    def save_soon(self, get_weights):
+        """Let the writer save the books of this moment, and the weights of this moment, which get_weights() returns.
+
+        Called where neither can change: under the server's lock, or while all trainers wait.
+        """
+        self.last_save = self.writer.submit(self._save, self._books(), get_weights)
+
+    def _is_checkpoint_due(self):
+        """Return True every --checkpoint_every updates, if the last one is written.  Raises what went wrong with it."""
+        if self.last_save:
+            if not self.last_save.done():
+                return False
+            self.last_save.result()
+        return bool(self.args.checkpoint) and self.updates % self.args.checkpoint_every == 0
+
+    def _save(self, books, get_weights):
+        """Write --checkpoint.  Runs on the writer's thread."""
+        checkpoint.save(self.args.checkpoint, "param_server", self.settings, {"books": books} | get_weights())
+
+    def _lot_of(self, trainer):
+        """Return the numbers of the batches that a trainer has still to do."""
+        return (self.lots or {}).get(trainer, [])
 
     def _left(self):
         """Return the batches of this epoch that are not applied yet, or None if it has not been dealt."""
@@ -116,20 +143,20 @@ class Scoreboard:
         return {name: copy.copy(vars(self)[name]) for name in BOOKS} | {"left": self._left()}
 
     def _restore(self):
-        state = checkpoint.load(self.args, "param_server")
+        state = checkpoint.resume(self.args, "param_server", self.settings)
         if state is None:
             return
         try:
-            for name, value in state["settings"].items():
-                if value != vars(self.args)[name]:
-                    raise ValueError(f"it was made with {name} {value}, this run has {vars(self.args)[name]}")
             self.server.restore(state)
             vars(self).update({name: state["books"][name] for name in BOOKS})
             if state["books"]["left"] is not None:
                 self.lots = {None: state["books"]["left"]}  # nobody's
         except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
             raise ValueError(f"cannot go on from {self.args.checkpoint}: {error}") from error
-        self.report.say(f"Going on from update {self.updates}, epoch {self.epoch + 1}")
+        if self.epoch < self.args.epochs:
+            self.report.say(f"Going on from update {self.updates}, epoch {self.epoch + 1}")
+        else:
+            self.report.say(report.NOTHING_LEFT)
 
     def _go_on_if_all_are_here(self):
         """Deal what is left of the epoch; if nothing is, evaluate, and deal the next one or let the trainers go."""
@@ -157,15 +184,17 @@ class Scoreboard:
 
     def _finish_epoch(self):
         """Evaluate, tell, and turn the page.  All trainers wait for this."""
-        captured = self.server.capture()
+        weights = self.server.capture()
         self.accuracy = get_accuracy(self.server.model, self.test_images, self.test_labels)
         self.epoch, self.lots = self.epoch + 1, None
         self.report.scalar("test accuracy", self.accuracy, self.updates)
-        speed = f"{self.images / self.seconds:,.0f} images/s, {self.updates} updates"
+        # Nothing was trained yet where this goes on from a checkpoint of the epoch's last update.
+        speed = f"{self.images / self.seconds:,.0f} images/s, " if self.seconds else ""
         staleness = "staleness mean {:.2f} max {}".format(*mean_and_largest(self.stale))
-        self.report.say(f"Epoch {self.epoch}: Accuracy {self.accuracy:.4f}, {speed}, {staleness}")
+        self.report.say(f"Epoch {self.epoch}: Accuracy {self.accuracy:.4f}, {speed}{self.updates} updates, {staleness}")
         if self.args.checkpoint:
-            self.save(self._books(), captured)
+            self.save_soon(lambda: weights)
+            self.last_save.result()
 
 
 def write_result(done, lost):

@@ -142,7 +142,6 @@ class Learner:
     def state_dict(self):
         """Return what a checkpoint holds: plain numbers and tensors."""
         return {
-            "env_id": self.env_id,
             "policy": self.policy.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "episode": self.episodes,
@@ -151,9 +150,7 @@ class Learner:
         }
 
     def load_state_dict(self, state):
-        """Go on from a checkpoint, of any mode and world size. Raises ValueError if it is of another environment."""
-        if state["env_id"] != self.env_id:
-            raise ValueError(f"the checkpoint was made with --env_id {state['env_id']}, not {self.env_id}")
+        """Go on from a checkpoint, of any mode and world size."""
         self.policy.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.episodes, self.env_steps = state["episode"], state["env_steps"]

@@ -21,6 +21,8 @@ from environment import make_env, play_greedily
 from glue import checkpoint, flags, launch, measure, placement, report
 from learner import Learner
 
+SETTINGS = ("seed", "env_id")  # a run that goes on from a checkpoint must have the same
+
 
 def worker_name(rank, args):
     """Return the RPC name of a rank. Every name must be its own: the others address it by that."""
@@ -44,7 +46,8 @@ def parse_args(argv=None):
     except ValueError as error:
         parser.error(str(error))
     roles = "rank 0 is the agent, every other rank an observer"
-    flags.check_arguments(parser, args, min_world_size=2, roles=roles, agree=("env_id",))
+    # Observers act with a copy of the policy on the CPU: one state at a time is no work for a GPU.
+    flags.check_arguments(parser, args, min_world_size=2, roles=roles, agree=("env_id",), device_ranks=[0])
     if args.save and not os.path.isdir(os.path.dirname(os.path.abspath(args.save))):
         parser.error(f"--save {args.save}: that folder does not exist")  # said now, not after the training
     if args.mode in ("rollout", "async") and args.world_size > placement.usable_cores():
@@ -72,10 +75,13 @@ def run_agent(args, job):
     job.on_lost(1, agent.drop)  # from here on, with --on_lost continue
     run_episode = MODES[args.mode]
     result, meter = report.Report("rl_rpc", args), measure.Meter(args.transport)
-    if state := checkpoint.load(args, "rl_rpc"):
+    settings = {name: vars(args)[name] for name in SETTINGS}
+    if state := checkpoint.resume(args, "rl_rpc", settings):
         learner.load_state_dict(state)
         average = f"{learner.running_reward:.2f}"
         result.say(f"Going on after episode {learner.episodes}, with an average reward of {average}.")
+        if learner.solved or learner.episodes >= args.max_episodes:
+            result.say(report.NOTHING_LEFT)
     threshold = learner.reward_threshold
     goal = f"reward threshold of {threshold} is reached, or for {args.max_episodes} episodes"
     result.say(f"This will run until {goal}. Ctrl+C to exit.")
@@ -92,12 +98,12 @@ def run_agent(args, job):
         if episode % args.log_interval == 0:
             result.say(f"Episode {episode}\tLast reward: {last_reward:.2f}\tAverage reward: {average}")
             if args.checkpoint:
-                checkpoint.save(args.checkpoint, "rl_rpc", learner.state_dict())
+                checkpoint.save(args.checkpoint, "rl_rpc", settings, learner.state_dict())
     bar.close()
     agent.finish()
 
     for path in filter(None, (args.checkpoint, args.save)):
-        checkpoint.save(path, "rl_rpc", learner.state_dict())
+        checkpoint.save(path, "rl_rpc", settings, learner.state_dict())
     average = f"running reward is {learner.running_reward:.2f} after {learner.episodes} episodes"
     result.say(
         f"Solved! Running reward is now {learner.running_reward}!" if learner.solved else f"Not solved: {average}."

@@ -10,7 +10,6 @@ Runs alone, without RPC. A --checkpoint file of main.py can be played as well.
 import argparse
 import os
 import sys
-from types import SimpleNamespace
 
 import gymnasium
 
@@ -32,10 +31,10 @@ def parse_args(argv=None):
 
 def load_policy(path):
     """Return (policy, env_id) from a file of main.py's. Raises ValueError if it is not one; executes nothing in it."""
-    state = checkpoint.load(SimpleNamespace(checkpoint=path, resume=True, restarts=0), "rl_rpc")
-    policy = Policy(*sizes(make_env(state["env_id"])))
+    settings, state = checkpoint.load(path, "rl_rpc")
+    policy = Policy(*sizes(make_env(settings["env_id"])))
     policy.load_state_dict(state["policy"])
-    return policy, state["env_id"]
+    return policy, settings["env_id"]
 
 
 def main(argv=None):

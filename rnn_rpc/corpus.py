@@ -5,6 +5,7 @@ Runs in the trainer process only; the servers never see more than token ids.
 Shapes: T = time steps of one batch (--bptt), B = parallel streams (--batch_size), N = tokens of a text.
 """
 
+import hashlib
 from collections import Counter
 from dataclasses import dataclass
 
@@ -40,6 +41,13 @@ class Corpus:
                 f"only below {self.bigram_floor:.3f}."
             )
         return text
+
+    def fingerprint(self):
+        """Return a short hexadecimal number that differs from one text to another: of its vocabulary and its tokens."""
+        digest = hashlib.blake2b("\0".join(self.vocabulary).encode(), digest_size=8)
+        digest.update(self.train.numpy().tobytes())
+        digest.update(self.heldout.numpy().tobytes())
+        return digest.hexdigest()
 
     def figures(self):
         """Return what a summary says of it."""

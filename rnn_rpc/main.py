@@ -23,7 +23,8 @@ from trainer import OPTIMIZERS, WARM_UP_STEPS, Trainer, mean_loss
 
 TRAINER_RANK = 1
 DEFAULT_LR = {"sgd": 2.0, "adam": 0.005}
-MADE_WITH = ("embedding_dim", "hidden_dim", "num_layers", "optimizer", "world_size")  # what a checkpoint fits
+# A run that goes on from a checkpoint must have the same, and the same text.
+SETTINGS = ("seed", "embedding_dim", "hidden_dim", "num_layers", "optimizer", "world_size")
 
 
 def worker_name(rank, args):
@@ -90,12 +91,14 @@ def run_trainer(args, device):
     sizes = (len(corpus.vocabulary), args.embedding_dim, args.hidden_dim, args.num_layers)
     model = RNNModel(ps, *sizes, args.dropout, seed=args.seed, device=device)
     trainer = Trainer(model, args.mode, args.optimizer, args.lr, args.clip, args.seed)
-    made_with = {"vocabulary": corpus.vocabulary} | {flag: vars(args)[flag] for flag in MADE_WITH}
-    if state := checkpoint.load(args, "rnn_rpc"):
-        trainer.load_state(state, made_with, args.checkpoint)
+    settings = {name: vars(args)[name] for name in SETTINGS} | {"text": corpus.fingerprint()}
+    if state := checkpoint.resume(args, "rnn_rpc", settings):
+        trainer.load_state(state)
     result.say(str(corpus))
     if trainer.epoch:
         result.say(f"Going on after epoch {trainer.epoch}, held-out perplexity {trainer.heldout:.3f}.")
+    if trainer.epoch >= args.epochs:
+        result.say(report.NOTHING_LEFT)
 
     steps_per_epoch = math.ceil((len(train_SB) - 1) / args.bptt)
     bar = result.progress(total=args.epochs * steps_per_epoch)
@@ -118,7 +121,7 @@ def run_trainer(args, device):
         result.scalar("perplexity/train", train, trainer.epoch)
         result.scalar("perplexity/heldout", heldout, trainer.epoch)
         if args.checkpoint:
-            checkpoint.save(args.checkpoint, "rnn_rpc", trainer.state() | {"made_with": made_with})
+            checkpoint.save(args.checkpoint, "rnn_rpc", settings, trainer.state())
     bar.close()
 
     if args.generate:

@@ -76,16 +76,17 @@ class Decoder(RemoteLayer):
         with torch.set_grad_enabled(self.training):
             return to_wire(self._decode(output_TBH, draw))
 
-    def loss(self, output_TBH, target_TB, draw=0):
+    def loss(self, output_TBH, target_TB, draw=0, first=0):
         """Return the cross entropy of (T, B, H) against (T, B) ids, *summed* over T * B: the logits stay here.
 
-        A sum, so that the losses of several chunks of one batch simply add up.  May run concurrently.
+        A sum, so that the losses of several chunks of one batch simply add up; `first` says which stream of the batch
+        is the first of this chunk.  May run concurrently.
         """
         with torch.set_grad_enabled(self.training):
-            return to_wire(summed_cross_entropy(self._decode(output_TBH, draw), target_TB.to(self.device)))
+            return to_wire(summed_cross_entropy(self._decode(output_TBH, draw, first), target_TB.to(self.device)))
 
-    def _decode(self, output_TBH, draw):
-        return self.decoder(self.drop(output_TBH.to(self.device), draw))
+    def _decode(self, output_TBH, draw, first=0):
+        return self.decoder(self.drop(output_TBH.to(self.device), draw, first))
 
 
 class KeyedDropout(nn.Module):
@@ -100,13 +101,20 @@ class KeyedDropout(nn.Module):
         super().__init__()
         self.p, self.seed = p, seed
 
-    def forward(self, x, draw):
-        """Return x with a fraction p of its elements zeroed, and the others scaled up; x itself in eval mode."""
+    def forward(self, x_TBH, draw, first=0):
+        """Return x with a fraction p of its elements zeroed, and the others scaled up; x itself in eval mode.
+
+        `first` is the number of x's first stream in the batch: a part of the batch gets its part of the batch's mask.
+        """
         if not self.training or self.p == 0:
-            return x
+            return x_TBH
+        steps, streams, size = x_TBH.shape
         generator = torch.Generator().manual_seed(seed_for(self.seed, draw))
-        keep = torch.empty(x.shape, dtype=x.dtype).bernoulli_(1 - self.p, generator=generator)
-        return x * keep.to(x.device) / (1 - self.p)
+        # Drawn stream by stream, so that what a stream gets does not depend on how many streams come after it.
+        keep_BTH = torch.empty(first + streams, steps, size, dtype=x_TBH.dtype)
+        keep_BTH.bernoulli_(1 - self.p, generator=generator)
+        keep_TBH = keep_BTH[first:].transpose(0, 1)
+        return x_TBH * keep_TBH.to(x_TBH.device) / (1 - self.p)
 
 
 def summed_cross_entropy(logits_TBV, target_TB):

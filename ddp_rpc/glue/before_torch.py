@@ -10,12 +10,40 @@ import sys
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 STARTED_HERE = os.path.dirname(os.path.abspath(sys.argv[0])) == PACKAGE_FOLDER and "torch" not in sys.modules
-RANK_VARIABLES = {"RANK", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK"}  # one rank, started by a launcher
 
 
 def leave_at_once(number, _frame):
     stop_fork_server()
     os._exit(128 + number)
+
+
+def start_fork_server():
+    """Start the process that ranks are forked from, unless it runs already.
+
+    It has loaded torch and this package and done nothing else, so a group of any size starts in the time of one import.
+    """
+    import multiprocessing.forkserver
+    import multiprocessing.resource_tracker
+
+    # First torch, then what this package imports, and what each of torch's optimizers loads at its first step.
+    modules = ["torch.distributed.rpc", "main", "torch._dynamo"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+    # Python starts this process and its resource tracker with `python -c`, which looks for every module in the current
+    # directory first.  There "main", or "random", may be a file of the user's, which must not be executed.  So they are
+    # started in this package's folder: there "main" is this package's (where the ranks work, each is told by itself).
+    users_folder = os.getcwd()
+    os.chdir(PACKAGE_FOLDER)
+    # Started with these signals blocked, it does not get them, nor does a rank until it handles them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        multiprocessing.resource_tracker.ensure_running()  # it unblocks some of them, hence once more:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        multiprocessing.forkserver.ensure_running()
+    except OSError as error:  # a TMPDIR whose name is too long for a socket in it, say
+        sys.exit(f"{os.path.basename(PACKAGE_FOLDER)}: no place for a socket in the temporary directory: {error}")
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        os.chdir(users_folder)
 
 
 def stop_fork_server():
@@ -39,25 +67,8 @@ if STARTED_HERE:  # loading torch takes seconds: until the job handles signals i
 if "--debug" not in sys.argv:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
-if (
-    STARTED_HERE
-    and not RANK_VARIABLES & set(os.environ)
-    and not any(word.startswith(("--rank", "--check", "--h", "-h")) for word in sys.argv)
-):
-    import multiprocessing.forkserver
-    import multiprocessing.resource_tracker
+if STARTED_HERE:
+    from glue.launchers import starts_ranks
 
-    # The ranks are forked from one clean process that has loaded torch and done nothing else, so a group of any size
-    # starts in the time of one import.  That process loads torch while this one does, so it is started first.
-    # Started with these signals blocked, it does not get them, nor does a rank until it handles them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    multiprocessing.resource_tracker.ensure_running()  # it unblocks some of them, hence once more:
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    # Then what this package imports, and what each of torch's optimizers loads at its first step.
-    modules = ["torch.distributed.rpc", "main", "torch._dynamo"]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
-    try:
-        multiprocessing.forkserver.ensure_running()
-    except OSError as error:  # a TMPDIR whose name is too long for a socket in it, say
-        sys.exit(f"{os.path.basename(PACKAGE_FOLDER)}: no place for a socket in the temporary directory: {error}")
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    if starts_ranks(sys.argv[1:]):  # now, so that the fork server loads torch while this process does
+        start_fork_server()

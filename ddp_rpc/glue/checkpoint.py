@@ -43,17 +43,23 @@ def finish_writing(seconds):
     _writing.acquire(timeout=seconds)
 
 
-def save(path, scenario, state):
-    """Write `state` (tensors, numbers, strings, lists, dicts) to `path`, whole or not at all.  Raises OSError."""
+def save(path, scenario, settings, state):
+    """Write a checkpoint to `path`, whole or not at all.  Raises OSError.
+
+    `state` holds tensors, numbers, strings, lists and dicts.  `settings`, {name: value}, is what a run that goes on
+    from this checkpoint must have in common with the run that wrote it.
+    """
+    state = tree_map_only(torch.Tensor, torch.Tensor.cpu, state)
     content = io.BytesIO()  # torch's own writer loses the reason when a disk is full
-    torch.save({"scenario": scenario, "state": tree_map_only(torch.Tensor, torch.Tensor.cpu, state)}, content)
+    torch.save({"scenario": scenario, "settings": settings, "state": state}, content)
     write_aside(path, lambda file: file.write(content.getbuffer()))
 
 
-def load(args, scenario):
-    """Return the state saved at --checkpoint, or None when this run does not go on from one.  Executes nothing in it.
+def resume(args, scenario, settings):
+    """Return the state from which this run goes on, or None where it starts at the beginning.
 
-    Raises ValueError, with one line for the user, if the file is missing, damaged, or another scenario's.
+    Raises ValueError, with one line for the user, if the checkpoint cannot be read, or if it was made with other
+    `settings` (see save) than this run has.  Every package refuses such a checkpoint through this function.
     """
     path = args.checkpoint
     if not args.resume:
@@ -61,14 +67,29 @@ def load(args, scenario):
     if args.restarts and not (path and os.path.exists(path)):
         print("No checkpoint: starting afresh.", flush=True)
         return None
+    made_with, state = load(path, scenario)
+    for name, value in settings.items():
+        found = made_with.get(name)
+        if found != value:
+            shown = f"--{name}" if name in vars(args) else name
+            raise ValueError(f"{path} was made with {shown} {found}, and this run has {value}: it cannot go on from it")
+    return state
+
+
+def load(path, scenario):
+    """Return (settings, state) of a checkpoint, as they were given to save().  Nothing in the file is executed.
+
+    Raises ValueError, with one line for the user, if the file is missing, damaged, or another scenario's.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch wonders aloud about a file that is not its own; we say what it is
             saved = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise ValueError(f"--resume: there is no checkpoint {path}") from None
+        raise ValueError(f"there is no checkpoint {path}") from None
     except Exception as error:  # zip, pickle and torch each have their own for a file that is not one
         raise ValueError(f"{path} is not a readable checkpoint ({type(error).__name__})") from error
-    if not isinstance(saved, dict) or saved.get("scenario") != scenario or not isinstance(saved.get("state"), dict):
+    parts = [saved.get(name) for name in ("settings", "state")] if isinstance(saved, dict) else []
+    if not parts or saved.get("scenario") != scenario or not all(isinstance(part, dict) for part in parts):
         raise ValueError(f"{path} is not a checkpoint of {scenario}")
-    return saved["state"]
+    return tuple(parts)

@@ -7,10 +7,9 @@ import argparse
 import os
 import sys
 
-import torch
-
 from glue.ending import PACKAGE
-from glue.launchers import find_place
+from glue.launchers import find_place, flag_name
+from glue.placement import why_no_gpu
 
 
 def _number(kind, name, accept):
@@ -49,11 +48,11 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that takes --world-size for --world_size, as torchrun does, and refuses in one line."""
 
     def parse_known_args(self, args=None, namespace=None):
-        known = {name.replace("-", "_"): name for name in self._option_string_actions}
         words = []
         for word in sys.argv[1:] if args is None else args:
-            name, equals, value = word.partition("=")
-            words.append(known.get(name.replace("-", "_"), name) + equals + value)
+            _, equals, value = word.partition("=")
+            name = flag_name(word)
+            words.append(name + equals + value if name in self._option_string_actions else word)
         return super().parse_known_args(words, namespace)
 
     def error(self, message):
@@ -108,10 +107,11 @@ def launched_place(parser, args):
         parser.error(str(error))
 
 
-def check_arguments(parser, args, min_world_size, roles, max_world_size=None, agree=()):
+def check_arguments(parser, args, min_world_size, roles, max_world_size=None, agree=(), device_ranks=None):
     """Refuse what cannot work (one line, exit status 2); take rank and world size from who started this process.
 
     `agree`: the scenario's own flags that must be the same in every rank, for ranks that are started one by one.
+    `device_ranks`: those that compute, with tensors on --device (if not given, all); the others use no GPU.
     """
     args.on_lost = vars(args).get("on_lost", "stop")
     args.agree = ("world_size", "mode", "seed", "check", "on_lost", *agree)
@@ -137,15 +137,22 @@ def check_arguments(parser, args, min_world_size, roles, max_world_size=None, ag
         parser.error("--trace_window is for a --trace that is a picture: FILE.png or FILE.svg")
     if args.resume and not args.checkpoint and not args.restarts:
         parser.error("--resume needs --checkpoint FILE to go on from")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no CUDA GPU here (torch.cuda.is_available() is False)")
+    args.device_ranks = range(size) if device_ranks is None else device_ranks
+    computes_here = args.rank is None or args.rank in args.device_ranks
+    why_cpu = why_no_gpu() if args.device == "auto" or (args.device == "cuda" and computes_here) else ""
+    if args.device == "cuda" and why_cpu:
+        parser.error(f"--device cuda: torch sees no CUDA GPU here: {why_cpu}")
+    say_device = args.device == "auto" and computes_here
     if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+        args.device = "cpu" if why_cpu else "cuda"
     for flag in ("logdir", "plot", "summary_json", "checkpoint", "trace"):
         path = vars(args)[flag]
         if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
             parser.error(f"--{flag} {path}: that folder does not exist")
         if path and flag != "logdir" and os.path.isdir(path):
             parser.error(f"--{flag} {path}: that is a folder, not a file")
-    if place and (not args.torchrun or args.rank == 0):  # torchrun's ranks share one console
-        print(f"rank {args.rank} of {size}, started by {place.launcher}", flush=True)
+    if not args.torchrun or args.rank == 0:  # torchrun's ranks share one console
+        if place:
+            print(f"rank {args.rank} of {size}, started by {place.launcher}", flush=True)
+        if say_device:
+            print(f"--device auto: {args.device}" + f" ({why_cpu})" * bool(why_cpu), flush=True)

@@ -1,6 +1,6 @@
 """Which rank this process is, where a launcher started it: torchrun, a plain env:// environment, Slurm or Open MPI.
 
-Runs in every process, called from flags.py.  An explicit --rank comes before all of these.
+Runs in every process, called from flags.py, and from before_torch.py.  An explicit --rank comes before all of these.
 """
 
 import dataclasses
@@ -40,6 +40,27 @@ def find_place(environ=os.environ):
         port = 15000 + (int(environ.get("SLURM_JOB_ID", 0)) + int(environ["SLURM_STEP_ID"])) % 10000
         return Place("Slurm", int(environ["SLURM_PROCID"]), tasks, meeting[0] or host, meeting[1] or port)
     return None
+
+
+def ranks_of_this_torchrun(rank, environ=os.environ):
+    """Return the ranks that this rank's torchrun has started on this host: they follow each other."""
+    first = rank - int(environ.get("LOCAL_RANK", 0))
+    return range(first, first + int(environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def flag_name(word):
+    """Return the name of the flag that this word of a command line is: "--world_size" of "--world-size=3"."""
+    name = word.partition("=")[0]
+    return "--" + name[2:].replace("-", "_") if name.startswith("--") else name
+
+
+def starts_ranks(words, environ=os.environ):
+    """True if a main.py with this command line starts all ranks itself, as far as that shows before it is parsed."""
+    try:
+        started_by_launcher = find_place(environ) is not None
+    except ValueError:  # it will be refused
+        return False
+    return not started_by_launcher and not {"--rank", "--check", "--help", "-h"} & set(map(flag_name, words))
 
 
 def _first_host(nodes):

@@ -3,11 +3,10 @@
 Runs in every rank.  Who is lost is decided on the heartbeat's thread (watch.py) and agreed on in the store (ending.py).
 """
 
-import json
 import threading
 from datetime import timedelta
 
-from glue import ending, watch
+from glue import ending
 from glue.ending import End
 
 FOREVER = timedelta(days=365)
@@ -37,7 +36,7 @@ class Living:
         if self.args.on_lost == "continue":
             self.callback = callback
             self.wait_for_all()  # RPC could not have begun without all of them
-            self.main_store.compare_set(ending.LOSSES, "{}", json.dumps(dict.fromkeys(range(first, self.world_size))))
+            ending.can_go_on_without(self.main_store, range(first, self.world_size))
 
     def lose(self, rank, error):
         """Go on without `rank`, whose answer to a call was `error`: it has failed, or is gone.  Returns at once."""
@@ -45,7 +44,7 @@ class Living:
 
     def _lose(self, rank, error):
         if ending.is_connection_trouble(error):
-            self.watch.beater.join(watch.LOST_AFTER_SECONDS + 3)  # its missing heartbeat tells more
+            self.watch.wait_until_silence_is_told()  # its missing heartbeat tells more
         self.drop(rank, ending.of_exception(error, rank).why, "failed")
 
     def drop(self, rank, why, kind="lost"):

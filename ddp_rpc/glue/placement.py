@@ -6,13 +6,78 @@ Runs in every process.
 import contextlib
 import ctypes
 import os
+import warnings
+from collections import Counter
 
 import torch
+import torch.distributed.rpc as rpc
 
 
-def device_of(rank, args):
-    """Return the torch.device of a rank's tensors: ranks take the GPUs in turn, and share them where there are few."""
-    return torch.device("cuda", rank % torch.cuda.device_count()) if args.device == "cuda" else torch.device("cpu")
+def why_no_gpu():
+    """Return why torch can use no GPU here, in one line, or "" where it can.  Starts CUDA, but uses no GPU yet."""
+    with warnings.catch_warnings():
+        # Two lines with a path; what is returned below says the same.
+        warnings.filterwarnings("ignore", message="CUDA initialization|Can't .*(NVML|nvml)")
+        if torch.cuda.is_available():
+            return ""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # the latter: this torch is built without CUDA
+        return " ".join(str(error).split())
+    return "torch.cuda.is_available() is False"
+
+
+def gpu_names():
+    """Return (the name of each GPU here, ""), or ([], why torch can use none, in one line)."""
+    if why := why_no_gpu():
+        return [], why
+    try:
+        return [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())], ""
+    except RuntimeError as error:
+        return [], " ".join(str(error).split())
+
+
+def start_cuda(rank, args):
+    """Start CUDA in this process; return how many GPUs this rank may use, 0 where its tensors are on the CPU.
+
+    Called before this rank has a heartbeat: it may take seconds, during which no other thread runs Python.  A rank on
+    the CPU starts it as well, for torch would: init_rpc and the first backward() count the GPUs.
+    """
+    why = why_no_gpu()
+    if args.device != "cuda" or rank not in args.device_ranks:
+        return 0
+    if why:
+        raise RuntimeError(f"--device cuda: {why}")
+    torch.cuda.init()  # what counts from now on is what CUDA sees, and not what the driver's library says: MIG
+    return torch.cuda.device_count()
+
+
+def devices_of(hellos):
+    """Return each rank's device, as a string, from what the ranks said when they met: their host, and their GPUs.
+
+    The ranks of a host take its GPUs in turn, and share them where there are few.
+    """
+    devices, ranks_before = [], Counter()
+    for hello in hellos:
+        if hello["gpus"]:
+            devices.append(f"cuda:{ranks_before[hello['host']] % hello['gpus']}")
+            ranks_before[hello["host"]] += 1
+        else:
+            devices.append("cpu")
+    return devices
+
+
+def built_in(option, names):
+    """Return those of TensorPipe's `names` that this build of torch has.  `option`: _transports or _channels.
+
+    There is no list to ask: torch refuses a name that it does not have (shm and cma are for Linux).
+    """
+    known = []
+    for name in names:
+        with contextlib.suppress(RuntimeError):
+            rpc.TensorPipeRpcBackendOptions(**{option: [name]})
+            known.append(name)
+    return known
 
 
 def to_wire(tensor):

@@ -13,6 +13,8 @@ from tqdm import tqdm
 
 from glue.checkpoint import write_aside
 
+NOTHING_LEFT = "Nothing is left to do: the checkpoint is of a finished run."  # said after "Going on after ..."
+
 tqdm.set_lock(threading.RLock())  # tqdm's own lock is a system-wide semaphore, which a killed process leaves behind
 
 
@@ -68,18 +70,19 @@ class Report:
         from matplotlib.figure import Figure  # a second to import, so only when asked for
         from matplotlib.ticker import MaxNLocator
 
-        figure = Figure((10 if counts else 7, 4), layout="constrained")
-        panels = figure.subplots(1, 2 if counts else 1, squeeze=False, width_ratios=[2, 1] if counts else None)[0]
-        for name, label in plot.items():
+        label, times = counts or ("", {})
+        figure = Figure((10 if times else 7, 4), layout="constrained")
+        panels = figure.subplots(1, 2 if times else 1, squeeze=False, width_ratios=[2, 1] if times else None)[0]
+        for name, words in plot.items():
             steps, values = self.curves.get(name, ([], []))
-            panels[0].plot(steps, values, label=label, linewidth=1.2, marker="o" if len(steps) == 1 else None)
+            panels[0].plot(steps, values, label=words, linewidth=1.2, marker="o" if len(steps) == 1 else None)
         if floor:
             panels[0].axhline(floor[1], linestyle="--", color="gray", linewidth=1, label=f"{floor[0]} ({floor[1]:.4g})")
         panels[0].set(xlabel=xlabel, ylabel=ylabel)
         panels[0].legend()
-        if counts:
-            panels[1].bar(*zip(*sorted(counts[1].items()), strict=True))
-            panels[1].set(xlabel=counts[0], ylabel="gradients")
+        if times:  # none in a run that had nothing left to do
+            panels[1].bar(list(times), list(times.values()))
+            panels[1].set(xlabel=label, ylabel="gradients")
             panels[1].yaxis.set_major_locator(MaxNLocator(integer=True))
         for axes in panels:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))

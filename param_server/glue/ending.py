@@ -17,8 +17,13 @@ from glue import checkpoint
 
 PACKAGE = os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 STORE_HOLDER = -1  # as a rank: whoever holds the store
-LOSSES = "losses"  # the store's key for: of each rank that the job can do without, why it was lost, or null
-CONNECTION_TROUBLE = re.compile(r"\beof\b|tensorpipe|connection|socket|ECONN|broken pipe|tim(ed?|e-) ?out|store", re.I)
+# The store's key for: the ranks ("workers": first, behind the last) of which the job needs only one, and why some are
+# lost.  Every rank reads it with every beat, so it names only those.
+LOSSES = "losses"
+NO_LOSSES = json.dumps({"workers": [0, 0], "lost": {}})
+CONNECTION_TROUBLE = re.compile(
+    r"\beof\b|tensorpipe|connection|socket|ECONN|broken pipe|tim(ed?|e-) ?out|\b(Dist|TCP)Store", re.I
+)
 REMOTE_ERROR = re.compile(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\n")
 
 
@@ -92,16 +97,23 @@ def read(value):
     return None if value == b"-" else End(**json.loads(value))
 
 
+def can_go_on_without(store, workers):
+    """From here on the job goes on without those of `workers`, a range of ranks, that are lost, until the last."""
+    store.compare_set(LOSSES, NO_LOSSES, json.dumps({"workers": [workers.start, workers.stop], "lost": {}}))
+
+
 def drop(store, rank, why):
     """Let the job go on without `rank`; return False where it cannot: it needs this one, or one like it."""
-    found = store.compare_set(LOSSES, "", "{}")
+    found = store.compare_set(LOSSES, "", NO_LOSSES)
     while True:
-        ranks = json.loads(found)
-        if ranks.get(str(rank)):
+        losses = json.loads(found)
+        workers = range(*losses["workers"])
+        if str(rank) in losses["lost"]:
             return True  # somebody else has noticed before
-        if str(rank) not in ranks or list(ranks.values()).count(None) == 1:
+        if rank not in workers or len(losses["lost"]) == len(workers) - 1:
             return False
-        wanted = json.dumps(ranks | {str(rank): why})
+        losses["lost"][str(rank)] = why
+        wanted = json.dumps(losses)
         found = store.compare_set(LOSSES, found, wanted)
         if found == wanted.encode():
             return True
@@ -109,12 +121,12 @@ def drop(store, rank, why):
 
 def lost(store):
     """Return {rank: why} of the ranks that the job has gone on without."""
-    return read_losses(store.compare_set(LOSSES, "", "{}"))
+    return read_losses(store.compare_set(LOSSES, "", NO_LOSSES))
 
 
 def read_losses(value):
     """Return {rank: why} from the store's value."""
-    return {int(rank): why for rank, why in json.loads(value).items() if why}
+    return {int(rank): why for rank, why in json.loads(value)["lost"].items()}
 
 
 def say_without(lost, args, worker_name):

@@ -1,4 +1,7 @@
-"""Watching over a job: every rank shows every second that it lives, and looks whether all the others do.
+"""Watching over a job: every rank shows every second that it lives; rank 0 watches all the others, and they rank 0.
+
+So a beat costs a rank the reading of a few keys, however many ranks there are, and rank 0 one key of each.  A job can
+go on without some of its ranks, but never without rank 0 (living.py): whoever is lost, somebody is left who notices.
 
 Runs in every rank, on two threads of its own.  An RPC to a dead peer fails at once; shutdown() would wait for ever.
 """
@@ -9,7 +12,8 @@ import threading
 import time
 
 from glue import before_torch
-from glue.ending import LOSSES, STORE_HOLDER, End, interrupted, read, read_losses
+from glue.ending import LOSSES, NO_LOSSES, STORE_HOLDER, End, interrupted, read, read_losses
+from glue.launchers import ranks_of_this_torchrun
 
 WATCHED = before_torch.SIGNALS | {signal.SIGALRM}
 BEAT_SECONDS, LOST_AFTER_SECONDS = 1.0, 8.0  # a rank shows that it lives; a rank that did not for so long is lost
@@ -18,14 +22,17 @@ HURRIED_BEAT_SECONDS, HURRIED_LOST_AFTER_SECONDS = 0.1, 1.4  # torchrun has sent
 
 
 class Watch:
-    """One rank's heartbeat, and its eye on the others'.
+    """One rank's heartbeat, and its eye on others'.
 
     `job` is told what it sees: drop(rank, why), see(losses), and end(End, mine), which ends this process.
     """
 
     def __init__(self, rank, world_size, job, torchrun):
         self.rank, self.job, self.torchrun = rank, job, torchrun
-        self.keys = [f"beat/{other}" for other in range(world_size)] + [LOSSES, "end"]
+        self.own_key = f"beat/{rank}"
+        self.watched = {*range(1, world_size)} if rank == 0 else {0}
+        # In a hurry: torchrun has seen one of its ranks on this host die, and may have told rank 0 nothing of it.
+        self.watched_in_a_hurry = self.watched | ({*ranks_of_this_torchrun(rank)} - {rank}) if torchrun else set()
         self.store = None
         self.lock = threading.Lock()  # guards `left`, and the rank's own beat
         self.left = False
@@ -40,19 +47,29 @@ class Watch:
     def start_beating(self, store):
         """From here on this rank is watched, and watches."""
         self.store = store
-        for key in self.keys:
-            store.compare_set(key, "", "{}" if key == LOSSES else "-")  # so that reading them never waits
-        store.set(self.keys[self.rank], "here")
+        store.compare_set(LOSSES, "", NO_LOSSES)  # this and the next, so that reading them never waits
+        for key in ["end", *beat_keys(self.watched | self.watched_in_a_hurry)]:
+            store.compare_set(key, "", "-")
+        store.set(self.own_key, "here")
         self.beater.start()
+
+    def wait_until_silence_is_told(self):
+        """Wait as long as it takes until a silent rank is noticed by the one that watches it, and told to this one.
+
+        This process may end meanwhile, on the heartbeat's thread.
+        """
+        self.beater.join(LOST_AFTER_SECONDS + 4 * BEAT_SECONDS)
 
     def say_left(self):
         """This rank's work is done: its silence means nothing from now on."""
         with self.lock:
             self.left = True
-            self.store.set(self.keys[self.rank], "left")
+            self.store.set(self.own_key, "left")
 
     def _beat(self):
-        last, silent, looked, hurried = self.keys, {}, time.monotonic(), False
+        watched, hurried = self.watched, False
+        last, silent = {}, {}  # of each rank that is watched: its last beat, and for how many seconds it is the last
+        looked = time.monotonic()
         try:
             while True:
                 # A dead man's switch: a store that does not answer at all raises SIGALRM (see _await_signals).
@@ -60,25 +77,27 @@ class Watch:
                 self.alarmed = False
                 with self.lock:
                     if not self.left:
-                        self.store.set(self.keys[self.rank], str(time.monotonic()))
-                *beats, losses, end = self.store.multi_get(self.keys)
+                        self.store.set(self.own_key, str(time.monotonic()))
+                *beats, losses, end = self.store.multi_get([*beat_keys(watched), LOSSES, "end"])
                 if found := read(end):
                     self.job.end(found, mine=False)
                 self.job.see(read_losses(losses))
                 patience = HURRIED_LOST_AFTER_SECONDS if hurried else LOST_AFTER_SECONDS
                 # More than two beats since the last look: we were stopped ourselves, or with the whole job (Ctrl-Z).
                 now = time.monotonic()
-                passed, looked = min(now - looked, 2 * BEAT_SECONDS), now
-                for rank, beat in enumerate(beats):
-                    silent[rank] = silent.get(rank, 0.0) + passed if beat == last[rank] else 0.0
-                    watched = rank != self.rank and rank not in self.job.lost and beat not in (b"-", b"left")
-                    if watched and silent[rank] > patience:
+                passed = min(now - looked, 2 * BEAT_SECONDS)
+                looked = now
+                for rank, beat in zip(watched, beats, strict=True):
+                    silent[rank] = silent.get(rank, 0.0) + passed if beat == last.get(rank) else 0.0
+                    last[rank] = beat
+                    missed = rank not in self.job.lost and beat not in (b"-", b"left")
+                    if missed and silent[rank] > patience:
                         self.job.drop(rank, f"silent for {silent[rank]:.0f} s (killed, stopped, or unreachable)")
-                last = beats
                 if hurried:
                     time.sleep(HURRIED_BEAT_SECONDS)
                 elif self.hurry.wait(BEAT_SECONDS):
-                    hurried, silent = True, {}
+                    watched, hurried = self.watched_in_a_hurry, True
+                    silent = {}
         except RuntimeError:  # the store's way to say that it is gone
             self.job.end(End("lost", STORE_HOLDER, "the connection to it broke"))
 
@@ -101,6 +120,11 @@ class Watch:
                 received.settimeout(HURRIED_LOST_AFTER_SECONDS + 0.5)
             else:
                 self.job.end(interrupted(self.rank, number))
+
+
+def beat_keys(ranks):
+    """Return the store's keys where these ranks show that they live."""
+    return [f"beat/{rank}" for rank in ranks]
 
 
 def signals_as_bytes():

@@ -14,15 +14,15 @@ import torch.distributed as dist
 def listen_only_towards(host, port, say):
     """Let this process listen only on the interface that reaches `host`; return host's (IPv4 address, port).
 
-    Raises OSError, with one line for the user, where there is no way to it.  TensorPipe, Gloo and NCCL would listen
-    where this machine's *name* resolves to: a public address, or a wrong one.
+    Raises OSError, with one line for the user, where there is no way to it.  TensorPipe and Gloo would listen where
+    this machine's *name* resolves to: a public address, or a wrong one.
     """
     try:
         address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
         name, own = interface_towards(address)
     except OSError as error:
         raise OSError(f"--master_addr {host}: {error.strerror or error}") from None
-    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         os.environ.setdefault(variable, name)
     if say and not ipaddress.ip_address(address).is_loopback:
         where = f"{own} ({os.environ['TP_SOCKET_IFNAME']})"

@@ -15,14 +15,14 @@ import torch.distributed.rpc as rpc
 
 from glue.addresses import interface_towards
 from glue.ending import PACKAGE
-from glue.placement import device_of, usable_cores
+from glue.placement import devices_of, gpu_names, usable_cores
 
 TRIES, SECONDS_TO_CONNECT = 50, 3.0
 
 
-def explain(args, meeting=False):
-    """Print what a job would find on this machine (`meeting`: the port is in use, by the job itself)."""
-    name = socket.gethostname()
+def explain(args, devices=None):
+    """Print what a job would find on this machine; `devices` of the ranks, if they have met: then they use the port."""
+    name, meeting = socket.gethostname(), devices is not None
     print(f"host         {name}, which resolves to {_resolve(name)} (not used: ranks listen on one interface, by name)")
     address = _resolve(args.master_addr)
     try:
@@ -36,10 +36,12 @@ def explain(args, meeting=False):
         print(f"port         {args.master_port} is {state} (spawned ranks need none: they take any free one)")
     cores, ranks = usable_cores(), args.world_size
     print(f"cores        {cores}, so {max(1, cores // ranks)} intra-op thread(s) for each of {ranks} ranks here")
-    gpus = torch.cuda.device_count()
-    devices = dict.fromkeys(str(device_of(rank, args)) for rank in range(args.world_size))
-    named = ", ".join(torch.cuda.get_device_name(gpu) for gpu in range(gpus)) or "none"
-    print(f"GPUs         {gpus} ({named}); --device {args.device}: ranks on {', '.join(devices)}")
+    gpus, why = gpu_names()
+    if not meeting:
+        on_gpu = args.device_ranks if args.device == "cuda" else []
+        devices = devices_of([{"host": name, "gpus": len(gpus) * (rank in on_gpu)} for rank in range(ranks)])
+    places = ", ".join(dict.fromkeys(devices))
+    print(f"GPUs         {len(gpus)} ({', '.join(gpus) or why}); --device {args.device}: ranks on {places}")
     built = "built in" if dist.is_available() and rpc.is_available() else "NOT built in: no package here can run"
     print(f"torch        {torch.__version__}, torch.distributed.rpc {built}")
     if not meeting:
@@ -49,7 +51,7 @@ def explain(args, meeting=False):
 def meet(job):
     """Meet the other ranks: plain TCP first, because it says which pair fails; then RPC's round trip to each."""
     if job.rank == 0 or not job.spawned:
-        explain(job.args, meeting=True)
+        explain(job.args, job.devices)
     peers = [rank for rank in range(job.world_size) if rank != job.rank]
     broken = _connect_to_each(job, peers)
     job.wait_for_all()  # each has tried all; who cannot reach another ends the job here, before RPC would wait for it

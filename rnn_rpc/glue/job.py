@@ -19,7 +19,7 @@ from glue.addresses import hold_store
 from glue.ending import End, leave_now, within
 from glue.living import Living
 from glue.meeting import Meeting, define_job
-from glue.placement import device_of, share_cores
+from glue.placement import built_in, devices_of, share_cores, start_cuda
 from glue.watch import Watch
 
 
@@ -30,7 +30,7 @@ class Job(Living):
         super().__init__()
         self.rank, self.world_size, self.args, self.worker_name = rank, args.world_size, args, worker_name
         self.names = [f"rank {r} ({worker_name(r, args)})" for r in range(args.world_size)]
-        self.device = device_of(rank, args)
+        self.device, self.devices = None, []  # of this rank, and the names of all ranks': known when all have met
         self.spawned = parent_port is not None
         self.holds_store = rank == 0 and not self.spawned and not args.torchrun
         self.holder = "the starting process" if self.spawned else "torchrun" if args.torchrun else self.names[0]
@@ -47,9 +47,11 @@ class Job(Living):
         # TensorPipe's shm transport is fast but keeps a core busy per rank even when idle; uv (TCP) sleeps.  And its
         # basic channel sends tensors with their message, where the default reads them from the peer's memory.  torch
         # has no public name for either choice, hence the underscores.
-        kwargs["_transports"] = ["shm", "uv"] if transport == "shm" else ["uv"]
-        if transport in ("shm", "tcp"):
-            kwargs["_channels"] = ["basic"]
+        kwargs["_transports"] = built_in("_transports", ["shm", "uv"] if transport == "shm" else ["uv"])
+        # All channels for CPU tensors, in torch's own order.  Unnamed, it makes those for CUDA as well: they fail where
+        # the driver is too old or ranks see different GPUs, and poll where there is InfiniBand, and nothing uses them.
+        channels = ["basic"] if transport in ("shm", "tcp") else ["cma", "mpt_uv", "basic"]
+        kwargs["_channels"] = built_in("_channels", channels)
         meet_here = (self.store("rpc"), self.rank, self.world_size)
         dist.register_rendezvous_handler("job", lambda *_, **__: iter([meet_here]))
         return rpc.TensorPipeRpcBackendOptions(init_method="job://", rpc_timeout=self.args.rpc_timeout, **kwargs)
@@ -63,7 +65,7 @@ class Job(Living):
     def join(self):
         """Meet the other ranks.  From here on this rank is watched, and watches."""
         self.watch.start_signals()
-        torch.zeros(1, device=self.device)  # a GPU's first use takes seconds, and may hold the interpreter: not later
+        gpus = start_cuda(self.rank, self.args)
         meeting = Meeting(self.rank, self.args, self.names, self.holder, self.address, self.spawned)
         self.address = meeting.address
         if self.holds_store:
@@ -79,17 +81,19 @@ class Job(Living):
         meeting.agree(self.main_store)
         self.beat_store = self._client()
         self.watch.start_beating(self.beat_store)
-        meeting.take_place(self.main_store, self.device)
+        meeting.take_place(self.main_store, gpus)
         hellos, why = meeting.wait_for_hellos(self.main_store)
         if why:
             self.end(End("missing", self.rank, why))
-        self.devices = [hello["device"] for hello in hellos]  # of each rank: another host may have other GPUs
         hosts = [hello["host"] for hello in hellos]
         if len(set(hosts)) > 1 and self.address[0].startswith("127."):
             why = f"{self.address[0]} is a loopback address, and there are ranks on {', '.join(sorted(set(hosts)))}"
             self.end(
                 End("failed", self.rank, f"{why}: use a --master_addr that all can reach (torchrun: --local-addr)")
             )
+        self.devices = devices_of(hellos)
+        self.device = torch.device(self.devices[self.rank])
+        torch.zeros(1, device=self.device)  # a GPU's first use takes seconds: not in the middle of the work
         self.ranks_here = hosts.count(socket.gethostname())
         share_cores(self.ranks_here)
 
@@ -112,7 +116,7 @@ class Job(Living):
         if self.args.debug:
             traceback.print_exception(error)
         if self.watch.beater.is_alive() and ending.is_connection_trouble(error):
-            self.watch.beater.join(watch.LOST_AFTER_SECONDS + 3)  # the missing heartbeat of who is gone will name it
+            self.watch.wait_until_silence_is_told()  # the missing heartbeat of who is gone will name it
         end = ending.of_exception(error, self.rank)
         if self.beat_store and (why := within(2, lambda: self.excuse(end))):
             self.leave_alone(why)

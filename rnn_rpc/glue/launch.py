@@ -109,6 +109,7 @@ def _spawn_once(run_worker, args, worker_name, signals):
     port = listener.getsockname()[1]
     store = dist.PrefixStore(f"attempt{args.restarts}", store_on(listener))
     define_job(store, args)
+    before_torch.start_fork_server()
     signal.pthread_sigmask(signal.SIG_BLOCK, before_torch.SIGNALS)  # until all ranks are known, to be told
     ranks = mp.start_processes(
         _run_rank, (run_worker, args, worker_name, port), args.world_size, join=False, start_method="forkserver"

@@ -63,9 +63,9 @@ class Meeting:
             if (ours := mine.get(key)) != (here := theirs.get(key)):
                 self.give_up(2, f"refused, because it was started with {key} {ours}, and this job with {here}")
 
-    def take_place(self, store, device):
-        """Say hello to the others; refuse to take a place that is taken."""
-        me = {"host": socket.gethostname(), "pid": os.getpid(), "device": str(device)}
+    def take_place(self, store, gpus):
+        """Say hello to the others, and how many GPUs this rank may use; refuse to take a place that is taken."""
+        me = {"host": socket.gethostname(), "pid": os.getpid(), "gpus": gpus}
         there = json.loads(store.compare_set(f"hello/{self.rank}", "", json.dumps(me)))
         if there != me:
             self.give_up(2, f"refused, because it is there already, as process {there['pid']} on {there['host']}")

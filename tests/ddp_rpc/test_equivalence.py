@@ -99,6 +99,12 @@ def test_pipelined_with_one_trainer_equals_one_process_with_lookups_one_step_old
     assert largest_difference(found, one_process()) > 1e-4  # so the staleness is real
 
 
+def save_checkpoint(path, table, fc):
+    """Write what a run has saved after its first epoch."""
+    settings = {"seed": 1, "targets": "teacher", "num_embeddings": len(table), "embedding_dim": table.shape[1]}
+    torch.save({"scenario": "ddp_rpc", "settings": settings, "state": {"epoch": 1, "table": table, "fc": fc}}, path)
+
+
 def test_sync_steps_the_table_once_for_each_trainer(tmp_path):
     """In the tutorial's pattern, two trainers are not one process on the joined batch."""
     found = distributed(tmp_path, "--mode", "sync", "--num_trainers", 2)
@@ -111,7 +117,7 @@ def test_sync_steps_the_table_once_for_each_trainer(tmp_path):
 def test_a_run_that_goes_on_with_other_servers_equals_one_that_was_not_interrupted(tmp_path):
     """The checkpoint after the first epoch is the plain loop's; three servers go on from it."""
     table, fc = one_process(2, epochs=1)
-    torch.save({"scenario": "ddp_rpc", "state": {"epoch": 1, "table": table, "fc": fc}}, tmp_path / "end.pt")
+    save_checkpoint(tmp_path / "end.pt", table, fc)
     found = distributed(tmp_path, "--mode", "averaged", "--num_servers", 3, "--resume", says="Going on after epoch 1 ")
     assert largest_difference(found, one_process(2)) < 1e-5
     assert largest_difference(found, (table, fc)) > 1e-3

@@ -1,13 +1,13 @@
 """ddp_rpc with the tables and `fc` on the pretend device: every mode, checkpoint, resume and evaluation; and mistakes.
 
-The device has no sparse tensors, hence --no-sparse.  DDP's gradients cross gloo as they are: gloo is no RPC, and copies
-what is on a GPU by itself, which torch does for this device by computing on the CPU.
+The device has no sparse tensors, hence --no-sparse.  It refuses collectives: DDP's gradients are averaged on the CPU.
 """
 
 import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import pretend_device
 from helpers import ROOT, load_module, package_on_path, run_on_pretend_device
@@ -25,7 +25,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_
     """To 1e-5, as on the CPU.  The checkpoint after the first epoch is the plain loop's; the run does the second."""
     stale = mode == "pipelined"
     table, fc = equivalence.one_process(trainers, stale, epochs=1)
-    torch.save({"scenario": "ddp_rpc", "state": {"epoch": 1, "table": table, "fc": fc}}, tmp_path / "end.pt")
+    equivalence.save_checkpoint(tmp_path / "end.pt", table, fc)
     flags = ("--mode", mode, "--num_trainers", trainers, "--num_servers", servers, "--no-sparse", "--resume")
     found = equivalence.distributed(tmp_path, *flags, says="Going on after epoch 1 ", run=run_on_pretend_device)
     assert equivalence.largest_difference(found, equivalence.one_process(trainers, stale)) < 1e-5
@@ -57,6 +57,25 @@ def test_sums_that_are_sent_from_the_device_are_caught(monkeypatch):
         embedding_server.exchange(0, None, IDS, OFFSETS)
     with pytest.raises(TypeError, match="it must travel by way of the CPU"):
         pickle.dumps(shard(IDS, OFFSETS))
+
+
+def gradient_of_fc(device):
+    """Return what DDP leaves in the gradient of fc's weights [C, D], in a process group of one trainer."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(1)
+        fc = model.HybridModel([], 5, torch.device(device)).fc
+        fc(torch.ones(2, 5).to(device)).square().sum().backward()
+        return fc.module.weight.grad.cpu()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_gradients_are_averaged_by_way_of_the_cpu(monkeypatch):
+    assert torch.equal(gradient_of_fc(pretend_device.DEVICE), gradient_of_fc("cpu"))
+    monkeypatch.setattr(model, "to_wire", lambda tensor: tensor)
+    with pytest.raises(TypeError, match="was given to a collective"):
+        gradient_of_fc(pretend_device.DEVICE)
 
 
 def test_sums_that_stay_where_they_arrived_are_caught(monkeypatch):

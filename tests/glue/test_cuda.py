@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from helpers import PACKAGES, run_script
+from helpers import PACKAGES, run_main, run_script
 from jobs import JOBS, Job
 
 DEVICE = "cuda"
@@ -50,3 +50,49 @@ def test_gpu_memory_stays_flat(package):
     held = re.findall(r"^memory rank \d+: ([\d.]+) ([\d.]+)$", done.stdout, re.M)
     assert len(held) == int(size[1]), done.stdout
     assert all(float(end) - float(half) <= 4 for half, end in held), held
+
+
+DDP = ["--num_trainers", 2, "--epochs", 2, "--batches", 20]
+PS = ["--dataset", "synthetic", "--max_batches", 5]
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here")
+
+
+@pytest.mark.parametrize(
+    "package, flags, says",
+    [
+        ("ddp_rpc", [*DDP, "--mode", "sync"], "replicas of fc identical on 2 trainers"),
+        ("ddp_rpc", [*DDP, "--mode", "pipelined", "--num_servers", 2], "replicas of fc identical on 2 trainers"),
+        ("param_server", [*PS, "--mode", "replica", "--world_size", 4, "--num_servers", 2], "Accuracy"),
+        pytest.param("param_server", [*PS, "--mode", "remote", "--num_gpus", 2], "Accuracy", marks=TWO_GPUS),
+    ],
+)
+def test_several_ranks_that_compute(package, flags, says):
+    """For which there is no single process to compare with; DDP's trainers compare their replicas."""
+    done = run_main(package, *flags, "--device", DEVICE)
+    assert (done.returncode, done.stderr) == (0, "") and says in done.stdout, (done.stdout, done.stderr)
+
+
+HALF_AND_WHOLE = {
+    "rl_rpc": (["--eval_episodes", 0], ["--max_episodes", 4], ["--max_episodes", 8]),
+    "rnn_rpc": (["--corpus_tokens", 2000], ["--epochs", 1], ["--epochs", 2]),
+    "ddp_rpc": (["--batches", 5], ["--epochs", 1], ["--epochs", 2]),
+    "param_server": (PS, ["--epochs", 1], ["--epochs", 2]),
+}
+
+
+@pytest.mark.parametrize("devices", [(DEVICE, "cpu"), ("cpu", DEVICE)], ids=" to ".join)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_run_goes_on_where_the_other_device_stopped(package, devices, tmp_path):
+    flags, half, whole = HALF_AND_WHOLE[package]
+    flags = [*flags, "--checkpoint", tmp_path / "half.pt"]
+    done = run_main(package, *flags, *half, "--device", devices[0])
+    assert (done.returncode, done.stderr) == (0, "")
+    done = run_main(package, *flags, *whole, "--resume", "--device", devices[1])
+    assert (done.returncode, done.stderr) == (0, "") and "Going on " in done.stdout
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_check_names_the_gpu(package):
+    done = run_main(package, "--check", "--device", DEVICE)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert torch.cuda.get_device_name(0) in done.stdout and f"--device {DEVICE}: ranks on cuda:0" in done.stdout

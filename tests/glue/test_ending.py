@@ -1,6 +1,7 @@
 """How a job ends is a value, and the line that each rank prints of it a function: no processes here."""
 
 import pytest
+from torch.distributed import DistNetworkError, DistStoreError
 
 from helpers import package_on_path
 
@@ -72,6 +73,25 @@ def test_what_an_exception_says_of_the_jobs_end(error, rank, why, again):
     assert ending.of_exception(error, 0) == End("failed", rank, why, again)
 
 
+@pytest.mark.parametrize(
+    "error, trouble",
+    [
+        (RuntimeError("eof (this error originated at tensorpipe/transport/shm/connection_impl.cc:259)"), True),
+        (RuntimeError("ECONNREFUSED: connection refused"), True),
+        (RuntimeError("[1] is setting up NCCL communicator: TCPStore is gone"), True),
+        (DistStoreError("wait failed"), True),
+        (DistNetworkError("failed to recv, got 0 bytes. Connection was likely closed."), True),
+        (RuntimeError("RPC ran for more than set timeout (60000 ms) and will now be marked with an error"), True),
+        (RuntimeError("Trying to resize storage that is not resizable"), False),
+        (RuntimeError("cannot restore the state that was stored"), False),
+        (ValueError("no connection to speak of"), False),
+    ],
+)
+def test_an_error_that_a_vanished_peer_may_have_caused(error, trouble):
+    """Only then is a missing heartbeat waited for, which takes seconds; any other error is told at once."""
+    assert ending.is_connection_trouble(error) == trouble
+
+
 def test_a_loss_is_a_loss_wherever_it_is_noticed():
     """A peer that vanished while a checkpoint was put in place: the ValueError about it is not the user's to mend."""
     try:
@@ -81,12 +101,12 @@ def test_a_loss_is_a_loss_wherever_it_is_noticed():
             raise ValueError("cannot go on from c.pt") from error
     except ValueError as error:
         assert ending.is_connection_trouble(error)
-    assert not ending.is_connection_trouble(ValueError("no connection to speak of"))
 
 
 class Store(dict):
     def compare_set(self, key, expected, wanted):
-        if self.get(key, b"").decode() == expected:
+        expected = expected.encode() if isinstance(expected, str) else expected
+        if self.get(key, b"") == expected:
             self[key] = wanted.encode()
         return self[key]
 
@@ -97,3 +117,13 @@ def test_the_first_reason_given_is_the_reason():
     assert ending.claim(store, first) == first
     assert ending.claim(store, second) == first == ending.read(store["end"])
     assert ending.read(b"-") is None
+
+
+def test_the_job_goes_on_without_workers_until_the_last():
+    store = Store()
+    assert not ending.drop(store, 1, SILENT)  # nobody has said that it can
+    ending.can_go_on_without(store, range(1, 4))
+    assert ending.drop(store, 3, SILENT) and ending.drop(store, 1, "killed")
+    assert ending.drop(store, 3, "killed"), "noticed before"
+    assert not ending.drop(store, 0, SILENT) and not ending.drop(store, 2, SILENT)
+    assert ending.lost(store) == ending.read_losses(store["losses"]) == {1: "killed", 3: SILENT}

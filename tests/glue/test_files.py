@@ -1,6 +1,6 @@
 """Files that a run writes are whole or not there; reading a checkpoint executes nothing."""
 
-import argparse
+import json
 import os
 import pickle
 import random
@@ -25,17 +25,17 @@ from glue import checkpoint
 count = 0
 while True:
     count += 1
-    checkpoint.save(sys.argv[2], "rl_rpc", {"count": count, "weights": torch.full((300_000,), float(count))})
+    checkpoint.save(sys.argv[2], "rl_rpc", {}, {"count": count, "weights": torch.full((300_000,), float(count))})
     print(count, flush=True)
 """
 
 
-def load(path, scenario="rl_rpc"):
+def load(path):
+    """Return the state of a checkpoint of rl_rpc."""
     with package_on_path("rl_rpc"):
         from glue import checkpoint
 
-        args = argparse.Namespace(checkpoint=str(path), resume=True, restarts=0)
-        return checkpoint.load(args, scenario)
+        return checkpoint.load(path, "rl_rpc")[1]
 
 
 @pytest.mark.slow
@@ -58,6 +58,26 @@ def test_kill_9_at_any_moment_leaves_a_whole_file(tmp_path):
     assert len(os.listdir(tmp_path)) <= 2, "killed saves must not pile up files"
 
 
+def test_the_bytes_are_on_the_disk_before_the_name_points_at_them(tmp_path, monkeypatch):
+    with package_on_path("rl_rpc"):
+        from glue import checkpoint
+    path, done = tmp_path / "file", []
+    plain_sync, plain_replace = os.fsync, os.replace
+
+    def fsync(descriptor):
+        done.append(("fsync", os.fstat(descriptor).st_size))
+        plain_sync(descriptor)
+
+    def replace(aside, target):
+        done.append(("replace", str(target)))
+        plain_replace(aside, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    checkpoint.write_aside(path, lambda file: file.write(b"whole"))
+    assert done == [("fsync", 5), ("replace", str(path))] and path.read_bytes() == b"whole"
+
+
 class Hostile:
     def __init__(self, marker):
         self.marker = marker
@@ -69,7 +89,7 @@ class Hostile:
 def damaged_files(tmp_path):
     """Name -> path of files that are not a checkpoint of rl_rpc."""
     good = tmp_path / "good.pt"
-    torch.save({"scenario": "rl_rpc", "state": {"weights": torch.ones(1000)}}, good)
+    torch.save({"scenario": "rl_rpc", "settings": {}, "state": {"weights": torch.ones(1000)}}, good)
     content = good.read_bytes()
     files = {
         "empty": b"",
@@ -80,12 +100,14 @@ def damaged_files(tmp_path):
     }
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
-    torch.save({"scenario": "rnn_rpc", "state": {}}, tmp_path / "another scenario's")
+    torch.save({"scenario": "rnn_rpc", "settings": {}, "state": {}}, tmp_path / "another scenario's")
+    torch.save({"scenario": "rl_rpc", "state": {}}, tmp_path / "without settings")
     torch.save([1, 2, 3], tmp_path / "a list")
-    torch.save({"scenario": "rl_rpc", "state": Hostile(str(tmp_path / "executed"))}, tmp_path / "hostile torch file")
+    hostile = {"scenario": "rl_rpc", "settings": {}, "state": Hostile(str(tmp_path / "executed"))}
+    torch.save(hostile, tmp_path / "hostile torch file")
     with zipfile.ZipFile(tmp_path / "a zip", "w") as archive:
         archive.writestr("hello", "world")
-    return [*files, "another scenario's", "a list", "hostile torch file", "a zip", "missing"]
+    return [*files, "another scenario's", "without settings", "a list", "hostile torch file", "a zip", "missing"]
 
 
 def test_what_is_not_a_checkpoint_is_refused_and_not_executed(tmp_path):
@@ -108,6 +130,15 @@ def test_a_foreign_checkpoint_ends_the_run_in_one_line(package, tmp_path):
     done = run_main(package, *JOBS[package]["size"], *JOBS[package]["short"], "--checkpoint", foreign, "--resume")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.count("foreign.pt is not a checkpoint of") == 1, done.stderr
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_checkpoint_made_with_another_seed_ends_the_run_in_one_line(package, tmp_path):
+    """Everything random derives from the seed: the run would go on with other data."""
+    torch.save({"scenario": package, "settings": {"seed": 7}, "state": {}}, tmp_path / "other.pt")
+    flags = (*JOBS[package]["size"], *JOBS[package]["short"], "--checkpoint", tmp_path / "other.pt", "--resume")
+    done = run_main(package, *flags)
+    assert_one_line_error(done, 1, "other.pt was made with --seed 7, and this run has 1: it cannot go on from it")
 
 
 # ------------------------------------------------------------------------------------- outputs that are no regular file
@@ -152,13 +183,40 @@ def test_a_full_disk_is_told_in_one_line_and_keeps_the_last_good_checkpoint(tmp_
         with package_on_path("rl_rpc"):
             from glue import checkpoint
 
-            checkpoint.save(tmp_path / "c.pt", "rl_rpc", {"weights": torch.zeros(9000)})
+            checkpoint.save(tmp_path / "c.pt", "rl_rpc", {}, {"weights": torch.zeros(9000)})
             good = (tmp_path / "c.pt").read_bytes()
             with pytest.raises(OSError, match=r"No space left on device.*c.pt"):
-                checkpoint.save(tmp_path / "c.pt", "rl_rpc", {"weights": torch.zeros(9000)})
+                checkpoint.save(tmp_path / "c.pt", "rl_rpc", {}, {"weights": torch.zeros(9000)})
         assert (tmp_path / "c.pt").read_bytes() == good and os.listdir(tmp_path) == ["c.pt"]
         flags = [*JOBS["rl_rpc"]["size"], *JOBS["rl_rpc"]["short"], "--checkpoint", tmp_path / "c.pt"]
         assert_one_line_error(run_main("rl_rpc", *flags), 1, "c.pt", "No space left on device")
         assert (tmp_path / "c.pt").read_bytes() == good and os.listdir(tmp_path) == ["c.pt"]
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+# The scenario's smallest run, and a figure that its summary has after it.
+FINISHED = {
+    "rl_rpc": (["--max_episodes", 2, "--eval_episodes", 1], "running_reward"),
+    "rnn_rpc": (["--epochs", 1, "--corpus_tokens", 2000], "heldout_perplexity"),
+    "ddp_rpc": (["--epochs", 1, "--batches", 5], "heldout_accuracy"),
+    "param_server": (["--dataset", "synthetic", "--max_batches", 2], "test_accuracy"),
+}
+DDP_AND_SLOWLY_THE_OTHERS = [
+    pytest.param(name, marks=[] if name == "ddp_rpc" else pytest.mark.slow) for name in PACKAGES
+]
+
+
+@pytest.mark.parametrize("package", DDP_AND_SLOWLY_THE_OTHERS)
+def test_to_resume_a_finished_run_is_no_failure(package, tmp_path):
+    """It says that nothing is left to do, and leaves the same files as any run, with the result as it was."""
+    flags, figure = FINISHED[package]
+    flags = [*flags, "--checkpoint", tmp_path / "end.pt", "--summary_json", tmp_path / "summary.json"]
+    done = run_main(package, *flags)
+    assert done.returncode == 0 and "Nothing is left to do" not in done.stdout, (done.stdout, done.stderr)
+    expected = json.loads((tmp_path / "summary.json").read_text())[figure]
+    done = run_main(package, *flags, "--resume", "--plot", tmp_path / "curve.png", "--logdir", tmp_path / "log")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\nNothing is left to do: the checkpoint is of a finished run.\n" in "\n" + done.stdout
+    assert json.loads((tmp_path / "summary.json").read_text())[figure] == pytest.approx(expected)
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG") and os.listdir(tmp_path / "log")

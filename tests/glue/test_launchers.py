@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from helpers import assert_refused, package_on_path
+from helpers import PACKAGES, assert_refused, package_on_path
 
 with package_on_path("rl_rpc"):
-    from glue.launchers import Place, find_place
+    from glue.launchers import Place, find_place, starts_ranks
 
 QUARTET = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"}
 STEP = {"SLURM_STEP_ID": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3", "SLURM_JOB_ID": "4711"}
@@ -35,6 +35,54 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}
 )
 def test_the_place_that_a_launcher_gives(environ, place):
     assert find_place(environ) == place
+
+
+@pytest.mark.parametrize(
+    "words, environ, all_ranks",
+    [
+        ([], {}, True),
+        (["--checkpoint", "c.pt", "--checkpoint-every=5", "--hidden_dim", "8"], {}, True),
+        (["--rank", "0"], {}, False),
+        (["--rank=1"], {}, False),
+        (["--check"], {}, False),
+        (["-h"], {}, False),
+        (["--help"], {}, False),
+        ([], QUARTET, False),
+        ([], {"RANK": "1"}, False),  # it will be refused
+        ([], STEP, False),
+        ([], STEP | {"SLURM_STEP_NUM_TASKS": "1"}, True),  # srun --pty bash
+        ([], OPEN_MPI, False),
+    ],
+)
+def test_whether_a_command_starts_all_ranks_shows_before_torch_is_loaded(words, environ, all_ranks):
+    assert starts_ranks(words, environ) == all_ranks
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_that_is_what_the_parser_decides(package, monkeypatch):
+    """For each flag of the package, in both spellings, and also where it is a part of another one's name."""
+    parsers = []
+    with package_on_path(package):
+        import main
+        from glue import flags
+
+        def keep(*how, **and_how):
+            parsers.append(plain(*how, **and_how))
+            return parsers[0]
+
+        plain = flags.argument_parser
+        monkeypatch.setattr(flags, "argument_parser", keep)
+        main.parse_args([])
+        for name, action in parsers[0]._option_string_actions.items():
+            if action.dest == "help":
+                continue
+            action.type = None  # a flag's name is the matter here, any value will do
+            action.choices = None
+            for spelled in (name, name.replace("_", "-")):
+                word = spelled if action.nargs == 0 else f"{spelled}=1"
+                args, unknown = parsers[0].parse_known_args([word])
+                assert not unknown
+                assert starts_ranks([word], {}) == (args.rank is None and not args.check), word
 
 
 @contextlib.contextmanager
@@ -68,3 +116,15 @@ def test_flags_come_first_and_the_choice_is_said(capsys):
         args = main.parse_args(["--rank", "0", "--world_size", "2"])
         assert (args.rank, args.world_size, args.master_addr) == (0, 2, "localhost")
         assert capsys.readouterr().out == ""
+
+
+def test_ranks_that_torchrun_starts_again_resume(capsys):
+    with package_on_path("rl_rpc"), environment(QUARTET | {"TORCHELASTIC_RUN_ID": "none"}):
+        import main
+
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+        args = main.parse_args([])
+        assert (args.torchrun, args.restarts, args.resume) == (True, 0, False)
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "2"
+        args = main.parse_args(["--checkpoint", "c.pt"])
+        assert (args.torchrun, args.restarts, args.resume) == (True, 2, True)

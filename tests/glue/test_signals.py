@@ -11,31 +11,44 @@ import pytest
 import torch
 
 from helpers import NOISE
-from jobs import JOBS, Job, command_of, left_in
+from jobs import JOBS, Job, children_of, command_of, forked, left_in
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
-SIGTERM_BIT = 1 << (signal.SIGTERM - 1)
+
+
+def signals_of(pid, kind):
+    """Return the signals that a process blocks ("SigBlk") or handles ("SigCgt")."""
+    with open(f"/proc/{pid}/status") as file:
+        bits = int(re.search(rf"^{kind}:\s+(\w+)", file.read(), re.M)[1], 16)
+    return {number for number in signal.Signals if bits >> (number - 1) & 1}
 
 
 def wait_until_it_handles_signals(pid):
     """The first instruction: before it, Python itself has the signals, and dies of them."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        with open(f"/proc/{pid}/status") as file:
-            caught = int(re.search(r"^SigCgt:\s+(\w+)", file.read(), re.M)[1], 16)
-        if caught & SIGTERM_BIT:
+        if signal.SIGTERM in signals_of(pid, "SigCgt"):
             return
         time.sleep(0.002)
     raise AssertionError("the process never handled SIGTERM")
 
 
-def interrupt(way, number, target, seconds):
-    """Start a job (in terminals: its last rank alone), send the signal so much later, check what is promised."""
+def interrupt(way, number, target, seconds, flags=()):
+    """Start a job (in terminals: its last rank alone), send the signal so much later, check what is promised.
+
+    `seconds` None: as soon as all its ranks are there.
+    """
     ours = {"TMPDIR": tempfile.mkdtemp()}  # other programs use the usual one at the same time
-    with Job("rl_rpc", way, JOBS["rl_rpc"]["long"], env=ours, only=[2] if way == "terminals" else None) as job:
+    flags, only = [*JOBS["rl_rpc"]["long"], *flags], [2] if way == "terminals" else None
+    with Job("rl_rpc", way, flags, env=ours, only=only) as job:
         (process,) = job.processes
         wait_until_it_handles_signals(process.pid)
-        time.sleep(seconds)  # the case's moment, not a wait for anything
+        if seconds is None:
+            assert job.pid_of(2), job.text()
+            (fork_server,) = forked(children_of(process.pid))
+            assert signals_of(fork_server, "SigBlk") >= set(STATUS)  # so does each rank, until it handles them
+        else:
+            time.sleep(seconds)  # the case's moment, not a wait for anything
         (os.killpg if target == "group" else os.kill)(process.pid, number)
         status = job.wait(5)
         assert status == [STATUS[number]], (status, job.text())
@@ -51,6 +64,11 @@ def interrupt(way, number, target, seconds):
 )
 def test_a_starting_process_leaves_at_once(number, target, seconds):
     interrupt("spawned", number, target, seconds)
+
+
+def test_ranks_that_have_just_begun_leave_quietly(tmp_path):
+    """With --checkpoint, too: one that had to load torch by itself would tell where in that Ctrl-C has met it."""
+    interrupt("spawned", signal.SIGINT, "group", None, ["--checkpoint", str(tmp_path / "checkpoint.pt")])
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import time
 import pytest
 
 from helpers import PACKAGES, ROOT, assert_one_line_error, package_on_path, run_main, start_main
-from jobs import JOBS, Job, free_port, left_in, session_members
+from jobs import JOBS, Job, executed_traps, fill_with_traps, free_port, left_in, session_members
 
 LAST_RANK = {package: len(facts["names"]) - 1 for package, facts in JOBS.items()}
 
@@ -95,11 +95,18 @@ class SocketSampler(threading.Thread):
 
 
 def watch_sockets(package, way, tmp_path):
-    """The host's name must not save us: where we may, the job runs on a host whose name resolves to nothing."""
+    """The host's name must not save us: where we may, the job runs on a host whose name resolves to nothing.
+
+    Nor may its folder: it is a user's, with files that are named like the modules that a job imports.
+    """
     temporary = tempfile.mkdtemp()  # its name is short enough for a socket, tmp_path's may not be
     shared = set(os.listdir("/dev/shm"))
-    flags = [*JOBS[package]["short"], "--summary_json", str(tmp_path / "summary.json")]
-    with Job(package, way, flags, other_hostname=True, env={"TMPDIR": temporary}) as job:
+    users_folder, results = tmp_path / "users", tmp_path / "results"
+    users_folder.mkdir()
+    results.mkdir()
+    fill_with_traps(users_folder)
+    flags = [*JOBS[package]["short"], "--summary_json", "../results/summary.json"]
+    with Job(package, way, flags, other_hostname=True, env={"TMPDIR": temporary}, cwd=users_folder) as job:
         sampler = SocketSampler([process.pid for process in job.processes])
         sampler.start()
         statuses = job.wait(120)
@@ -108,7 +115,8 @@ def watch_sockets(package, way, tmp_path):
         assert job.errors() == ""
         assert not re.search(r"(?i)warning|deprecat", job.text()), job.text()
         assert not job.survivors(2)
-    assert left_in(temporary) == [] and os.listdir(tmp_path) == ["summary.json"]
+    assert executed_traps(users_folder) == []
+    assert left_in(temporary) == [] and os.listdir(results) == ["summary.json"]
     shutil.rmtree(temporary)
     new = set(os.listdir("/dev/shm")) - shared
     assert not [name for name in new if name.startswith(("torch_", "sem."))], new
@@ -133,9 +141,34 @@ def test_a_temporary_directory_with_too_long_a_name_is_told_in_one_line(tmp_path
 
 
 @pytest.mark.slow
-def test_a_run_in_terminals_is_quiet_listens_on_loopback_only_and_leaves_nothing(tmp_path):
-    package = "ddp_rpc"  # RPC, and beside it a process group
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_run_in_terminals_is_quiet_listens_on_loopback_only_and_leaves_nothing(package, tmp_path):
     watch_sockets(package, "terminals", tmp_path)
+
+
+# ------------------------------------------------------------------------------------------- how the processes start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", PACKAGES)
+def test_torchrun_in_a_folder_with_files_named_like_ours(package, tmp_path):
+    """Spawned, and in terminals: above."""
+    fill_with_traps(tmp_path)
+    with Job(package, "torchrun", JOBS[package]["short"], cwd=tmp_path) as job:
+        assert job.wait(120) == [0], job.text()
+        assert re.search(JOBS[package]["done"], job.text()), job.text()
+        assert executed_traps(tmp_path) == []
+
+
+def test_all_ranks_are_forks_of_one_process_that_has_loaded_torch_and_the_package(tmp_path):
+    """Python tells each module that a process loads.  With --checkpoint, which begins like another flag, --check."""
+    flags = [*short("rl_rpc"), "--checkpoint", str(tmp_path / "checkpoint.pt")]
+    with Job("rl_rpc", "spawned", flags, env={"PYTHONPROFILEIMPORTTIME": "1"}, cwd=ROOT) as job:
+        assert job.wait(60) == [0], job.text()
+        loaded = re.findall(r"^import time: .*\| +(torch|agent|torch\._dynamo)$", job.errors(), re.M)
+    # The process that was started loads them, and the one from which the ranks are forked; the three ranks do not.
+    times = {name: loaded.count(name) for name in loaded}
+    assert times == {"torch": 2, "agent": 2, "torch._dynamo": 1}
 
 
 @pytest.mark.slow
@@ -287,6 +320,21 @@ def test_a_rank_that_does_not_fit_is_refused_and_the_job_goes_on():
     for rank in [agent, *others]:
         _, errors = rank.communicate(timeout=90)
         assert (rank.returncode, errors) == (0, "")
+
+
+def test_a_place_is_given_to_one_process_only(monkeypatch):
+    with package_on_path("rl_rpc"):
+        from glue import addresses, meeting
+    store = addresses.store_on(socket.create_server(("127.0.0.1", 0)))
+    monkeypatch.setattr(meeting, "leave_now", lambda status, why: sys.exit(f"{status} {why}"))
+    names, args = ["rank 0 (agent)", "rank 1 (observer1)"], argparse.Namespace(join_timeout=1)
+    coming = meeting.Meeting(1, args, names, names[0], ("127.0.0.1", store.port), spawned=False)
+    for _ in range(2):
+        coming.take_place(store, "cpu")
+    first = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: first + 1)
+    with pytest.raises(SystemExit, match=f"2 rank 1 .*refused, because it is there already, as process {first} on"):
+        coming.take_place(store, "cpu")
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Whole jobs for the lifecycle tests: start one in any of the three ways, find its ranks, wait for its end."""
 
 import contextlib
+import importlib.metadata
 import os
 import random
 import re
@@ -8,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 
@@ -60,15 +62,42 @@ def free_port():
             return port
 
 
+def fill_with_traps(folder):
+    """Fill `folder` with a file for each name of a module that a job may import; one that is imported leaves a trace.
+
+    A job that is started in this folder must import none of them: they are the user's own, and only named like ours.
+    """
+    ours = {path.stem for package in JOBS for path in (ROOT / package).iterdir()}
+    installed = set(importlib.metadata.packages_distributions())
+    for name in filter(str.isidentifier, ours | installed | sys.stdlib_module_names):
+        (folder / f"{name}.py").write_text("open(__file__ + '.executed', 'w').close()\n")
+    assert (folder / "main.py").exists() and (folder / "glue.py").exists() and (folder / "torch.py").exists()
+
+
+def executed_traps(folder):
+    """Return the names of the files that have been imported since fill_with_traps."""
+    return sorted(path.name.partition(".")[0] for path in folder.glob("*.executed"))
+
+
 class Job:
     """One job: start it, then kill what you like.  Use as a context manager: nothing of it survives the block."""
 
     def __init__(
-        self, package, way, flags, fault=None, other_hostname=False, runner_flags=(), env=None, only=None, script=None
+        self,
+        package,
+        way,
+        flags,
+        fault=None,
+        other_hostname=False,
+        runner_flags=(),
+        env=None,
+        only=None,
+        script=None,
+        cwd=None,
     ):
         """`fault`: (rank, kind, seconds), see faulty_main.py; `env`: more variables; `only`: ranks to start.
 
-        `script`: run this instead of the package's main.py.
+        `script`: run this instead of the package's main.py; `cwd`: in this folder.
         """
         self.package, self.way = package, way
         self.names = JOBS[package]["names"]
@@ -84,16 +113,9 @@ class Job:
             ranks = range(len(self.names)) if only is None else only
             commands = [[sys.executable, *base, *place, str(rank)] for rank in ranks]
         else:
-            runner = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--master-port",
-                port,
-                *runner_flags,
-                "--nproc-per-node",
-            ]
-            commands = [[*runner, str(len(self.names)), *base]]
+            torchrun = os.path.join(sysconfig.get_path("scripts"), "torchrun")
+            here = ["--master-port", port, "--nproc-per-node", str(len(self.names))]
+            commands = [[torchrun, *here, *runner_flags, *base]]
         if other_hostname and os.geteuid() == 0:  # a host whose own name does not resolve to loopback
             rename = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere.invalid; exec "$@"', "sh"]
             commands = [[*rename, *command] for command in commands]
@@ -103,9 +125,11 @@ class Job:
             streams = [open(os.path.join(self.folder.name, f"{number}.{name}"), "w+") for name in ("out", "err")]
             environment = os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
             self.outputs += streams
-            self.processes.append(
-                subprocess.Popen(command, stdout=streams[0], stderr=streams[1], start_new_session=True, env=environment)
+            out, err = streams
+            process = subprocess.Popen(
+                command, stdout=out, stderr=err, start_new_session=True, env=environment, cwd=cwd
             )
+            self.processes.append(process)
 
     def __enter__(self):
         return self
@@ -234,11 +258,11 @@ def children_of(pid):
 
 def ranks_of(pid):
     """The ranks of a spawned job in their order, as far as they are there: forked by a child of the first process."""
-    servers = _forked(children_of(pid))
-    return sorted(rank for server in servers for rank in _forked(children_of(server)))
+    servers = forked(children_of(pid))
+    return sorted(rank for server in servers for rank in forked(children_of(server)))
 
 
-def _forked(pids):
+def forked(pids):
     """Those of Python's fork server, and its forks: loading torch starts a passing command of another name as well."""
     return [pid for pid in pids if "multiprocessing.forkserver" in command_of(pid)]
 

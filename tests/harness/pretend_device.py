@@ -2,14 +2,15 @@
 
 Importing this file adds the device "pretend:0" to this process.  A tensor there computes on the CPU, hence the same
 numbers, but is as strict as one on a GPU: it refuses to meet a CPU tensor in one operator, and to hand out its numpy
-array.  It also refuses to be pickled, as all that crosses RPC is, and all that enters a checkpoint.
+array.  It also refuses to be pickled, as all that crosses RPC is, and all that enters a checkpoint; and to take part in
+a collective of a process group, for ours are on the CPU.
 
 Import it before the process's first backward(): autograd counts the devices then, and starts a thread for each.  (A
 test file's imports are early enough, for pytest imports them all before it runs a test.)  Without a part of torch that
 is still experimental, MISSING says so, and there is no such device.
 
-What it cannot carry: sparse tensors, streams, a torch.Generator of its own (it draws from the CPU's), and
-torch.tensor(..., device=...), for which there is tensor_by_copy.
+What it cannot carry: sparse tensors, a second device (autograd would know of one only), streams, a torch.Generator of
+its own (it draws from the CPU's), and torch.tensor(..., device=...), for which there is tensor_by_copy.
 """
 
 import torch
@@ -72,6 +73,10 @@ def run(operator, *args, **kwargs):
     others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, PretendTensor)]
     if ours and name not in COPIES and any(tensor.dim() for tensor in others):  # a single number may, as on a GPU
         raise RuntimeError(f"{name}: tensors of the pretend device and of the CPU were mixed")
+    if name.startswith("c10d::") and any(
+        tensor.is_floating_point() for tensor in ours
+    ):  # DDP sends integers of its own
+        raise TypeError(f"{name}: a tensor of the pretend device was given to a collective")
 
     if name == "aten::copy_":  # its first argument says where the result is
         result_is_ours = isinstance(args[0], PretendTensor)
@@ -119,11 +124,6 @@ BY_HAND = {
     "aten::_thnn_fused_lstm_cell": lstm_cell,
     "aten::_thnn_fused_lstm_cell_backward_impl": lstm_cell_backward,
 }
-
-
-def device_of(rank, args):
-    """What a test puts in the place of glue.placement.device_of."""
-    return torch.device(DEVICE)
 
 
 def tensor_by_copy(data, *, device=None, make=torch.tensor, **keywords):

@@ -1,10 +1,12 @@
-"""Run a package's main.py with every rank's tensors on the pretend device.
+"""Run a package's main.py on a host with the pretend device.
 
     python tests/harness/pretend_main.py PACKAGE [main.py's own flags]
 
-Spawned ranks import this file again, as __mp_main__: so the device is there in every process.
+Which ranks use it is the package's and the glue's own choice.  Spawned ranks import this file again, as __mp_main__: so
+the device is there in every process.
 """
 
+import functools
 import pathlib
 import sys
 
@@ -13,16 +15,32 @@ PACKAGE = sys.argv[1]
 sys.path.insert(0, str(ROOT / PACKAGE))
 sys.argv[0] = str(ROOT / PACKAGE / "main.py")
 
+import torch  # noqa: E402
+
 import main as package_main  # noqa: E402  (the package's; found through the line above)
 import pretend_device  # noqa: E402
-from glue import job  # noqa: E402
+from glue import job, placement  # noqa: E402
 
-job.device_of = pretend_device.device_of
+
+def start_pretend(rank, args):
+    """In the place of start_cuda: how many devices a rank may use."""
+    return int(rank in args.device_ranks)
+
+
+def pretend_devices_of(hellos):
+    """In the place of devices_of, and by it.  Every rank says what all have."""
+    names = [name.replace("cuda", "pretend") for name in placement.devices_of(hellos)]
+    print("devices:", *names, flush=True)
+    return names
+
+
+job.start_cuda, job.devices_of = start_pretend, pretend_devices_of
+torch.tensor = functools.partial(pretend_device.tensor_by_copy, make=torch.tensor)
 if PACKAGE == "param_server":  # in mode `remote` the server has devices of its own: --num_gpus
     import digits_net
     import remote_server
 
-    digits_net.devices_of = remote_server.devices_of = lambda num_gpus: [job.device_of(0, None)] * 2
+    digits_net.devices_of = remote_server.devices_of = lambda num_gpus: [torch.device(pretend_device.DEVICE)] * 2
 
 if __name__ == "__main__":
     arguments = package_main.parse_args([*sys.argv[2:], "--device", "cpu"])

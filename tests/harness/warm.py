@@ -66,7 +66,8 @@ def become(request):
     )
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # it does: it is the warm process's
+    server = multiprocessing.forkserver
+    server.ensure_running = server._forkserver.ensure_running = lambda: None  # it does: it is the warm process's
     multiprocessing.forkserver._forkserver._forkserver_pid = None  # and is not this command's to end,
     multiprocessing.current_process()._config.pop("tempdir", None)  # nor is the folder of its socket to remove
     sys.argv = request["argv"]

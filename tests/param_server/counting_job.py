@@ -7,7 +7,8 @@ own weight, by learning rate / batch size (`sync`: divided by the number of grad
 the count travels as gradients do, and knows nothing of the program's own books.
 
 FAULTS: RANK:KIND:SECONDS,... since training began; KIND: SIGKILL, SIGSTOP, exception, or "nap" (stopped until it is
-lost, then continued).  PAUSE: seconds per batch.
+lost, then continued); 0:evaluation:0: rank 0 is killed when it begins its first evaluation, unless it was restarted.
+PAUSE: seconds per batch.
 """
 
 import os
@@ -74,6 +75,14 @@ def count(net, images, labels):
 count.before = torch.zeros(IMAGES)
 
 
+def die_in_the_first_evaluation():
+    def finish_epoch(board):
+        board.last_save.result()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    scoreboard.Scoreboard._finish_epoch = finish_epoch
+
+
 def begin_fault(kind, seconds):
     def happen():
         if kind == "exception":
@@ -102,7 +111,10 @@ def run_worker(rank, args, job):
 
     def on_lost(*arguments):
         plain(*arguments)
-        if rank in FAULTS:
+        if rank in FAULTS and FAULTS[rank][0] == "evaluation":
+            if not args.restarts:
+                die_in_the_first_evaluation()
+        elif rank in FAULTS and not args.restarts:
             begin_fault(*FAULTS[rank])
 
     job.on_lost = on_lost

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -65,3 +66,38 @@ def test_the_digits_are_learned_without_a_lost_trainer(digits, tmp_path):
     assert process.returncode == 0 and "The job finished without rank 2 (trainer_2)." in out, (out, err)
     figures = json.loads(summary.read_text())
     assert figures["lost"] == [2] and figures["images_applied"] == [9_600] and figures["test_accuracy"] > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mode, servers, updates, more",
+    [("remote", 1, 300, ",3:SIGKILL:0.2"), ("async, two servers", 2, 300, ",3:SIGKILL:0.2"), ("sync", 1, 75, "")],
+)
+def test_a_restart_gets_past_an_evaluation_in_which_the_server_was_killed(tmp_path, mode, servers, updates, more):
+    """The checkpoint is of the last update of the epoch: nothing is left to train of it.  With a lost trainer, too."""
+    summary_file, size = tmp_path / "s.json", servers + losses.TRAINERS
+    flags = (
+        *losses.MODES[mode],
+        "--world_size",
+        size,
+        "--epochs",
+        2,
+        "--batch_size",
+        4,
+        "--lr",
+        4,
+        "--max_restarts",
+        1,
+    )
+    flags = (*flags, "--on_lost", "continue", "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", updates)
+    job = (losses.IMAGES, 0.004, 4.0, f"0:evaluation:0{more}", *flags, "--summary_json", summary_file)
+    done = run_script("tests/param_server/counting_job.py", *job, timeout=150)
+    told = done.stdout + done.stderr
+    assert done.returncode == 0 and f"Going on from update {updates}, epoch 1" in done.stdout, told
+    assert ("lost rank 3 (trainer_3): killed by SIGKILL" in told) == bool(more), told
+    summary = json.loads(summary_file.read_text())
+    assert summary["images_applied"] == [losses.IMAGES] * 2 and summary["updates"] == 2 * updates, told
+    assert re.findall(r"^Epoch (\d)", done.stdout, re.M) == ["1", "2"], told
+    counted = re.findall(r"counted (\d+) never, min (\S+), max (\S+),", told)
+    each = 0.25 if mode == "sync" else 1.0
+    assert [(int(never), float(least), float(most)) for never, least, most in counted] == [(0, each, each)] * 2, told

@@ -154,7 +154,7 @@ def test_a_wrong_command_line_is_refused_in_one_line(flags, words, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_that_is_not_there_is_refused(capsys):
-    assert_refused("param_server", ["--num_gpus", 1], capsys, "--num_gpus 1", "0 CUDA GPUs")
+    assert_refused("param_server", ["--num_gpus", 1], capsys, "--device cuda", "torch sees no CUDA GPU")
 
 
 def test_unusable_data_ends_the_whole_job_with_status_1(tmp_path):
@@ -253,7 +253,7 @@ def test_a_finished_run_goes_on_with_more_epochs_and_trainers_and_refuses_other_
     more = run(*flags, "--resume", "--epochs", 3, "--world_size", 4)
     assert "Epoch 3: Accuracy" in more.stdout and "25 updates" not in more.stdout and "35 updates" in more.stdout
     other = run_main("param_server", *flags, "--resume", "--batch_size", 16)
-    assert_one_line_error(other, 1, "made with batch_size 32, this run has 16")
+    assert_one_line_error(other, 1, "made with --batch_size 32, and this run has 16")
 
 
 # ------------------------------------------------------------------------------------------------- lost ranks

@@ -20,6 +20,7 @@ with package_on_path("param_server"):
     import replica_server
     import rpc_names
     import scoreboard
+    from glue import checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +32,13 @@ def few_test_images(monkeypatch):
 
 def arguments(*flags):
     return main.parse_args(["--dataset", "synthetic", *map(str, flags)])
+
+
+def wait_for_checkpoint(server):
+    """Wait until the checkpoint that became due is written; return what a run that goes on from it reads."""
+    server.scoreboard.last_save.result()
+    _, state = checkpoint.load(server.scoreboard.args.checkpoint, "param_server")
+    return state
 
 
 def dealt(server, batches=1000):
@@ -141,7 +149,10 @@ def test_accuracy_is_measured_without_dropout_where_the_network_is():
     net.eval()
     labels = net((images.unsqueeze(1).float() - 255 * 0.1307) / (255 * 0.3081)).argmax(dim=1)
     net.train()
+    graphs = []
+    net.register_forward_hook(lambda module, inputs, output: graphs.append(output.requires_grad))
     assert scoreboard.get_accuracy(net, images, labels) == 1.0  # the labels are what the network says without dropout
+    assert graphs == [False]  # and it builds no graph, which would keep every layer's output
     net.train()
     with_dropout = net((images.unsqueeze(1).float() - 255 * 0.1307) / (255 * 0.3081)).argmax(dim=1)
     assert (with_dropout == labels).float().mean() < 0.95  # the tutorial's measurement
@@ -271,6 +282,19 @@ def test_async_answers_each_push_at_once_with_the_weights_after_it():
         torch.testing.assert_close(weights, before - 0.5 * pushes)
 
 
+def test_a_pull_waits_for_the_update_that_is_under_way():
+    """Version, weights and log of an answer belong together."""
+    server = one_server("async", 2)
+    answers = []
+    pulling = threading.Thread(target=lambda: answers.append(server.pull(0)))
+    with server.lock:
+        pulling.start()
+        pulling.join(0.1)
+        assert not answers
+    pulling.join(20)
+    assert answers[0][0] == 0
+
+
 def test_an_answer_is_not_changed_by_later_updates():
     server = one_server("async", 2)
     _, weights, _ = push(server, 1, 0, 1.0).value()
@@ -304,6 +328,22 @@ def test_sync_waits_for_all_and_averages_by_images():
     torch.testing.assert_close(futures[0].value()[1], before - (3 * 2 + 1 * 4 + 2 * 4) / 10)
 
 
+def test_sync_adds_up_in_one_order_whoever_comes_first():
+    results = []
+    for order in ((1, 2, 3), (3, 1, 2)):  # the sums of these in float32 differ: 1 and 0
+        server = one_server("sync", 3, "--lr", 1)
+        server.weights = torch.zeros(4)
+        for trainer in order:
+            push(server, trainer, 0, {1: 3e9, 2: -3e9, 3: 3.0}[trainer])
+        results.append(server.weights)
+    assert torch.equal(*results) and torch.equal(results[0], torch.full((4,), -1.0))
+
+
+def test_max_batches_is_for_each_trainer():
+    server = one_server("async", 2, "--max_batches", 3)
+    assert server.scoreboard.lots == {1: [0, 2, 4], 2: [1, 3, 5]}
+
+
 def test_staleness_counts_the_updates_between_reading_and_applying():
     server = one_server("async", 2)
     for _ in range(3):  # three gradients on the first weights: 0, 1, 2 updates late
@@ -313,6 +353,22 @@ def test_staleness_counts_the_updates_between_reading_and_applying():
         1,
         2,
     )
+
+
+def test_staleness_in_mode_remote_counts_the_updates_between_forward_and_step():
+    server = parameter_server("--world_size", 3, "--no_dropout")
+    data, target = batch(1)
+    losses = {trainer: F.nll_loss(server.forward(trainer, data), target) for trainer in (1, 2)}
+    for trainer in (2, 1):
+        losses[trainer].backward()
+        server.apply_gradients(trainer)
+    assert server.scoreboard.stale == {0: 1, 1: 1}
+
+
+def test_a_push_of_several_batches_strikes_all_of_them():
+    server = one_server("async", 2)
+    server.push(1, 0, gradient_of(0.0, server), 12, 3)
+    assert server.scoreboard.lots[1] == list(range(6, 1000, 2)) and server.scoreboard.images_applied == [12]
 
 
 @pytest.mark.parametrize("trainers, lead", [(2, 0), (3, 1), (4, 2)])
@@ -421,6 +477,18 @@ def test_a_late_push_of_a_lost_trainer_is_refused(consistency):
     assert torch.equal(server.weights, before) and server.scoreboard.updates == 0
 
 
+@pytest.mark.parametrize("mode", ["remote", "replica"])
+def test_a_trainer_is_dropped_between_two_updates_and_not_during_one(mode):
+    server = parameter_server("--world_size", 3) if mode == "remote" else one_server("async", 2)
+    dropping = threading.Thread(target=server.scoreboard.drop, args=(2,))
+    with server.lock:  # an update is under way
+        dropping.start()
+        dropping.join(0.1)
+        assert server.scoreboard.living == {1, 2}
+    dropping.join(20)
+    assert server.scoreboard.living == {1}
+
+
 def test_a_late_step_of_a_lost_trainer_is_refused_and_its_gradient_is_gone():
     server = parameter_server("--world_size", 3)
     data, target = batch(1)
@@ -434,23 +502,83 @@ def test_a_late_step_of_a_lost_trainer_is_refused_and_its_gradient_is_gone():
         server.forward(1, data)
 
 
+# ------------------------------------------------------------------------- a trainer that sends too much is refused
+
+
+@pytest.mark.parametrize("consistency, flags", [("sync", ()), ("bounded", ("--max_staleness", 0))])
+def test_a_second_push_before_the_answer_to_the_first_is_refused_and_the_first_counts(consistency, flags):
+    server = one_server(consistency, 2, "--lr", 1, *flags)
+    before = server.weights.clone()
+    first = push(server, 1, 0, 1.0)
+    assert not first.done()
+    with pytest.raises(RuntimeError, match="trainer_1 pushed a gradient before its last push was answered"):
+        push(server, 1, 0, 100.0)
+    push(server, 2, 0, 3.0)
+    torch.testing.assert_close(first.value()[1], before - (2 if consistency == "sync" else 4))
+    assert server.scoreboard.images_applied == [8] and {len(lot) for lot in server.scoreboard.lots.values()} == {499}
+
+
+def test_a_second_part_before_the_first_is_applied_is_refused_and_the_first_counts(monkeypatch):
+    first, second = servers = servers_in_this_process(monkeypatch, 2, "--lr", 1)
+    dealt(first)
+    before = second.weights.clone()
+    answer = push_parts(servers, 2, 0, 1.0)
+    with pytest.raises(RuntimeError, match="trainer_2 sent a part of a push before its last push was applied here"):
+        second.hold(2, gradient_of(100.0, second), 4)  # the other server has not heard of the first one yet
+    torch.testing.assert_close(second.catch_up(*answer.value()[2]), before - 1)
+    second.hold(2, gradient_of(100.0, second), 4)
+
+
+def test_a_push_after_the_last_batch_is_refused():
+    server = one_server("async", 2, batches=2)
+    push(server, 1)
+    with pytest.raises(RuntimeError, match="trainer_1 has done its batches, and sent the work of one more"):
+        push(server, 1)
+    assert server.version == 1 and not server.held
+
+
+def test_a_second_request_for_batches_is_refused():
+    server = one_server("async", 2, batches=2)
+    push(server, 1)
+    first = server.scoreboard.next_lot(1, 2, {})
+    with pytest.raises(RuntimeError, match="trainer_1 asked for a lot of batches before its last request was answered"):
+        server.scoreboard.next_lot(1, 2, {})
+    push(server, 2)
+    server.scoreboard.next_lot(2, 2, {})
+    assert first.done()
+
+
 # ------------------------------------------------------------------------- several servers, one checkpoint
 
 
 class Here:
-    """In place of an RRef: calls go to an object in this process, at once, and are answered with a Future."""
+    """In place of an RRef: calls go to an object in this process, at once.  `sent`: (method, arguments) of each."""
 
     def __init__(self, target):
-        self.target = target
+        self.target, self.sent = target, []
 
     def rpc_async(self, timeout=None):
-        return self
+        """Return an object whose methods answer with a Future."""
+        return Calls(self, wait=False)
+
+    def rpc_sync(self, timeout=None):
+        """Return an object whose methods wait for the answer."""
+        return Calls(self, wait=True)
+
+
+class Calls:
+    def __init__(self, here, wait):
+        self.here, self.wait = here, wait
 
     def __getattr__(self, name):
         def call(*args):
-            future = torch.futures.Future()
-            future.set_result(getattr(self.target, name)(*args))
-            return future
+            self.here.sent.append((name, args))
+            answer = getattr(self.here.target, name)(*args)
+            if not isinstance(answer, torch.futures.Future):  # as those of @rpc.functions.async_execution are
+                future = torch.futures.Future()
+                future.set_result(answer)
+                answer = future
+            return answer.wait() if self.wait else answer
 
         return call
 
@@ -460,7 +588,8 @@ def servers_in_this_process(monkeypatch, count, *flags):
     args = arguments("--mode", "replica", "--num_servers", count, "--world_size", count + 2, *flags)
     servers = [replica_server.FirstServer(args, torch.device("cpu"))]
     servers += [replica_server.RangeServer(index, args, torch.device("cpu")) for index in range(1, count)]
-    monkeypatch.setattr(replica_server, "server_rref", lambda index: Here(servers[index]))
+    references = [Here(server) for server in servers]
+    monkeypatch.setattr(replica_server, "server_rref", references.__getitem__)
     return servers
 
 
@@ -513,23 +642,21 @@ def test_a_checkpoint_holds_all_servers_after_the_same_update(tmp_path, monkeypa
     first, second = servers = servers_in_this_process(monkeypatch, 2, *flags)
     dealt(first)
     before = torch.cat([server.weights for server in servers])
-    plain = first.scoreboard.save
-    first.scoreboard.save = lambda *_: None  # it is slow, and others go on meanwhile
+    disk_is_slow = threading.Event()
+    first.scoreboard.writer.submit(disk_is_slow.wait)  # and others go on meanwhile
     rounds = 1 if consistency == "async" else 2
     for round_ in range(rounds):
         for trainer in (2, 3):
             push_parts(servers, trainer, round_, 1.0)
         second.catch_up(0, first.log.copy())
-    books = first.scoreboard._books()
-    state = first.joined()
-    if consistency == "async":
-        second.catch_up(*push_parts(servers, 2, 2, 5.0).value()[2])  # the next one
-        state = first.joined()
-    plain(books, state)
-    state = torch.load(tmp_path / "c.pt", weights_only=True)["state"]
+    for trainer in (2, 3):
+        push_parts(servers, trainer, rounds, 5.0)
+    second.catch_up(0, first.log.copy())
+    disk_is_slow.set()
+    state = wait_for_checkpoint(first)
     assert state["books"]["updates"] == 2 and state["books"]["left"] == list(range(2 * rounds, 1000))
     torch.testing.assert_close(flat(state), before - 2)
-    assert first.start == first.version and not first.log
+    assert first.start == first.version and not first.log and not first.captured and not second.captured
 
 
 @pytest.mark.parametrize("servers, trainers", [(1, 2), (3, 1), (2, 3)])
@@ -539,7 +666,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_servers_and_trainers(tmp_pa
     dealt(before[0])
     for trainer in (2, 3):
         push_parts(before, trainer, 0, 1.0)
-    state = torch.load(tmp_path / "c.pt", weights_only=True)["state"]
+    state = wait_for_checkpoint(before[0])
     more = (*sync, "--resume", "--world_size", servers + trainers)
     resumed = dealt(servers_in_this_process(monkeypatch, servers, *more)[0])
     again = resumed.capture()

@@ -131,7 +131,7 @@ def test_the_flag_of_the_worked_diff_works(tmp_path):
     done = run_script(main, "--hidden", 32, *flags)
     assert (done.returncode, done.stderr) == (0, "")
     done = run_script(main, "--hidden", 16, *flags, "--resume")
-    assert done.returncode == 1 and "the checkpoint was not made with --hidden 16" in done.stderr
+    assert done.returncode == 1 and "was made with --hidden 32, and this run has 16" in done.stderr
     done = run_script(main, "--hidden", 0)
     assert done.returncode == 2 and "--hidden" in done.stderr
     done = run_script(main.with_name("play.py"), saved, "--episodes", 1)

@@ -129,6 +129,39 @@ def test_with_one_observer_every_mode_is_the_single_process_loop(make_agent, mod
         torch.testing.assert_close(agent.policy.state_dict()[name], expected, rtol=0, atol=1e-5)
 
 
+class Endless(gym.Env):
+    """Its episodes have no end of their own, and each step earns its number."""
+
+    observation_space, action_space = gym.spaces.Box(0, 100, (3,)), gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return np.zeros(3, dtype=np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        return np.full(3, self.steps, dtype=np.float32), float(self.steps), False, False, {}
+
+
+@pytest.fixture
+def endless():
+    """The id of an environment that a time limit of 7 steps ends."""
+    gym.register("Endless-v0", Endless, max_episode_steps=7)
+    yield "Endless-v0"
+    gym.registry.pop("Endless-v0")
+
+
+@pytest.mark.parametrize("mode", agent_module.MODES)
+def test_a_time_limit_ends_an_episode_in_every_mode(make_agent, endless, mode):
+    """And every mode files the same: each state that was acted on, and each action's reward, the last one's too."""
+    agent = make_agent(1, env_id=endless)
+    agent_module.MODES[mode](agent)
+    (trajectory,) = agent.trajectories.values()
+    assert trajectory.rewards == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert [state[0] for state in trajectory.states] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert len(trajectory.actions) == 7
+
+
 def test_the_first_failure_ends_the_episode_while_others_still_play(make_agent):
     """Tutorial: futures are waited for in rank order, so an error is heard when all of lower rank have ended."""
     agent, over, ended = make_agent(3), threading.Event(), []
@@ -180,10 +213,26 @@ def test_weights_are_copied_before_they_are_sent(make_agent):
 
 def test_old_episodes_are_learned_from_by_the_clipped_surrogate():
     """At a ratio of 1 its gradient is REINFORCE's; where the policy has moved far enough already, there is none."""
-    ratio = torch.tensor([1.0, 1.3, 0.7, 1.3, 0.7], dtype=torch.float64, requires_grad=True)
-    returns = torch.tensor([2.0, 2.0, -2.0, -2.0, 2.0], dtype=torch.float64)
+    ratio = torch.tensor([1.0, 1.3, 0.7, 1.3, 0.7, 1.19, 0.81], dtype=torch.float64, requires_grad=True)
+    returns = torch.tensor([2.0, 2.0, -2.0, -2.0, 2.0, 2.0, -2.0], dtype=torch.float64)
     learner_module.surrogate(ratio, returns).sum().backward()
-    assert ratio.grad.tolist() == [2.0, 0.0, 0.0, -2.0, 2.0]
+    assert ratio.grad.tolist() == [2.0, 0.0, 0.0, -2.0, 2.0, 2.0, -2.0]
+
+
+def test_the_ratio_of_an_old_episode_is_the_probability_now_to_the_one_then(make_agent):
+    """The better half of the actions has become 1.1 times as probable; all else as REINFORCE's loss is written."""
+    agent = make_agent(1)
+    trajectory = new_trajectory(agent, 1)
+    states = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    masks = torch.as_tensor(trajectory.noise.masks(4))
+    now = agent.policy(torch.as_tensor(states).double(), masks)[:, 0].tolist()
+    then = [now[0] / 1.1, now[1] / 1.1, now[2], now[3]]
+    trajectory.fill((states, [0] * 4, [1.0] * 4, then))
+    trajectory.staleness = 1
+    returns = np.array(learner_module.discounted([1.0] * 4, agent.learner.gamma))  # the first two are the higher ones
+    returns = (returns - returns.mean()) / returns.std(ddof=1)
+    expected = -(1.1 * returns[:2].sum() + returns[2:].sum())
+    assert agent.learner.policy_loss([trajectory]).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_only_stale_episodes_are_clipped(make_agent):
@@ -323,6 +372,40 @@ def test_batched_answers_when_all_who_play_are_in_and_not_before(make_agent):
     assert [len(t.rewards) for t in agent.trajectories.values()] == [4, 2, 1]
 
 
+class Guarded(dict):
+    """The table of a batch: entries come and go under the lock only."""
+
+    def __init__(self, lock):
+        super().__init__()
+        self.lock = lock
+
+    def __setitem__(self, *entry):
+        assert self.lock.locked()
+        super().__setitem__(*entry)
+
+    def pop(self, *key):
+        assert self.lock.locked()
+        return super().pop(*key)
+
+
+@pytest.mark.parametrize("leave", ["leave_batch", "forget"])
+def test_the_table_of_a_batch_is_touched_under_its_lock(make_agent, leave):
+    """Two calls that found it complete at once would both answer it."""
+    agent, state = make_agent(3), np.zeros(4, dtype=np.float32)
+    agent.waiting = Guarded(agent.batch_lock)
+    take = agent._take_full_batch
+
+    def take_under_lock():
+        assert agent.batch_lock.locked()
+        return take()
+
+    agent._take_full_batch = take_under_lock
+    answers = [agent.select_action_batched(ob_id, None, state) for ob_id in (1, 2)]
+    arguments = {"leave_batch": (3, 1.0), "forget": (3,)}[leave]
+    getattr(agent, leave)(*arguments)
+    assert all(answer.done() for answer in answers)
+
+
 # ---- policy and noise ------------------------------------------------------------------------------------------------
 
 
@@ -437,9 +520,13 @@ class OffsetCorridor(gym.Env):
         return np.array([self.at], dtype=np.float32), 1.0, self.at >= 5, False, {}
 
 
-def test_actions_that_do_not_start_at_zero_and_episodes_that_never_end():
+def test_actions_that_do_not_start_at_zero_and_episodes_that_never_end(make_agent):
     gym.register("OffsetCorridor-v0", OffsetCorridor)
     try:
+        player = make_agent(1, env_id="OffsetCorridor-v0").ob_rrefs[1].value
+        player._reset(1)
+        state, reward, done = player._step(1)  # to the right: the environment's own number for it is 4
+        assert (state.tolist(), reward, done) == ([1.0], 1.0, False)
         env = environment.make_env("OffsetCorridor-v0")
         assert environment.reward_threshold(env) == float("inf")
         assert environment.reward_threshold(env, 3.5) == 3.5
@@ -449,11 +536,42 @@ def test_actions_that_do_not_start_at_zero_and_episodes_that_never_end():
         gym.registry.pop("OffsetCorridor-v0")
 
 
-def test_checkpoint_of_another_environment_is_refused():
+def test_the_greedy_evaluation_plays_another_episode_each_time(monkeypatch):
+    """The same start over and over would be one episode's reward, told as the mean of many."""
+    seeds, policy = [], policy_module.Policy()
+
+    def play_episode(env, choose_action, seed):
+        seeds.append(seed)
+        return float(len(seeds))
+
+    monkeypatch.setattr(environment, "play_episode", play_episode)
+    assert environment.play_greedily(policy, "CartPole-v1", 5, seed=1) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert environment.play_greedily(policy, "CartPole-v1", 5, seed=2)[0] == 6.0
+    assert len(set(seeds)) == 10
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--seed", "2"), ("--env_id", "Acrobot-v1")])
+def test_a_checkpoint_of_another_seed_or_environment_is_refused(make_agent, monkeypatch, tmp_path, flag, value):
+    """The rest of the run would have been played with other random numbers, or with a policy that does not fit."""
+    make_agent(1)  # for the names that it replaces
+    monkeypatch.setattr(main_module, "worker_name", lambda rank, args: str(rank))
+    file = tmp_path / "agent.pt"
+    job = SimpleNamespace(device=torch.device("cpu"), on_lost=lambda first, callback: None, lost={})
+
+    def run(*flags):
+        flags = ("--max_episodes", "1", "--eval_episodes", "0", "--checkpoint", str(file), *flags)
+        main_module.run_agent(main_module.parse_args(flags), job)
+
+    run()
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match=f"was made with {flag} .*, and this run has {value}: ") as refused:
+        run("--resume", flag, value)
+    assert "\n" not in str(refused.value) and file.read_bytes() == before
+
+
+def test_a_learner_goes_on_from_another_ones_state():
     first = learner_module.Learner()
     first.episodes = 7
-    with pytest.raises(ValueError, match="CartPole-v1"):
-        learner_module.Learner("Acrobot-v1").load_state_dict(first.state_dict())
     again = learner_module.Learner()
     again.load_state_dict(first.state_dict())
     assert again.episodes == 7

@@ -6,6 +6,7 @@ import signal
 
 import numpy as np
 import pytest
+import torch
 
 from helpers import ROOT, load_module
 from jobs import Job
@@ -68,10 +69,15 @@ def test_late_calls_of_a_dropped_observer_are_refused(make_agent):
     for call in calls:
         with pytest.raises((KeyError, RuntimeError), match="2"):
             call()
-    # And a whole episode, in `rollout` and `async`: its future ends, and nobody takes it.
+    # And a whole episode, in `rollout` and `async`, well played or failed: its future ends, and nobody takes it.
     agent.under_way = {1}
-    agent.ended.put((2, None))
-    agent.wait_for_one(lambda *_: pytest.fail("an episode of a dropped observer was filed"))
+    agent.lose = lambda *_: pytest.fail("an observer that had been dropped was lost once more")
+    played, failed = torch.futures.Future(), torch.futures.Future()
+    played.set_result(([], [], [], []))
+    failed.set_exception(ValueError("it woke up, and its next call was refused"))
+    for future in (played, failed):
+        agent.ended.put((2, future))
+        agent.wait_for_one(lambda *_: pytest.fail("an episode of a dropped observer was filed"))
     assert set(agent.trajectories) == {1} and agent.under_way == {1}
 
 

@@ -1,6 +1,7 @@
 """rl_rpc with the agent's policy on the pretend device: every mode, checkpoint, resume and evaluation; and a mistake.
 
-main.run_agent in this process, with the observers of test_agent.py, which are reached through a pickler.
+main.run_agent in this process, with the observers of test_agent.py, which are reached through a pickler; and once as a
+job of several processes.
 """
 
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import pretend_device
-from helpers import ROOT, load_module
+from helpers import ROOT, load_module, run_on_pretend_device
 
 test_agent = load_module(ROOT / "tests" / "rl_rpc" / "test_agent.py")
 agent, main = test_agent.agent_module, test_agent.main_module
@@ -47,6 +48,16 @@ def test_every_mode_plays_and_learns_what_it_does_on_the_cpu(run_agent, mode, ca
     figures = test_agent.equivalence.EPISODE_LINE
     assert figures.findall(again) == figures.findall(said) and len(figures.findall(said)) == EPISODES
     assert again.splitlines()[-1] == said.splitlines()[-1] and "Greedy policy over 2 episodes" in said
+
+
+def test_a_job_on_the_device_equals_one_process_on_the_cpu():
+    """Over RPC.  Only the agent uses the device."""
+    flags = ("--mode", "rollout", "--world_size", 3, "--max_episodes", 5, "--eval_episodes", 0, "--log_interval", 1)
+    done = run_on_pretend_device("rl_rpc", *flags)
+    assert (done.returncode, done.stderr) == (0, "") and "devices: pretend:0 cpu cpu\n" in done.stdout
+    rewards = [float(reward) for _, reward, _ in test_agent.equivalence.EPISODE_LINE.findall(done.stdout)]
+    expected, _ = test_agent.equivalence.single_process_reinforce(seed=1, episodes=5, observers=2)
+    assert rewards == expected
 
 
 def test_the_policy_is_on_the_device_while_it_plays(run_agent, monkeypatch):

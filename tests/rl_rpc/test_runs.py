@@ -72,7 +72,7 @@ def test_gif_or_one_line_that_says_what_is_missing(tmp_path):
     with package_on_path("rl_rpc"):
         from glue import checkpoint
         from learner import Learner
-    checkpoint.save(policy, "rl_rpc", Learner().state_dict())
+    checkpoint.save(policy, "rl_rpc", {"env_id": "CartPole-v1"}, Learner().state_dict())
     screen = {"XDG_RUNTIME_DIR": "", "DISPLAY": "", "WAYLAND_DISPLAY": ""}  # none here
     played = run_script("rl_rpc/play.py", policy, "--episodes", 1, "--gif", gif, env=screen)
     try:

@@ -64,22 +64,25 @@ def one_process(optimizer="sgd", lr=5.0, clip=0.05, dropout=0.0, seed=1):
     """Plain PyTorch, nothing remote; returns (losses, parameters by name)."""
     own = {part: seeds.seed_for(seed, part) for part in ("table", "decoder", "rnn")}
     torch.manual_seed(own["rnn"])
-    rnn = nn.LSTM(E, H, LAYERS, dropout=dropout)
+    assert LAYERS == 2
+    rnn = nn.ModuleDict({"layers": nn.ModuleList([nn.LSTM(E, H), nn.LSTM(H, H)])})
     table, decoder = nn.Embedding(V, E), nn.Linear(H, V)
     for part, weight in (("table", table.weight), ("decoder", decoder.weight)):
         nn.init.uniform_(weight, -0.1, 0.1, torch.Generator().manual_seed(own[part]))
     nn.init.zeros_(decoder.bias)
     after_table = remote_layers.KeyedDropout(dropout, own["table"])
+    between_layers = remote_layers.KeyedDropout(dropout, seeds.seed_for(own["rnn"], 1))
     before_decoder = remote_layers.KeyedDropout(dropout, own["decoder"])
     parameters = [*table.parameters(), *rnn.parameters(), *decoder.parameters()]
     opt = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer](parameters, lr=lr)
 
     text = corpus.generated_corpus(V, 626, seed)
-    hidden, losses = (torch.zeros(LAYERS, B, H), torch.zeros(LAYERS, B, H)), []
+    zeros = torch.zeros(1, B, H)
+    hidden, losses = [(zeros, zeros), (zeros, zeros)], []  # of each layer
     for step, (data_TB, target_TB) in enumerate(corpus.get_next_batch(corpus.streams(text.train, B), T)):
-        torch.manual_seed(seeds.seed_for(seed, "dropout", step))
-        hidden = tuple(state.detach() for state in hidden)
-        output, hidden = rnn(after_table(table(data_TB), step), hidden)
+        hidden = [(h.detach(), c.detach()) for h, c in hidden]
+        output, hidden[0] = rnn["layers"][0](after_table(table(data_TB), step), hidden[0])
+        output, hidden[1] = rnn["layers"][1](between_layers(output, step), hidden[1])
         logits_TBV = decoder(before_decoder(output, step))
         loss = F.cross_entropy(logits_TBV.flatten(0, 1), target_TB.flatten())
         opt.zero_grad()
@@ -147,12 +150,15 @@ def test_the_global_norm_is_what_clips():
     assert clipped[0][0] == pytest.approx(math.log(V), abs=0.1)  # an untrained model gives each word the same chance
 
 
-@pytest.mark.parametrize("mode", ["logits", "loss"])
-def test_dropout_and_adam_equal_one_process(tmp_path, mode):
-    """Dropout masks are keyed, so even a run with dropout repeats exactly, on any worker."""
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_dropout_and_adam_equal_one_process(tmp_path, mode, world_size):
+    """Dropout masks are keyed, so even a run with dropout repeats exactly, on any worker, in parts of a batch too."""
     adam = {"optimizer": "adam", "lr": 0.01, "clip": 0.1, "dropout": 0.3}
     flags = [word for flag, value in adam.items() for word in (f"--{flag}", value)]
-    assert_equal(distributed(tmp_path, "--mode", mode, *flags), one_process(**adam), tolerance=1e-6)
+    found = distributed(tmp_path, "--mode", mode, "--world_size", world_size, *flags)
+    assert_equal(found, one_process(**adam), tolerance=1e-6)
+    assert abs(found[0][-1] - one_process(**{**adam, "dropout": 0.0})[0][-1]) > 1e-3  # so the masks do count
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -185,10 +191,12 @@ def assert_same(one, other, tolerance):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--hidden_dim", 9), "--hidden_dim 8, not 9"),
-        (("--vocabulary", 51), "another vocabulary"),
-        (("--world_size", 3), "--world_size 2, not 3"),
-        (("--optimizer", "adam"), "--optimizer sgd, not adam"),
+        (("--hidden_dim", 9), "--hidden_dim 8, and this run has 9"),
+        (("--vocabulary", 51), "made with text [0-9a-f]{16}, and this run has [0-9a-f]{16}"),
+        (("--corpus_tokens", 2_100), "made with text [0-9a-f]{16}, and this run has [0-9a-f]{16}"),
+        (("--world_size", 3), "--world_size 2, and this run has 3"),
+        (("--optimizer", "adam"), "--optimizer sgd, and this run has adam"),
+        (("--seed", 2), "--seed 1, and this run has 2"),
     ],
 )
 def test_foreign_checkpoints_are_refused(tmp_path_factory, flags, words):

@@ -107,19 +107,51 @@ def test_switching_the_mode_sends_no_parameters():
 
 def test_dropout_masks_depend_on_their_key_only():
     """Difference 11: not on what other threads have drawn meanwhile, as nn.Dropout's do."""
-    x = torch.ones(40, 50, requires_grad=True)
+    x = torch.ones(20, 5, 20, requires_grad=True)
     keyed, plain = remote_layers.KeyedDropout(0.4, seed=3), nn.Dropout(0.4)
     torch.manual_seed(1)
-    first, plain_first = keyed(x, (7, 0)), plain(x)
+    first, plain_first = keyed(x, 7), plain(x)
     torch.manual_seed(1)
     torch.rand(1)  # another RPC thread's draw
-    assert torch.equal(keyed(x, (7, 0)), first) and not torch.equal(plain(x), plain_first)
-    assert not torch.equal(keyed(x, (7, 1)), first)
+    assert torch.equal(keyed(x, 7), first) and not torch.equal(plain(x), plain_first)
+    assert not torch.equal(keyed(x, 8), first)
+    assert not torch.equal(remote_layers.KeyedDropout(0.4, seed=4)(x, 7), first)
+    for start in range(5):  # a part of the batch gets its part of the mask
+        assert torch.equal(keyed(x[:, start : start + 2], 7, start), first[:, start : start + 2])
     assert first.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
     assert (first == 0).float().mean().item() == pytest.approx(0.4, abs=0.05)
     assert keyed(x.to("meta"), 7).shape == x.shape  # drawn on the CPU: another device needs no generator of its own
     first.sum().backward()
     assert torch.equal(x.grad, first.detach())
+
+
+def test_the_lstm_is_torchs_own_layer_by_layer():
+    """From the same seed it has the same parameters, and without dropout it computes the same, gradients included."""
+    keyed = model.KeyedLSTM(E, H, 3, dropout=0.5, seed=5).eval()
+    torch.manual_seed(5)
+    plain = nn.LSTM(E, H, 3)
+    generator = torch.Generator().manual_seed(1)
+    x_TBE = torch.randn(T, B, E, generator=generator)
+    hidden = torch.randn(3, B, H, generator=generator), torch.randn(3, B, H, generator=generator)
+    results = {}
+    for lstm in (plain, keyed):
+        output_TBH, (h_LBH, c_LBH) = lstm(x_TBE, hidden)
+        (output_TBH.square().sum() + h_LBH.sum() + c_LBH.square().sum()).backward()
+        parameters = list(lstm.parameters())
+        results[lstm] = [output_TBH, h_LBH, c_LBH, *parameters, *(parameter.grad for parameter in parameters)]
+    for one, other in zip(results[plain], results[keyed], strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_is_between_the_lstms_layers_only_and_another_one_at_each():
+    keyed = model.KeyedLSTM(E, H, 3, dropout=0.5, seed=5)
+    x_TBE, hidden = torch.ones(T, B, E), (torch.zeros(3, B, H), torch.zeros(3, B, H))
+    seen = []
+    for drop in keyed.drops:
+        drop.register_forward_hook(lambda drop, inputs, output: seen.append(output / inputs[0]))
+    keyed(x_TBE, hidden, 7)
+    assert len(seen) == 2 and not torch.equal(seen[0], seen[1])
+    assert all(set(mask.unique().tolist()) == {0.0, 2.0} for mask in seen)
 
 
 def test_a_servers_device_is_its_own(monkeypatch):
@@ -176,6 +208,40 @@ def test_annealing_divides_the_learning_rate_by_four():
         trainer.anneal(heldout)
         groups = trainer.owners["trainer"].local_value().optim.param_groups
         assert trainer.lr == lr and [group["lr"] for group in groups] == [lr]
+
+
+def test_an_annealed_learning_rate_goes_on_after_a_resume():
+    """On every owner; and with it the perplexity that the next one is compared with."""
+    annealed = new_trainer(lr=8.0)
+    annealed.anneal(5.0)
+    annealed.anneal(6.0)
+    resumed = new_trainer(lr=8.0)
+    resumed.load_state(annealed.state())
+    groups = resumed.owners["trainer"].local_value().optim.param_groups
+    assert resumed.lr == 2.0 and [group["lr"] for group in groups] == [2.0]
+    assert (resumed.heldout, resumed.best) == (6.0, 5.0)
+    resumed.anneal(5.5)  # not the lowest so far
+    assert resumed.lr == 0.5
+
+
+def test_an_evaluation_is_without_dropout_on_every_worker():
+    """Right after training too; and the hidden state goes on from batch to batch."""
+    trained = [trainer.Trainer(new_model(dropout), "loss", "sgd", 0.1, 0.0, seed=1) for dropout in (0.5, 0.0)]
+    losses = []
+    for each in trained:
+        each.model.train()
+        losses.append(each.evaluate([batch(), batch()], B))
+    assert losses[0] == losses[1]
+    data_TB, target_TB = batch()
+    with torch.no_grad():
+        model = trained[1].model
+        first, hidden = model.loss_here(data_TB, target_TB, model.init_hidden(B))
+        second, _ = model.loss_here(data_TB, target_TB, hidden)  # the second batch goes on where the first ended
+    assert losses[1] == pytest.approx((first.item() + second.item()) / (2 * T * B), rel=1e-6)
+
+
+def test_the_mean_loss_is_per_token_and_not_per_batch():
+    assert trainer.mean_loss([(2.0, 1), (8.0, 8)]) == 10 / 9
 
 
 def test_layers_start_from_seeds_of_their_own():

@@ -1,0 +1,170 @@
+"""PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework".
+
+    python tutorial.py                            # all ranks: 0, 1 trainers; 2 master; 3 server
+    python tutorial.py --world_size 4 --rank 0    # one rank; each other rank in its own terminal
+
+An embedding table lives on the parameter server; the trainers reach it by RPC. A linear layer is
+replicated on the trainers; DistributedDataParallel (DDP) keeps the replicas equal. The master
+creates the table and starts the trainers. single.py does the same job in one process.
+It follows the edition of 2020-12-10. "Row 8" is row 8 of DIFFERENCES.md, which gives the reason.
+Shapes: B bags in a batch, I indices in a batch, D numbers in a row of the table, C classes.
+"""
+
+import argparse
+import logging
+import os
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+import torch.multiprocessing as mp
+from torch.distributed.optim import DistributedOptimizer
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+NUM_EMBEDDINGS = 100
+EMBEDDING_DIM = 16
+NUM_CLASSES = 8
+EPOCHS = 10
+BATCHES = 100  # of each trainer in each epoch (row 19)
+BATCH_BAGS = 32
+LEARNING_RATE = 0.5  # row 11
+# The tutorial's targets are random: nothing to learn. Here an index votes for each class with a
+# fixed weight, and the target of a bag is the class with the most votes (row 8).
+TEACHER = torch.randn(NUM_EMBEDDINGS, NUM_CLASSES, generator=torch.Generator().manual_seed(0))
+
+
+class SGD(torch.optim.SGD):
+    """DistributedOptimizer would replace torch.optim.SGD by a deprecated one (row 20)."""
+
+
+class HybridModel(torch.nn.Module):
+    """A sparse part, the nn.EmbeddingBag on the server, and a dense part, the nn.Linear in DDP."""
+
+    def __init__(self, emb_rref):
+        super().__init__()
+        self.emb_rref = emb_rref
+        # DDP copies trainer 0's weights to every trainer here, and averages gradients in backward.
+        self.fc = DDP(torch.nn.Linear(EMBEDDING_DIM, NUM_CLASSES))
+
+    def forward(self, indices, offsets):
+        """Return the logits [B, C] of bags, given as indices [I] and each bag's offset [B]."""
+        # Trainers do this at once, without a lock: the backward of a lookup does not need the rows,
+        # so another trainer may change them before it.
+        emb_lookup = self.emb_rref.rpc_sync().forward(indices, offsets)  # [B, D]
+        return self.fc(emb_lookup)
+
+
+def _retrieve_embedding_parameters(emb_rref):
+    """Return RRefs to the table's parameters. All trainers call this at once; it only reads."""
+    return [rpc.RRef(param) for param in emb_rref.local_value().parameters()]
+
+
+def get_next_batch(num_bags):
+    """Return a batch of bags of 1 to 10 indices: indices [I], offsets [B], target [B]."""
+    sizes = torch.randint(1, 11, (num_bags,))
+    offsets = sizes.cumsum(dim=0) - sizes
+    indices = torch.randint(NUM_EMBEDDINGS, (int(sizes.sum()),))
+    votes = torch.nn.functional.embedding_bag(indices, TEACHER, offsets, mode="sum")  # [B, C]
+    return indices, offsets, votes.argmax(dim=1)
+
+
+def _run_trainer(emb_rref, rank, seed):
+    """Train; return this trainer's fc as one vector. The master calls it once in each trainer."""
+    torch.manual_seed(1000 * seed + rank + 1)  # every trainer draws other batches (row 10)
+    model = HybridModel(emb_rref)
+    # DistributedOptimizer takes RRefs: to the table's parameters, and to the local ones of fc.
+    model_parameter_rrefs = rpc.rpc_sync("ps", _retrieve_embedding_parameters, args=(emb_rref,))
+    model_parameter_rrefs += [rpc.RRef(param) for param in model.parameters()]
+    opt = DistributedOptimizer(SGD, model_parameter_rrefs, lr=LEARNING_RATE)
+    criterion = torch.nn.CrossEntropyLoss()
+    test_indices, test_offsets, test_target = get_next_batch(2000)  # held out from training
+    for epoch in range(EPOCHS):
+        for _ in range(BATCHES):
+            indices, offsets, target = get_next_batch(BATCH_BAGS)
+            # A context holds one batch's gradients, on the server too, apart from those of other
+            # trainers. The next batch has a new one, so there is no zero_grad().
+            with dist_autograd.context() as context_id:
+                output = model(indices, offsets)
+                loss = criterion(output, target)
+                # DDP averages the gradients of fc over the trainers. The gradient of the table is
+                # each trainer's own, and each trainer makes a full step with it (row 14).
+                dist_autograd.backward(context_id, [loss])
+                opt.step(context_id)
+        # When every trainer has stepped, trainer 0 evaluates. The others cannot step meanwhile,
+        # because their next backward waits for the gradients of trainer 0.
+        dist.barrier()
+        if rank == 0:
+            with torch.no_grad():
+                output = model(test_indices, test_offsets)
+                loss = criterion(output, test_target)
+                accuracy = (output.argmax(dim=1) == test_target).double().mean()
+            result = f"held-out loss {loss:.3f}, accuracy {accuracy:.3f} (chance 0.125, teacher 1)"
+            print(f"Training done for epoch {epoch}: {result}")
+    return torch.nn.utils.parameters_to_vector(model.fc.parameters()).detach()
+
+
+def run_worker(rank, args):
+    """Initialize RPC, play one rank's part, shut down RPC. Silences two harmless notes of torch."""
+    torch.set_num_threads(1)  # the ranks share the cores of one machine
+    warnings.filterwarnings("ignore", message="You are using a Backend")  # init_rpc itself does
+    logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)  # a note on SGD
+    num_trainers = args.world_size - 2
+    if rank == num_trainers:
+        rpc.init_rpc("master", rank=rank, world_size=args.world_size)
+        table_size = (NUM_EMBEDDINGS, EMBEDDING_DIM)
+        emb_rref = rpc.remote("ps", torch.nn.EmbeddingBag, table_size, kwargs={"mode": "sum"})
+        # Run the training loop on the trainers. timeout=0: it may take over a minute (row 3).
+        futs = []
+        for trainer_rank in range(num_trainers):
+            trainer_args = (emb_rref, trainer_rank, args.seed)
+            fut = rpc.rpc_async(f"trainer{trainer_rank}", _run_trainer, trainer_args, timeout=0)
+            futs.append(fut)
+        # Wait for all training to finish, or for the first trainer to fail (row 7).
+        replicas = torch.futures.wait_all(futs)
+        if any(not torch.equal(replica, replicas[0]) for replica in replicas):
+            raise RuntimeError("the trainers' replicas of fc differ")
+        print(f"The replicas of fc are identical. Number of trainers: {num_trainers}")
+    elif rank < num_trainers:
+        # For DDP. RPC can use the same port, as both have their rank 0 in one process (row 5).
+        dist.init_process_group(backend="gloo", rank=rank, world_size=num_trainers)
+        rpc.init_rpc(f"trainer{rank}", rank=rank, world_size=args.world_size)  # awaits RPCs
+    else:
+        torch.manual_seed(args.seed)  # the table's rows are drawn in this process (row 10)
+        rpc.init_rpc("ps", rank=rank, world_size=args.world_size)
+        # The parameter server has no loop: its RPC threads answer the trainers.
+    rpc.shutdown()  # blocks until every rank is done
+    if rank < num_trainers:
+        dist.destroy_process_group()
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--world_size", type=int, default=4, help="trainers, 1 master, 1 server")
+    parser.add_argument("--rank", type=int, help="start only this rank here; without it, all ranks")
+    parser.add_argument("--master_addr", default="localhost", help="address of rank 0's machine")
+    parser.add_argument("--master_port", type=int, default=29500, help="a free port there")
+    parser.add_argument("--seed", type=int, default=1, help="the same on every rank")
+    args = parser.parse_args()
+    if args.world_size < 3:
+        parser.error("--world_size must be 3 or more: 1 trainer, 1 master, 1 parameter server")
+    if args.rank is not None and not 0 <= args.rank < args.world_size:
+        parser.error(f"--rank must be at least 0 and less than --world_size {args.world_size}")
+    return args
+
+
+if __name__ == "__main__":
+    # RPC sends a function by name, __main__._run_trainer: every rank runs this file as __main__.
+    args = parse_args()
+    os.environ["MASTER_ADDR"] = args.master_addr
+    os.environ["MASTER_PORT"] = str(args.master_port)
+    if args.rank is None:
+        mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
+    else:
+        run_worker(args.rank, args)  # one rank in this terminal
+
+# Limits of this file, and where the package has more:
+# - A rank dies: in terminals, other ranks may wait for ever. main.py ends them all (glue/watch.py).
+# - The port is taken: rank 0 fails. main.py without --rank needs no free port (glue/launch.py).
+# - A run cannot be resumed. main.py can: --checkpoint FILE --resume (master.py).

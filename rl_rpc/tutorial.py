@@ -1,0 +1,170 @@
+"""PyTorch's tutorial "Getting started with Distributed RPC Framework", part 1, newer edition.
+
+The agent (rank 0) owns a policy and trains it. Each observer (every other rank) owns a CartPole and
+asks the agent for each action. A "row" below is a numbered point of DIFFERENCES.md: what the
+tutorial does there, and why it is done differently here.
+
+    python tutorial.py --world_size 3            # an agent and two observers, on this machine
+    python tutorial.py --world_size 3 --rank 0   # the agent; ranks 1 and 2 in two other terminals
+"""
+
+import argparse
+import os
+import warnings
+
+import gymnasium as gym
+import torch
+import torch.distributed.rpc as rpc
+import torch.multiprocessing as mp
+
+AGENT_NAME = "agent"
+OBSERVER_NAME = "obs{}"
+warnings.filterwarnings("ignore", "You are using a Backend")  # torch warns of its own rpc.shutdown
+
+
+class Policy(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.affine1 = torch.nn.Linear(4, 128)
+        self.affine2 = torch.nn.Linear(128, 2)
+
+    def forward(self, x, generator):
+        """Return the probabilities (1, 2) of the two actions in a state (1, 4)."""
+        x = self.affine1(x)
+        # nn.Dropout does the same, but cannot be told which generator to draw from (row 9).
+        kept = torch.rand(x.shape, generator=generator) >= 0.6
+        return torch.softmax(self.affine2(torch.relu(x * kept / 0.4)), dim=1)
+
+
+class Observer:
+    def __init__(self, seed):
+        self.id = rpc.get_worker_info().id  # the rank of this process
+        self.env = gym.make("CartPole-v1")
+        self.env.reset(seed=1000 * seed + self.id)  # a seed for each observer (row 7)
+
+    def run_episode(self, agent_rref):
+        """Play one episode. Only the agent calls this, one call at a time: nothing to lock."""
+        state, _ = self.env.reset()  # a numpy array (4,), which is cheaper to send than a tensor
+        for _ in range(10000):
+            # send the state to the agent to get an action, and apply it to the environment
+            action = agent_rref.rpc_sync().select_action(self.id, state)
+            state, reward, terminated, truncated, _ = self.env.step(action)
+            # Report the reward, and wait until that is done: calls that are under way together
+            # run on several threads of the agent, in any order.
+            agent_rref.rpc_sync().report_reward(self.id, reward)
+            if terminated or truncated:  # the pole has fallen, or 500 steps are over (row 1)
+                break
+
+
+class Agent:
+    def __init__(self, world_size, seed):
+        ob_ids = range(1, world_size)
+        self.ob_rrefs = [rpc.remote(OBSERVER_NAME.format(i), Observer, (seed,)) for i in ob_ids]
+        self.agent_rref = rpc.RRef(self)  # a reference to send; the agent itself stays here
+        self.rewards = {ob_id: [] for ob_id in ob_ids}
+        self.saved_log_probs = {ob_id: [] for ob_id in ob_ids}
+        # one each: from a shared one, the order of calls would decide who gets which number (row 9)
+        self.generators = {i: torch.Generator().manual_seed(1000 * seed + i) for i in ob_ids}
+        torch.manual_seed(1000 * seed)
+        self.policy = Policy()
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=1e-2)
+        self.running_reward = 0
+        self.reward_threshold = gym.make("CartPole-v1").spec.reward_threshold
+
+    def select_action(self, ob_id, state):
+        """Return the action (int) for a state (4,). All observers call this at once, without a lock
+        (row 10): each has its own lists and generator, and the policy changes between episodes."""
+        probs = self.policy(torch.from_numpy(state).unsqueeze(0), self.generators[ob_id])
+        # Categorical(probs) does the same, but cannot be told which generator to draw from.
+        action = torch.multinomial(probs, 1, generator=self.generators[ob_id]).item()
+        self.saved_log_probs[ob_id].append(probs[0, action].log())
+        return action
+
+    def report_reward(self, ob_id, reward):
+        """Keep the reward of the last action. All observers call this; no lock, as above."""
+        self.rewards[ob_id].append(reward)
+
+    def run_episode(self):
+        # timeout=0 is none: an episode may take longer than the 60 s of an RPC (row 5)
+        futs = [obs.rpc_async(timeout=0).run_episode(self.agent_rref) for obs in self.ob_rrefs]
+        torch.futures.wait_all(futs)  # until all observers have finished this episode
+
+    def finish_episode(self, gamma):
+        """Train on what all observers did; return the lowest observer's reward. No RPC in here."""
+        min_reward = min(sum(rewards) for rewards in self.rewards.values())
+        self.running_reward = 0.05 * min_reward + (1 - 0.05) * self.running_reward
+        probs, returns = [], []
+        for ob_id in self.rewards:
+            R, ob_returns = 0, []  # no return runs on into the next observer's episode (row 8)
+            for r in self.rewards[ob_id][::-1]:
+                R = r + gamma * R
+                ob_returns.insert(0, R)
+            returns.extend(ob_returns)
+            probs.extend(self.saved_log_probs[ob_id])
+            self.rewards[ob_id] = []
+            self.saved_log_probs[ob_id] = []
+        returns = torch.tensor(returns)
+        if len(returns) > 1:  # the deviation of a single number is NaN (row 14)
+            returns = (returns - returns.mean()) / (returns.std() + 1e-7)
+        policy_loss = (-torch.stack(probs) * returns).sum()
+        self.optimizer.zero_grad()
+        policy_loss.backward()
+        self.optimizer.step()
+        return min_reward
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--world_size", type=int, default=2, help="the agent and its observers")
+    parser.add_argument("--rank", type=int, help="run only this rank; else all of them, here")
+    parser.add_argument("--master_addr", default="localhost", help="where rank 0 runs")
+    parser.add_argument("--master_port", type=int, default=29500, help="a free port there")
+    parser.add_argument("--max_episodes", type=int, default=2000, help="stop after these (row 6)")
+    parser.add_argument("--log_interval", type=int, default=10, help="episodes between two logs")
+    parser.add_argument("--gamma", type=float, default=0.99, help="value of future rewards")
+    parser.add_argument("--seed", type=int, default=1, help="random seed for reproducibility")
+    args = parser.parse_args()
+    if args.world_size < 2 or not 0 <= (args.rank or 0) < args.world_size:
+        parser.error("--world_size is 2 or more: an agent and observers; --rank is less than that")
+    if args.max_episodes < 1 or args.log_interval < 1:
+        parser.error("--max_episodes and --log_interval are 1 or more")
+    return args
+
+
+def run_worker(rank, args):
+    """Run one rank. Sets nothing global but the number of torch's threads in this process."""
+    torch.set_num_threads(1)  # the cores are shared by as many processes as there are ranks
+    name = AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
+    rpc.init_rpc(name, rank=rank, world_size=args.world_size)
+    if rank == 0:
+        agent = Agent(args.world_size, args.seed)
+        threshold = agent.reward_threshold
+        print(f"This will run until reward threshold of {threshold} is reached. Ctrl+C to exit.")
+        for i_episode in range(1, args.max_episodes + 1):
+            agent.run_episode()
+            last = agent.finish_episode(args.gamma)
+            mean = agent.running_reward
+            if i_episode % args.log_interval == 0:
+                print(f"Episode {i_episode}\tLast reward: {last:.2f}\tAverage reward: {mean:.2f}")
+            if mean > threshold:
+                print(f"Solved! Running reward is now {mean}!")
+                break
+        if agent.running_reward <= threshold:
+            print(f"Not solved after {args.max_episodes} episodes.")
+    # Block until all RPCs have finished: observers passively wait here for the agent's commands.
+    rpc.shutdown()
+
+
+# RPC sends Observer by name, and finds it because every rank runs this file as its main program.
+if __name__ == "__main__":
+    args = parse_args()
+    os.environ["MASTER_ADDR"] = args.master_addr
+    os.environ["MASTER_PORT"] = str(args.master_port)
+    if args.rank is None:
+        mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
+    else:
+        run_worker(args.rank, args)  # one rank in this terminal
+
+# The limits. When a rank dies, the others end if they were spawned, and hang if in terminals. A
+# taken port ends the run. Nothing is saved to resume from. main.py: glue/watch.py, glue/meeting.py
+# and glue/checkpoint.py. Each step is two round trips: agent.py has modes with fewer.

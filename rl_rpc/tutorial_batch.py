@@ -1,0 +1,187 @@
+"""PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions", CartPole.
+
+The agent (rank 0) answers all observers (the other ranks) from one forward pass, as soon as the
+last of them has asked. A "row" is a point of DIFFERENCES.md. The mode `batched` of agent.py goes
+further: there observers may end their episodes at different times.
+
+    python tutorial_batch.py --plot times.png            # 1 to 4 observers, one number at a time
+    python tutorial_batch.py --world_size 3 --rank 0     # 2 observers: ranks 1 and 2, elsewhere
+"""
+
+import argparse
+import os
+import threading
+import time
+import warnings
+
+import gymnasium as gym
+import torch
+import torch.distributed.rpc as rpc
+import torch.multiprocessing as mp
+from torch.distributions import Categorical
+
+NUM_STEPS = 500  # T; and N below is the number of observers
+AGENT_NAME = "agent"
+OBSERVER_NAME = "observer{}"
+warnings.filterwarnings("ignore", "You are using a Backend")  # torch warns of its own rpc.shutdown
+
+
+class Policy(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.affine1 = torch.nn.Linear(4, 128)
+        self.dropout = torch.nn.Dropout(p=0.6)
+        self.affine2 = torch.nn.Linear(128, 2)
+
+    def forward(self, x):
+        """Return the probabilities (N, 2) of the two actions in the states x (N, 4)."""
+        x = torch.relu(self.dropout(self.affine1(x)))
+        return torch.softmax(self.affine2(x), dim=1)
+
+
+class Observer:
+    def __init__(self, seed):
+        self.id = rpc.get_worker_info().id - 1  # observers count from 0, as the rows of a batch do
+        self.env = gym.make("CartPole-v1")
+        self.env.reset(seed=1000 * seed + self.id)  # a seed for each observer (row 7)
+
+    def run_episode(self, agent_rref, batch, gamma):
+        """Take NUM_STEPS steps; begin again where an episode ends before, so that each batch has a
+        state of each observer. Only the agent calls this, one call at a time: nothing to lock."""
+        agent = agent_rref.rpc_sync()
+        select_action = agent.select_action_batch if batch else agent.select_action
+        state, _ = self.env.reset()
+        rewards = []
+        start_step = 0
+        for step in range(NUM_STEPS):
+            action = select_action(self.id, torch.from_numpy(state))
+            state, reward, terminated, truncated, _ = self.env.step(action)
+            rewards.append(reward)
+            if terminated or truncated or step + 1 == NUM_STEPS:
+                for i in range(step, start_step, -1):  # make each reward the return of its step
+                    rewards[i - 1] += gamma * rewards[i]
+                start_step = step + 1
+                state, _ = self.env.reset()
+        return rewards
+
+
+class Agent:
+    def __init__(self, world_size, batch, seed):
+        names = [OBSERVER_NAME.format(rank) for rank in range(1, world_size)]
+        self.ob_rrefs = [rpc.remote(name, Observer, args=(seed,)) for name in names]
+        self.agent_rref = rpc.RRef(self)  # a reference to send; the agent itself stays here
+        self.batch = batch
+        torch.manual_seed(seed)
+        self.policy = Policy()
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=1e-2)
+        self.running_reward = 0
+        self.lock = threading.Lock()  # guards the next two, which all observers' calls share
+        self.states = {}
+        self.future_actions = torch.futures.Future()
+
+    def select_action(self, ob_id, state):
+        """Without batching: return the action (int) for a state (4,). All observers call this at
+        once, without a lock: each has its own list, and the policy changes between episodes."""
+        m = Categorical(self.policy(state.unsqueeze(0)))
+        action = m.sample()  # (1,)
+        self.saved_log_probs[ob_id].append(m.log_prob(action))
+        return action.item()
+
+    @rpc.functions.async_execution
+    def select_action_batch(self, ob_id, state):
+        """With batching: return a Future of the action (int) for a state (4,). All observers call
+        this at once. No thread waits: the answer is sent when its Future has a value."""
+        with self.lock:  # one call finds its batch complete, and nothing waits for an RPC in here
+            future_action = self.future_actions.then(lambda actions: actions.wait()[ob_id])
+            self.states[ob_id] = state
+            if len(self.states) == len(self.ob_rrefs):
+                states, self.states = self.states, {}
+                future_actions, self.future_actions = self.future_actions, torch.futures.Future()
+                try:
+                    # A new tensor (N, 4): autograd needs it until the backward pass (row 22).
+                    m = Categorical(self.policy(torch.stack([states[i] for i in sorted(states)])))
+                    actions = m.sample()  # (N,)
+                    self.saved_log_probs.append(m.log_prob(actions))
+                    future_actions.set_result(actions.tolist())
+                except Exception as error:  # or nobody would ever answer the others (row 24)
+                    future_actions.set_exception(error)
+        return future_action
+
+    def run_episode(self, gamma):
+        """Let all observers take NUM_STEPS steps, then train on them; return the average reward."""
+        self.saved_log_probs = [] if self.batch else [[] for _ in self.ob_rrefs]
+        # timeout=0 is none: an episode may take longer than the 60 s of an RPC (row 5)
+        observers = [ob_rref.rpc_async(timeout=0) for ob_rref in self.ob_rrefs]
+        futs = [ob.run_episode(self.agent_rref, self.batch, gamma) for ob in observers]
+        rewards = torch.tensor(torch.futures.wait_all(futs))  # (N, T)
+        if self.batch:
+            probs = torch.stack(self.saved_log_probs, dim=1)  # (N, T)
+        else:  # (N, T) as well; the page multiplies (N, T, 1) by (T, N) here (row 23)
+            probs = torch.stack([torch.cat(saved) for saved in self.saved_log_probs])
+        policy_loss = -probs * rewards / len(futs)
+        policy_loss.sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        ep_reward = rewards[:, 0].mean().item()  # what followed the first step
+        self.running_reward = 0.5 * ep_reward + 0.5 * self.running_reward
+        return ep_reward
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--world_size", type=int, default=5, help="without --rank: from 2 to this")
+    parser.add_argument("--rank", type=int, help="run only this rank of one job")
+    parser.add_argument("--master_addr", default="localhost", help="where rank 0 runs")
+    parser.add_argument("--master_port", type=int, default=29500, help="a free port there")
+    parser.add_argument("--num_episode", type=int, default=10, help="number of timed episodes")
+    parser.add_argument("--gamma", type=float, default=1.0, help="discount factor")
+    parser.add_argument("--seed", type=int, default=1, help="random seed")
+    parser.add_argument("--plot", help="file for a picture of the times, for example times.png")
+    args = parser.parse_args()
+    if args.world_size < 2 or not 0 <= (args.rank or 0) < args.world_size:
+        parser.error("--world_size is 2 or more: an agent and observers; --rank is less than that")
+    return args
+
+
+def run_worker(rank, args, world_size, times):
+    """Run one rank. Sets nothing global but the number of torch's threads in this process."""
+    torch.set_num_threads(1)  # the cores are shared by as many processes as there are ranks
+    name = AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
+    rpc.init_rpc(name, rank=rank, world_size=world_size)
+    if rank == 0:
+        delays = []
+        for batch in [True, False]:
+            agent = Agent(world_size, batch, args.seed)
+            agent.run_episode(args.gamma)  # not timed: the first step of an optimizer loads modules
+            start = time.perf_counter()  # not the start of the processes, as in the page (row 25)
+            for _ in range(args.num_episode):
+                last = agent.run_episode(args.gamma)
+            delays.append(time.perf_counter() - start)
+            mean = agent.running_reward
+            print(f"Last reward: {last:.2f}\tAverage reward: {mean:.2f}\tbatch: {batch}")
+        print(f"{world_size}, {delays[0]}, {delays[1]}")
+        times.put(delays)
+    # Block until all RPCs have finished: observers passively wait here for the agent's commands.
+    rpc.shutdown()
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    os.environ["MASTER_ADDR"] = args.master_addr
+    os.environ["MASTER_PORT"] = str(args.master_port)
+    times = mp.get_context("spawn").SimpleQueue()  # brings the agent's times to this process
+    if args.rank is None:
+        rows = []
+        for world_size in range(2, args.world_size + 1):
+            mp.spawn(run_worker, args=(args, world_size, times), nprocs=world_size)
+            rows.append(times.get())
+        if args.plot:
+            import matplotlib.pyplot as plt
+
+            plt.plot(range(1, args.world_size), rows, label=["with batching", "without"])
+            plt.xlabel("observers")
+            plt.ylabel(f"seconds for {args.num_episode} episodes")
+            plt.legend()
+            plt.savefig(args.plot)
+    else:
+        run_worker(args.rank, args, args.world_size, times)

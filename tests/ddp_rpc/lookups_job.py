@@ -1,0 +1,35 @@
+"""A job for test_sharding.py: main.py with a server that notes of each lookup its bags, and whether it made a graph.
+
+python tests/ddp_rpc/lookups_job.py --num_trainers 1 --batches 5
+"""
+
+import collections
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "ddp_rpc"))
+import embedding_server
+import main
+import master
+from glue import launch
+
+seen = collections.Counter()
+
+
+class RecordingShard(embedding_server.EmbeddingShard):
+    def look_up(self, ids_I, offsets_B):
+        sums_BD = super().look_up(ids_I, offsets_B)
+        seen[len(offsets_B), sums_BD.grad_fn is not None] += 1
+        return sums_BD
+
+
+def run_worker(rank, args, job):
+    master.EmbeddingShard = RecordingShard
+    main.run_worker(rank, args, job)
+    if rank == args.world_size - 1:  # the server
+        for (bags, graph), times in sorted(seen.items()):
+            print(f"{times} lookups of {bags} bags {'with' if graph else 'without'} a graph", flush=True)
+
+
+if __name__ == "__main__":
+    launch.launch(run_worker, main.parse_args(sys.argv[1:]), main.worker_name)

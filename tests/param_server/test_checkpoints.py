@@ -1,0 +1,345 @@
+"""param_server's checkpoints, written and gone on from in this process: at any moment, by any number of servers."""
+
+import itertools
+import re
+import threading
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from helpers import ROOT, load_module
+
+test_server = load_module(ROOT / "tests" / "param_server" / "test_server.py")
+few_test_images = test_server.few_test_images  # a fixture
+checkpoint, scoreboard = test_server.checkpoint, test_server.scoreboard
+remote_server, replica_server = test_server.remote_server, test_server.replica_server
+BATCHES = 12  # of an epoch
+
+
+class SmallNet(nn.Module):
+    """Two layers in place of eight; what a checkpoint does with weights does not depend on how many there are."""
+
+    masks = None
+
+    def __init__(self, num_gpus=0, dropout=False):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(784, 16), nn.Linear(16, 10)
+
+    def forward(self, x):
+        return F.log_softmax(self.fc2(F.relu(self.fc1(x.flatten(1)))), dim=1)
+
+
+@pytest.fixture(autouse=True)
+def small_network(monkeypatch):
+    monkeypatch.setattr(remote_server, "Net", SmallNet)
+    monkeypatch.setattr(replica_server, "Net", SmallNet)
+
+
+class Interrupted(Exception):
+    """In place of a SIGKILL."""
+
+
+class Players:
+    """A job in this process, whose trainers take turns: each batch brings a gradient of the batch's own."""
+
+    def __init__(self, monkeypatch, servers, *flags):
+        if "remote" in flags:
+            self.servers = [remote_server.ParameterServer(test_server.arguments(*flags))]
+        else:
+            self.servers = test_server.servers_in_this_process(monkeypatch, servers, *flags)
+        self.scoreboard = self.servers[0].scoreboard
+        self.remote = "remote" in flags
+        self.pushed, self.version = {}, {}  # trainer -> Future of its last push; the version that it computes on
+
+    def push(self, trainer, batch):
+        if self.remote:
+            server = self.servers[0]
+            server.snapshot_of[trainer] = self.scoreboard.updates, 4
+            for param in server.model.parameters():
+                param.grad = torch.full_like(param, 0.01 * batch)
+            return server.apply_gradients(trainer)
+        if trainer in self.pushed:
+            self.take(trainer, self.pushed.pop(trainer).value())
+        self.pushed[trainer] = test_server.push_parts(self.servers, trainer, self.version[trainer], 0.01 * batch)
+
+    def take(self, trainer, answer):
+        """What a trainer does with the answer to a push or a pull."""
+        self.version[trainer], _, log = answer
+        for other in self.servers[1:]:
+            other.catch_up(*log)
+
+    def play(self, lose=None):
+        """Let the trainers work to the end of the job; one of them is lost, if said so, after its first batch."""
+        while tasks := self.next_lots():
+            turns = max(len(lot) for _, _, lot in tasks.values())
+            for turn in range(turns):
+                working = [trainer for trainer in tasks if trainer in self.scoreboard.living]
+                for trainer in working:
+                    lot = tasks[trainer][2]
+                    if turn < len(lot):
+                        self.push(trainer, lot[turn])
+                if lose in self.scoreboard.living and turn == 0:
+                    self.scoreboard.drop(lose)
+        return self
+
+    def next_lots(self):
+        for trainer in list(self.pushed):
+            self.take(trainer, self.pushed.pop(trainer).value())
+        trainers = sorted(self.scoreboard.living)
+        answers = {}
+        for trainer in trainers:
+            figures = {"rpc_calls_per_step": float(trainer), "wire_bytes_per_step": None}
+            answers[trainer] = self.scoreboard.next_lot(trainer, BATCHES, figures)
+        tasks = {trainer: answer.wait() for trainer, answer in answers.items()}
+        tasks = {trainer: task for trainer, task in tasks.items() if task}
+        for trainer in [] if self.remote else tasks:
+            self.take(trainer, self.servers[0].pull(self.version.get(trainer, 0)))
+        return tasks
+
+
+def flags_of(mode, path, *more):
+    consistency = () if mode == "remote" else ("--consistency", mode)
+    flags = ("--mode", "remote" if mode == "remote" else "replica", *consistency)
+    return (*flags, "--epochs", 2, "--momentum", 0.5, "--checkpoint", path, *more)
+
+
+def assert_same_state(path, expected_path):
+    """Books, weights and momentum are the same, to the bit."""
+    (_, found), (_, expected) = (checkpoint.load(file, "param_server") for file in (path, expected_path))
+    assert found["books"] == expected["books"]
+    for name, weights in expected["model"].items():
+        assert torch.equal(found["model"][name], weights), name
+    assert len(found["momentum"]) == len(expected["momentum"]) > 0
+    for one, other in zip(found["momentum"], expected["momentum"], strict=True):
+        assert torch.equal(one, other)
+
+
+# ------------------------------------------------------------------- a checkpoint of the last update of an epoch
+
+
+@pytest.mark.parametrize("one_is_lost", [False, True], ids=["", "one trainer is lost"])
+@pytest.mark.parametrize("mode, servers", [("async", 2), ("bounded", 2), ("sync", 2), ("remote", 1)])
+def test_a_job_that_ended_in_an_evaluation_goes_on_with_it(tmp_path, monkeypatch, capsys, mode, servers, one_is_lost):
+    """The evaluation is made up for, the epoch counts once, and all ends as in a job that was not interrupted."""
+    whole, broken = tmp_path / "whole.pt", tmp_path / "broken.pt"
+    more = ("--world_size", servers + 2, *(("--on_lost", "continue") if one_is_lost else ()))
+    lose = servers if one_is_lost else None
+    uninterrupted = Players(monkeypatch, servers, *flags_of(mode, whole, *more)).play(lose)
+    of_epoch_1, of_epoch_2 = re.findall("^Epoch .*", capsys.readouterr().out, re.M)
+
+    updates = int(re.search(r"(\d+) updates", of_epoch_1)[1])  # of the first epoch: its last one is saved
+    flags = flags_of(mode, broken, "--checkpoint_every", updates)
+    interrupted = Players(monkeypatch, servers, *flags, *more)
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(scoreboard, "get_accuracy", interrupt)
+        interrupted.play(lose)
+    assert test_server.wait_for_checkpoint(interrupted.servers[0])["books"]["left"] == []
+
+    resumed = Players(monkeypatch, servers, *flags, "--resume", "--world_size", servers + 2 - one_is_lost).play()
+    said = capsys.readouterr().out
+    assert f"Going on from update {updates}, epoch 1" in said
+    told = [re.sub(r" [\d,]+ images/s,", "", line) for line in (of_epoch_1, of_epoch_2, said)]
+    assert re.findall("^Epoch .*", told[2], re.M) == told[:2]
+    assert resumed.scoreboard.images_applied == [4 * BATCHES] * 2 == uninterrupted.scoreboard.images_applied
+    assert_same_state(broken, whole)
+
+
+def interrupt(*_):
+    raise Interrupted
+
+
+@pytest.mark.parametrize("mode, servers", [("async", 2), ("remote", 1)])
+def test_a_finished_job_is_resumed_and_has_a_result(tmp_path, monkeypatch, mode, servers):
+    flags = flags_of(mode, tmp_path / "end.pt", "--world_size", servers + 2)
+    finished = Players(monkeypatch, servers, *flags).play()
+    before = (tmp_path / "end.pt").read_bytes()
+    resumed = Players(monkeypatch, servers, *flags, "--resume", "--summary_json", tmp_path / "s.json").play()
+    summary = scoreboard.write_result(resumed.scoreboard, lost=[])
+    assert summary["updates"] == 2 * BATCHES and summary["images_applied"] == [4 * BATCHES] * 2
+    assert summary["test_accuracy"] == finished.scoreboard.accuracy and summary["images_per_second"] is None
+    assert (tmp_path / "end.pt").read_bytes() == before
+
+
+def test_a_result_tells_of_all_epochs_and_all_trainers(tmp_path, monkeypatch):
+    clock = itertools.count(1)  # a second passes from one look to the next
+    monkeypatch.setattr(scoreboard, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    job = Players(monkeypatch, 1, *flags_of("remote", tmp_path / "c.pt", "--world_size", 3)).play()
+    job.scoreboard.record_loss(1, 0, 2.5)
+    summary = scoreboard.write_result(job.scoreboard, lost=[])
+    assert summary["images_per_second"] == 2 * 4 * BATCHES / 2  # what lies between two epochs is not training
+    assert summary["rpc_calls_per_step"] == 1.5 and summary["wire_bytes_per_step"] is None
+    curves = job.scoreboard.report.curves
+    assert curves["test accuracy"][0] == [BATCHES, 2 * BATCHES] and curves["loss"] == ([2 * BATCHES], [2.5])
+
+
+# ------------------------------------------------------------------- what a resumed job sends to its servers
+
+
+def test_after_resume_each_server_is_sent_its_own_range_once_and_trainers_carry_none_of_it(tmp_path, monkeypatch):
+    flags = flags_of("sync", tmp_path / "c.pt", "--world_size", 5)
+    Players(monkeypatch, 3, *flags).play()
+    _, state = checkpoint.load(tmp_path / "c.pt", "param_server")
+    weights = torch.cat([each.reshape(-1) for each in state["model"].values()])
+
+    resumed = Players(monkeypatch, 3, *flags, "--resume", "--epochs", 3)
+    assert resumed.next_lots()
+    sent = [replica_server.server_rref(index).sent for index in (1, 2)]
+    assert [[name for name, _ in calls] for calls in sent] == [["start_from"]] * 2
+    parts = [test_server.rpc_names.range_of(index, 3, len(weights)) for index in (1, 2)]
+    for ((_, (weights_R, velocity_R)),), part in zip(sent, parts, strict=True):
+        assert torch.equal(weights_R, weights[part]) and torch.equal(velocity_R, state["momentum"][part])
+    assert resumed.servers[0].pull(0)[2] == (0, [])  # what a trainer hands on to the other servers
+    for server in resumed.servers:
+        assert server.weights.untyped_storage().nbytes() == 4 * len(server.weights)  # not a view of all weights
+
+
+# ------------------------------------------------------------------- the thread that writes
+
+
+class SlowDisk:
+    """In place of checkpoint.save: the first call of a job does not return before it may."""
+
+    def __init__(self, monkeypatch):
+        self.plain, self.saved = checkpoint.save, []
+        self.reached, self.may_return, self.overtaken = threading.Event(), threading.Event(), threading.Event()
+        monkeypatch.setattr(scoreboard.checkpoint, "save", self.save)
+
+    def save(self, path, scenario, settings, state):
+        self.saved.append(state)
+        if len(self.saved) == 1:
+            self.reached.set()
+            assert self.may_return.wait(20)
+        elif not self.may_return.is_set():
+            self.overtaken.set()
+        self.plain(path, scenario, settings, state)
+
+
+@pytest.mark.parametrize("mode, servers", [("async", 1), ("async", 2), ("remote", 1)])
+def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_moment_when_it_was_due(
+    tmp_path, monkeypatch, mode, servers
+):
+    flags = flags_of(mode, tmp_path / "c.pt", "--checkpoint_every", 3, "--world_size", servers + 2)
+    disk, job = SlowDisk(monkeypatch), Players(monkeypatch, servers, *flags)
+    tasks = job.next_lots()
+    for _, _, lot in tasks.values():
+        del lot[2:]
+    work = [(trainer, batch) for trainer, (_, _, lot) in tasks.items() for batch in lot]
+    for trainer, batch in work[:3]:
+        job.push(trainer, batch)
+    expected = {name: weights.clone() for name, weights in capture_now(job).items()}
+    momentum = [each.clone() for each in momentum_now(job)]
+    assert disk.reached.wait(20)
+    job.push(*work[3])  # returns, and no lock is held by who writes
+    disk.may_return.set()
+    state = test_server.wait_for_checkpoint(job.servers[0])
+    assert state["books"]["updates"] == 3 and job.scoreboard.updates == 4
+    assert state["books"]["images_applied"] == [12] and state["books"]["stale"].total() == 3
+    assert all(torch.equal(state["model"][name], weights) for name, weights in expected.items())
+    assert all(map(torch.equal, state["momentum"] if job.remote else [state["momentum"]], momentum))
+    assert not torch.equal(capture_now(job)["fc2.bias"], expected["fc2.bias"])
+    assert not any(map(torch.equal, momentum_now(job), momentum))
+
+
+def capture_now(job):
+    """Return the weights of all servers by name, without a word to them."""
+    if job.remote:
+        return dict(job.servers[0].model.state_dict())
+    for trainer in list(job.pushed):
+        job.take(trainer, job.pushed.pop(trainer).value())
+    return job.servers[0].by_name(torch.cat([server.weights for server in job.servers]))
+
+
+def momentum_now(job):
+    """Return it as a checkpoint has it: of each parameter in mode remote, else of all."""
+    if job.remote:
+        return [state["momentum_buffer"] for state in job.servers[0].optimizer.state.values()]
+    return [torch.cat([server.velocity for server in job.servers])]
+
+
+@pytest.mark.parametrize("mode, servers", [("async", 2), ("remote", 1)])
+def test_the_newest_checkpoint_is_written_last_also_if_the_trainer_before_it_is_lost(
+    tmp_path, monkeypatch, mode, servers
+):
+    """Its last push makes a checkpoint due, which takes long; it dies, and the epoch ends without it."""
+    flags = flags_of(mode, tmp_path / "c.pt", "--checkpoint_every", BATCHES, "--world_size", servers + 2)
+    disk, job = SlowDisk(monkeypatch), Players(monkeypatch, servers, *flags, "--on_lost", "continue")
+    first, last = servers, servers + 1
+    tasks = job.next_lots()
+    for trainer in (first, last):
+        for batch in tasks[trainer][2]:
+            job.push(trainer, batch)
+    assert disk.reached.wait(20)
+    job.scoreboard.drop(last)
+    end_of_epoch = threading.Thread(target=job.scoreboard.next_lot, args=(first, BATCHES, {}))
+    end_of_epoch.start()
+    assert not disk.overtaken.wait(0.3)
+    disk.may_return.set()
+    end_of_epoch.join(20)
+    assert [state["books"]["epoch"] for state in disk.saved] == [0, 1]
+    assert all(
+        torch.equal(disk.saved[0]["model"][name], disk.saved[1]["model"][name]) for name in disk.saved[0]["model"]
+    )
+    _, state = checkpoint.load(tmp_path / "c.pt", "param_server")
+    assert state["books"]["epoch"] == 1 and state["books"]["accuracy"] == job.scoreboard.accuracy
+
+
+def test_two_checkpoints_under_way_each_have_the_weights_of_their_own_moment(tmp_path, monkeypatch):
+    """The older one is not gathered from the servers before the newer one has been captured there."""
+    flags = ("--mode", "replica", "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1, "--world_size", 4)
+    job = Players(monkeypatch, 2, *flags)
+    other, before = job.servers[1], capture_now(job)["fc2.bias"].clone()
+    job.next_lots()
+    writer_is_busy = threading.Event()
+    job.scoreboard.writer.submit(writer_is_busy.wait)
+    job.push(2, 100)
+    older = job.scoreboard.last_save
+    job.take(2, job.pushed.pop(2).value())
+    job.scoreboard.last_save = None  # as if it had been written
+    job.push(3, 200)
+    job.take(3, job.pushed.pop(3).value())
+    assert len(other.captured) == 2
+    saved = []
+    monkeypatch.setattr(scoreboard.checkpoint, "save", lambda *what: saved.append(what[-1]))
+    writer_is_busy.set()
+    for save in (older, job.scoreboard.last_save):
+        save.result()
+    assert [state["books"]["updates"] for state in saved] == [1, 2]
+    for state, gradients in zip(saved, (1.0, 1.0 + 2.0), strict=True):
+        torch.testing.assert_close(state["model"]["fc2.bias"], before - 0.03 * gradients)
+    assert not other.captured
+
+
+def test_a_push_that_comes_while_a_checkpoint_is_gathered_is_still_told_to_the_other_servers(tmp_path, monkeypatch):
+    flags = ("--mode", "replica", "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1, "--world_size", 4)
+    job = Players(monkeypatch, 2, *flags)
+    first, second = job.servers
+    job.next_lots()
+    plain = second.captured_at
+
+    def captured_at(*which):
+        job.push(3, 0)  # its trainer dies before it can tell anybody
+        return plain(*which)
+
+    second.captured_at = captured_at
+    job.push(2, 1)
+    job.scoreboard.last_save.result()
+    assert (first.version, second.version) == (2, 1)
+    job.take(2, first.pull(1))
+    assert (first.version, second.version) == (2, 2)
+
+
+@pytest.mark.parametrize("mode", ["async", "remote"])
+def test_a_checkpoint_that_cannot_be_written_is_told_at_the_next_update(tmp_path, monkeypatch, mode):
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    job = Players(monkeypatch, 1, *flags_of(mode, folder / "c.pt", "--checkpoint_every", 2, "--world_size", 3))
+    folder.rmdir()
+    tasks = job.next_lots()
+    job.push(1, 0)
+    job.push(2, 1)
+    assert isinstance(job.scoreboard.last_save.exception(), FileNotFoundError)
+    with pytest.raises(FileNotFoundError, match="a folder"):
+        job.push(1, tasks[1][2][1])

@@ -1,0 +1,138 @@
+"""Mode `replica`'s loop, with its servers in the same process: of which weights a gradient is, and what is counted."""
+
+import re
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from helpers import ROOT, load_module, package_on_path
+
+with package_on_path("param_server"):
+    import main
+    import mnist_data
+    import replica_server
+    import replica_trainer
+    import scoreboard
+
+test_checkpoints = load_module(ROOT / "tests" / "param_server" / "test_checkpoints.py")
+Here, SmallNet = test_checkpoints.test_server.Here, test_checkpoints.SmallNet
+BATCHES, LR = 10, 0.5  # of an epoch; a rate at which a gradient of other weights is another one
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """A small network, few images, and no RPC."""
+    images = torch.randint(0, 256, (4 * BATCHES, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    monkeypatch.setattr(scoreboard, "load_digits", lambda *_, **__: (images[:20], torch.arange(20) % 10))
+    monkeypatch.setattr(replica_server, "Net", SmallNet)
+    monkeypatch.setattr(replica_trainer, "Net", SmallNet)
+    monkeypatch.setattr(replica_server.rpc, "RRef", Here)
+    return mnist_data.Batches(images, torch.arange(len(images)) % 10, batch_size=4, seed=1)
+
+
+class Slow(Here):
+    """A push arrives when its sender waits for the answer, not before."""
+
+    def rpc_async(self, timeout=None):
+        return SlowCalls(self, wait=False)
+
+
+class SlowCalls(test_checkpoints.test_server.Calls):
+    def push(self, *what):
+        return SlowPush(self.here.target, what)
+
+
+class SlowPush:
+    def __init__(self, server, what):
+        self.server, self.what = server, what
+
+    def wait(self):
+        return self.server.push(*self.what).wait()
+
+
+def train(monkeypatch, batches, *flags, reference=Here):
+    """Run a job in this process, each trainer on a thread of its own; return (the first server, all weights)."""
+    args = main.parse_args(["--dataset", "synthetic", "--mode", "replica", "--lr", str(LR), *map(str, flags)])
+    device = torch.device("cpu")
+    servers = [replica_server.FirstServer(args, device)]
+    servers += [replica_server.RangeServer(index, args, device) for index in range(1, args.num_servers)]
+    references = [reference(server) for server in servers]
+    monkeypatch.setattr(replica_server, "server_rref", references.__getitem__)
+    monkeypatch.setattr(replica_trainer, "server_rref", references.__getitem__)
+    ranks = range(args.num_servers, args.world_size)
+    threads = [
+        threading.Thread(target=replica_trainer.run_replica_loop, args=(r, args, batches, device)) for r in ranks
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return servers[0], torch.cat([server.weights for server in servers])
+
+
+def one_process(batches, late=0, epochs=1, momentum=0.0, rates=(LR, LR)):
+    """The plain loop, each gradient of the weights as they were `late` updates ago; return (losses, weights)."""
+    torch.manual_seed(1)
+    net = SmallNet()
+    past = [torch.nn.utils.parameters_to_vector(net.parameters()).detach()]
+    losses, velocity = [], 0.0
+    for epoch in range(epochs):
+        start = len(past) - 1  # an epoch begins with weights of now
+        for _, data, target in batches.of(epoch, range(batches.per_epoch)):
+            torch.nn.utils.vector_to_parameters(past[max(start, len(past) - 1 - late)], net.parameters())
+            loss = F.nll_loss(net(data), target)
+            gradient = torch.cat([each.reshape(-1) for each in torch.autograd.grad(loss, list(net.parameters()))])
+            velocity = gradient + momentum * velocity
+            past.append(past[-1] - rates[epoch] * velocity)
+            losses.append(loss.item())
+    return losses, past[-1]
+
+
+@pytest.mark.parametrize(
+    "flags, expected, stale",
+    [
+        ((), {}, {0: 20}),
+        (("--momentum", 0.5, "--num_servers", 2), {"momentum": 0.5}, {0: 20}),
+        (("--lr_step", 1), {"rates": (LR, LR / 10)}, {0: 20}),
+        (("--sync_every", 3), {}, {0: 8}),  # pushes of 3, 3, 3 and 1 batches
+        (("--overlap",), {"late": 1}, {0: 2, 1: 18}),  # the first of an epoch is not late
+        (("--overlap", "--num_servers", 2), {"late": 1}, {0: 2, 1: 18}),
+        (("--consistency", "sync", "--num_servers", 3), {}, {0: 20}),
+    ],
+)
+def test_one_trainer_computes_what_one_process_does(monkeypatch, small, capsys, flags, expected, stale):
+    servers = flags[flags.index("--num_servers") + 1] if "--num_servers" in flags else 1
+    more = ("--world_size", servers + 1, "--epochs", 2, "--log_interval", 1)
+    first, weights = train(monkeypatch, small, *flags, *more)
+    losses, expected_weights = one_process(small, epochs=2, **expected)
+    told = re.findall(rf"^Rank {servers} training batch \d+ loss (\S+)$", capsys.readouterr().out, re.M)
+    assert [float(loss) for loss in told] == pytest.approx(losses, abs=1e-4)
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-4)
+    assert first.scoreboard.stale == stale and first.scoreboard.images_applied == [4 * BATCHES] * 2
+
+
+def test_overlap_tells_a_staleness_of_one_but_for_the_first_gradient(monkeypatch, small):
+    first, _ = train(monkeypatch, small, "--overlap", "--world_size", 2)
+    assert scoreboard.mean_and_largest(first.scoreboard.stale) == (0.9, 1)
+    _, of_the_newest = one_process(small)
+    _, of_the_last = one_process(small, late=1)
+    assert (of_the_newest - of_the_last).abs().max() > 1e-2  # the two would not be taken for each other
+
+
+def test_overlap_waits_for_its_last_push_before_it_asks_for_more(monkeypatch, small):
+    first, weights = train(monkeypatch, small, "--overlap", "--world_size", 2, reference=Slow)
+    _, expected = one_process(small, late=1)
+    assert first.scoreboard.images_applied == [4 * BATCHES] and first.scoreboard.updates == BATCHES
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_sync_trainers_compute_what_one_process_does_on_their_joined_batch(monkeypatch, small, servers):
+    flags = ("--consistency", "sync", "--num_servers", servers, "--world_size", servers + 2)
+    first, weights = train(monkeypatch, small, *flags)
+    joined = mnist_data.Batches(small.images, small.labels, batch_size=8, seed=1)
+    _, expected = one_process(joined)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-4)
+    assert first.scoreboard.updates == BATCHES // 2 and first.scoreboard.stale == {0: BATCHES}
