@@ -18,6 +18,15 @@ single = load_module(ROOT / "param_server" / "single.py")
 SYNTHETIC = argparse.Namespace(dataset="synthetic", seed=1)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other crawl when a machine is busy with other things."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def batch(seed, size=4):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size, 1, 28, 28, generator=generator), torch.randint(0, 10, (size,), generator=generator)

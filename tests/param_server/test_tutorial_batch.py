@@ -17,6 +17,15 @@ batch_page = load_module(ROOT / "param_server" / "tutorial_batch.py")
 Server = batch_page.BatchUpdateParameterServer
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other crawl when a machine is busy with other things."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 class LocalRRef:
     """An RRef as its owner sees it."""
 
