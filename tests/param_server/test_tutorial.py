@@ -261,7 +261,7 @@ def test_three_trainers_in_terminals_learn(tmp_path):
 @pytest.mark.slow
 def test_the_same_job_without_rpc_learns(tmp_path):
     program = copied_alone("param_server/single.py", tmp_path)
-    done = run_script(program, "--dataset", "synthetic")
+    done = run_script(program, "--dataset", "synthetic", timeout=240, env={"OMP_NUM_THREADS": "1"})
     assert (done.returncode, done.stderr) == (0, "")
     assert accuracy(done.stdout) > 0.95
 
