@@ -173,7 +173,7 @@ def measure(args):
                 times.append(seconds.get())
             medians[label].append(statistics.median(times))
             spread = f"({min(times):.2f} to {max(times):.2f})"
-            print(f"{n} trainers {label}: {medians[label][-1]:.2f} s {spread}", flush=True)
+            print(f"Trainers {n}, {label}: {medians[label][-1]:.2f} s {spread}", flush=True)
     for label, times in medians.items():
         plt.plot(trainers, times, marker="o", label=label)
     plt.xlabel("trainers")
