@@ -6,7 +6,7 @@
 An embedding table lives on the parameter server; the trainers reach it by RPC. A linear layer is
 replicated on the trainers; DistributedDataParallel (DDP) keeps the replicas equal. The master
 creates the table and starts the trainers. single.py does the same job in one process.
-It follows the edition of 2020-12-10. "Row 8" is row 8 of DIFFERENCES.md, which gives the reason.
+This file follows the edition of 2020-12-10. "Row 8" is a difference, explained in DIFFERENCES.md.
 Shapes: B bags in a batch, I indices in a batch, D numbers in a row of the table, C classes.
 """
 
@@ -36,7 +36,7 @@ TEACHER = torch.randn(NUM_EMBEDDINGS, NUM_CLASSES, generator=torch.Generator().m
 
 
 class SGD(torch.optim.SGD):
-    """DistributedOptimizer would replace torch.optim.SGD by a deprecated one (row 20)."""
+    """DistributedOptimizer would use a deprecated class for torch's SGD, not for this (row 20)."""
 
 
 class HybridModel(torch.nn.Module):
@@ -50,14 +50,14 @@ class HybridModel(torch.nn.Module):
 
     def forward(self, indices, offsets):
         """Return the logits [B, C] of bags, given as indices [I] and each bag's offset [B]."""
-        # Trainers do this at once, without a lock: the backward of a lookup does not need the rows,
-        # so another trainer may change them before it.
+        # All trainers do this at the same time, and without a lock. A lookup may see a part of
+        # another trainer's step. Backward uses only indices and offsets, and is exact.
         emb_lookup = self.emb_rref.rpc_sync().forward(indices, offsets)  # [B, D]
         return self.fc(emb_lookup)
 
 
 def _retrieve_embedding_parameters(emb_rref):
-    """Return RRefs to the table's parameters. All trainers call this at once; it only reads."""
+    """Return RRefs to the table's parameters. All trainers call this; it changes nothing."""
     return [rpc.RRef(param) for param in emb_rref.local_value().parameters()]
 
 
@@ -79,12 +79,12 @@ def _run_trainer(emb_rref, rank, seed):
     model_parameter_rrefs += [rpc.RRef(param) for param in model.parameters()]
     opt = DistributedOptimizer(SGD, model_parameter_rrefs, lr=LEARNING_RATE)
     criterion = torch.nn.CrossEntropyLoss()
-    test_indices, test_offsets, test_target = get_next_batch(2000)  # held out from training
+    test_indices, test_offsets, test_target = get_next_batch(2000)  # drawn apart from training
     for epoch in range(EPOCHS):
         for _ in range(BATCHES):
             indices, offsets, target = get_next_batch(BATCH_BAGS)
-            # A context holds one batch's gradients, on the server too, apart from those of other
-            # trainers. The next batch has a new one, so there is no zero_grad().
+            # RPCs inside a context are recorded, so that backward follows the lookup to the server.
+            # Each context has gradients of its own there and here, so there is no zero_grad().
             with dist_autograd.context() as context_id:
                 output = model(indices, offsets)
                 loss = criterion(output, target)
@@ -108,7 +108,7 @@ def _run_trainer(emb_rref, rank, seed):
 def run_worker(rank, args):
     """Initialize RPC, play one rank's part, shut down RPC. Silences two harmless notes of torch."""
     torch.set_num_threads(1)  # the ranks share the cores of one machine
-    warnings.filterwarnings("ignore", message="You are using a Backend")  # init_rpc itself does
+    warnings.filterwarnings("ignore", message="You are using a Backend")  # by init_rpc
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)  # a note on SGD
     num_trainers = args.world_size - 2
     if rank == num_trainers:
@@ -127,9 +127,10 @@ def run_worker(rank, args):
             raise RuntimeError("the trainers' replicas of fc differ")
         print(f"The replicas of fc are identical. Number of trainers: {num_trainers}")
     elif rank < num_trainers:
-        # For DDP. RPC can use the same port, as both have their rank 0 in one process (row 5).
+        # For DDP. RPC can use the same port, because trainer 0 is rank 0 of both (row 5).
         dist.init_process_group(backend="gloo", rank=rank, world_size=num_trainers)
-        rpc.init_rpc(f"trainer{rank}", rank=rank, world_size=args.world_size)  # awaits RPCs
+        rpc.init_rpc(f"trainer{rank}", rank=rank, world_size=args.world_size)
+        # From here on a thread of RPC runs _run_trainer. This thread goes on to shutdown.
     else:
         torch.manual_seed(args.seed)  # the table's rows are drawn in this process (row 10)
         rpc.init_rpc("ps", rank=rank, world_size=args.world_size)

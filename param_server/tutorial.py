@@ -1,8 +1,9 @@
 """PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework" on one page.
 
-Edition: the translation of 2020-11-28, for torch 1.5. [Numbers] are rows of DIFFERENCES.md.
+It follows the edition of 2020-11-28, for torch 1.5. [4] is a difference, row 4 of DIFFERENCES.md.
 Rank 0, the server, holds the network. All other ranks are trainers, and train at the same time:
-each sends images and gets predictions; backward and the optimizer's step also run on the server.
+each sends images and gets predictions. The loss is the trainer's; the backward pass through the
+network and the optimizer's step run on the server.
 
 python tutorial.py                            # the server and two trainers, on this machine
 python tutorial.py --world_size 3 --rank 0    # the server in this terminal; ranks 1, 2 in others
@@ -10,6 +11,7 @@ python tutorial.py --dataset synthetic        # random patterns instead of MNIST
 """
 
 import argparse
+import copy
 import logging
 import os
 import warnings
@@ -57,27 +59,29 @@ class ParameterServer(nn.Module):
     def __init__(self):
         super().__init__()
         self.model = Net()
+        self.layers = copy.deepcopy(self.model).to("meta")  # without memory for weights
 
     def forward(self, inp):
         """Return log-probabilities (B, 10) of images (B, 1, 28, 28). Trainers call it at any time.
 
-        Before a trainer's backward pass, another trainer's step may change the weights. So each
-        call works on clones [1]. Autograd passes through clone() and arrives at the weights.
+        Before a trainer's backward pass, another trainer's step may change the weights. So [1]:
+        1. Each call computes with clones. Autograd goes through clone() to the weights themselves.
+        2. Cloning and steps take one lock, so that all clones are of the same version.
+        3. Each call has layers of its own, because functional_call puts the clones into them.
         """
-        with global_lock:  # no step in between: all clones are of the same version
+        with global_lock:
             weights = {name: param.clone() for name, param in self.model.named_parameters()}
-        with torch.device("meta"):  # layers without memory for weights, for this call alone
-            layers = Net()
-        return functional_call(layers, weights, (inp,))  # puts the clones into these layers
+        layers = copy.deepcopy(self.layers)
+        return functional_call(layers, weights, (inp,))
 
     def get_dist_gradients(self, cid):
-        """Return {name: gradient} of a context, to its trainer. Needs no lock: it reads only."""
+        """Return {name: gradient} of a context. Only its trainer calls this: it needs no lock."""
         grads = dist_autograd.get_gradients(cid)
         params = self.model.named_parameters()
         return {name: grads[param] for name, param in params if param in grads}
 
     def get_param_rrefs(self):
-        """Return an RRef to each parameter. All trainers call this; it reads only."""
+        """Return an RRef to each parameter. All trainers call this; the set never changes."""
         return [rpc.RRef(param) for param in self.model.parameters()]
 
 
@@ -94,14 +98,14 @@ class SGD(optim.SGD):
     """Plain SGD whose steps take the lock. (For optim.SGD itself torch takes a substitute [9].)"""
 
     def step(self):
-        """Each trainer's DistributedOptimizer calls this, one at a time: torch holds a lock too."""
-        with global_lock:
+        """Runs on the server, for each trainer. Torch's own lock keeps one step from another."""
+        with global_lock:  # ours keeps steps away from the cloning
             super().step()
-        self.zero_grad()  # the next step is another trainer's
+        self.zero_grad()  # torch put this context's gradients into .grad: leave none for the next
 
 
 def run_parameter_server(rank, args):
-    torch.manual_seed(args.seed)  # weights and dropout, which is drawn in the order of the calls
+    torch.manual_seed(args.seed)  # weights; and dropout, which depends on the order of calls
     test_loader = DataLoader(load_digits(args, train=False), batch_size=32)
     print("PS master initializing RPC")
     rpc.init_rpc("parameter_server", rank=rank, world_size=args.world_size)

@@ -49,8 +49,8 @@ class Observer:
             # send the state to the agent to get an action, and apply it to the environment
             action = agent_rref.rpc_sync().select_action(self.id, state)
             state, reward, terminated, truncated, _ = self.env.step(action)
-            # Report the reward, and wait until that is done: calls that are under way together
-            # run on several threads of the agent, in any order.
+            # Report the reward, and wait for the answer. Two calls under way at once would run on
+            # two threads of the agent, so a reward could be kept after a later one.
             agent_rref.rpc_sync().report_reward(self.id, reward)
             if terminated or truncated:  # the pole has fallen, or 500 steps are over (row 1)
                 break
@@ -63,7 +63,7 @@ class Agent:
         self.agent_rref = rpc.RRef(self)  # a reference to send; the agent itself stays here
         self.rewards = {ob_id: [] for ob_id in ob_ids}
         self.saved_log_probs = {ob_id: [] for ob_id in ob_ids}
-        # one each: from a shared one, the order of calls would decide who gets which number (row 9)
+        # From one generator for all, the order of calls would decide who draws which number (row 9)
         self.generators = {i: torch.Generator().manual_seed(1000 * seed + i) for i in ob_ids}
         torch.manual_seed(1000 * seed)
         self.policy = Policy()
@@ -73,7 +73,7 @@ class Agent:
 
     def select_action(self, ob_id, state):
         """Return the action (int) for a state (4,). All observers call this at once, without a lock
-        (row 10): each has its own lists and generator, and the policy changes between episodes."""
+        (row 10): each has its own lists and generator, and nothing changes the policy meanwhile."""
         probs = self.policy(torch.from_numpy(state).unsqueeze(0), self.generators[ob_id])
         # Categorical(probs) does the same, but cannot be told which generator to draw from.
         action = torch.multinomial(probs, 1, generator=self.generators[ob_id]).item()
@@ -85,7 +85,8 @@ class Agent:
         self.rewards[ob_id].append(reward)
 
     def run_episode(self):
-        # timeout=0 is none: an episode may take longer than the 60 s of an RPC (row 5)
+        # Each call runs Observer.run_episode in an observer's process, on a thread of RPC.
+        # timeout=0 means no limit: an episode may take longer than the default of 60 s (row 5).
         futs = [obs.rpc_async(timeout=0).run_episode(self.agent_rref) for obs in self.ob_rrefs]
         torch.futures.wait_all(futs)  # until all observers have finished this episode
 
@@ -93,20 +94,20 @@ class Agent:
         """Train on what all observers did; return the lowest observer's reward. No RPC in here."""
         min_reward = min(sum(rewards) for rewards in self.rewards.values())
         self.running_reward = 0.05 * min_reward + (1 - 0.05) * self.running_reward
-        probs, returns = [], []
+        log_probs, returns = [], []
         for ob_id in self.rewards:
-            R, ob_returns = 0, []  # no return runs on into the next observer's episode (row 8)
+            R, ob_returns = 0, []  # R starts at 0 again for each observer (row 8)
             for r in self.rewards[ob_id][::-1]:
                 R = r + gamma * R
                 ob_returns.insert(0, R)
             returns.extend(ob_returns)
-            probs.extend(self.saved_log_probs[ob_id])
+            log_probs.extend(self.saved_log_probs[ob_id])
             self.rewards[ob_id] = []
             self.saved_log_probs[ob_id] = []
         returns = torch.tensor(returns)
         if len(returns) > 1:  # the deviation of a single number is NaN (row 14)
             returns = (returns - returns.mean()) / (returns.std() + 1e-7)
-        policy_loss = (-torch.stack(probs) * returns).sum()
+        policy_loss = (-torch.stack(log_probs) * returns).sum()
         self.optimizer.zero_grad()
         policy_loss.backward()
         self.optimizer.step()
@@ -124,15 +125,17 @@ def parse_args():
     parser.add_argument("--gamma", type=float, default=0.99, help="value of future rewards")
     parser.add_argument("--seed", type=int, default=1, help="random seed for reproducibility")
     args = parser.parse_args()
-    if args.world_size < 2 or not 0 <= (args.rank or 0) < args.world_size:
-        parser.error("--world_size is 2 or more: an agent and observers; --rank is less than that")
+    if args.world_size < 2:
+        parser.error("--world_size must be 2 or more: the agent and at least one observer")
+    if args.rank is not None and not 0 <= args.rank < args.world_size:
+        parser.error(f"--rank must be from 0 to {args.world_size - 1}")
     if args.max_episodes < 1 or args.log_interval < 1 or args.seed < 0:
         parser.error("--max_episodes and --log_interval are 1 or more, --seed is 0 or more")
     return args
 
 
 def run_worker(rank, args):
-    """Run one rank. Sets nothing global but the number of torch's threads in this process."""
+    """Run one rank: the agent or an observer."""
     torch.set_num_threads(1)  # the cores are shared by as many processes as there are ranks
     name = AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
     rpc.init_rpc(name, rank=rank, world_size=args.world_size)
@@ -155,7 +158,7 @@ def run_worker(rank, args):
     rpc.shutdown()
 
 
-# RPC sends Observer by name, and finds it because every rank runs this file as its main program.
+# RPC sends functions and classes by name: every rank finds them in this file, its main module.
 if __name__ == "__main__":
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr

@@ -188,5 +188,5 @@ if __name__ == "__main__":
         run_worker(args.rank, args, args.world_size, times)
 
 # The limits. When an observer dies, the others wait for its state: until they are ended, where all
-# were spawned, or for the 60 s of an RPC, in terminals. A taken port ends the run. Nothing is saved.
+# were spawned, or for the 60 s of an RPC, in terminals. A taken port ends it. Nothing is saved.
 # main.py --mode batched goes on without a lost observer (--on_lost continue, Agent.forget).

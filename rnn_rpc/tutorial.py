@@ -1,8 +1,8 @@
 """The tutorial on one page: a language model with its embedding and decoder on a parameter server.
 
     python tutorial.py              # both ranks on this machine
-    python tutorial.py --rank 0     # or each rank in a terminal of its own: `ps` ...
-    python tutorial.py --rank 1     # ... and `trainer`
+    python tutorial.py --rank 0     # rank 0 alone, the parameter server
+    python tutorial.py --rank 1     # rank 1, the trainer, in another terminal
 
 It follows part 2 of PyTorch's tutorial "Getting Started with Distributed RPC Framework", in the
 edition that DIFFERENCES.md calls the newer text.  "Row 4" is number 4 in DIFFERENCES.md.
@@ -29,11 +29,12 @@ from torch.distributed.rpc import RRef
 class EmbeddingTable(nn.Module):
     def __init__(self, ntoken, ninp, seed):  # no dropout: row 18
         super().__init__()
+        # skip_init: the layer's usual first values would come from the process's one generator.
         self.encoder = nn.utils.skip_init(nn.Embedding, ntoken, ninp)
         nn.init.uniform_(self.encoder.weight, -0.1, 0.1, torch.Generator().manual_seed(seed))
 
     def forward(self, input):
-        """Words (T, B) -> (T, B, E).  Only the trainer calls it, one at a time: no lock."""
+        """Words (T, B) -> (T, B, E)."""
         return self.encoder(input)
 
 
@@ -45,17 +46,17 @@ class Decoder(nn.Module):
         nn.init.uniform_(self.decoder.weight, -0.1, 0.1, torch.Generator().manual_seed(seed))
 
     def forward(self, output):
-        """(T, B, H) -> scores (T, B, V).  Only the trainer calls it, one at a time: no lock."""
+        """(T, B, H) -> scores (T, B, V)."""
         return self.decoder(output)
 
 
 def _call_method(method, rref, *args):
-    """The trainer runs it on the owner of the object, one call at a time: it needs no lock."""
+    """Runs on the owner of rref.  Only the trainer calls it, one call at a time: no lock."""
     return method(rref.local_value(), *args)
 
 
 def _remote_method(method, rref, *args):
-    """Return method(object, *args), run on the owner of the object (see row 7)."""
+    """Return method(object, *args), run on the owner: rref.rpc_sync() would do as well (row 7)."""
     return rpc.rpc_sync(rref.owner(), _call_method, args=(method, rref, *args))
 
 
@@ -89,14 +90,14 @@ class RNNModel(nn.Module):
 
 
 class SGD(optim.SGD):
-    """DistributedOptimizer replaces optim.SGD, but not this, by a deprecated class (row 8)."""
+    """DistributedOptimizer would use a deprecated class for optim.SGD, not for this one (row 8)."""
 
 
 def get_next_batch(prob, T, B, nbatches):
-    """Yield words of a new text (T, B), and the words that come after each of them (T, B)."""
+    """Yield nbatches pairs of data and target, each (T, B); a target is the word that follows."""
     words = list(torch.randint(len(prob), (2, B)))
     while len(words) <= T * nbatches:
-        # A Markov chain: from the word before the last, go on by a random number of words (row 19).
+        # The next word is the last but one plus a random number with probabilities prob (row 19).
         words.append((words[-2] + torch.multinomial(prob, B, replacement=True)) % len(prob))
     text = torch.stack(words)
     yield from zip(text[:-1].split(T), text[1:].split(T), strict=True)
@@ -104,21 +105,22 @@ def get_next_batch(prob, T, B, nbatches):
 
 def run_trainer(seed):
     torch.manual_seed(seed)  # for the texts, the LSTM, and the two seeds that ps is sent
-    prob = torch.softmax(-torch.arange(10.0), dim=0)  # of the numbers 0 to 9 in get_next_batch
-    lowest = torch.exp(-(prob * prob.log()).sum())  # perplexity is exp(mean loss); this is exact
+    prob = torch.softmax(-torch.arange(10.0), dim=0)  # of the random numbers 0 to 9
+    lowest = torch.exp(-(prob * prob.log()).sum())  # exp(entropy), as perplexity is exp(mean loss)
     heldout_data, heldout_target = next(get_next_batch(prob, T=1000, B=20, nbatches=1))
     model = RNNModel("ps", ntoken=10, ninp=16, nhid=32, nlayers=1)  # sizes: row 19
-    # It makes an optimizer in each process that owns parameters.
+    # DistributedOptimizer makes an optimizer in each process that owns parameters.
     opt = DistributedOptimizer(SGD, model.parameter_rrefs(), lr=2.0)
     criterion = nn.CrossEntropyLoss()
     for epoch in range(8):
         hidden = None  # the LSTM starts at zero
         for data, target in get_next_batch(prob, T=20, B=20, nbatches=200):
-            # The context holds the gradients of this batch, in the process that owns the parameter,
-            # until it ends.  backward does not add to .grad, so there is no zero_grad().
+            # RPCs inside a context are recorded, so that backward can follow them into ps.  Each
+            # context has gradients of its own, in the process that owns the parameter, and not in
+            # .grad: there is no zero_grad().
             with dist_autograd.context() as context_id:
                 output, hidden = model(data, hidden)
-                loss = criterion(output.flatten(0, 1), target.flatten())  # the V words: row 4
+                loss = criterion(output.flatten(0, 1), target.flatten())  # DIFFERENCES.md, row 4
                 dist_autograd.backward(context_id, [loss])
                 opt.step(context_id)
             # The next batch needs the state, but not its graph, whose context has ended.

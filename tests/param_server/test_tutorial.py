@@ -225,6 +225,7 @@ def accuracy(output):
     return float(figure)
 
 
+@pytest.mark.slow
 def test_one_trainer_alone_in_a_folder_has_the_losses_of_one_process(tmp_path, capsys):
     program = copied_alone("param_server/tutorial.py", tmp_path)
     done = run_spawned(program, "--world_size", 2, "--dataset", "synthetic", cwd=tmp_path, timeout=240)

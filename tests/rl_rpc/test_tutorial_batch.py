@@ -207,6 +207,7 @@ def test_batch_page_learns():
     assert agent.running_reward > 33
 
 
+@pytest.mark.slow
 def test_batch_page_as_a_command_measures_and_draws(tmp_path):
     plot = tmp_path / "times.png"
     done = run_spawned(PATH, "--world_size", 3, "--num_episode", 1, "--plot", plot)

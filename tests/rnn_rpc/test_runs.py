@@ -82,6 +82,7 @@ def test_wrong_command_lines_are_refused(flags, words, capsys):
     assert_refused("rnn_rpc", flags, capsys, words)
 
 
+@pytest.mark.slow
 def test_primer_steps_the_neighbours_tensors():
     """Three workers, so that the one who calls a worker and the one whom it calls are not the same."""
     done = run_spawned("rnn_rpc/primer.py", "--world_size", 3, "--lr", 0.1)
