@@ -1,6 +1,7 @@
 """The programs on one page can be read from top to bottom, and copied out alone."""
 
 import ast
+import re
 import sys
 
 import pytest
@@ -45,3 +46,17 @@ def test_a_program_on_one_page_is_on_one_page_and_needs_nothing_but_libraries(pa
         assert "rpc" not in text.partition('"""')[2].partition('"""')[2]  # after the docstring, which may name it
     else:
         assert all(call in text for call in ("mp.spawn(", "rpc.init_rpc(", "rpc.shutdown("))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_lines_that_rpc_adds_are_those_of_the_programs(package):
+    """The README's lines of `diff single.py tutorial.py`."""
+    folder = ROOT / package
+    (block,) = re.findall(r"^```diff\n(.*?)^```", (folder / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    single, tutorial = ((folder / name).read_text().splitlines() for name in ("single.py", "tutorial.py"))
+    lines = [line for line in block.splitlines() if line and line != "@@"]
+    assert len(lines) > 10
+    for line in lines:
+        assert line[0] in " +-"
+        assert line[0] == "+" or line[1:] in single, line
+        assert line[0] == "-" or line[1:] in tutorial, line

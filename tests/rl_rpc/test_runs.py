@@ -94,7 +94,7 @@ def test_play_refuses_what_is_not_a_policy(tmp_path):
         with pytest.raises(SystemExit) as refused:
             play_module.main([str(path)])
         (line,) = refused.value.code.splitlines()  # which sys.exit prints, with status 1
-        assert path.name in line
+        assert path.name in line and "--resume" not in line
 
 
 ENVIRONMENTS = """
