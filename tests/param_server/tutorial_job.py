@@ -88,7 +88,8 @@ def run_rank(rank, args, batches, file, port):
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", port
 
     def few_digits(args, train):
-        return Subset(load_all_digits(args, train), range((args.world_size - 1) * batches * 32))
+        digits = load_all_digits(args, train)
+        return Subset(digits, range((args.world_size - 1) * batches * 32)) if train else digits
 
     tutorial.load_digits = few_digits
     recorder = Recorder() if rank == 0 else None
