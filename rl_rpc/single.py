@@ -1,4 +1,4 @@
-"""tutorial.py without RPC, in one process: what it plays with --world_size 2, to the digit."""
+"""The job of tutorial.py in one process, without RPC: one observer, as with --world_size 2."""
 
 import argparse
 
