@@ -25,6 +25,9 @@ CONNECTION_TROUBLE = re.compile(
     r"\beof\b|tensorpipe|connection|socket|ECONN|broken pipe|tim(ed?|e-) ?out|\b(Dist|TCP)Store", re.I
 )
 REMOTE_ERROR = re.compile(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\n")
+# torch sends back what a served function raises with the rank where it did, but only an Exception.  These are none, and
+# C++ sends their text alone: the caller cannot know which of the ranks that it called has sent it.
+SERVED_EXIT = re.compile(r"(SystemExit|KeyboardInterrupt|GeneratorExit): .*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +53,17 @@ def interrupted(rank, number):
 
 def of_exception(error, rank):
     """Return the End that an exception in this rank is, or one that a remote call brought back."""
-    text = str(error)
-    kind_of_error, cause = type(error).__name__, text
-    remote = list(REMOTE_ERROR.finditer(text))
     if isinstance(error, SystemExit):
         return End("failed", rank, f"it left in the middle of its work (sys.exit({error.code!r}))")
+    kind, cause = type(error).__name__, str(error)
+    remote = list(REMOTE_ERROR.finditer(cause))
     if remote:  # "On WorkerInfo(...):\n<repr>\n<traceback>", nested where calls were: the innermost is the cause
         rank = int(remote[-1][1])
-        kind_of_error, _, cause = _last_line_of_traceback(text[remote[-1].end() :]).partition(": ")
-    cause = " ".join(f"{kind_of_error}: {cause}".split()).partition(" Exception raised from ")[0]  # no C++ stack
-    return End("failed", rank, cause, again=kind_of_error != "ValueError")
+        kind, _, cause = _last_line_of_traceback(cause[remote[-1].end() :]).partition(": ")
+    if kind == "RuntimeError" and (served_exit := SERVED_EXIT.match(cause)):
+        return End("failed", rank, f"a function that it called on another rank ended with {served_exit[0].strip()}")
+    cause = " ".join(f"{kind}: {cause}".split()).partition(" Exception raised from ")[0]  # without the stack of C++
+    return End("failed", rank, cause, again=kind != "ValueError")
 
 
 def is_connection_trouble(error):

@@ -58,6 +58,11 @@ Traceback (most recent call last):
 KeyError: 'x'
 """
 
+# A served function that calls sys.exit() leaves torch's _run_function, which catches Exception only.  The answer that
+# C++ then sends does not say which rank it comes from.
+SERVED_EXIT = "SystemExit: 0\n\nAt:\n  observer.py(3): step\n  torch/distributed/rpc/internal.py(210): _run_function\n"
+NESTED_EXIT = f"On WorkerInfo(id=2, name=observer2):\nRuntimeError('...')\nTraceback ...\nRuntimeError: {SERVED_EXIT}"
+
 
 @pytest.mark.parametrize(
     "error, rank, why, again",
@@ -67,6 +72,8 @@ KeyError: 'x'
         (RuntimeError(REMOTE), 2, "KeyError: 'x'", True),
         (ValueError(REMOTE.replace("KeyError", "ValueError")), 2, "ValueError: 'x'", False),
         (SystemExit(0), 0, "it left in the middle of its work (sys.exit(0))", True),
+        (RuntimeError(SERVED_EXIT), 0, "a function that it called on another rank ended with SystemExit: 0", True),
+        (RuntimeError(NESTED_EXIT), 2, "a function that it called on another rank ended with SystemExit: 0", True),
     ],
 )
 def test_what_an_exception_says_of_the_jobs_end(error, rank, why, again):

@@ -20,6 +20,7 @@ FULL = [
     ("ddp_rpc", "terminals", 2, "SIGKILL", "end", 1.4),
     ("param_server", "spawned", 0, "SIGKILL", "end", 2.2),
     ("ddp_rpc", "torchrun", 0, "SIGKILL", "training", 1.0),
+    ("ddp_rpc", "terminals", 0, "served exit", "training", 0.5),
     *(draw_case(number) for number in (1, 4, 6, 11)),
 ]
 

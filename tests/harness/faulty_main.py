@@ -4,6 +4,7 @@
 
 FAULT is raised in that rank once SECONDS have passed since it met the others: from its next RPC, or, in a rank that
 makes none, from its main thread where it waits: for the others, or for answers from a queue (ddp_rpc's master).
+"sys.exit" is raised in the main thread alone, "served exit" only in a function that this rank serves: see ending.py.
 "none": no fault.  "stop": a SIGSTOP when it has learned that all have done their work.  Works spawned, by rank, and
 under torchrun.  A silent rank is called lost after LOST_AFTER seconds instead of main.py's 8, to save the tests' time.
 """
@@ -29,8 +30,11 @@ watch.LOST_AFTER_SECONDS = LOST_AFTER
 
 
 def raise_fault():
-    if FAULT == "sys.exit":
-        sys.exit(0)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if FAULT in ("sys.exit", "served exit"):
+        if in_main_thread == (FAULT == "sys.exit"):
+            sys.exit(0)
+        return
     raise {"exception": ValueError, "memory": MemoryError, "remote": KeyError}[FAULT]("injected fault")
 
 
@@ -62,7 +66,12 @@ def run_worker(rank, args, job):
 
         class ImpatientQueue(queue.SimpleQueue):
             def get(self, *how, **and_how):
-                if how or and_how or threading.current_thread() is not threading.main_thread():
+                if (
+                    how
+                    or and_how
+                    or FAULT == "served exit"
+                    or threading.current_thread() is not threading.main_thread()
+                ):
                     return super().get(*how, **and_how)
                 try:
                     return super().get(timeout=max(0.0, due - time.monotonic()))

@@ -240,6 +240,25 @@ def test_an_evaluation_is_without_dropout_on_every_worker():
     assert losses[1] == pytest.approx((first.item() + second.item()) / (2 * T * B), rel=1e-6)
 
 
+def test_a_generated_text_goes_on_from_its_own_past_and_without_dropout():
+    """Each token is drawn from the scores that a model without dropout gives after all the tokens before it."""
+    writer = trainer.Trainer(new_model(dropout=0.9), "logits", "sgd", 0.1, clip=0.0, seed=1)
+    plain = new_model(dropout=0.0)
+    for rnn_model in (writer.model, plain):
+        for rref in rnn_model.parameter_rrefs():
+            rref.local_value().data.mul_(10)  # fresh scores are almost alike: a draw would hardly depend on them
+    writer.model.train()
+    ids = writer.generate(50)
+
+    generator = torch.Generator().manual_seed(trainer.seed_for(1, "generate"))
+    first = torch.randint(V, (1, 1), generator=generator).item()
+    past_TB = torch.tensor([first, *ids[:-1]]).unsqueeze(1)
+    plain.eval()
+    logits_TBV, _ = plain(past_TB, plain.init_hidden(1))
+    expected = [torch.multinomial(scores.softmax(-1), 1, generator=generator).item() for scores in logits_TBV[:, 0]]
+    assert ids == expected
+
+
 def test_the_mean_loss_is_per_token_and_not_per_batch():
     assert trainer.mean_loss([(2.0, 1), (8.0, 8)]) == 10 / 9
 
