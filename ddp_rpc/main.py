@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
-from glue import flags, launch
+from glue import PermanentError, flags, launch
 from master import HybridMaster
 from modes import MODES
 from trainer import Plan
@@ -75,13 +75,13 @@ def divide_ranks(parser, args):
 
 
 def check_trainer_devices(devices):
-    """Raise ValueError, one line for the user, where some of the trainers' devices are CPUs and others are GPUs.
+    """Raise PermanentError, one line for the user, where some of the trainers' devices are CPUs and others are GPUs.
 
     Their arithmetic differs in the last digit, and with it their replicas of `fc` after a step.
     """
     if len({torch.device(device).type for device in devices}) > 1:
         named = ", ".join(f"trainer{rank} on {device}" for rank, device in enumerate(devices))
-        raise ValueError(f"trainers on CPUs and on GPUs ({named}): give all of them the same --device, cpu or cuda")
+        raise PermanentError(f"trainers on CPUs and on GPUs ({named}): give all of them the same --device, cpu or cuda")
 
 
 def run_worker(rank, args, job):

@@ -55,8 +55,8 @@ def _run_trainer(emb_rrefs, rank, device, plan, master_rref, epochs_done=0, fc_s
 
     emb_rrefs are the servers' EmbeddingShards, master_rref the HybridMaster that hears how it goes; device is a string;
     fc_state is the state_dict of `fc` to go on from, after so many epochs.  Called once in each trainer.  Follows the
-    tutorial's _run_trainer.  Raises ValueError when training diverges, and RuntimeError if the trainers' replicas of
-    `fc` differ at the end.
+    tutorial's _run_trainer.  Raises PermanentError when training diverges, and RuntimeError if the trainers'
+    replicas of `fc` differ at the end.
     """
     torch.manual_seed(seed_for(plan.seed, "fc"))
     model = HybridModel(emb_rrefs, plan.embedding_dim, torch.device(device))
@@ -96,7 +96,7 @@ def learning_rate_scale(epoch, epochs):
 def evaluate(model, log, heldout, step):
     """Return loss and accuracy on the held-out bags, and the teacher's accuracy there; the same on every trainer.
 
-    Every trainer calls it at once, with its own part of the bags.  Raises ValueError when training has diverged.
+    Every trainer calls it at once, with its own part of the bags.  Raises PermanentError when training has diverged.
     """
     dist.barrier()  # all have stepped for the last time
     totals = torch.zeros(4, dtype=torch.float64)  # loss, correct, the teacher's correct, bags

@@ -15,7 +15,7 @@ import time
 import torch
 import torch.distributed.rpc as rpc
 
-from glue import checkpoint, report
+from glue import PermanentError, checkpoint, report
 from glue.placement import all_cores
 from mnist_data import load_digits, normalised
 from rpc_names import trainers
@@ -152,7 +152,7 @@ class Scoreboard:
             if state["books"]["left"] is not None:
                 self.lots = {None: state["books"]["left"]}  # nobody's
         except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-            raise ValueError(f"cannot go on from {self.args.checkpoint}: {error}") from error
+            raise PermanentError(f"cannot go on from {self.args.checkpoint}: {error}") from error
         if self.epoch < self.args.epochs:
             self.report.say(f"Going on from update {self.updates}, epoch {self.epoch + 1}")
         else:

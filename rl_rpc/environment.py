@@ -9,6 +9,7 @@ import copy
 
 import gymnasium as gym
 
+from glue import PermanentError
 from glue.seeds import seed_for
 from policy import Actor
 
@@ -16,7 +17,7 @@ from policy import Actor
 def make_env(env_id, render_mode=None):
     """Return a gymnasium environment with a flat Box observation (D,) and a Discrete(A) action space.
 
-    Raises ValueError, in one line, for an environment that does not exist, cannot be built here or does not fit.
+    Raises PermanentError, in one line, for an environment that does not exist, cannot be built here or does not fit.
     Source: gymnasium.make replaces the tutorial's gym.make.
     """
     try:
@@ -24,14 +25,16 @@ def make_env(env_id, render_mode=None):
         # A render mode is passed on only if wanted: an environment of your own need not know the argument.
         env = gym.make(env_id, disable_env_checker=True, **({"render_mode": render_mode} if render_mode else {}))
     except (gym.error.Error, ImportError) as error:  # unknown, deprecated, or its simulator is not installed
-        raise ValueError(f"environment {env_id!r} cannot be made: {' '.join(str(error).split())}") from error
+        raise PermanentError(f"environment {env_id!r} cannot be made: {' '.join(str(error).split())}") from error
     observed, acted = env.observation_space, env.action_space
     if not (isinstance(observed, gym.spaces.Box) and len(observed.shape) == 1):
         env.close()
-        raise ValueError(f"environment {env_id!r} observes {observed}; the policy needs a flat Box, one row of numbers")
+        raise PermanentError(
+            f"environment {env_id!r} observes {observed}; the policy needs a flat Box, one row of numbers"
+        )
     if not isinstance(acted, gym.spaces.Discrete):
         env.close()
-        raise ValueError(f"environment {env_id!r} acts in {acted}; the policy needs a Discrete action space")
+        raise PermanentError(f"environment {env_id!r} acts in {acted}; the policy needs a Discrete action space")
     return env
 
 

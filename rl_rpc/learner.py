@@ -85,7 +85,7 @@ class Learner:
     def learn(self, trajectories):
         """Finish an episode: update the policy once, from all steps of all observers; return the lowest reward.
 
-        Source: tutorial part 1, Agent.finish_episode. Raises ValueError if the loss is not finite: training diverged.
+        Source: tutorial part 1, Agent.finish_episode. Raises PermanentError if training diverged.
         """
         self.episodes += 1
         self.env_steps += sum(len(trajectory.actions) for trajectory in trajectories)

@@ -30,7 +30,7 @@ def parse_args(argv=None):
 
 
 def load_policy(path):
-    """Return (policy, env_id) from a file of main.py's. Raises ValueError if it is not one; executes nothing in it."""
+    """Return (policy, env_id) from a file of main.py's.  Executes nothing in it; raises PermanentError for another."""
     settings, state = checkpoint.load(path, "rl_rpc")
     policy = Policy(*sizes(make_env(settings["env_id"])))
     policy.load_state_dict(state["policy"])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from glue import PermanentError
 from glue.seeds import seed_for
 from markov_source import MarkovSource, spell_number
 
@@ -77,21 +78,21 @@ def generated_corpus(num_tokens, length, seed):
 
 
 def corpus_from_file(path, tokens):
-    """Read a UTF-8 text; `tokens` is "char" or "word".  Raises ValueError, in one line, for what is not a text."""
+    """Read a UTF-8 text; `tokens` is "char" or "word".  Raises PermanentError, in one line, for what is not a text."""
     try:
         with open(path, "rb") as file:
             data = file.read()
     except OSError as error:
-        raise ValueError(f"--corpus {path}: {error.strerror}") from None
+        raise PermanentError(f"--corpus {path}: {error.strerror}") from None
     try:
         text = data.decode("utf-8-sig")  # a byte order mark is not a letter
     except UnicodeDecodeError as error:
         where = f"byte {error.start} is {data[error.start]:#04x}"
-        raise ValueError(f"--corpus {path}: not a UTF-8 text ({where})") from None
+        raise PermanentError(f"--corpus {path}: not a UTF-8 text ({where})") from None
     if "\0" in text:
-        raise ValueError(f"--corpus {path}: not a text (it contains zero bytes)")
+        raise PermanentError(f"--corpus {path}: not a text (it contains zero bytes)")
     if not text.strip():
-        raise ValueError(f"--corpus {path}: there is no text in it")
+        raise PermanentError(f"--corpus {path}: there is no text in it")
     if tokens == "char":
         units = list(text)
     else:  # the recipe's way: words between white space, and a token of its own for the end of a line
@@ -137,14 +138,17 @@ def get_next_batch(stream_SB, bptt):
 
 
 def training_streams(corpus, batch_size, bptt):
-    """Return (train (., B), held-out (., B')) streams.  Raises ValueError if there is too little text for one batch."""
+    """Return (train (., B), held-out (., B')) streams.
+
+    Raises PermanentError if there is too little text for one batch.
+    """
     train, needed = streams(corpus.train, batch_size), batch_size * (bptt + 1)
     if len(corpus.train) < needed:
-        raise ValueError(
+        raise PermanentError(
             f"{corpus.name}: {len(corpus.train)} tokens to train on are less than one batch, "
             f"{needed} = --batch_size {batch_size} x (--bptt {bptt} + 1)"
         )
     eval_batch_size = min(EVAL_BATCH_SIZE, len(corpus.heldout) // 2)
     if eval_batch_size == 0:
-        raise ValueError(f"{corpus.name}: too short to hold out a tenth of it")
+        raise PermanentError(f"{corpus.name}: too short to hold out a tenth of it")
     return train, streams(corpus.heldout, eval_batch_size)

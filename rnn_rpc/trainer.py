@@ -44,7 +44,7 @@ class Trainer:
     def train_epoch(self, batches, num_streams):
         """Train on each of `batches`, data and target (T, B); yield (summed loss in nats, tokens) after each step.
 
-        Raises ValueError at the first loss that is no number, or one that training does not come back from.
+        Raises PermanentError at the first loss that is no number, or one that training does not come back from.
         """
         self.model.train()
         hidden = self.model.init_hidden(num_streams)

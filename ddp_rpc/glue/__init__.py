@@ -23,3 +23,10 @@
 
 The same bytes in all four packages: edit rl_rpc/glue, then run `python tests/tools/sync_glue.py`.
 """
+
+
+class PermanentError(ValueError):
+    """An error that would come again however often the job is started: a bad file, say, or training that diverges.
+
+    Its text is one line for the user.  No restart is made after it (--max_restarts).
+    """

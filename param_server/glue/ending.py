@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 
-from glue import checkpoint
+from glue import PermanentError, checkpoint
 
 PACKAGE = os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 STORE_HOLDER = -1  # as a rank: whoever holds the store
@@ -60,10 +60,13 @@ def of_exception(error, rank):
     if remote:  # "On WorkerInfo(...):\n<repr>\n<traceback>", nested where calls were: the innermost is the cause
         rank = int(remote[-1][1])
         kind, _, cause = _last_line_of_traceback(cause[remote[-1].end() :]).partition(": ")
+        kind = kind.rpartition(".")[2]  # a traceback names the module as well
     if kind == "RuntimeError" and (served_exit := SERVED_EXIT.match(cause)):
         return End("failed", rank, f"a function that it called on another rank ended with {served_exit[0].strip()}")
-    cause = " ".join(f"{kind}: {cause}".split()).partition(" Exception raised from ")[0]  # without the stack of C++
-    return End("failed", rank, cause, again=kind != "ValueError")
+    permanent = kind == PermanentError.__name__  # its text is written for the user
+    line = cause if permanent else f"{kind}: {cause}"
+    line = " ".join(line.split()).partition(" Exception raised from ")[0]  # without the stack of C++
+    return End("failed", rank, line, again=not permanent)
 
 
 def is_connection_trouble(error):

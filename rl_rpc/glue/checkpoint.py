@@ -12,6 +12,8 @@ import warnings
 import torch
 from torch.utils._pytree import tree_map_only
 
+from glue import PermanentError
+
 _writing = threading.Lock()
 
 
@@ -58,7 +60,7 @@ def save(path, scenario, settings, state):
 def resume(args, scenario, settings):
     """Return the state from which this run goes on, or None where it starts at the beginning.
 
-    Raises ValueError, with one line for the user, if the checkpoint cannot be read, or if it was made with other
+    Raises PermanentError, with one line for the user, if the checkpoint cannot be read, or if it was made with other
     `settings` (see save) than this run has.  Every package refuses such a checkpoint through this function.
     """
     path = args.checkpoint
@@ -72,24 +74,26 @@ def resume(args, scenario, settings):
         found = made_with.get(name)
         if found != value:
             shown = f"--{name}" if name in vars(args) else name
-            raise ValueError(f"{path} was made with {shown} {found}, and this run has {value}: it cannot go on from it")
+            raise PermanentError(
+                f"{path} was made with {shown} {found}, and this run has {value}: it cannot go on from it"
+            )
     return state
 
 
 def load(path, scenario):
     """Return (settings, state) of a checkpoint, as they were given to save().  Nothing in the file is executed.
 
-    Raises ValueError, with one line for the user, if the file is missing, damaged, or another scenario's.
+    Raises PermanentError, with one line for the user, if the file is missing, damaged, or another scenario's.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch wonders aloud about a file that is not its own; we say what it is
             saved = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise ValueError(f"there is no checkpoint {path}") from None
+        raise PermanentError(f"there is no checkpoint {path}") from None
     except Exception as error:  # zip, pickle and torch each have their own for a file that is not one
-        raise ValueError(f"{path} is not a readable checkpoint ({type(error).__name__})") from error
+        raise PermanentError(f"{path} is not a readable checkpoint ({type(error).__name__})") from error
     parts = [saved.get(name) for name in ("settings", "state")] if isinstance(saved, dict) else []
     if not parts or saved.get("scenario") != scenario or not all(isinstance(part, dict) for part in parts):
-        raise ValueError(f"{path} is not a checkpoint of {scenario}")
+        raise PermanentError(f"{path} is not a checkpoint of {scenario}")
     return tuple(parts)

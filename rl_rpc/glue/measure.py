@@ -3,6 +3,7 @@
 Runs in the ranks that count what they send, and in bench.py.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -38,27 +39,36 @@ def wire_bytes():
 
 
 class Meter:
-    """What the steps of a loop cost this rank, counted around them: `for batch in meter.over(batches): (one step)`."""
+    """What the steps of a training loop cost this rank.  The loop says `with meter.step():` around each of them."""
 
     def __init__(self, transport, warm_up=0):
         """`transport`: bytes are counted only where all of them are seen, with "tcp"; `warm_up`: steps not timed."""
-        self.count_bytes, self.warm_up = transport == "tcp" and hasattr(socket, "TCP_INFO"), warm_up
+        self.count_bytes = transport == "tcp" and hasattr(socket, "TCP_INFO")
+        self.warm_up = warm_up
         self.steps = self.timed_steps = self.rpc_calls = self.bytes = 0
         self.seconds = 0.0
 
+    @contextlib.contextmanager
+    def step(self):
+        """Measure the block, which is one step."""
+        calls_before = calls.so_far()
+        bytes_before = wire_bytes() if self.count_bytes else 0
+        started = time.perf_counter()
+        with trace.bar("step", f"step {self.steps + 1}"):
+            yield
+        seconds = time.perf_counter() - started
+        self.steps += 1
+        if self.steps > self.warm_up:
+            self.timed_steps += 1
+            self.seconds += seconds
+        self.rpc_calls += calls.so_far() - calls_before
+        self.bytes += wire_bytes() - bytes_before if self.count_bytes else 0
+
     def over(self, batches):
         """Yield each of `batches`; the time until the next one is asked for is one step's."""
-        before, total = calls.so_far(), wire_bytes() if self.count_bytes else 0
         for batch in batches:
-            started = time.perf_counter()
-            with trace.bar("step", f"step {self.steps + 1}"):
+            with self.step():
                 yield batch
-            self.steps += 1
-            if self.steps > self.warm_up:
-                self.timed_steps += 1
-                self.seconds += time.perf_counter() - started
-        self.rpc_calls += calls.so_far() - before
-        self.bytes += wire_bytes() - total if self.count_bytes else 0
 
     def figures(self):
         """Return what a summary says of it: RPCs made and served, and TCP bytes sent and received, by this rank."""

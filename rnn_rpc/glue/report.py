@@ -11,6 +11,7 @@ import time
 import torch
 from tqdm import tqdm
 
+from glue import PermanentError
 from glue.checkpoint import write_aside
 
 NOTHING_LEFT = "Nothing is left to do: the checkpoint is of a finished run."  # said after "Going on after ..."
@@ -91,9 +92,20 @@ class Report:
         figure.savefig(file, dpi=120, format="png")
 
 
+def staleness_figures(counts):
+    """Return what a summary says of staleness: its mean over all gradients, and the largest.
+
+    `counts`: {staleness, the updates between reading weights and applying their gradient: how many gradients had it}.
+    """
+    gradients = sum(counts.values())
+    total = sum(staleness * count for staleness, count in counts.items())
+    mean = total / gradients if gradients else 0.0
+    return {"staleness_mean": round(mean, 3), "staleness_max": max(counts, default=0)}
+
+
 def check_finite(value, what, step, lower="--lr", at_most=float("inf")):
-    """Return `value` (a number, or a tensor of one); raise ValueError, one line for the user, if training diverged."""
+    """Return `value` (a number, or a tensor of one); raise PermanentError if training diverged."""
     value = value.item() if isinstance(value, torch.Tensor) else value
     if not abs(value) <= at_most or value in (float("inf"), float("-inf")):  # NaN is not less than anything
-        raise ValueError(f"step {step}: the {what} is {value:g}: training has diverged, try a lower {lower}")
+        raise PermanentError(f"step {step}: the {what} is {value:g}: training has diverged, try a lower {lower}")
     return value

@@ -6,7 +6,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from helpers import package_on_path
 
 with package_on_path("rl_rpc"):
-    from glue import ending
+    from glue import PermanentError, ending
     from glue.ending import STORE_HOLDER, End
 
 NAMES = ["rank 0 (agent)", "rank 1 (observer1)", "rank 2 (observer2)"]
@@ -67,10 +67,11 @@ NESTED_EXIT = f"On WorkerInfo(id=2, name=observer2):\nRuntimeError('...')\nTrace
 @pytest.mark.parametrize(
     "error, rank, why, again",
     [
-        (ValueError("a bad\nfile"), 0, "ValueError: a bad file", False),
+        (PermanentError("a bad\nfile"), 0, "a bad file", False),
+        (ValueError("no\nnumber"), 0, "ValueError: no number", True),
         (RuntimeError("eof Exception raised from readLoop at x.cpp:1 frame #0: f"), 0, "RuntimeError: eof", True),
         (RuntimeError(REMOTE), 2, "KeyError: 'x'", True),
-        (ValueError(REMOTE.replace("KeyError", "ValueError")), 2, "ValueError: 'x'", False),
+        (ValueError(REMOTE.replace("KeyError", "glue.PermanentError")), 2, "'x'", False),
         (SystemExit(0), 0, "it left in the middle of its work (sys.exit(0))", True),
         (RuntimeError(SERVED_EXIT), 0, "a function that it called on another rank ended with SystemExit: 0", True),
         (RuntimeError(NESTED_EXIT), 2, "a function that it called on another rank ended with SystemExit: 0", True),

@@ -44,7 +44,7 @@ def worker_name(rank, args):
         ([LOST, None], 1, 0, [(0, False), (1, True)]),
         ([LOST, LOST], 1, 1, [(0, False), (1, True)]),
         ([LOST, LOST, None], 2, 0, [(0, False), (1, True), (2, True)]),
-        ([End("failed", 0, "ValueError: a bad file", again=False)], 2, 1, [(0, False)]),
+        ([End("failed", 0, "a bad file", again=False)], 2, 1, [(0, False)]),
         ([LOST, ending.interrupted(0, signal.SIGTERM)], 2, 143, [(0, False), (1, True)]),
     ],
 )

@@ -163,7 +163,7 @@ def test_unusable_data_ends_the_whole_job_with_status_1(tmp_path):
         for name in ("images-idx3-ubyte", "labels-idx1-ubyte"):
             (tmp_path / f"{part}-{name}").write_bytes(b"\0\0\x08\x03")
     done = run_main("param_server", "--data_dir", tmp_path, "--world_size", 3, timeout=100)
-    assert_one_line_error(done, 1, "ValueError", "is not a file of MNIST")
+    assert_one_line_error(done, 1, "is not a file of MNIST")
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("remote", marks=pytest.mark.slow)])

@@ -180,7 +180,7 @@ def assert_cause(done, pattern):
     """The agent says why, once; the observers that it takes along say at most a line each. No traceback."""
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     cause, *others = done.stderr.strip().splitlines()
-    assert "rank 0 (agent): ValueError: " in cause and re.search(pattern, cause), cause
+    assert cause.startswith("rl_rpc: rank 0 (agent): ") and re.search(pattern, cause), cause
     assert all("lost rank 0 (agent)" in line for line in others)
 
 
