@@ -21,8 +21,10 @@ from helpers import ROOT, package_on_path, run_main
 with package_on_path("rnn_rpc"):
     import bench
     import corpus
+    import keyed_dropout
     import main
     import model
+    import owners
     import remote_layers
     from glue import calls as rpc_calls
     from glue import seeds
@@ -41,8 +43,8 @@ SGD = {"optimizer": "sgd", "lr": 5.0, "clip": 0.05}
 def as_launched(rpc_group):
     """What glue/launch.py does in a rank."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "remote_layers", remote_layers)  # RPC pickles functions by their module's name
-        patch.setattr("torch.distributed.optim.optimizer.functional_optim_map", {})
+        for module in (owners, remote_layers):  # RPC pickles classes by their module's name
+            patch.setitem(sys.modules, module.__name__, module)
         for module, name in ((api, "_invoke_rpc"), (api, "_enable_rpc_profiler"), (internal, "_run_function")):
             patch.setattr(module, name, getattr(module, name))  # to be as it was, after
         rpc_calls.watch()
@@ -53,7 +55,7 @@ def train(*flags, device="cpu"):
     """Run main.py's trainer with these flags, all layers on one device; return its summary, where they ask for one."""
     args = main.parse_args([str(flag) for flag in flags])
     for server in SERVERS:
-        rpc.rpc_sync(server, setattr, args=(remote_layers.RemoteLayer, "device", torch.device(device)))
+        rpc.rpc_sync(server, owners.set_device, args=(torch.device(device),))
     main.run_trainer(args, torch.device(device))
     if args.summary_json:
         with open(args.summary_json) as file:
@@ -70,9 +72,9 @@ def one_process(optimizer="sgd", lr=5.0, clip=0.05, dropout=0.0, seed=1):
     for part, weight in (("table", table.weight), ("decoder", decoder.weight)):
         nn.init.uniform_(weight, -0.1, 0.1, torch.Generator().manual_seed(own[part]))
     nn.init.zeros_(decoder.bias)
-    after_table = remote_layers.KeyedDropout(dropout, own["table"])
-    between_layers = remote_layers.KeyedDropout(dropout, seeds.seed_for(own["rnn"], 1))
-    before_decoder = remote_layers.KeyedDropout(dropout, own["decoder"])
+    after_table = keyed_dropout.KeyedDropout(dropout, own["table"])
+    between_layers = keyed_dropout.KeyedDropout(dropout, seeds.seed_for(own["rnn"], 1))
+    before_decoder = keyed_dropout.KeyedDropout(dropout, own["decoder"])
     parameters = [*table.parameters(), *rnn.parameters(), *decoder.parameters()]
     opt = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer](parameters, lr=lr)
 
@@ -251,7 +253,9 @@ def test_a_step_makes_so_many_calls_and_leaves_nothing_behind(mode, calls):
     trainer = main.Trainer(model.RNNModel(["ps"], V, E, H, LAYERS, seed=1), mode, "sgd", 1.0, clip=0, seed=1)
     text = corpus.streams(corpus.generated_corpus(V, 626, 1).train, B)
     counts, made = [], []
-    for step, _ in enumerate(trainer.train_epoch(corpus.get_next_batch(text, T), B), 1):
+    hidden = trainer.model.init_hidden(B)
+    for step, (data_TB, target_TB) in enumerate(corpus.get_next_batch(text, T), 1):
+        _, hidden = trainer.train_step(data_TB, target_TB, hidden)
         made.append(rpc_calls.so_far())
         if step in (3, 15):
             asked = (REFERENCES, CONTEXTS, TENSORS)
