@@ -58,7 +58,7 @@ class KeyedLSTM(nn.Module):
         h_LBH, c_LBH = hidden
         last_h = []
         last_c = []
-        output = x_TBE
+        output = x_TBE  # and then (T, B, H), of one layer after the other
         for layer, lstm in enumerate(self.layers):
             if layer > 0:
                 output = self.drops[layer - 1](output, step, first_stream)

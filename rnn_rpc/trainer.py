@@ -42,12 +42,12 @@ class Trainer:
         self.epoch = 0  # epochs so far
         self.heldout = math.inf  # held-out perplexity after the last epoch
         self.best = math.inf  # the lowest so far
-        self.worst_loss = math.log(1000 * model.ntoken)  # beyond it a blind guess is a thousand times as good
+        self.worst_loss = math.log(1000 * model.ntoken)  # in nats; beyond it a blind guess is a thousand times as good
 
     def train_step(self, data_TB, target_TB, hidden):
         """Forward, backward, clip, step, over all workers; return the summed loss in nats, and the next hidden state.
 
-        Raises PermanentError if the loss is no number, or one that training does not come back from.
+        Raises PermanentError if training has diverged: the loss is no number, or far worse than a blind guess.
         Source: tutorial part 2, the body of run_trainer's loop.  There is no zero_grad(): each context has gradients of
         its own, on every worker, and they go when it ends.
         """
@@ -60,8 +60,8 @@ class Trainer:
         self.step += 1
         summed_loss = loss.item()
         check_finite(summed_loss / target_TB.numel(), "loss", self.step, at_most=self.worst_loss)
-        # The next batch goes on from this state, but its gradient stops there: else each backward pass would walk back
-        # through the graphs of all batches before, also through those that were freed.
+        # The next batch goes on from this state without its graph: else its backward pass would walk back through the
+        # graphs of all batches before, whose contexts have ended.
         return summed_loss, (h_LBH.detach(), c_LBH.detach())
 
     def clip_gradients(self, context_id):
@@ -79,7 +79,7 @@ class Trainer:
             torch.futures.wait_all(futures)
         return norm
 
-    # That was a training step.  What follows happens around the steps: after an epoch, at the end, for a checkpoint.
+    # The rest is not part of a training step: it is done after an epoch, at the end, or for a checkpoint.
 
     def evaluate(self, batches, num_streams):
         """Return the mean loss in nats per token on held-out batches, dropout off on every worker."""
