@@ -1,5 +1,8 @@
-"""The ways to train a HybridModel."""
+"""The modes: three ways to train a HybridModel."""
 
-from sync_trainer import MODES
+from averaged_trainer import AveragedTraining
+from pipelined_trainer import PipelinedTraining
+from sync_trainer import SyncTraining
 
-__all__ = ["MODES"]
+# Name of a mode -> the class whose step(batch, next_batch) trains on one batch in it; the tutorial's is the first.
+MODES = {"sync": SyncTraining, "averaged": AveragedTraining, "pipelined": PipelinedTraining}
