@@ -15,7 +15,10 @@ def set_learning_rate(optimizer, lr):
 
 
 def set_distributed_learning_rate(distributed_optimizer, lr):
-    """Set the learning rate of all the optimizers that a DistributedOptimizer has made, in all processes."""
+    """Set the learning rate of all the optimizers that a DistributedOptimizer has made, in all processes.
+
+    It has no param_groups.  The RRefs to its optimizers, and their `optim` below, are not in torch's documentation.
+    """
     for optimizer_rref in distributed_optimizer.remote_optimizers:
         rpc.rpc_sync(optimizer_rref.owner(), set_learning_rate_here, args=(optimizer_rref, lr))
 

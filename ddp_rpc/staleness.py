@@ -13,7 +13,7 @@ class StalenessCounter:
         self.counts = Counter()  # staleness -> how many gradients had it
 
     def watch(self, sums_BD):
-        """Wait, without blocking, for the gradient of a lookup that was made just now."""
+        """Count the steps from now on until backward brings the gradient of this lookup."""
         if not sums_BD.requires_grad:  # an evaluation: no gradient will arrive
             return
         steps_at_lookup = steps_taken(self.weight)
@@ -29,7 +29,7 @@ class StalenessCounter:
 def steps_taken(weight):
     """Return how often the values of a tensor have been changed: for a table that is trained, by one step each time.
 
-    `_version` is a private name of torch.  Its public hook for steps, Optimizer.register_step_post_hook, needs the
-    optimizer: in mode `sync` each trainer's DistributedOptimizer makes one of its own here, out of our reach.
+    `_version` is a private name of torch.  What is public (Optimizer.register_step_post_hook) tells of the steps of one
+    optimizer, and in mode `sync` each trainer's DistributedOptimizer makes another one for the same table.
     """
     return weight._version

@@ -39,7 +39,7 @@ def _run_trainer(emb_rrefs, rank, device, plan, master_rref, epochs_done=0, fc_s
         training.set_learning_rate(learning_rate(plan, epoch))
         # Each trainer draws a part of the log that no other has.
         batches = log.batches(plan.batches, plan.batch_bags, seed_for(plan.seed, "clicks", rank, epoch))
-        dist.barrier()  # the clock measures training: no making of data, no waiting for a checkpoint
+        dist.barrier()  # the rate is set everywhere; and the clock measures no making of data, no wait for a checkpoint
         for batch, next_batch in itertools.pairwise([*batches, None]):
             with meter.step():
                 loss = training.step(batch, next_batch)
