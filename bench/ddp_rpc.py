@@ -1,7 +1,7 @@
 """How many batches and samples per second each mode trains, beside a plain loop in one process; and bytes, and memory.
 
-    python ddp_rpc/bench.py                        # everything: about 25 minutes on 2 cores
-    python ddp_rpc/bench.py --tables modes --repeats 3 --json bench.json
+    python bench/ddp_rpc.py                        # everything: about 25 minutes on 2 cores
+    python bench/ddp_rpc.py --tables modes --repeats 3 --json bench.json
 
 Tables: modes (about the tutorial's sizes, 1 and 2 servers), bags (8, 64, 1024 in a batch), rows (10^2 to 10^6),
 wire (bytes per step and trainer, over TCP alone), memory (of each server, as their number grows).
@@ -11,18 +11,19 @@ Rates are those of the training loop: start-up, making of data and evaluation ar
 import argparse
 import functools
 import itertools
-import json
-import os
 import time
 
 import torch
 from torch import nn, optim
 
+from common import interleave, places, run_main, table, use_package, write_json
+
+use_package("ddp_rpc")
+
 from clicks import NUM_CLASSES, ClickLog
-from glue import flags, measure, placement
+from glue import flags, tensors
 from modes import MODES
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 SINGLE = "single process"
 TABLES = ("modes", "bags", "rows", "wire", "memory")
 EPOCHS = 3
@@ -31,7 +32,7 @@ EPOCHS = 3
 def single_process(device, *cell):
     """Return the figures of the job without RPC and DDP, as fast as it gets: with one intra-op thread or all cores."""
     runs = []
-    for threads in {1, placement.usable_cores()}:
+    for threads in {1, tensors.usable_cores()}:
         torch.set_num_threads(threads)
         runs.append(train_alone(torch.device(device), *cell))
     return max(runs, key=lambda run: run["batches_per_second"])
@@ -69,16 +70,16 @@ def train_alone(device, num_embeddings, batch_bags, batches):
 def run(mode, rows, bags, batches, *words):
     """Run main.py on random targets, with these further flags; return its summary."""
     sizes = ["--num_embeddings", rows, "--batch_bags", bags, "--batches", batches, "--epochs", EPOCHS]
-    return measure.run_main(HERE, ["--mode", mode, "--targets", "random", *sizes, *words])
+    return run_main("ddp_rpc", ["--mode", mode, "--targets", "random", *sizes, *words])
 
 
 def variants(args, *cell, servers=(1,)):
-    """Return name -> callable for one cell of a table, for measure.interleave; cell is (rows, bags, batches)."""
+    """Return name -> callable for one cell of a table, for interleave; cell is (rows, bags, batches)."""
     calls = {SINGLE: lambda: single_process("cpu", *cell)}
     if args.device == "cuda":
         calls[SINGLE + ", cuda"] = lambda: single_process("cuda", *cell)
     for number, mode in itertools.product(servers, MODES):
-        for suffix, place in measure.places(args.device).items():
+        for suffix, place in places(args.device).items():
             name = mode + (f", {number} servers" if number > 1 else "") + suffix
             calls[name] = functools.partial(run, mode, *cell, "--num_servers", number, *place)
     return calls
@@ -86,8 +87,8 @@ def variants(args, *cell, servers=(1,)):
 
 def measured(args, title, figure, *cell, **choice):
     """Run one cell of a table, print it, and return its numbers."""
-    rows = measure.interleave(variants(args, *cell, **choice), args.repeats)
-    return measure.table(rows, figure, baseline=SINGLE, title=title)
+    rows = interleave(variants(args, *cell, **choice), args.repeats)
+    return table(rows, figure, baseline=SINGLE, title=title)
 
 
 def wire_table():
@@ -122,7 +123,7 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: speed beside the CPU's")
     parser.add_argument("--json", metavar="FILE", help="write the raw numbers")
     args = parser.parse_args()
-    print(f"torch {torch.__version__}, {placement.usable_cores()} cores, 2 trainers, random targets, seed 1")
+    print(f"torch {torch.__version__}, {tensors.usable_cores()} cores, 2 trainers, random targets, seed 1")
     raw = {}
     if "modes" in args.tables:
         title = "batches/s at about the tutorial's sizes: 8 bags, 100 rows"
@@ -139,9 +140,7 @@ def main():
         raw["wire"] = wire_table()
     if "memory" in args.tables:
         raw["memory"] = memory_table()
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(raw, file, indent=2)
+    write_json(args.json, raw)
 
 
 if __name__ == "__main__":

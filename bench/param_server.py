@@ -1,7 +1,7 @@
 """Measure this package: images/s and bytes by mode and number of trainers, and accuracy against staleness.
 
-    python param_server/bench.py --data_dir data                      speed, about 10 minutes on 2 cores
-    python param_server/bench.py --data_dir data --tables accuracy    modes x trainers x seeds, about 30 minutes
+    python bench/param_server.py --data_dir data                      speed, about 10 minutes on 2 cores
+    python bench/param_server.py --data_dir data --tables accuracy    modes x trainers x seeds, about 30 minutes
 
 Beside every figure stands one process that does the same work on the same network, data and settings, without RPC.
 Without MNIST in --data_dir it takes --dataset synthetic, and says so.
@@ -9,7 +9,6 @@ Without MNIST in --data_dir it takes --dataset synthetic, and says so.
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -18,13 +17,16 @@ import time
 import torch
 import torch.nn.functional as F
 
+from common import interleave, places, run_main, table, use_package, write_json
+
+use_package("param_server")
+
 from digits_net import Net
-from glue import flags, measure
-from glue.placement import keep_freed_memory, usable_cores
+from glue import flags
+from glue.tensors import keep_freed_memory, usable_cores
 from mnist_data import Batches, load_digits
 from scoreboard import get_accuracy
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 MODES = {
     "remote": ["--mode", "remote"],
     "async": ["--mode", "replica"],
@@ -42,9 +44,7 @@ def main():
     print(f"{args.dataset}, batch {args.batch_size} per trainer, torch {torch.__version__}, {usable_cores()} cores")
     tables = {"modes": speed_by_mode, "batch": speed_by_batch, "accuracy": accuracy_table}
     result = {name: tables[name](args) for name in args.tables}
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(result, file, indent=2)
+    write_json(args.json, result)
 
 
 def speed_by_mode(args):
@@ -56,12 +56,12 @@ def speed_by_mode(args):
     for count in args.trainers:
         # With one trainer the three consistencies are the same.
         for mode in MODES if count > 1 else ("remote", "async", "async, --overlap"):
-            for suffix, place in measure.places(args.device).items():
+            for suffix, place in places(args.device).items():
                 name = f"{mode}, {count} trainer{'s' * (count > 1)}{suffix}"
                 # The rate has no say in the speed. Gradients as late as four overlapping trainers' diverge at 0.03.
                 variants[name] = distributed(args, mode, count, "--lr", 0.01, *place)
-    rows = measure.interleave(variants, args.repeats)
-    measure.table(rows, "images_per_second", "one process, 1 thread", "images/s")
+    rows = interleave(variants, args.repeats)
+    table(rows, "images_per_second", "one process, 1 thread", "images/s")
     print("\nBytes that a trainer sends and receives per batch, over TCP (--transport tcp)")
     for mode in ("remote", "async"):
         summary = distributed(args, mode, 1, "--transport", "tcp")()
@@ -79,8 +79,8 @@ def speed_by_batch(args):
     for batch in (8, 32):
         flags = ("--batch_size", batch, "--sync_every", 8)
         variants[f"async, batch {batch}, --sync_every 8"] = distributed(args, "async", 2, *flags)
-    rows = measure.interleave(variants, args.repeats)
-    measure.table(rows, "images_per_second", "one process, 1 thread", "images/s, 2 trainers, by batch size")
+    rows = interleave(variants, args.repeats)
+    table(rows, "images_per_second", "one process, 1 thread", "images/s, 2 trainers, by batch size")
     return rows
 
 
@@ -113,7 +113,7 @@ def accuracy_table(args):
 def distributed(args, mode, trainers, *flags):
     """Return a callable that runs main.py with this many trainers and returns its summary."""
     job = ["--log_interval", 1_000_000, *MODES[mode], "--world_size", trainers + 1]
-    return lambda: measure.run_main(HERE, [*same_work(args), *job, *flags])
+    return lambda: run_main("param_server", [*same_work(args), *job, *flags])
 
 
 def single(args, threads, *flags):

@@ -1,6 +1,6 @@
 """param_server's asynchronous mode beside a parameter server that a Ray user would write: images/s, interleaved.
 
-python tests/tools/bench_ray.py --ray_python /tmp/ray-venv/bin/python --data_dir data --repeats 3
+python bench/ray.py --ray_python /tmp/ray-venv/bin/python --data_dir data --repeats 3
 
 Ray is not a dependency: it has a virtual environment of its own (`python -m venv DIR; DIR/bin/pip install ray`), which
 borrows torch from the environment that runs this.  Ray's side, `Server` and `Trainer` below: actors, weights and
@@ -17,12 +17,15 @@ import subprocess
 import sys
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT / "param_server"))
+from common import interleave, table, use_package
+
+HERE = str(pathlib.Path(__file__).resolve().parent)
+use_package("param_server")
 
 
 def run_ray(args):
     """Train with Ray, print images/s.  In Ray's own Python."""
+    sys.path.remove(HERE)  # in which this file has the name of Ray's own module
     import ray
 
     same = args.inside == "same settings"
@@ -60,7 +63,7 @@ def make_net(same):
     from torch import nn
 
     from digits_net import Net
-    from glue.placement import keep_freed_memory
+    from glue.tensors import keep_freed_memory
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -152,8 +155,7 @@ def main():
     if args.inside:
         run_ray(args)
         return
-    import bench
-    from glue import measure
+    import param_server  # the bench of this name
 
     shared = [*sys.path, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 
@@ -164,14 +166,14 @@ def main():
         return json.loads(done.stdout.splitlines()[-1])
 
     args.max_batches = args.batches
-    variants = {"two processes on their own": bench.two_processes(args)}
+    variants = {"two processes on their own": param_server.two_processes(args)}
     for mode in ("async", "async, --overlap"):
-        variants[mode] = bench.distributed(args, mode, args.trainers)
+        variants[mode] = param_server.distributed(args, mode, args.trainers)
     for variant in ("same settings", "as a user would"):
         variants[f"Ray, {variant}"] = lambda variant=variant: ray(variant)
-    rows = measure.interleave(variants, args.repeats)
-    measure.table(rows, "images_per_second", "Ray, same settings", f"images/s, {args.trainers} trainers")
-    measure.table(rows, "images_per_second", "two processes on their own", "the same, to two processes")
+    rows = interleave(variants, args.repeats)
+    table(rows, "images_per_second", "Ray, same settings", f"images/s, {args.trainers} trainers")
+    table(rows, "images_per_second", "two processes on their own", "the same, to two processes")
 
 
 if __name__ == "__main__":

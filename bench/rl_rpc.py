@@ -1,7 +1,7 @@
 """How many environment steps per second each communication pattern makes, beside a plain loop in one process.
 
-    python bench.py                         # world sizes 2, 3 and 5: about ten minutes on 2 cores
-    python bench.py --world_sizes 3 --repeats 1 --json bench.json
+    python bench/rl_rpc.py                         # world sizes 2, 3 and 5: about ten minutes on 2 cores
+    python bench/rl_rpc.py --world_sizes 3 --repeats 1 --json bench.json
 
 Every row of a table plays the same episodes of the same seed, and learns from them (but for async, whose episodes are
 its own, and the bare environment, which only steps); rates count training too, start-up not. The modes with RPCs in
@@ -9,22 +9,23 @@ every step play the first episodes only, or they would take the afternoon.
 """
 
 import argparse
-import json
 import math
-import os
 import time
 
 import numpy as np
 import torch
 
+from common import interleave, places, run_main, table, use_package, write_json
+
+use_package("rl_rpc")
+
 from agent import MODES
 from environment import make_env
-from glue import flags, measure, placement
+from glue import flags, tensors
 from learner import Learner, Trajectory
 from observer import environment_seed, noise_seed
 from policy import Actor, EpisodeNoise
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 SINGLE, BARE = "single process", "bare environment"
 
 
@@ -78,12 +79,12 @@ def main_py(mode, place, world_size, episodes, seed):
     """Return the summary of one run of main.py."""
     words = ["--mode", mode, *place, "--world_size", world_size, "--seed", seed]
     words += ["--max_episodes", episodes, "--log_interval", episodes, "--eval_episodes", 0]
-    return measure.run_main(HERE, [*words, "--reward_threshold", 1e9])
+    return run_main("rl_rpc", [*words, "--reward_threshold", 1e9])
 
 
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(
-        prog="rl_rpc/bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench/rl_rpc.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--world_sizes", type=flags.positive_int, nargs="+", default=[2, 3, 5], metavar="N")
@@ -99,7 +100,7 @@ def parse_args(argv=None):
 def main():
     args = parse_args()
     print(
-        f"torch {torch.__version__}, {placement.usable_cores()} cores, device {args.device}, seed {args.seed}, "
+        f"torch {torch.__version__}, {tensors.usable_cores()} cores, device {args.device}, seed {args.seed}, "
         f"{args.repeats} repeats, {args.step_episodes} episodes ({args.episodes}: rollout, async, {SINGLE})"
     )
     numbers = {}
@@ -112,18 +113,16 @@ def main():
                 mode, place, size, episodes.get(mode, args.step_episodes), args.seed
             )
             for mode in MODES
-            for suffix, place in measure.places(args.device).items()
+            for suffix, place in places(args.device).items()
         }
         variants[SINGLE] = lambda observers=observers: single_process(args.seed, observers, args.episodes)
         variants[BARE] = lambda: bare_environment(args.seed)
-        rows = measure.interleave(variants, args.repeats)
+        rows = interleave(variants, args.repeats)
         if len({row["env_steps"] for name in ("rollout", SINGLE) for row in rows[name]}) != 1:
             raise RuntimeError("rollout and the single process played different episodes: their rates do not compare")
         title = f"env steps per second, world size {world_size} ({observers} observer{'s' * (observers > 1)})"
-        numbers[world_size] = measure.table(rows, "env_steps_per_second", SINGLE, title)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(numbers, file, indent=2)
+        numbers[world_size] = table(rows, "env_steps_per_second", SINGLE, title)
+    write_json(args.json, numbers)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,29 @@
 """How many tokens per second each mode trains on, beside one process that holds the whole model.
 
-    python bench.py                            # vocabularies 100 to 33,000: about 25 minutes on 2 cores
-    python bench.py --vocabularies 10000 --repeats 1 --json bench.json
-    python bench.py --wire_bytes               # bytes per step of each mode: computed, and counted by the kernel
+    python bench/rnn_rpc.py                            # vocabularies 100 to 33,000: about 25 minutes on 2 cores
+    python bench/rnn_rpc.py --vocabularies 10000 --repeats 1 --json bench.json
+    python bench/rnn_rpc.py --wire_bytes               # bytes per step: computed, and counted by the kernel
 
 Every row of a table trains the same model (E = H = 200, 2 layers, T = 35, B = 20) on the same text.  Rates leave out
 start-up and evaluation.  `single process` has one intra-op thread, as each rank has; a second row gives it two.
 """
 
 import argparse
-import json
-import os
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from common import interleave, places, run_main, table, use_package, write_json
+
+use_package("rnn_rpc")
+
 from corpus import generated_corpus, get_next_batch, streams
-from glue import flags, measure, placement
+from glue import flags, tensors
+from glue.meter import Meter
 from model import MODES
 from trainer import WARM_UP_STEPS
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 E, H, LAYERS, T, B = 200, 200, 2, 35, 20
 
 
@@ -33,20 +35,25 @@ def text_length(steps):
 def single_process(vocabulary, steps, threads, seed, device="cpu"):
     """Train the same model on the same text without RPC; return the rate."""
     torch.set_num_threads(threads)
-    table, rnn, decoder = nn.Embedding(vocabulary, E), nn.LSTM(E, H, LAYERS), nn.Linear(H, vocabulary)
-    model = nn.ModuleList([table, rnn, decoder]).to(device)
+    encoder = nn.Embedding(vocabulary, E)
+    rnn = nn.LSTM(E, H, LAYERS)
+    decoder = nn.Linear(H, vocabulary)
+    model = nn.ModuleList([encoder, rnn, decoder]).to(device)
     opt = torch.optim.SGD(model.parameters(), lr=1.0)
     text = generated_corpus(vocabulary, text_length(steps), seed)
-    hidden, tokens, meter = None, 0, measure.Meter("auto", WARM_UP_STEPS)
-    for data_TB, target_TB in meter.over(get_next_batch(streams(text.train, B).to(device), T)):
-        hidden = hidden and tuple(state.detach() for state in hidden)
-        output_TBH, hidden = rnn(table(data_TB), hidden)
-        loss = F.cross_entropy(decoder(output_TBH).flatten(0, 1), target_TB.flatten())
-        opt.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-        opt.step()
-        loss.item()  # the trainer reads it too; on a GPU this waits for the step to end
+    hidden = None
+    tokens = 0
+    meter = Meter("auto", WARM_UP_STEPS)
+    for data_TB, target_TB in get_next_batch(streams(text.train, B).to(device), T):
+        with meter.step():
+            hidden = hidden and tuple(state.detach() for state in hidden)
+            output_TBH, hidden = rnn(encoder(data_TB), hidden)
+            loss = F.cross_entropy(decoder(output_TBH).flatten(0, 1), target_TB.flatten())
+            opt.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+            opt.step()
+            loss.item()  # the trainer reads it too; on a GPU this waits for the step to end
         tokens += target_TB.numel()
     return {"tokens_per_second": tokens / meter.steps * meter.timed_steps / meter.seconds}
 
@@ -71,16 +78,16 @@ def speed_with(vocabulary, args):
         return lambda: single_process(vocabulary, args.steps, threads, args.seed, device)
 
     def spread(mode, **how):
-        return lambda: measure.run_main(HERE, flags_of(mode, vocabulary, args, **how))
+        return lambda: run_main("rnn_rpc", flags_of(mode, vocabulary, args, **how))
 
     variants = {"single process": alone(1), "single, 2 threads": alone(2)}
     if args.device == "cuda":
         variants["single, cuda"] = alone(1, "cuda")
-    for suffix, place in measure.places(args.device).items():
+    for suffix, place in places(args.device).items():
         variants |= {mode + suffix: spread(mode, place=place) for mode in MODES}
     variants["overlap, 2 servers"] = spread("overlap", world_size=3)
-    rows = measure.interleave(variants, args.repeats)
-    return measure.table(rows, "tokens_per_second", "single process", f"tokens per second, V = {vocabulary:,}")
+    rows = interleave(variants, args.repeats)
+    return table(rows, "tokens_per_second", "single process", f"tokens per second, V = {vocabulary:,}")
 
 
 def payload_bytes(mode, vocabulary):
@@ -97,7 +104,7 @@ def wire_bytes(args):
     numbers = []
     for vocabulary in args.vocabularies:
         for mode in MODES:
-            run = measure.run_main(HERE, [*flags_of(mode, vocabulary, args), "--transport", "tcp"])
+            run = run_main("rnn_rpc", [*flags_of(mode, vocabulary, args), "--transport", "tcp"])
             computed = payload_bytes(mode, vocabulary)
             row = (vocabulary, mode, computed, run["wire_bytes_per_step"], run["tokens_per_second"])
             print(f"{row[0]:7,} {row[1]:8} {row[2]:20,} {row[3]:22,} {row[4]:18,.0f}", flush=True)
@@ -107,7 +114,7 @@ def wire_bytes(args):
 
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(
-        prog="rnn_rpc/bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench/rnn_rpc.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--vocabularies", type=flags.positive_int, nargs="+", default=[100, 1000, 10_000, 33_000], metavar="V")
@@ -125,17 +132,15 @@ def parse_args(argv=None):
 
 def main():
     args = parse_args()
-    placement.keep_freed_memory()  # what every rank does: else the single process would pay for page faults they do not
-    cores = placement.usable_cores()
+    tensors.keep_freed_memory()  # what every rank does: else the single process would pay for page faults they do not
+    cores = tensors.usable_cores()
     print(
         f"torch {torch.__version__}, {cores} cores, device {args.device}, seed {args.seed}, {args.steps} steps of "
         f"T x B = {T} x {B} tokens, E = H = {H}, {LAYERS} layers",
         flush=True,
     )
     numbers = wire_bytes(args) if args.wire_bytes else speed(args)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(numbers, file, indent=2)
+    write_json(args.json, numbers)
 
 
 if __name__ == "__main__":

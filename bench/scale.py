@@ -1,9 +1,9 @@
 """How the work done grows with the workers, beside what the model of SCALE.md predicts from the run with one.
 
-    python tests/tools/bench_scale.py ps                      # param_server, mode replica: 1, 2, 4, 8, 16 trainers
-    python tests/tools/bench_scale.py ps --batch_size 2       # little to compute: the push is what costs
-    python tests/tools/bench_scale.py rl --workers 1 2 4      # rl_rpc, mode rollout: observers
-    sudo python tests/tools/bench_scale.py ps --delay 5       # rank 0 on a host of its own, so many ms away (one way)
+    python bench/scale.py ps                      # param_server, mode replica: 1, 2, 4, 8, 16 trainers
+    python bench/scale.py ps --batch_size 2       # little to compute: the push is what costs
+    python bench/scale.py rl --workers 1 2 4      # rl_rpc, mode rollout: observers
+    sudo python bench/scale.py ps --delay 5       # rank 0 on a host of its own, so many ms away (one way)
 
 Every rank is a process whose CPU time the kernel counts when it ends. Of two runs, a short one and a long one, the
 difference is taken: so what starting costs does not count. Columns: units of work per second as measured and as
@@ -15,7 +15,6 @@ import argparse
 import functools
 import json
 import os
-import pathlib
 import shlex
 import shutil
 import statistics
@@ -27,9 +26,10 @@ from dataclasses import dataclass
 
 import torch
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
+from common import ROOT, use_package
 
-from helpers import ROOT
+use_package("rl_rpc")
+
 from jobs import free_port
 from two_hosts import ADDRESSES, TwoHosts, why_not
 
@@ -118,10 +118,9 @@ def measure(scenario, workers, args, hosts):
 @functools.cache
 def alone():
     """Return the seconds that a step takes to play, and to learn from, alone on a core."""
-    sys.path.insert(0, str(ROOT / "rl_rpc"))
-    import bench
+    import rl_rpc  # the bench of this name
     from environment import make_env
-    from glue.placement import keep_freed_memory
+    from glue.tensors import keep_freed_memory
     from learner import Learner
     from policy import Actor
 
@@ -132,7 +131,7 @@ def alone():
     actor = Actor(learner.policy)
     for _ in range(10):
         started = time.perf_counter()
-        trajectories = [bench.play(env, actor, 1, ob_id, 1) for ob_id in range(1, 9)]
+        trajectories = [rl_rpc.play(env, actor, 1, ob_id, 1) for ob_id in range(1, 9)]
         played = time.perf_counter()
         learner.learn(trajectories)
         steps = sum(len(trajectory.actions) for trajectory in trajectories)

@@ -1,6 +1,6 @@
 """Which communication pattern survives a real network: rl_rpc's modes over a link with delay.
 
-    sudo python tests/tools/bench_slow_link.py
+    sudo python bench/slow_link.py
 
 The agent on one host, two observers on the other (network namespaces, see two_hosts.py); as many episodes for all, and
 the same ones for all but async.
@@ -9,15 +9,15 @@ the same ones for all but async.
 import argparse
 import json
 import os
-import pathlib
 import statistics
 import subprocess
 import sys
 import tempfile
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
+from common import ROOT, use_package
 
-from helpers import ROOT
+use_package("rl_rpc")
+
 from two_hosts import ADDRESSES, TwoHosts, why_not
 
 MODES = ("step", "packed", "batched", "rollout", "async")

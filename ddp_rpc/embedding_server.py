@@ -15,7 +15,7 @@ import torch
 import torch.distributed.rpc as rpc
 from torch import nn
 
-from glue.placement import to_wire
+from glue.tensors import to_wire
 from staleness import StalenessCounter
 
 # nn.EmbeddingBag starts with N(0, 1): so large against a step of lr 0.05 that the rows would take for ever to learn.

@@ -8,9 +8,8 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
-from glue.placement import to_wire
 from glue.report import check_finite
-from glue.seeds import seed_for
+from glue.tensors import seed_for, to_wire
 
 HELDOUT_BATCHES, HELDOUT_BAGS = 16, 512  # 8,192 bags: an accuracy of 80 % is then good to about half a point
 

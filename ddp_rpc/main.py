@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 from glue import flags, launch
-from glue.seeds import seed_for
+from glue.tensors import seed_for
 from master import HybridMaster
 from modes import MODES
 from ranks import ROLES, check_trainer_devices, divide_ranks, worker_name

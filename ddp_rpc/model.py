@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from clicks import NUM_CLASSES
-from glue.placement import to_wire
+from glue.tensors import to_wire
 
 
 class HybridModel(nn.Module):

@@ -12,7 +12,7 @@ from torch import optim
 
 import sgd
 from embedding_server import EmbeddingShard
-from glue.placement import to_wire
+from glue.tensors import to_wire
 
 embedding_shard = None  # the PipelinedShard that this process serves
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from clicks import ClickLog
 from evaluation import check_replicas, draw_heldout, evaluate
-from glue.measure import Meter
+from glue.meter import Meter
 from glue.report import check_finite
-from glue.seeds import seed_for
+from glue.tensors import seed_for
 from model import HybridModel
 from modes import MODES
 

@@ -16,7 +16,7 @@ import torch.distributed.rpc as rpc
 
 from glue import flags, launch
 from glue.flags import fraction, non_negative_int, positive_float, positive_int
-from glue.placement import share_cores
+from glue.tensors import share_cores
 from mnist_data import Batches, load_digits
 from remote_server import make_parameter_server
 from remote_trainer import run_training_loop

@@ -15,9 +15,8 @@ from torch import nn, optim
 from torch.func import functional_call
 
 from digits_net import Net, devices_of
-from glue.placement import to_wire
 from glue.report import check_finite
-from glue.seeds import seed_for
+from glue.tensors import seed_for, to_wire
 from scoreboard import Scoreboard
 
 param_server = None  # the one ParameterServer of this process

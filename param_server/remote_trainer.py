@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.optim import DistributedOptimizer
 
-from glue.measure import Meter
-from glue.placement import to_wire
+from glue.meter import Meter
 from glue.report import check_finite
+from glue.tensors import to_wire
 from remote_server import ParameterServer, ServerSGD, get_parameter_server
 from scoreboard import Scoreboard
 

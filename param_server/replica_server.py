@@ -24,8 +24,8 @@ import torch.distributed.rpc as rpc
 from torch.nn.utils import parameters_to_vector
 
 from digits_net import Net
-from glue.placement import to_wire
 from glue.report import check_finite
+from glue.tensors import to_wire
 from rpc_names import range_of, server_name
 from scoreboard import Scoreboard
 

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from digits_net import Net
-from glue.measure import Meter
-from glue.placement import to_wire
+from glue.meter import Meter
 from glue.report import check_finite
-from glue.seeds import seed_for
+from glue.tensors import seed_for, to_wire
 from replica_server import server_rref
 from rpc_names import range_of
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.rpc as rpc
 
 from glue import PermanentError, checkpoint, report
-from glue.placement import all_cores
+from glue.tensors import all_cores
 from mnist_data import load_digits, normalised
 from rpc_names import trainers
 

@@ -17,7 +17,7 @@ import torch.distributed.rpc as rpc
 from torch.distributed.rpc import RRef, remote
 
 from commander import Commander
-from glue.placement import to_wire
+from glue.tensors import to_wire
 from learner import Trajectory
 from observer import Observer
 from policy import Actor, draw

@@ -10,7 +10,7 @@ import copy
 import gymnasium as gym
 
 from glue import PermanentError
-from glue.seeds import seed_for
+from glue.tensors import seed_for
 from policy import Actor
 
 

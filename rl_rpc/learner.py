@@ -17,7 +17,7 @@ from torch import optim
 
 from environment import make_env, reward_threshold, sizes
 from glue.report import check_finite
-from glue.seeds import seed_for
+from glue.tensors import seed_for
 from policy import DTYPE, Policy
 
 

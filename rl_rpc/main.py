@@ -18,7 +18,8 @@ import torch.distributed.rpc as rpc
 
 from agent import MODES, Agent
 from environment import make_env, play_greedily
-from glue import checkpoint, flags, launch, measure, placement, report
+from glue import checkpoint, flags, launch, report, tensors
+from glue.meter import Meter
 from learner import Learner
 
 SETTINGS = ("seed", "env_id")  # a run that goes on from a checkpoint must have the same
@@ -30,7 +31,7 @@ def worker_name(rank, args):
 
 
 def parse_args(argv=None):
-    parser = flags.argument_parser(__doc__, MODES, world_size=2, transport="shm", on_lost=True)
+    parser = flags.argument_parser(__doc__, MODES, world_size=2, on_lost=True)
     add = parser.add_argument_group("the scenario").add_argument
     add("--env_id", default="CartPole-v1", metavar="ID", help="gymnasium environment: flat Box in, Discrete out")
     add("--gamma", type=flags.fraction, default=0.99, metavar="G", help="how much to value future rewards")
@@ -45,14 +46,16 @@ def parse_args(argv=None):
         make_env(args.env_id).close()
     except ValueError as error:
         parser.error(str(error))
+    # Shared memory answers fastest, by keeping a core busy per waiting rank: not where an observer needs that core.
+    observers_need_cores = args.mode in ("rollout", "async") and args.world_size > tensors.usable_cores()
+    transport = "uv" if observers_need_cores else "shm"
     roles = "rank 0 is the agent, every other rank an observer"
     # Observers act with a copy of the policy on the CPU: one state at a time is no work for a GPU.
-    flags.check_arguments(parser, args, min_world_size=2, roles=roles, agree=("env_id",), device_ranks=[0])
+    flags.check_arguments(
+        parser, args, min_world_size=2, roles=roles, agree=("env_id",), device_ranks=[0], transport=transport
+    )
     if args.save and not os.path.isdir(os.path.dirname(os.path.abspath(args.save))):
         parser.error(f"--save {args.save}: that folder does not exist")  # said now, not after the training
-    if args.mode in ("rollout", "async") and args.world_size > placement.usable_cores():
-        # Shared memory answers fastest, by keeping a core busy per waiting rank: here one that an observer needs.
-        args.auto_transport = "uv"
     return args
 
 
@@ -74,7 +77,7 @@ def run_agent(args, job):
     agent = Agent(observers, learner, job.lose if args.on_lost == "continue" else None)
     job.on_lost(1, agent.drop)  # from here on, with --on_lost continue
     run_episode = MODES[args.mode]
-    result, meter = report.Report("rl_rpc", args), measure.Meter(args.transport)
+    result, meter = report.Report("rl_rpc", args), Meter(args.transport)
     settings = {name: vars(args)[name] for name in SETTINGS}
     if state := checkpoint.resume(args, "rl_rpc", settings):
         learner.load_state_dict(state)

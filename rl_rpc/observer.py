@@ -11,7 +11,7 @@ import numpy as np
 import torch.distributed.rpc as rpc
 
 from environment import make_env, sizes
-from glue.seeds import seed_for
+from glue.tensors import seed_for
 from policy import Actor, EpisodeNoise, Policy
 
 MAX_STEPS = 10_000  # as in the tutorial; environments with a limit of their own end earlier

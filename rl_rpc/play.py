@@ -14,7 +14,7 @@ import sys
 import gymnasium
 
 from environment import make_env, play_episode, sizes
-from glue import checkpoint, flags, seeds
+from glue import checkpoint, flags, tensors
 from policy import Actor, Policy
 
 
@@ -47,7 +47,7 @@ def main(argv=None):
         policy, env_id = load_policy(args.policy)
         env = make_env(env_id, render_mode="rgb_array" if args.gif else None)
         for episode in range(1, args.episodes + 1):
-            seed = seeds.seed_for(args.seed, "play", episode)
+            seed = tensors.seed_for(args.seed, "play", episode)
             draw = (lambda: frames.append(env.render())) if args.gif else None
             reward = play_episode(env, Actor(policy).act_greedily, seed, on_step=draw)
             print(f"Episode {episode}\tReward: {reward:.2f}", flush=True)

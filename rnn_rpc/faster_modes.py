@@ -8,7 +8,7 @@ Shapes: T = time steps, B = streams (b: those of one micro-batch), L = layers, E
 
 import torch
 
-from glue.placement import to_wire
+from glue.tensors import to_wire
 
 MICRO_BATCHES = 2  # mode `overlap`: in flight at once.  More were slower: each costs a gradient of V x H to add up
 

@@ -9,7 +9,7 @@ Shapes: T = time steps, B = streams, L = layers, E = size of what goes in, H = h
 import torch
 from torch import nn
 
-from glue.seeds import dropout_mask, seed_for
+from glue.tensors import dropout_mask, seed_for
 
 
 class KeyedDropout(nn.Module):

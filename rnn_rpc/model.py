@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.rpc import RRef
 
 from faster_modes import loss_on_server, loss_overlapped
-from glue.placement import to_wire
-from glue.seeds import seed_for
+from glue.tensors import seed_for, to_wire
 from keyed_dropout import KeyedLSTM
 from remote_layers import Decoder, EmbeddingTable, summed_cross_entropy
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from glue.placement import to_wire
+from glue.tensors import to_wire
 from keyed_dropout import KeyedDropout
 from owners import RemoteLayer
 

@@ -14,7 +14,7 @@ from torch.distributed.optim import DistributedOptimizer
 
 import owners
 from glue.report import check_finite
-from glue.seeds import seed_for
+from glue.tensors import seed_for
 from model import MODES
 
 WARM_UP_STEPS = 5  # the first steps open connections and touch fresh memory; they are not timed

@@ -13,7 +13,7 @@ from helpers import package_on_path, run_main, run_script
 
 with package_on_path("param_server"):
     from digits_net import Net
-    from glue.seeds import seed_for
+    from glue.tensors import seed_for
     from mnist_data import Batches, load_digits
 
 STEPS = 20

@@ -15,10 +15,10 @@ import sys
 
 import torch
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "rl_rpc"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "bench"))
 
-import bench
 import learner as learner_module
+import rl_rpc  # the bench of this name: it lets the modules of the package be imported
 from environment import make_env
 from policy import Actor
 
@@ -36,7 +36,7 @@ def learn(observers, seed, lr, surrogate, max_episodes):
     actor, env = Actor(learner.policy), make_env("CartPole-v1")
 
     def play_from(now, ob_id):
-        trajectory = bench.play(env, actor, seed, ob_id, learner.episodes + 1)
+        trajectory = rl_rpc.play(env, actor, seed, ob_id, learner.episodes + 1)
         return now + len(trajectory.actions), ob_id, trajectory  # a step is the unit of time
 
     playing = [play_from(0, ob_id) for ob_id in range(1, observers + 1)]

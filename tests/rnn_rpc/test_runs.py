@@ -128,7 +128,7 @@ def test_primer_refuses_what_means_nothing_to_it(flags, monkeypatch, capsys):
 def test_bench_runs(tmp_path):
     path = tmp_path / "bench.json"
     done = run_script(
-        "rnn_rpc/bench.py", "--vocabularies", 50, "--repeats", 1, "--steps", 8, "--json", path, timeout=280
+        "bench/rnn_rpc.py", "--vocabularies", 50, "--repeats", 1, "--steps", 8, "--json", path, timeout=280
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())["50"]

@@ -1,10 +1,11 @@
-"""Where tensors and threads are: each rank's device, cores and memory, and how a tensor crosses the wire.
+"""Tensors: on which device, with how many threads, how they cross the wire, and from which random numbers they come.
 
 Runs in every process.
 """
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import warnings
 from collections import Counter
@@ -37,14 +38,14 @@ def gpu_names():
         return [], " ".join(str(error).split())
 
 
-def start_cuda(rank, args):
-    """Start CUDA in this process; return how many GPUs this rank may use, 0 where its tensors are on the CPU.
+def start_cuda(device, computes):
+    """Start CUDA in this process; return how many GPUs this rank may use: 0 unless it `computes`, and on CUDA.
 
     Called before this rank has a heartbeat: it may take seconds, during which no other thread runs Python.  A rank on
     the CPU starts it as well, for torch would: init_rpc and the first backward() count the GPUs.
     """
     why = why_no_gpu()
-    if args.device != "cuda" or rank not in args.device_ranks:
+    if device != "cuda" or not computes:
         return 0
     if why:
         raise RuntimeError(f"--device cuda: {why}")
@@ -115,9 +116,26 @@ def keep_freed_memory():
     """Let this process keep freed memory for its next tensors (before other threads start; glibc only, else no effect).
 
     By default malloc returns large blocks to the kernel, and each iteration pays for faulting them in again: a fifth of
-    the time of the small models here.  bench.py calls this too.
+    the time of the small models here.  The benches call this too.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         for option, value in ((-3, 1 << 30), (-1, 1 << 30), (-8, 1)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_ARENA_MAX
             mallopt(option, value)
+
+
+def seed_for(seed, *parts):
+    """Return a 63-bit seed for one stream of random numbers: from --seed and, say, a rank; well mixed, repeatable."""
+    text = ",".join(map(str, (seed, *parts)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def dropout_mask(shape, p, *key, dtype=torch.float32):
+    """Return a mask of dropout, on the CPU: 0 with probability `p`, and otherwise 1 / (1 - p).
+
+    It depends on the `key` alone (numbers and strings: a seed, a step, a layer).  torch's own dropout takes the next
+    numbers of a generator that all threads of the process share, so that with several RPC threads, or after a restart,
+    the masks would be others; and a GPU would draw others than a CPU.
+    """
+    generator = torch.Generator().manual_seed(seed_for(*key))
+    return torch.empty(shape, dtype=dtype).bernoulli_(1 - p, generator=generator).div_(1 - p)

@@ -1,4 +1,4 @@
-"""What a Meter counts around the steps of a loop (measure.py)."""
+"""What a Meter counts around the steps of a loop (meter.py)."""
 
 import socket
 
@@ -7,7 +7,8 @@ import pytest
 from helpers import package_on_path
 
 with package_on_path("rl_rpc"):
-    from glue import calls, measure
+    from glue import meter as meters
+    from glue import trace
 
 SENT = 10_000  # bytes
 
@@ -34,27 +35,39 @@ def exchange(connection):
 
 def test_bytes_on_the_wire_are_counted(connection):
     """Both ends are sockets of this process: what one has sent, and the other has received."""
-    before = measure.wire_bytes()
+    before = meters.wire_bytes()
     exchange(connection)
-    assert measure.wire_bytes() - before == pytest.approx(2 * SENT + 2, abs=2)  # the last byte may be under way
+    assert meters.wire_bytes() - before == pytest.approx(2 * SENT + 2, abs=2)  # the last byte may be under way
 
 
 def test_a_meter_counts_what_its_steps_cost(connection, monkeypatch):
-    made = iter([100, 112])
-    monkeypatch.setattr(calls, "so_far", lambda: next(made))
-    exchange(connection)  # before the first step: not counted
-    meter = measure.Meter("tcp", warm_up=1)
-    for step in meter.over(range(4)):
-        if step:
-            exchange(connection)
-    exchange(connection)
+    calls = 100
+    monkeypatch.setattr(trace, "calls_so_far", lambda: calls)
+    monkeypatch.setattr(trace, "is_recording", lambda: True)
+    meter = meters.Meter("tcp", warm_up=1)
+    for step in range(4):
+        with meter.step():
+            if step:
+                exchange(connection)
+                calls += 4
+        exchange(connection)  # between two steps: not counted
+        calls += 50
     figures = meter.figures()
     assert figures.pop("wire_bytes_per_step") == pytest.approx(3 * 2 * SENT / 4, abs=4)
     assert figures == {"rpc_calls": 12, "rpc_calls_per_step": 3.0}
     assert (meter.steps, meter.timed_steps) == (4, 3) and meter.seconds > 0
 
 
-def test_bytes_are_counted_only_where_all_of_them_go_over_tcp(monkeypatch):
-    monkeypatch.setattr(measure, "wire_bytes", lambda: pytest.fail("counted"))
-    meter = measure.Meter("uv")
-    assert list(meter.over([7])) == [7] and meter.figures()["wire_bytes_per_step"] is None
+def test_what_is_not_counted_is_none():
+    """Bytes only where all of them go over TCP, and RPCs only where they are recorded."""
+    meter = meters.Meter("uv")
+    with meter.step():
+        pass
+    assert meter.figures() == {"rpc_calls": None, "rpc_calls_per_step": None, "wire_bytes_per_step": None}
+
+
+def test_a_step_that_fails_is_none():
+    meter = meters.Meter("uv")
+    with pytest.raises(RuntimeError, match="no"), meter.step():
+        raise RuntimeError("no")
+    assert meter.steps == 0
