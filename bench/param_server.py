@@ -161,13 +161,13 @@ def train_in_one_process(args):
     optimizer = torch.optim.SGD(net.parameters(), lr=args.lr)
     digits = load_digits(args.dataset, args.data_dir, args.seed, train=True)
     batches = Batches(*digits, args.batch_size, args.seed, device)
-    for _, data, target in batches.of(0, [0]):
-        F.nll_loss(net(data), target).backward()  # a GPU loads its kernels at their first use: not what is measured
-    net.masks.manual_seed(args.seed)
+    for number, data, target in batches.of(0, [0]):
+        # A GPU loads its kernels at their first use: that is not what is measured.
+        F.nll_loss(net(data, (args.seed, "dropout", 0, number)), target).backward()
     started, seen = time.perf_counter(), 0
-    for _, data, target in batches.of(0, range(min(batches.per_epoch, args.max_batches or batches.per_epoch))):
+    for number, data, target in batches.of(0, range(min(batches.per_epoch, args.max_batches or batches.per_epoch))):
         optimizer.zero_grad()
-        F.nll_loss(net(data), target).backward()
+        F.nll_loss(net(data, (args.seed, "dropout", 0, number)), target).backward()
         optimizer.step()
         seen += len(target)
     if args.device == "cuda":

@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from digits_net import Net, devices_of
 from glue.report import check_finite
+from glue.tensors import to_wire
 from rpc_names import trainers
 from scoreboard import Scoreboard, Work
 

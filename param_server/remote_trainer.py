@@ -14,6 +14,7 @@ from torch.distributed.optim import DistributedOptimizer
 
 from glue.meter import Meter
 from glue.report import check_finite
+from glue.tensors import to_wire
 from remote_server import ServerSGD, get_parameter_server
 
 

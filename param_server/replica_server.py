@@ -19,6 +19,7 @@ from torch.nn.utils import parameters_to_vector
 
 from digits_net import Net
 from glue.report import check_finite
+from glue.tensors import to_wire
 from scoreboard import Scoreboard, Work
 
 replica_server = None  # the one ReplicaServer of this process

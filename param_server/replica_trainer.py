@@ -13,6 +13,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from digits_net import Net
 from glue.meter import Meter
 from glue.report import check_finite
+from glue.tensors import to_wire
 from replica_server import Push, get_replica_server
 
 

@@ -20,7 +20,7 @@ import torch.distributed.rpc as rpc
 from torch.nn.utils import parameters_to_vector
 
 from digits_net import Net
-from glue.placement import to_wire
+from glue.tensors import to_wire
 from replica_server import FlatSGD, ReplicaServer
 from replica_trainer import Replica, train_replica
 from rpc_names import server_name

@@ -7,6 +7,7 @@ ob_id = an observer's rank, an int.
 
 import queue
 
+from glue import trace
 from learner import Trajectory
 from observer import noise_seed
 from policy import EpisodeNoise
@@ -53,7 +54,8 @@ class Commander:
         and its error must be heard now. In which order calls arrive meanwhile changes nothing: each is filed under its
         own ob_id.
         """
-        ob_id, future = self.ended.get()
+        with trace.bar("wait", "wait"):  # for --trace
+            ob_id, future = self.ended.get()
         if future is None:
             self.forget(ob_id)
         elif ob_id in self.under_way:  # else it was dropped, and has ended its episode all the same

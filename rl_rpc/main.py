@@ -50,10 +50,9 @@ def parse_args(argv=None):
     observers_need_cores = args.mode in ("rollout", "async") and args.world_size > tensors.usable_cores()
     transport = "uv" if observers_need_cores else "shm"
     roles = "rank 0 is the agent, every other rank an observer"
+    agree = ("env_id",)  # ranks that are started one by one must have the same
     # Observers act with a copy of the policy on the CPU: one state at a time is no work for a GPU.
-    flags.check_arguments(
-        parser, args, min_world_size=2, roles=roles, agree=("env_id",), device_ranks=[0], transport=transport
-    )
+    flags.check_arguments(parser, args, 2, roles, agree=agree, device_ranks=[0], transport=transport)
     if args.save and not os.path.isdir(os.path.dirname(os.path.abspath(args.save))):
         parser.error(f"--save {args.save}: that folder does not exist")  # said now, not after the training
     return args
@@ -89,10 +88,10 @@ def run_agent(args, job):
     goal = f"reward threshold of {threshold} is reached, or for {args.max_episodes} episodes"
     result.say(f"This will run until {goal}. Ctrl+C to exit.")
     steps_before, bar = learner.env_steps, result.progress()
-    for episode in meter.over(learner.until_solved(args.max_episodes)):
-        run_episode(agent)
-        last_reward = agent.finish_episode()
-
+    for episode in learner.until_solved(args.max_episodes):
+        with meter.step():
+            run_episode(agent)
+            last_reward = agent.finish_episode()
         result.scalar("reward/last", last_reward, episode)
         result.scalar("reward/running", learner.running_reward, episode)
         average = f"{learner.running_reward:.2f}"

@@ -44,11 +44,6 @@ class Meter:
         if self.count_bytes:
             self.bytes += wire_bytes() - bytes_before
 
-    def over(self, batches):
-        for batch in batches:
-            with self.step():
-                yield batch
-
     def figures(self):
         """Return what a summary says of it: RPCs made and served, and TCP bytes sent and received, by this rank.
 

@@ -115,7 +115,17 @@ def test_concurrent_forwards_each_see_one_version_of_the_weights():
         whole.append(look_once())
     for cut in range(1, len(params)):  # a snapshot torn anywhere would show in its output
         put(versions[0][:cut] + versions[1][cut:])
-        assert not any(torch.allclose(look_once(), one) for one in whole), cut
+        assert not is_one_of(whole, look_once()), cut
+    torn = look_while_weights_flip(server, versions, put, lambda trainer: is_one_of(whole, look_once(trainer)))
+    assert not torn
+
+
+def is_one_of(outputs, output):
+    return any(torch.allclose(output, one) for one in outputs)
+
+
+def look_while_weights_flip(server, versions, put, is_whole):
+    """Return the trainers that saw weights of no version, one entry for each time: four look, and a thread flips."""
     stop, torn = threading.Event(), []
 
     def flip():
@@ -126,8 +136,8 @@ def test_concurrent_forwards_each_see_one_version_of_the_weights():
 
     def look(trainer):
         for _ in range(15):
-            out = look_once(trainer)
-            torn.extend([out] if not any(torch.allclose(out, one) for one in whole) else [])
+            if not is_whole(trainer):
+                torn.append(trainer)
 
     flipper = threading.Thread(target=flip)
     lookers = [threading.Thread(target=look, args=(trainer,)) for trainer in range(1, 5)]
@@ -137,7 +147,7 @@ def test_concurrent_forwards_each_see_one_version_of_the_weights():
         thread.join()
     stop.set()
     flipper.join()
-    assert not torn
+    return torn
 
 
 # ------------------------------------------------------------------------- difference 2: eval() on the trainer

@@ -68,6 +68,7 @@ def play(folder, mode, world_size=4, *flags, episodes=EPISODES, name=None):
         flags += ("--transport", "uv")
     flags += ("--mode", mode, "--world_size", world_size, "--max_episodes", episodes, "--log_interval", 1)
     flags += ("--eval_episodes", 0, "--checkpoint", path, "--summary_json", summary)
+    flags += ("--trace", folder / f"{name or mode}.trace.json")  # RPCs are counted only where they are recorded
     done = run_main("rl_rpc", *flags)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     state = torch.load(path, weights_only=True, map_location="cpu")["state"]
