@@ -1,6 +1,6 @@
 """Learning: what an episode was, and REINFORCE, which makes the policy better by it. There is no RPC in this file.
 
-Runs in the agent (rank 0), on its main thread, and in bench.py's single process.
+Runs in the agent (rank 0), on its main thread, and in the single process of bench/rl_rpc.py.
 
 REINFORCE in two lines: play an episode with actions drawn from the policy; then make each action taken more probable
 in proportion to its return, the discounted sum of the rewards that followed it (less than average: less probable).

@@ -168,4 +168,4 @@ if __name__ == "__main__":
 
 # Limits: if a rank dies, spawned ranks end, but in terminals the other may wait for ever (main.py
 # ends it: glue/watch.py).  The port must be free (ranks that main.py spawns need none:
-# glue/addresses.py).  Nothing is saved (main.py --checkpoint FILE --resume: glue/checkpoint.py).
+# glue/meeting.py).  Nothing is saved (main.py --checkpoint FILE --resume: glue/checkpoint.py).
