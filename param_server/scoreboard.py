@@ -68,9 +68,8 @@ class Scoreboard:
         self.stale = collections.Counter()  # staleness -> how many gradients had it
         self.accuracy = None
         self.images_applied = []  # to the weights, by epoch
-        self.assignments = (
-            None  # trainer -> numbers of the batches that it has still to do; None: the epoch is not begun
-        )
+        # Trainer -> numbers of the batches that it has still to do.  None: this epoch's are not assigned yet.
+        self.assignments = None
         # Since this process started:
         self.living = set(trainers(args))
         self.images = 0

@@ -132,10 +132,10 @@ class FirstServer(ReplicaServer):
         super().__init__(args, device)
         self.num_servers = args.num_servers
         self.sgd = FlatSGD(self.part_of(self.sgd.weights, 0).clone(), args.momentum)
-        self.log_start, self.log = 0, []  # the Updates after version `log_start`
-        self.unshared = (
-            None  # (version, weights (P,), momentum (P,) or (0,)) of a checkpoint, until all have their part
-        )
+        self.log_start = 0
+        self.log = []  # the Updates after version `log_start`
+        # (version, weights (P,), momentum (P,) or (0,)) of a checkpoint, until all servers have their part of it.
+        self.unshared = None
 
     def part_of(self, tensor_P, server):
         """Return a server's part of (P,), or of (0,)."""
