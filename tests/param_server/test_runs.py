@@ -281,7 +281,7 @@ def test_a_lost_trainer_ends_the_job_with_status_1(tmp_path, digits):
 @pytest.mark.slow
 def test_a_killed_trainer_comes_back_with_max_restarts(tmp_path, digits):
     checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
-    flags = (*from_files(digits), *MODES["sync"], "--world_size", 5, "--lr", 0.1)
+    flags = (*from_files(digits), *MODES["sync"], "--world_size", 5, "--lr", 0.1, "--seed", 3)
     flags = (*flags, "--max_batches", 75, "--max_restarts", 1, "--checkpoint", checkpoint, "--checkpoint_every", 4)
     process = start_main("param_server", *flags, "--summary_json", summary)
     random_ = random.Random("sync")

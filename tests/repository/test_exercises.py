@@ -16,7 +16,7 @@ EXERCISES = {f"{p}-{number}": each for p in PACKAGES for number, each in enumera
 
 def copy_to(folder):
     """Copy what the exercises change and run; return the folder."""
-    for name in (*PACKAGES, "tests"):
+    for name in (*PACKAGES, "bench", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "pictures"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
