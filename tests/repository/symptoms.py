@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import pathlib
 import pickle
 import signal
 import socket
@@ -28,6 +29,9 @@ import torch.distributed.rpc as rpc
 from torch import nn
 from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import RRef
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
+from jobs import free_port
 
 SEEN = {}
 layers = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3))
@@ -279,8 +283,7 @@ def play(scene, rank, port, answers):
 def start(scene):
     """Start a scene; return its two processes, and where rank 0 will tell what it has seen."""
     fork = multiprocessing.get_context("fork")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     answers, sent = fork.Pipe(duplex=False)
     processes = [fork.Process(target=play, args=(scene, rank, port, sent)) for rank in range(2)]
     for process in processes:
