@@ -138,7 +138,7 @@ def _spawn_once(run_worker, args, worker_name, signals):
     attempt.wait_for_ranks()
     end = attempt.end
     workers = [worker_name(rank, args) for rank in range(args.world_size)]
-    names = [f"rank {rank} ({worker})" for rank, worker in enumerate(workers)]
+    names = ending.full_names(workers)
     if end and end.kind != "interrupted" and not attempt.told:
         ending.print_error(f"lost {names[end.rank]}: {end.why}")
     if args.trace:
@@ -170,7 +170,7 @@ class _Attempt:
             ready = multiprocessing.connection.wait([*self.running, self.signals], patience)
             if self.signals in ready:
                 self._interrupted(self.signals.recv(1)[0])
-            for sentinel in set(ready) & set(self.running):
+            for sentinel in [each for each in self.running if each in ready]:  # by rank: of several, the first is named
                 self._ended(self.running.pop(sentinel))
             # The job goes on without the ranks that are left: they are stopped, and cannot leave by themselves.
             if self.running and not self.end and ending.lost(self.store).keys() >= set(self.running.values()):

@@ -93,6 +93,11 @@ def line(end, me, names, holder, spawned, mine):
     return f"{names[me]}: lost {about}: {why}"
 
 
+def full_names(workers):
+    """Return each rank's name as users read it, from the workers' names by rank."""
+    return [f"rank {rank} ({worker})" for rank, worker in enumerate(workers)]
+
+
 def claim(store, end):
     """Write `end` into the store as the job's, unless there is one already; return the one that holds."""
     store.compare_set("end", "", "-")

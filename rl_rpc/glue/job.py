@@ -32,7 +32,7 @@ class Job:
         self.args = args
         self.rank, self.world_size = rank, args.world_size
         self.workers = [worker_name(r, args) for r in range(args.world_size)]
-        self.names = [f"rank {r} ({worker})" for r, worker in enumerate(self.workers)]
+        self.names = ending.full_names(self.workers)
         # Known when all have met: this rank's device, the names of all ranks' devices, how many ranks are on this host.
         self.device, self.devices, self.ranks_here = None, [], None
         self.spawned = parent_port is not None

@@ -1,6 +1,7 @@
 """What the starting process does when ranks end (launch.py), with ranks that are no processes: in milliseconds."""
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -125,9 +126,16 @@ def test_ranks_that_have_done_their_work_end_the_job_well(args, monkeypatch, cap
     assert end is None and capsys.readouterr() == ("", "")
 
 
-def test_killed_ranks_could_not_say_why_so_the_starting_process_does(args, monkeypatch, capsys):
-    """As when memory is full: the kernel kills one, and then the others before they have noticed."""
-    end, _ = spawn(args, monkeypatch, [-signal.SIGKILL] * 3)
+@pytest.mark.parametrize("other_files", range(8))
+def test_killed_ranks_could_not_say_why_so_the_starting_process_does(other_files, args, monkeypatch, capsys):
+    """As when memory is full: the kernel kills one, and then the others before they have noticed.
+
+    The first of them is named, whatever the numbers are that the system gives to their pipes.
+    """
+    with contextlib.ExitStack() as files:
+        for _ in range(other_files):
+            files.enter_context(open(os.devnull))
+        end, _ = spawn(args, monkeypatch, [-signal.SIGKILL] * 3)
     assert end == End("lost", 0, "killed by SIGKILL")
     assert capsys.readouterr().err == "rl_rpc: lost rank 0 (agent): killed by SIGKILL\n"
 
