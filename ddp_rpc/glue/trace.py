@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 import time
-import types
 import zlib
 
 import torch
@@ -201,6 +200,4 @@ def _name(func, args):
     module = getattr(func, "__module__", None) or ""
     if name.startswith("_local_invoke"):  # rref.rpc_sync().method(...) is _local_invoke(rref, "method", ...)
         return args[1]
-    if args and isinstance(args[0], types.FunctionType):  # a helper that is sent the function to call
-        return args[0].__name__
     return f"torch.{module.split('.')[2]}.{name}" if module.startswith("torch.distributed.") else name

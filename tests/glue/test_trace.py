@@ -123,7 +123,7 @@ def test_backward_and_optimizer_have_bars(package, tmp_path):
     assert len(bars(events, "async", "torch.optim._new_local_optimizer")) + len(
         bars(events, "remote", "torch.optim._new_local_optimizer")
     )
-    if package == "param_server":  # what the tutorial's own helper, call_method, was sent to call
+    if package == "param_server":  # a method is named, and not the helper that torch sends it by
         assert len(bars(events, "run", "forward")) == len(steps) and not bars(events, "run", "call_method")
 
 
