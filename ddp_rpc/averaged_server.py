@@ -3,31 +3,23 @@
 Runs in the server processes, on RPC threads.  The trainers' part is averaged_trainer.py.
 """
 
-import threading
 from functools import reduce
 
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
-from torch import optim
 
-import sgd
-from embedding_server import EmbeddingShard
+from stepping_server import SteppingShard
 
 
-class AveragingShard(EmbeddingShard):
-    """An EmbeddingShard that steps its rows by itself, when the gradients of all trainers have come."""
+class AveragingShard(SteppingShard):
+    """A SteppingShard that steps when the gradients of all trainers have come."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.optimizer = optim.SGD(self.parameters(), lr=0.0)  # the rate is set before each epoch
-        self.lock = threading.Lock()  # guards the optimizer, weight.grad, and:
+        # The lock guards these as well:
         self.gradients = {}  # trainer -> its gradient, of those that have come so far
         self.stepped = torch.futures.Future()  # what these trainers wait for
-
-    def set_learning_rate(self, lr):
-        """Set the learning rate.  Needs no lock: one trainer calls it, while no trainer trains."""
-        sgd.set_learning_rate(self.optimizer, lr)
 
     @rpc.functions.async_execution  # the answer goes out when the Future is complete; no server thread waits for it
     def average_and_step(self, trainer, num_trainers, context_id):

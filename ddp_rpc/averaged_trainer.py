@@ -32,9 +32,7 @@ class AveragedTraining:
     def set_learning_rate(self, lr):
         """Set the learning rate, here and (one trainer for all) on the servers.  A barrier must follow."""
         set_distributed_learning_rate(self.opt, lr)
-        if dist.get_rank() == 0:
-            for emb_rref in self.model.emb_rrefs:
-                emb_rref.rpc_sync().set_learning_rate(lr)
+        self.model.set_table_learning_rate(lr)
 
     def step(self, batch, next_batch):
         """Train on one batch (ids [I], offsets [B], target [B]); return its loss, a tensor on this trainer's device.

@@ -48,6 +48,12 @@ class HybridModel(nn.Module):
         """Return the whole bags' sums [B, D] on this trainer's device, from the servers' partial sums [B, D]."""
         return sum(part_BD.to(self.device) for part_BD in parts_BD)
 
+    def set_table_learning_rate(self, lr):
+        """Set the rate of servers that step by themselves (SteppingShard): one trainer tells them, for all trainers."""
+        if dist.get_rank() == 0:
+            for emb_rref in self.emb_rrefs:
+                emb_rref.rpc_sync().set_learning_rate(lr)
+
 
 # ------------------------------------------------------------------------------------------------- several servers
 

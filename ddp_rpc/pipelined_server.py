@@ -4,15 +4,12 @@ Runs in the server processes, on RPC threads.  The trainers' part is pipelined_t
 Shapes: B bags in a batch, I ids in a batch, D embedding dimensions.
 """
 
-import threading
 from collections import defaultdict, deque
 
 import torch
-from torch import optim
 
-import sgd
-from embedding_server import EmbeddingShard
 from glue.tensors import to_wire
+from stepping_server import SteppingShard
 
 embedding_shard = None  # the PipelinedShard that this process serves
 
@@ -22,20 +19,14 @@ def get_embedding_shard():
     return embedding_shard
 
 
-class PipelinedShard(EmbeddingShard):
-    """An EmbeddingShard that keeps the graph of each lookup until its gradient comes, and steps its rows by itself."""
+class PipelinedShard(SteppingShard):
+    """A SteppingShard that keeps the graph of each lookup until its gradient comes."""
 
     def __init__(self, *args, **kwargs):
         global embedding_shard
         super().__init__(*args, **kwargs)
-        self.optimizer = optim.SGD(self.parameters(), lr=0.0)  # the rate is set before each epoch
-        self.lock = threading.Lock()  # guards the optimizer and weight.grad
         self.lookups = defaultdict(deque)  # trainer -> its bag sums [B, D] that still wait for their gradient
         embedding_shard = self  # there is one in each server
-
-    def set_learning_rate(self, lr):
-        """Set the learning rate.  Needs no lock: one trainer calls it, while no trainer trains."""
-        sgd.set_learning_rate(self.optimizer, lr)
 
 
 def exchange(trainer, gradient_BD, ids_I, offsets_B):
