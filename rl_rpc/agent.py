@@ -16,9 +16,9 @@ import torch
 import torch.distributed.rpc as rpc
 from torch.distributed.rpc import RRef, remote
 
-from commander import Commander
+from open_calls import Commander
 from glue.placement import to_wire
-from learner import Trajectory
+from reinforce import Trajectory
 from observer import Observer
 from policy import Actor, draw
 

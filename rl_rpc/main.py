@@ -19,7 +19,7 @@ import torch.distributed.rpc as rpc
 from agent import MODES, Agent
 from environment import make_env, play_greedily
 from glue import checkpoint, flags, launch, measure, placement, report
-from learner import Learner
+from reinforce import Learner
 
 SETTINGS = ("seed", "env_id")  # a run that goes on from a checkpoint must have the same
 

@@ -7,7 +7,7 @@ ob_id = an observer's rank, an int.
 
 import queue
 
-from learner import Trajectory
+from reinforce import Trajectory
 from observer import noise_seed
 from policy import EpisodeNoise
 
