@@ -100,9 +100,8 @@ class Agent:
 
         Source: tutorial part 1, Agent.finish_episode. Raises PermanentError if training diverged.
         """
-        trajectories = [
-            self.trajectories[ob_id] for ob_id in sorted(self.trajectories)
-        ]  # sums round alike in every run
+        # In the order of ranks: so sums round alike in every run.
+        trajectories = [self.trajectories[ob_id] for ob_id in sorted(self.trajectories)]
         min_reward = self.count_episode(trajectories)
         loss = reinforce_loss(self.policy, trajectories, self.gamma)
         check_finite(loss, "policy's loss", self.episodes)

@@ -10,16 +10,14 @@ Rank 0 is the agent; every other rank is an observer with an environment of its 
 
 import glue.before_torch  # noqa: F401  (first, see there)
 
-import math
 import os
-import statistics
 
 import torch.distributed.rpc as rpc
 
 from environment import make_env
 from faster_agents import MODES
-from glue import checkpoint, flags, launch, measure, placement, report
-from play import play_greedily
+from glue import flags, launch, measure, placement
+from progress import Progress
 
 
 def worker_name(rank, args):
@@ -68,32 +66,16 @@ def run_worker(rank, args, job):
 def run_agent(args, job):
     """Play and learn until the policy is good enough, then show what it learned: in rank 0."""
     agent = make_agent(args, job)
-    result = report.Report("rl_rpc", args)
-    resume(agent, args, result)
+    progress = Progress(agent, args)
+    progress.start()
     meter = measure.Meter(args.transport)
-    steps_before = agent.env_steps
-    bar = result.progress()
     while not agent.solved and agent.episodes < args.max_episodes:
         with meter.step():  # one update: an episode of every observer, in `async` of one of them
             agent.run_episode()
             last_reward = agent.finish_episode()
-
-        result.scalar("reward/last", last_reward, agent.episodes)
-        result.scalar("reward/running", agent.running_reward, agent.episodes)
-        average = f"{agent.running_reward:.2f}"
-        bar.set_postfix_str(f"episode {agent.episodes}, average reward {average}", refresh=False)
-        bar.update(agent.env_steps - steps_before - bar.n)
-        if agent.episodes % args.log_interval == 0:
-            result.say(f"Episode {agent.episodes}\tLast reward: {last_reward:.2f}\tAverage reward: {average}")
-            if args.checkpoint:
-                save(args.checkpoint, agent, args)
-    bar.close()
+        progress.after_episode(last_reward)
     agent.calls.wait_for_all()  # in `async` the others still play; what they play is not learned from
-    for path in (args.checkpoint, args.save):
-        if path:
-            save(path, agent, args)
-    rate = (agent.env_steps - steps_before) / max(meter.seconds, 1e-9)
-    tell_result(agent, args, result, env_steps_per_second=round(rate, 1), lost=sorted(job.lost), **meter.figures())
+    progress.tell_result(meter, job.lost)
 
 
 def make_agent(args, job):
@@ -110,62 +92,6 @@ def make_agent(args, job):
     )
     job.on_lost(1, agent.calls.drop)  # from here on, with --on_lost continue
     return agent
-
-
-def resume(agent, args, result):
-    """Go on from a checkpoint if so asked; say until when this will run."""
-    state = checkpoint.resume(args, "rl_rpc", settings_of(args))
-    if state:
-        agent.load_state_dict(state)
-        average = f"{agent.running_reward:.2f}"
-        result.say(f"Going on after episode {agent.episodes}, with an average reward of {average}.")
-        if agent.solved or agent.episodes >= args.max_episodes:
-            result.say(report.NOTHING_LEFT)
-    goal = f"reward threshold of {agent.reward_threshold} is reached, or for {args.max_episodes} episodes"
-    result.say(f"This will run until {goal}. Ctrl+C to exit.")
-
-
-def save(path, agent, args):
-    """Write a checkpoint, which play.py can play as well."""
-    checkpoint.save(path, "rl_rpc", settings_of(args), agent.state_dict())
-
-
-def settings_of(args):
-    """Return what a run that goes on from a checkpoint must have in common with the run that wrote it."""
-    return {"seed": args.seed, "env_id": args.env_id}
-
-
-def tell_result(agent, args, result, **figures):
-    """Say how far the agent has come, let its policy play greedily, and write the summary with these `figures`."""
-    if agent.solved:
-        result.say(f"Solved! Running reward is now {agent.running_reward}!")
-    else:
-        result.say(f"Not solved: running reward is {agent.running_reward:.2f} after {agent.episodes} episodes.")
-    staleness = report.staleness_figures(agent.staleness)
-    if args.mode == "async":
-        mean, most = staleness["staleness_mean"], staleness["staleness_max"]
-        result.say(f"Staleness: mean {mean:.2f}, max {most} updates.")
-    eval_mean = None
-    if args.eval_episodes:
-        # Better than training's own average: there, 60 % of the hidden units are missing at every step.
-        rewards = play_greedily(agent.policy, args.env_id, args.eval_episodes, args.seed)
-        eval_mean = statistics.mean(rewards)
-        reached = f"mean reward {eval_mean:.2f}, lowest {min(rewards):.2f}"
-        result.say(f"Greedy policy over {len(rewards)} episodes: {reached}")
-    threshold = agent.reward_threshold
-    result.close(
-        plot={"reward/last": "one episode", "reward/running": "running average"},
-        xlabel="episode",
-        ylabel="reward of the lowest observer",
-        floor=("solved", threshold) if math.isfinite(threshold) else None,
-        episodes=agent.episodes,
-        env_steps=agent.env_steps,
-        solved=agent.solved,
-        running_reward=agent.running_reward,
-        eval_mean_reward=eval_mean,
-        **staleness,
-        **figures,
-    )
 
 
 if __name__ == "__main__":

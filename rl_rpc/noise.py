@@ -1,6 +1,6 @@
-"""The random numbers that one observer's episode is played with.
+"""The random numbers that one observer's episode is played with: the environment's seed, and what actions are drawn by.
 
-Made in the agent, and in `rollout` and `async` in the observer as well. None of them crosses the wire.
+EpisodeNoise is made in the agent, and in `rollout` and `async` in the observer as well. None of it crosses the wire.
 
 Shapes: T = steps of the episode, H = hidden units of the policy.
 """
@@ -8,6 +8,15 @@ Shapes: T = steps of the episode, H = hidden units of the policy.
 import numpy as np
 
 from glue.seeds import seed_for
+
+
+def environment_seed(seed, ob_id, episode):
+    """Return the seed of one observer's reset of one episode. The tutorial gave all observers the same.
+
+    Seeding every episode, and not only the first, makes an episode a function of (seed, observer, episode, weights):
+    what a resumed run plays does not depend on what was played before it.
+    """
+    return seed_for(seed, ob_id, episode, 0)
 
 
 class EpisodeNoise:

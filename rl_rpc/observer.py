@@ -9,18 +9,9 @@ Shapes: D = observation features.
 import torch.distributed.rpc as rpc
 
 from environment import make_env
-from glue.seeds import seed_for
+from noise import environment_seed
 
 MAX_STEPS = 10_000  # as in the tutorial; environments with a limit of their own end earlier
-
-
-def environment_seed(seed, ob_id, episode):
-    """Return the seed of one observer's reset of one episode. The tutorial gave all observers the same.
-
-    Seeding every episode, and not only the first, makes an episode a function of (seed, observer, episode, weights):
-    what a resumed run plays does not depend on what was played before it.
-    """
-    return seed_for(seed, ob_id, episode, 0)
 
 
 class Observer:

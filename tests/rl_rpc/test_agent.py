@@ -296,7 +296,7 @@ def test_observers_see_different_environments_and_draws():
     policy, first_draws = policy_module.Policy(), set()
     for ob_id in range(1, 6):
         for episode in range(1, 6):
-            first_draws.add(np.random.default_rng(observer.environment_seed(1, ob_id, episode)).random())
+            first_draws.add(np.random.default_rng(noise_module.environment_seed(1, ob_id, episode)).random())
             first_draws.add(noise_module.EpisodeNoise(1, ob_id, episode, policy).at(0)[0])
     assert len(first_draws) == 50  # and an observer's actions are not drawn as its environment is
 

@@ -37,7 +37,7 @@ def single_process_reinforce(seed, episodes, observers=1, gamma=0.99):
         log_probs, returns, totals = [], [], []
         for ob_id in range(1, observers + 1):
             draws = noise.EpisodeNoise(seed, ob_id, episode, network)
-            state, _ = env.reset(seed=observer.environment_seed(seed, ob_id, episode))
+            state, _ = env.reset(seed=noise.environment_seed(seed, ob_id, episode))
             rewards = []
             for t in itertools.count():
                 uniform, mask = draws.at(t)
