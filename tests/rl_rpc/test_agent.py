@@ -19,9 +19,10 @@ with package_on_path("rl_rpc"):
     import agent as agent_module
     import environment
     import faster_agents
+    import faster_observers  # noqa: F401  (for exercises.py)
     import main as main_module
     import noise as noise_module
-    import observer
+    import observer  # noqa: F401  (for exercises.py)
     import play as play_module
     import policy as policy_module
     import reinforce

@@ -13,7 +13,6 @@ from helpers import package_on_path, run_main
 
 with package_on_path("rl_rpc"):
     import noise
-    import observer
     import policy
     from glue import seeds
 
