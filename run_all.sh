@@ -91,8 +91,8 @@ bench)
     use_environment requirements.txt
     mkdir -p results
     for package in rl_rpc rnn_rpc ddp_rpc param_server; do
-        echo && echo "== python $package/bench.py"
-        "$python" "$package/bench.py" --json "results/bench_$package.json"
+        echo && echo "== python bench/$package.py"
+        "$python" "bench/$package.py" --json "results/bench_$package.json"
     done
     ;;
 exercise)

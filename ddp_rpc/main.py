@@ -11,26 +11,20 @@ Ranks: the trainers first (trainer0, trainer1, ...), then the master, then the s
 import glue.before_torch  # noqa: F401  (first, see there)
 
 import argparse
+import queue
 
-import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
-from glue import PermanentError, flags, launch
+from glue import flags, launch
+from glue.tensors import seed_for
 from master import HybridMaster
 from modes import MODES
-from trainer import Plan
+from ranks import ROLES, check_trainer_devices, divide_ranks, worker_name
+from trainer import _run_trainer, make_plan
 
-ROLES = "the ranks are --num_trainers (1 or more), then 1 master, then --num_servers (1 or more)"
-
-
-def worker_name(rank, args):
-    """Return the RPC name of a rank."""
-    if rank < args.num_trainers:
-        return f"trainer{rank}"
-    if rank == args.num_trainers:
-        return "master"
-    return "ps" if args.num_servers == 1 else f"ps{rank - args.num_trainers - 1}"
+SIZES = ("num_trainers", "num_servers", "num_embeddings", "embedding_dim", "batch_bags", "batches", "epochs")
+AGREE = (*SIZES, "lr", "targets", "sparse", "transport")  # flags that must be the same in all ranks
 
 
 def parse_args(argv=None):
@@ -51,50 +45,63 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.sparse is None:
         args.sparse = args.mode != "sync"  # the tutorial's EmbeddingBag has dense gradients
-    divide_ranks(parser, args)
+    place = flags.launched_place(parser, args)
+    world_size = place.world_size if place else args.world_size
+    args.num_trainers, args.num_servers = divide_ranks(world_size, args.num_trainers, args.num_servers)
+    args.world_size = args.num_trainers + 1 + args.num_servers
+    if args.num_trainers < 1 or args.num_servers < 1 or world_size not in (None, args.world_size):
+        parser.error(f"--world_size {world_size or args.world_size} does not fit: {ROLES}")
     computing = [*range(args.num_trainers)]
     if args.table_device == "same":
         computing += range(args.num_trainers + 1, args.world_size)  # the servers: all but the master
-    flags.check_arguments(parser, args, min_world_size=3, roles=ROLES, agree=Plan.names(), device_ranks=computing)
+    flags.check_arguments(parser, args, min_world_size=3, roles=ROLES, agree=AGREE, device_ranks=computing)
     if args.num_servers > args.num_embeddings:
         parser.error(f"--num_servers {args.num_servers}: more than the table has rows (--num_embeddings)")
     return args
 
 
-def divide_ranks(parser, args):
-    """Work out --world_size, --num_trainers and --num_servers from those that were given; refuse a contradiction."""
-    place = flags.launched_place(parser, args)
-    given = place.world_size if place else args.world_size
-    if args.num_servers is None:
-        args.num_servers = 1 if given is None or args.num_trainers is None else given - 1 - args.num_trainers
-    if args.num_trainers is None:
-        args.num_trainers = 2 if given is None else given - 1 - args.num_servers
-    args.world_size = args.num_trainers + 1 + args.num_servers
-    if args.num_trainers < 1 or args.num_servers < 1 or given not in (None, args.world_size):
-        parser.error(f"--world_size {given or args.world_size} does not fit: {ROLES}")
-
-
-def check_trainer_devices(devices):
-    """Raise PermanentError, one line for the user, where some of the trainers' devices are CPUs and others are GPUs.
-
-    Their arithmetic differs in the last digit, and with it their replicas of `fc` after a step.
-    """
-    if len({torch.device(device).type for device in devices}) > 1:
-        named = ", ".join(f"trainer{rank} on {device}" for rank, device in enumerate(devices))
-        raise PermanentError(f"trainers on CPUs and on GPUs ({named}): give all of them the same --device, cpu or cuda")
+def create_table(args, devices):
+    """Create each server's part of the table there, and return an RRef to each of them (the tutorial's rpc.remote)."""
+    emb_rrefs = []
+    for shard in range(args.num_servers):
+        rank = args.num_trainers + 1 + shard
+        emb_rref = rpc.remote(
+            worker_name(rank, args),
+            MODES[args.mode].shard_class,
+            args=(shard, args.num_servers, args.num_embeddings, args.embedding_dim),
+            kwargs={"sparse": args.sparse, "seed": seed_for(args.seed, "table"), "device": devices[rank]},
+            timeout=0,  # a large table takes long to fill
+        )
+        emb_rrefs.append(emb_rref)
+    return emb_rrefs
 
 
 def run_worker(rank, args, job):
     """Run one rank.  Trainers and servers only join: what they do, they are sent over RPC."""
-    is_trainer, is_master = rank < args.num_trainers, rank == args.num_trainers
+    is_trainer = rank < args.num_trainers
     check_trainer_devices(job.devices[: args.num_trainers])
     if is_trainer:  # the trainers are a process group of their own, for DDP, beside the RPC group of all ranks
         dist.init_process_group("gloo", store=job.store("trainers"), rank=rank, world_size=args.num_trainers)
     # Four threads answer a server's few callers as well as the default 16, and share the cores with less switching.
     options = job.rpc_options(num_worker_threads=max(4, args.num_trainers + 2))
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=options)
-    if is_master:
-        HybridMaster(args, worker_name, job.devices).run()
+    if rank == args.num_trainers:
+        emb_rrefs = create_table(args, job.devices)
+        master = HybridMaster(args, emb_rrefs)
+        master.resume()
+        plan = make_plan(args)
+        master_rref = rpc.RRef(master)
+        # Run the training loop on the trainers.
+        ended = queue.SimpleQueue()
+        for trainer in range(args.num_trainers):
+            device = job.devices[trainer]
+            trainer_args = (emb_rrefs, trainer, device, plan, master_rref, master.epochs_done, master.fc_state)
+            # timeout=0: this call lasts as long as the training; the default would cut it off after 60 seconds.
+            future = rpc.rpc_async(worker_name(trainer, args), _run_trainer, args=trainer_args, timeout=0)
+            future.add_done_callback(ended.put)
+        # In the order in which they end: when one fails the others wait for it in an allreduce, and we must hear of it.
+        results = [ended.get().wait() for _ in range(args.num_trainers)]
+        master.close(results)
     job.wait_for_all()
     rpc.shutdown()
     if is_trainer:

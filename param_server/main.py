@@ -16,19 +16,18 @@ import torch.distributed.rpc as rpc
 
 from glue import flags, launch
 from glue.flags import fraction, non_negative_int, positive_float, positive_int
-from glue.placement import share_cores
+from glue.tensors import share_cores
 from mnist_data import Batches, load_digits
 from remote_server import make_parameter_server
 from remote_trainer import run_training_loop
-from replica_server import make_range_server
+from replica_server import make_replica_server
 from replica_trainer import run_replica_loop
 from rpc_names import trainers, worker_name
 from scoreboard import write_result
+from several_servers import make_range_server, run_range_loop
 
-MODES = {  # name: what a server's process makes before it serves, and what a trainer runs
-    "remote": (make_parameter_server, run_training_loop),
-    "replica": (make_range_server, run_replica_loop),
-}
+# What runs the steps of training in each mode: a trainer's loop.  The tutorial's mode is the first.
+MODES = {"remote": run_training_loop, "replica": run_replica_loop}
 REPLICA = ("consistency", "max_staleness", "sync_every", "num_servers", "overlap")
 AGREE = ("dataset", "epochs", "max_batches", "batch_size", "lr", "lr_step", "momentum", "no_dropout", *REPLICA)
 
@@ -83,13 +82,14 @@ def parse_args(argv=None):
 
 def run_worker(rank, args, job):
     """Run one rank: the tutorial's run_parameter_server or run_worker."""
-    make_server, train = MODES[args.mode]
     # The work is the trainers': in `remote` it runs on the server, one RPC thread for each; in `replica` on them.
     share_cores(min(job.ranks_here, len(trainers(args))))
     # Each rank makes what it serves or reads before RPC begins: so no call can come too early, whatever fails is told
     # by the rank where it fails, and no RPC's time limit runs while somebody downloads.
     if rank < args.num_servers:
         server = make_server(rank, args, job.device)
+        if rank == 0:
+            server.scoreboard.resume()
     else:
         digits = load_digits(args.dataset, args.data_dir, args.seed, train=True)
         batches = Batches(*digits, args.batch_size, args.seed, job.device)
@@ -97,11 +97,21 @@ def run_worker(rank, args, job):
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
     job.on_lost(args.num_servers, server.scoreboard.drop if rank == 0 else None)
     if rank >= args.num_servers:  # a server has no loop: RPC threads answer trainers while its main thread waits below
+        train = run_range_loop if args.num_servers > 1 else MODES[args.mode]
         train(rank, args, batches, job.device)
     job.wait_for_all()
     if rank == 0:
         write_result(server.scoreboard, lost=sorted(job.lost))
     rpc.shutdown(graceful=args.on_lost == "stop")  # it gathers from the dead, too
+
+
+def make_server(rank, args, device):
+    """Make what this process serves, from its own command line; return it."""
+    if args.mode == "remote":
+        return make_parameter_server(args)
+    if args.num_servers == 1:
+        return make_replica_server(args, device)
+    return make_range_server(rank, args, device)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,15 @@ from torch import nn, optim
 from torch.func import functional_call
 
 from digits_net import Net, devices_of
-from glue.placement import to_wire
 from glue.report import check_finite
-from glue.seeds import seed_for
-from scoreboard import Scoreboard
+from glue.tensors import to_wire
+from rpc_names import trainers
+from scoreboard import Scoreboard, Work
 
 param_server = None  # the one ParameterServer of this process
 
 
-def make_parameter_server(rank, args, device):
+def make_parameter_server(args):
     """Make this process's ParameterServer, from its own command line, and return it.  Before RPC begins."""
     global param_server
     param_server = ParameterServer(args)
@@ -46,15 +46,20 @@ class ParameterServer(nn.Module):
 
     def __init__(self, args):
         super().__init__()
-        self.seed, self.devices = args.seed, devices_of(args.num_gpus)
+        self.seed = args.seed
+        self.drop = not args.no_dropout
+        self.input_device, _ = devices_of(args.num_gpus)
         torch.manual_seed(args.seed)
-        self.model = Net(num_gpus=args.num_gpus, dropout=not args.no_dropout)
+        self.model = Net(num_gpus=args.num_gpus)
         # Held while weights are read or changed, never while a gradient is computed, nor while an RPC is waited for.
         self.lock = threading.Lock()
         self.optimizer = optim.SGD(self.model.parameters(), lr=args.lr, momentum=args.momentum)
-        self.snapshot_of = {}  # trainer -> (updates when its snapshot was taken, images in its batch)
-        self.skeleton = copy.deepcopy(self.model).to("meta")  # the layers without weights: see _own_skeleton
-        self.thread = threading.local()
+        # functional_call puts a snapshot into a module for the time of a call. In one module for all RPC threads they
+        # would take each other's weights out again: no error, and a model that never learns. So each trainer has layers
+        # of its own, and as it waits for each answer, no two threads use them at once. They have no memory for weights.
+        layers = copy.deepcopy(self.model).to("meta")
+        self.layers_of = {trainer: copy.deepcopy(layers) for trainer in trainers(args)}
+        self.work_of = {}  # trainer -> the Work that it has sent forward, and that no step was made of yet
         self.scoreboard = Scoreboard(args, self)
 
     # ---------------------------------------------------------------------- called by the trainers, over RPC
@@ -64,13 +69,14 @@ class ParameterServer(nn.Module):
 
         May be called by all trainers at once: the snapshot is taken under the lock; all else is the caller's own.
         """
-        inp, skeleton = inp.to(self.devices[0]), self._own_skeleton()
-        if skeleton.masks:
-            skeleton.masks.manual_seed(seed_for(self.seed, "dropout", *self.scoreboard.batch_of(trainer)))
+        epoch, batch = self.scoreboard.batch_of(trainer)
+        dropout_key = (self.seed, "dropout", epoch, batch) if self.drop else None
         with self.lock:
             snapshot = {name: param.clone() for name, param in self.model.named_parameters()}
-            self.snapshot_of[trainer] = (self.scoreboard.updates, len(inp))
-        return to_wire(functional_call(skeleton, snapshot, (inp,)))
+            version = self.scoreboard.updates
+        self.work_of[trainer] = Work(trainer, version, images=len(inp), batches=1)
+        output = functional_call(self.layers_of[trainer], snapshot, (inp.to(self.input_device), dropout_key))
+        return to_wire(output)
 
     def get_param_rrefs(self):
         """Return an RRef to each parameter, for DistributedOptimizer.  Reads only: needs no lock."""
@@ -84,18 +90,17 @@ class ParameterServer(nn.Module):
         """Change the weights by the gradients that DistributedOptimizer has laid at them.  Called by ServerSGD."""
         with self.lock:
             try:
-                self.scoreboard.batch_of(trainer)  # refuses who was lost
-                self._verify_gradients(trainer)
+                self.scoreboard.batch_of(trainer)  # refuses a trainer that was lost
+                self.verify_gradients(trainer)
                 self.optimizer.step()
             finally:  # back to None: a gradient that does not arrive next time is noticed, not used a second time
                 self.optimizer.zero_grad()
-            read_at, images = self.snapshot_of.pop(trainer)
-            staleness = self.scoreboard.updates - read_at
-            if self.scoreboard.count_update([(trainer, staleness, images, 1)]):
-                weights = self.capture()  # copied under the lock, at the moment of the books; written later, outside it
-                self.scoreboard.save_soon(lambda: weights)
+            checkpoint_due = self.scoreboard.count_update([self.work_of.pop(trainer)])
+            if checkpoint_due:
+                state = self.capture()  # copied under the lock, at this update; written later, outside it
+                self.scoreboard.save_soon(lambda: state)
 
-    def _verify_gradients(self, trainer):
+    def verify_gradients(self, trainer):
         """The tutorial's assert that gradients came back; there, all of them cross the wire for it: 10 MB a step."""
         for name, param in self.model.named_parameters():
             if param.grad is None:
@@ -104,7 +109,7 @@ class ParameterServer(nn.Module):
 
     # ---------------------------------------------------------------------- called by the Scoreboard, on rank 0
 
-    def start_lots(self, lr):
+    def start_assignments(self, lr):
         """Set the learning rate.  All trainers are waiting: needs no lock."""
         self.optimizer.param_groups[0]["lr"] = lr
 
@@ -125,15 +130,6 @@ class ParameterServer(nn.Module):
         if state["momentum"]:
             for param, momentum in zip(self.model.parameters(), state["momentum"], strict=True):
                 self.optimizer.state[param]["momentum_buffer"] = momentum.to(param.device)
-
-    def _own_skeleton(self):
-        """Return a copy of the layers for this RPC thread alone: functional_call lends it the snapshot, by swapping.
-
-        On one module shared by threads, they would swap each other's: no error, and a model that never learns.
-        """
-        if not hasattr(self.thread, "skeleton"):
-            self.thread.skeleton = copy.deepcopy(self.skeleton)
-        return self.thread.skeleton
 
 
 class ServerSGD:

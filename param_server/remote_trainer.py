@@ -12,24 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.optim import DistributedOptimizer
 
-from glue.measure import Meter
-from glue.placement import to_wire
+from glue.meter import Meter
 from glue.report import check_finite
-from remote_server import ParameterServer, ServerSGD, get_parameter_server
-from scoreboard import Scoreboard
-
-
-def call_method(method, rref, *args, **kwargs):
-    """Call the method on what `rref` refers to.  Runs on the owner of `rref`.  Source: tutorial, `call_method`."""
-    return method(rref.local_value(), *args, **kwargs)
-
-
-def remote_method(method, rref, *args, **kwargs):
-    """Call a method of what `rref` refers to, there where it lives, and wait.  Source: tutorial, `remote_method`.
-
-    Since torch 1.6, rref.rpc_sync().method(...) does the same; this shows what that is made of.
-    """
-    return rpc.rpc_sync(rref.owner(), call_method, args=(method, rref, *args), kwargs=kwargs)
+from glue.tensors import to_wire
+from remote_server import ServerSGD, get_parameter_server
 
 
 class TrainerNet(nn.Module):
@@ -43,12 +29,12 @@ class TrainerNet(nn.Module):
 
     def get_global_param_rrefs(self):
         """Return RRefs to all parameters to optimize: only the server's, as this module has none of its own."""
-        return remote_method(ParameterServer.get_param_rrefs, self.param_server_rref)
+        return self.param_server_rref.rpc_sync().get_param_rrefs()
 
     def forward(self, x):
         """Return the server's log-probabilities (B, 10) for images (B, 1, 28, 28)."""
-        x = to_wire(x)
-        return remote_method(ParameterServer.forward, self.param_server_rref, self.rank, x).to(self.device)
+        output = self.param_server_rref.rpc_sync().forward(self.rank, to_wire(x))
+        return output.to(self.device)
 
 
 def run_training_loop(rank, args, batches, device):
@@ -56,19 +42,19 @@ def run_training_loop(rank, args, batches, device):
     meter = Meter(args.transport)
     net = TrainerNet(rank, device)
     opt = DistributedOptimizer(ServerSGD, net.get_global_param_rrefs(), trainer=rank)
-    scoreboard_rref = remote_method(ParameterServer.get_scoreboard, net.param_server_rref)
+    # An RRef that arrives as an RPC's answer can be used like any other.
+    scoreboard_rref = net.param_server_rref.rpc_sync().get_scoreboard()
 
     # timeout=0: no limit. This call waits for the slowest trainer, and for the evaluation.
-    while task := scoreboard_rref.rpc_sync(timeout=0).next_lot(rank, batches.per_epoch, meter.figures()):
-        epoch, _, lot = task
-        for step, (batch, data, target) in enumerate(meter.over(batches.of(epoch, lot))):
+    while assignment := scoreboard_rref.rpc_sync(timeout=0).next_assignment(rank, batches.per_epoch, meter.figures()):
+        for step, (batch, data, target) in enumerate(batches.of(assignment.epoch, assignment.batches)):
             # The context collects this batch's gradients on every process it touched, apart from all other batches'.
             # That is why there is no zero_grad, and why trainers do not mix up their gradients.
-            with dist_autograd.context() as cid:
+            with meter.step(), dist_autograd.context() as cid:
                 model_output = net(data)
                 loss = F.nll_loss(model_output, target)
                 check_finite(loss.item(), "loss", batch)
                 dist_autograd.backward(cid, [loss])  # from here through the RPC into the server's graph
                 opt.step(cid)
             if step % args.log_interval == 0:
-                remote_method(Scoreboard.record_loss, scoreboard_rref, rank, batch, loss.item())
+                scoreboard_rref.rpc_sync().record_loss(rank, batch, loss.item())

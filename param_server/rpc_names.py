@@ -14,8 +14,3 @@ def server_name(index):
 def trainers(args):
     """Return the ranks of all trainers."""
     return range(args.num_servers, args.world_size)
-
-
-def range_of(server, num_servers, size):
-    """Return the slice of (P,) that a server (from 0) holds: neighbouring ranges, equal up to one weight."""
-    return slice(size * server // num_servers, size * (server + 1) // num_servers)

@@ -1,38 +1,58 @@
 """What the job has done so far: updates, what is left of the epoch, staleness, accuracy, checkpoints.
 
-Lives on rank 0, one for the job, beside the parameter server.  The trainers call next_lot and record_loss; the
-server calls count_update.  It works alike for both modes, and knows nothing of how the weights are kept.
+Lives on rank 0, one for the job, beside the parameter server.  The trainers call next_assignment and record_loss; the
+server calls batch_of, at_work and count_update.  It works alike for both modes, and does not know how the weights are
+kept.
 """
 
 import collections
 import concurrent.futures
-import copy
 import itertools
 import statistics
 import threading
 import time
+from dataclasses import dataclass
 
 import torch
 import torch.distributed.rpc as rpc
 
 from glue import PermanentError, checkpoint, report
-from glue.placement import all_cores
+from glue.tensors import all_cores
 from mnist_data import load_digits, normalised
 from rpc_names import trainers
 
 # A run that goes on from a checkpoint must have the same.
 SETTINGS = ("seed", "mode", "dataset", "batch_size", "max_batches", "sync_every")
-BOOKS = ("epoch", "updates", "stale", "accuracy", "images_applied")
+
+
+@dataclass
+class Assignment:
+    """What a trainer is to do next."""
+
+    epoch: int  # from 0
+    lr: float
+    batches: list  # their numbers
+
+
+@dataclass
+class Work:
+    """What a gradient is of."""
+
+    trainer: int
+    version: int  # of the weights that it was computed on: how many updates had made them
+    images: int
+    batches: int
 
 
 class Scoreboard:
-    """The books of one job.
+    """The progress of one job.
 
-    An epoch's batches are dealt to the trainers that are there, to each a *lot*; a batch is struck from it when it is
-    applied to the weights. What is left when all have done theirs (of a trainer that was lost) is dealt again, to those
-    that live; so is what is left in a checkpoint, to those that go on from it. Nothing depends on who trains what.
+    An epoch's batches are assigned to the trainers that are there; a batch is struck from its trainer's assignment when
+    it is applied to the weights. What is left when all have done theirs, of a trainer that was lost, is assigned again
+    to the living; so is what is left in a checkpoint, to those that go on from it. No result depends on which
+    trainer has which batch.
 
-    `server` gives capture(), restore(state), start_lots(lr), forget(trainer), and `model`, as last captured.
+    `server` gives capture(), restore(state), start_assignments(lr), forget(trainer), and `model`, as last captured.
 
     Checkpoints are written by a thread of their own, in the order in which they became due: a disk may be slow, and
     nobody has to wait for it but the end of an epoch.
@@ -42,37 +62,47 @@ class Scoreboard:
         self.args, self.server = args, server
         self.settings = {name: vars(args)[name] for name in SETTINGS}
         self.lock = threading.Lock()  # for what two trainers may touch at once
-        self.living = set(trainers(args))
-        self.lots = None  # trainer -> numbers of the batches that it has still to do; None: this epoch is not dealt yet
-        self.epoch = self.updates = self.images = self.seconds = 0  # the last two: since this process started
+        # What a checkpoint keeps:
+        self.epoch = 0
+        self.updates = 0
         self.stale = collections.Counter()  # staleness -> how many gradients had it
+        self.accuracy = None
         self.images_applied = []  # to the weights, by epoch
-        self.accuracy = self.started = None
+        self.assignments = (
+            None  # trainer -> numbers of the batches that it has still to do; None: the epoch is not begun
+        )
+        # Since this process started:
+        self.living = set(trainers(args))
+        self.images = 0
+        self.seconds = 0.0
+        self.started = None  # when the trainers got their assignments
+        self.batches_per_epoch = None
         self.figures = {}  # trainer -> what its Meter says
-        self.waiting = {}  # trainer -> Future, at the line between two lots
+        self.waiting = {}  # trainer -> Future of its next Assignment
         self.writer = concurrent.futures.ThreadPoolExecutor(max_workers=1)
         self.last_save = None  # Future of the checkpoint that the writer was given last
         self.test_images, self.test_labels = load_digits(args.dataset, args.data_dir, args.seed, train=False)
         self.report = report.Report("param_server", args)
-        self._restore()
         self.bar = self.report.progress(unit="image")
 
+    # ---------------------------------------------------------------------- called by the trainers, over RPC
+
     @rpc.functions.async_execution
-    def next_lot(self, trainer, batches_per_epoch, figures):
-        """Return (epoch, learning rate, batches to do) once all living trainers are here, or None: the work is done.
+    def next_assignment(self, trainer, batches_per_epoch, figures):
+        """Return an Assignment once all living trainers are here, or None: the work is done.
 
         `figures`: what its steps have cost so far (Meter.figures). The caller gets the answer when somebody completes
-        this Future, so that waiting trainers hold no RPC thread. May be called by all trainers at once (locked);
-        whoever comes last evaluates, in its own call, while all others wait.
+        this Future, so that waiting trainers hold no RPC thread. May be called by all trainers at once (locked); the
+        trainer that comes last evaluates, in its own call, while all others wait.
         """
         answer = torch.futures.Future()
         with self.lock:
             if trainer in self.waiting:
-                raise RuntimeError(f"trainer_{trainer} asked for a lot of batches before its last request was answered")
+                raise RuntimeError(f"trainer_{trainer} asked for batches before its last request was answered")
             self.figures[trainer] = figures
             self.batches_per_epoch = batches_per_epoch
             self.waiting[trainer] = answer
-        self._go_on_if_all_are_here()
+        self.go_on_if_everybody_is_here()
         return answer
 
     def record_loss(self, trainer, batch, loss):
@@ -81,44 +111,37 @@ class Scoreboard:
             self.report.say(f"Rank {trainer} training batch {batch} loss {loss}")
             self.report.scalar("loss", loss, self.updates)
 
-    def drop(self, trainer):
-        """Go on without a trainer that was lost; return what becomes of its work.  Called by the job."""
-        self.server.forget(trainer)  # from here on nothing that it sends is applied
-        left = len(self._lot_of(trainer))
-        self._go_on_if_all_are_here()
-        return f"batches of this epoch that go to the others: {left}" if left else ""
+    # ---------------------------------------------------------------------- called by the server, in this process
 
     def batch_of(self, trainer):
         """Return the (epoch, batch) that a trainer is at.  A process that was stopped, and wakes up, is refused."""
         if trainer not in self.living:
             raise RuntimeError(f"trainer_{trainer} was lost; its work has gone to the others")
-        if not self._lot_of(trainer):
+        batches = self.batches_left_of(trainer)
+        if not batches:
             raise RuntimeError(f"trainer_{trainer} has done its batches, and sent the work of one more")
-        return self.epoch, self._lot_of(trainer)[0]
+        return self.epoch, batches[0]
 
-    def count_update(self, gradients):
-        """Note one update of the weights.  Called under the server's lock, under which it changes them.
+    def at_work(self):
+        """Return the living trainers whose assignments are not done.  Under the server's lock."""
+        return {trainer for trainer in self.living if self.batches_left_of(trainer)}
 
-        `gradients`: (trainer, staleness, images, batches) of each gradient in it; staleness: the updates between
-        reading the weights and this one. Return whether a checkpoint is due: then the server calls save_soon().
+    def count_update(self, works):
+        """Note one update of the weights, by gradients of these Works; return whether a checkpoint is due.
+
+        Called under the server's lock, before anybody can read the weights after it. If a checkpoint is due, the server
+        calls save_soon().
         """
+        for work in works:
+            del self.assignments[work.trainer][: work.batches]
+            self.stale[self.updates - work.version] += 1
+            self.images_applied[-1] += work.images
+            self.images += work.images
+            self.bar.update(work.images)
         self.updates += 1
-        for trainer, staleness, images, batches in gradients:
-            del self.lots[trainer][:batches]
-            self.stale[staleness] += 1
-            self.images_applied[-1] += images
-            self.images += images
-            self.bar.update(images)
-        return self._is_checkpoint_due()
+        return self.is_checkpoint_due()
 
-    def save_soon(self, get_weights):
-        """Let the writer save the books of this moment, and the weights of this moment, which get_weights() returns.
-
-        Called where neither can change: under the server's lock, or while all trainers wait.
-        """
-        self.last_save = self.writer.submit(self._save, self._books(), get_weights)
-
-    def _is_checkpoint_due(self):
+    def is_checkpoint_due(self):
         """Return True every --checkpoint_every updates, if the last one is written.  Raises what went wrong with it."""
         if self.last_save:
             if not self.last_save.done():
@@ -126,31 +149,37 @@ class Scoreboard:
             self.last_save.result()
         return bool(self.args.checkpoint) and self.updates % self.args.checkpoint_every == 0
 
-    def _save(self, books, get_weights):
-        """Write --checkpoint.  Runs on the writer's thread."""
-        checkpoint.save(self.args.checkpoint, "param_server", self.settings, {"books": books} | get_weights())
+    def save_soon(self, get_weights):
+        """Let the writer save the progress of this moment, and the weights of this moment, which get_weights() returns.
 
-    def _lot_of(self, trainer):
-        """Return the numbers of the batches that a trainer has still to do."""
-        return (self.lots or {}).get(trainer, [])
+        Called where neither can change: under the server's lock, or while all trainers wait.
+        """
+        self.last_save = self.writer.submit(self.save, self.progress(), get_weights)
 
-    def _left(self):
-        """Return the batches of this epoch that are not applied yet, or None if it has not been dealt."""
-        return None if self.lots is None else sorted(itertools.chain(*self.lots.values()))
+    # ---------------------------------------------------------------------- called by the job
 
-    def _books(self):
-        """Return a copy of what a checkpoint keeps."""
-        return {name: copy.copy(vars(self)[name]) for name in BOOKS} | {"left": self._left()}
+    def drop(self, trainer):
+        """Go on without a trainer that was lost; return what becomes of its work."""
+        self.server.forget(trainer)  # from here on nothing that it sends is applied
+        left = len(self.batches_left_of(trainer))
+        self.go_on_if_everybody_is_here()
+        return f"batches of this epoch that go to the others: {left}" if left else ""
 
-    def _restore(self):
+    def resume(self):
+        """Go on from --checkpoint, if --resume says so.  Before RPC begins."""
         state = checkpoint.resume(self.args, "param_server", self.settings)
         if state is None:
             return
         try:
+            progress = state["progress"] if "progress" in state else state["books"]  # as older versions called it
+            self.epoch = progress["epoch"]
+            self.updates = progress["updates"]
+            self.stale = progress["stale"]
+            self.accuracy = progress["accuracy"]
+            self.images_applied = progress["images_applied"]
+            if progress["left"] is not None:
+                self.assignments = {None: progress["left"]}  # nobody's
             self.server.restore(state)
-            vars(self).update({name: state["books"][name] for name in BOOKS})
-            if state["books"]["left"] is not None:
-                self.lots = {None: state["books"]["left"]}  # nobody's
         except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
             raise PermanentError(f"cannot go on from {self.args.checkpoint}: {error}") from error
         if self.epoch < self.args.epochs:
@@ -158,43 +187,96 @@ class Scoreboard:
         else:
             self.report.say(report.NOTHING_LEFT)
 
-    def _go_on_if_all_are_here(self):
-        """Deal what is left of the epoch; if nothing is, evaluate, and deal the next one or let the trainers go."""
+    # ---------------------------------------------------------------------- between two assignments
+
+    def go_on_if_everybody_is_here(self):
+        """Once all living trainers wait: end the epoch if it is over, and give them their next assignments."""
         with self.lock:
-            if not (self.living and self.living <= self.waiting.keys()):
+            if not self.is_everybody_here():
                 return
-            waiting, self.waiting = self.waiting, {}
+            waiting = self.waiting
+            self.waiting = {}
         if self.started:
             self.seconds += time.perf_counter() - self.started
-        if self._left() == []:
-            self._finish_epoch()
-        args, tasks = self.args, {}
-        if self.epoch < args.epochs:
-            left, everybody = self._left(), sorted(self.living)
-            if left is None:
-                left = range(self.batches_per_epoch)[: args.max_batches * len(trainers(args)) or None]
-                self.images_applied.append(0)
-            self.lots = {trainer: list(left[place :: len(everybody)]) for place, trainer in enumerate(everybody)}
-            lr = args.lr * 0.1 ** (self.epoch // args.lr_step) if args.lr_step else args.lr
-            self.server.start_lots(lr)
-            tasks = {trainer: (self.epoch, lr, lot.copy()) for trainer, lot in self.lots.items()}
+        if self.batches_left() == []:
+            self.finish_epoch()
+        tasks = {}
+        if self.epoch < self.args.epochs:
+            lr = self.learning_rate()
+            self.assign_batches()
+            self.server.start_assignments(lr)
+            tasks = {who: Assignment(self.epoch, lr, batches.copy()) for who, batches in self.assignments.items()}
         self.started = time.perf_counter()
         for trainer, future in waiting.items():
             future.set_result(tasks.get(trainer))
 
-    def _finish_epoch(self):
+    def is_everybody_here(self):
+        """Return whether all living trainers wait for an assignment, and there are any.  Under the lock."""
+        return bool(self.living) and self.living <= self.waiting.keys()
+
+    def finish_epoch(self):
         """Evaluate, tell, and turn the page.  All trainers wait for this."""
         weights = self.server.capture()
         self.accuracy = get_accuracy(self.server.model, self.test_images, self.test_labels)
-        self.epoch, self.lots = self.epoch + 1, None
+        self.epoch += 1
+        self.assignments = None
         self.report.scalar("test accuracy", self.accuracy, self.updates)
         # Nothing was trained yet where this goes on from a checkpoint of the epoch's last update.
         speed = f"{self.images / self.seconds:,.0f} images/s, " if self.seconds else ""
-        staleness = "staleness mean {:.2f} max {}".format(*mean_and_largest(self.stale))
+        figures = report.staleness_figures(self.stale)
+        staleness = f"staleness mean {figures['staleness_mean']:.2f} max {figures['staleness_max']}"
         self.report.say(f"Epoch {self.epoch}: Accuracy {self.accuracy:.4f}, {speed}{self.updates} updates, {staleness}")
         if self.args.checkpoint:
             self.save_soon(lambda: weights)
             self.last_save.result()
+
+    def assign_batches(self):
+        """Share what is left of the epoch, or a new epoch, among the living."""
+        left = self.batches_left()
+        if left is None:
+            left = self.batches_of_an_epoch()
+            self.images_applied.append(0)
+        living = sorted(self.living)
+        self.assignments = {trainer: left[place :: len(living)] for place, trainer in enumerate(living)}
+
+    def batches_of_an_epoch(self):
+        """Return the numbers of all batches that the trainers do together in an epoch."""
+        count = self.batches_per_epoch
+        if self.args.max_batches:
+            count = min(count, self.args.max_batches * len(trainers(self.args)))
+        return list(range(count))
+
+    def learning_rate(self):
+        """Return the learning rate of this epoch."""
+        if not self.args.lr_step:
+            return self.args.lr
+        return self.args.lr * 0.1 ** (self.epoch // self.args.lr_step)
+
+    # ---------------------------------------------------------------------- what is left, and what is saved
+
+    def batches_left_of(self, trainer):
+        """Return the numbers of the batches that a trainer has still to do."""
+        return (self.assignments or {}).get(trainer, [])
+
+    def batches_left(self):
+        """Return the batches of this epoch that are not applied yet, or None if it has not begun."""
+        return None if self.assignments is None else sorted(itertools.chain(*self.assignments.values()))
+
+    def progress(self):
+        """Return a copy of what a checkpoint keeps."""
+        return {
+            "epoch": self.epoch,
+            "updates": self.updates,
+            "stale": self.stale.copy(),
+            "accuracy": self.accuracy,
+            "images_applied": self.images_applied.copy(),
+            "left": self.batches_left(),
+        }
+
+    def save(self, progress, get_weights):
+        """Write --checkpoint.  Runs on the writer's thread."""
+        state = {"progress": progress} | get_weights()
+        checkpoint.save(self.args.checkpoint, "param_server", self.settings, state)
 
 
 def write_result(done, lost):
@@ -203,19 +285,13 @@ def write_result(done, lost):
     figures = {"dataset": done.args.dataset, "test_accuracy": done.accuracy, "updates": done.updates, "lost": lost}
     figures["images_per_second"] = round(done.images / done.seconds, 1) if done.seconds else None
     figures["images_applied"] = done.images_applied
-    figures["staleness_mean"], figures["staleness_max"] = mean_and_largest(done.stale)
+    figures |= report.staleness_figures(done.stale)
     for name in ("rpc_calls_per_step", "wire_bytes_per_step"):  # the mean over the trainers, if they have it
         values = [measured[name] for measured in done.figures.values()]
         figures[name] = None if None in values else round(statistics.mean(values), 2)
     curves = {"loss": "loss of a batch (nats)", "test accuracy": "accuracy on test images (fraction)"}
     counts = "staleness (updates since reading)", done.stale
     return done.report.close(curves, "updates of the weights", "loss, accuracy", counts=counts, **figures)
-
-
-def mean_and_largest(stale):
-    """Return (mean, largest) staleness of all gradients.  `stale`: how many had which."""
-    total = sum(staleness * count for staleness, count in stale.items())
-    return round(total / max(1, stale.total()), 3), max(stale, default=0)
 
 
 @torch.no_grad()

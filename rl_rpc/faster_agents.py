@@ -16,8 +16,8 @@ import torch.distributed.rpc as rpc
 from actor import Actor, draw_from_scores
 from agent import Agent
 from faster_observers import BatchedObserver, PackedObserver, RolloutObserver
-from glue.placement import to_wire
 from glue.report import check_finite
+from glue.tensors import to_wire
 from policy import DTYPE
 from reinforce import Trajectory, log_probabilities, normalised_returns
 

@@ -16,7 +16,8 @@ import torch.distributed.rpc as rpc
 
 from environment import make_env
 from faster_agents import MODES
-from glue import flags, launch, measure, placement
+from glue import flags, launch, tensors
+from glue.meter import Meter
 from progress import Progress
 
 
@@ -26,7 +27,7 @@ def worker_name(rank, args):
 
 
 def parse_args(argv=None):
-    parser = flags.argument_parser(__doc__, MODES, world_size=2, transport="shm", on_lost=True)
+    parser = flags.argument_parser(__doc__, MODES, world_size=2, on_lost=True)
     add = parser.add_argument_group("the scenario").add_argument
     add("--env_id", default="CartPole-v1", metavar="ID", help="gymnasium environment: flat Box in, Discrete out")
     add("--gamma", type=flags.fraction, default=0.99, metavar="G", help="how much to value future rewards")
@@ -41,14 +42,15 @@ def parse_args(argv=None):
         make_env(args.env_id).close()
     except ValueError as error:
         parser.error(str(error))
+    # Shared memory answers fastest, by keeping a core busy per waiting rank: not where an observer needs that core.
+    observers_need_cores = args.mode in ("rollout", "async") and args.world_size > tensors.usable_cores()
+    transport = "uv" if observers_need_cores else "shm"
     roles = "rank 0 is the agent, every other rank an observer"
+    agree = ("env_id",)  # ranks that are started one by one must have the same
     # Observers act with a copy of the policy on the CPU: one state at a time is no work for a GPU.
-    flags.check_arguments(parser, args, min_world_size=2, roles=roles, agree=("env_id",), device_ranks=[0])
+    flags.check_arguments(parser, args, 2, roles, agree=agree, device_ranks=[0], transport=transport)
     if args.save and not os.path.isdir(os.path.dirname(os.path.abspath(args.save))):
         parser.error(f"--save {args.save}: that folder does not exist")  # said now, not after the training
-    if args.mode in ("rollout", "async") and args.world_size > placement.usable_cores():
-        # Shared memory answers fastest, by keeping a core busy per waiting rank: here one that an observer needs.
-        args.auto_transport = "uv"
     return args
 
 
@@ -68,7 +70,7 @@ def run_agent(args, job):
     agent = make_agent(args, job)
     progress = Progress(agent, args)
     progress.start()
-    meter = measure.Meter(args.transport)
+    meter = Meter(args.transport)
     while not agent.solved and agent.episodes < args.max_episodes:
         with meter.step():  # one update: an episode of every observer, in `async` of one of them
             agent.run_episode()

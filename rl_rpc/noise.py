@@ -7,7 +7,7 @@ Shapes: T = steps of the episode, H = hidden units of the policy.
 
 import numpy as np
 
-from glue.seeds import seed_for
+from glue.tensors import seed_for
 
 
 def environment_seed(seed, ob_id, episode):

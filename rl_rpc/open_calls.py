@@ -7,6 +7,8 @@ ob_id = an observer's rank, an int.
 
 import queue
 
+from glue import trace
+
 
 class OpenCalls:
     """The calls that observers have not answered yet: at most one for each observer."""
@@ -33,7 +35,8 @@ class OpenCalls:
         play for hours. In which order calls arrive changes no result: what they bring is kept by ob_id.
         """
         while self.ob_ids:
-            ob_id, future = self.ended.get()
+            with trace.bar("wait", "wait"):  # for --trace
+                ob_id, future = self.ended.get()
             if future is None:
                 self.ob_ids.discard(ob_id)
                 self.forget(ob_id)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from glue import PermanentError
-from glue.seeds import seed_for
+from glue.tensors import seed_for
 from markov_source import MarkovSource, spell_number
 
 UNKNOWN, END_OF_LINE = "<unk>", "<eos>"
@@ -142,7 +142,7 @@ def training_streams(corpus, batch_size, bptt):
 
     Raises PermanentError if there is too little text for one batch.
     """
-    train, needed = streams(corpus.train, batch_size), batch_size * (bptt + 1)
+    needed = batch_size * (bptt + 1)
     if len(corpus.train) < needed:
         raise PermanentError(
             f"{corpus.name}: {len(corpus.train)} tokens to train on are less than one batch, "
@@ -151,4 +151,4 @@ def training_streams(corpus, batch_size, bptt):
     eval_batch_size = min(EVAL_BATCH_SIZE, len(corpus.heldout) // 2)
     if eval_batch_size == 0:
         raise PermanentError(f"{corpus.name}: too short to hold out a tenth of it")
-    return train, streams(corpus.heldout, eval_batch_size)
+    return streams(corpus.train, batch_size), streams(corpus.heldout, eval_batch_size)

@@ -20,9 +20,10 @@ class MarkovSource:
     """
 
     def __init__(self, num_tokens, seed, successors=4):
+        self.num_tokens = num_tokens
+        num_states = 2 * num_tokens
         k = min(successors, num_tokens)
         rng = np.random.default_rng(seed)
-        self.num_tokens, num_states = num_tokens, 2 * num_tokens
         # K different tokens per state: sorted draws from a range that is K-1 shorter, spread by 0, 1, ... K-1.
         draws = np.sort(rng.integers(0, num_tokens - k + 1, size=(num_states, k)), axis=1)
         self.next_token_SK = draws + np.arange(k)
@@ -40,7 +41,8 @@ class MarkovSource:
             flow = pi[:, None] * self.prob_SK
             after = np.bincount(self.next_state_SK.ravel(), flow.ravel(), minlength=len(pi))
             # Half a step instead of a whole one: the same fixed point, and a periodic chain converges too.
-            moved, pi = np.abs(after - pi).sum(), 0.5 * (pi + after)
+            moved = np.abs(after - pi).sum()
+            pi = 0.5 * (pi + after)
             if moved < 1e-13:
                 return pi
         raise ArithmeticError("the source's stationary distribution did not converge")
@@ -65,13 +67,16 @@ class MarkovSource:
         """Return `length` token ids, a tensor (N,), starting from a stationary state."""
         rng = np.random.default_rng(seed)
         # Lists, not arrays: a token at a time, Python's own bisect is ten times faster than numpy's.
-        cumulative, tokens = np.cumsum(self.prob_SK, axis=1).tolist(), self.next_token_SK.tolist()
-        states, last = self.next_state_SK.tolist(), self.prob_SK.shape[1] - 1
-        state, ids = int(rng.choice(len(states), p=self.stationary_S)), []
+        cumulative = np.cumsum(self.prob_SK, axis=1).tolist()
+        next_token = self.next_token_SK.tolist()
+        next_state = self.next_state_SK.tolist()
+        last = self.prob_SK.shape[1] - 1
+        state = int(rng.choice(len(next_state), p=self.stationary_S))
+        ids = []
         for uniform in rng.random(length).tolist():
             k = min(bisect(cumulative[state], uniform), last)  # rounding may leave the last cumulative sum below 1
-            ids.append(tokens[state][k])
-            state = states[state][k]
+            ids.append(next_token[state][k])
+            state = next_state[state][k]
         return torch.tensor(ids)
 
 

@@ -13,16 +13,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
-from glue.addresses import interface_towards
 from glue.ending import PACKAGE
-from glue.placement import devices_of, gpu_names, usable_cores
+from glue.meeting import interface_towards
+from glue.tensors import devices_of, gpu_names, usable_cores
 
 TRIES, SECONDS_TO_CONNECT = 50, 3.0
 
 
 def explain(args, devices=None):
     """Print what a job would find on this machine; `devices` of the ranks, if they have met: then they use the port."""
-    name, meeting = socket.gethostname(), devices is not None
+    name = socket.gethostname()
+    meeting = devices is not None
     print(f"host         {name}, which resolves to {_resolve(name)} (not used: ranks listen on one interface, by name)")
     address = _resolve(args.master_addr)
     try:
@@ -34,7 +35,8 @@ def explain(args, devices=None):
         taken = _holder_of(args.master_port)
         state = f"taken by {taken}: choose another --master_port" if taken else "free"
         print(f"port         {args.master_port} is {state} (spawned ranks need none: they take any free one)")
-    cores, ranks = usable_cores(), args.world_size
+    cores = usable_cores()
+    ranks = args.world_size
     print(f"cores        {cores}, so {max(1, cores // ranks)} intra-op thread(s) for each of {ranks} ranks here")
     gpus, why = gpu_names()
     if not meeting:
@@ -58,13 +60,12 @@ def meet(job):
     if broken:
         raise ConnectionError("; ".join(broken))
     job.wait_for_all()
-    name = job.worker_name(job.rank, job.args)
-    rpc.init_rpc(name, rank=job.rank, world_size=job.world_size, rpc_backend_options=job.rpc_options())
+    rpc.init_rpc(job.workers[job.rank], rank=job.rank, world_size=job.world_size, rpc_backend_options=job.rpc_options())
     for rank in peers:
         times = []
         for _ in range(TRIES):
             started = time.perf_counter()
-            rpc.rpc_sync(job.worker_name(rank, job.args), torch.add, args=(torch.ones(4), 1))
+            rpc.rpc_sync(job.workers[rank], torch.add, args=(torch.ones(4), 1))
             times.append(time.perf_counter() - started)
         milliseconds = statistics.median(times) * 1000
         print(f"round trip   {job.names[job.rank]} to {job.names[rank]}: {milliseconds:.2f} ms", flush=True)
@@ -74,7 +75,10 @@ def meet(job):
 
 def _connect_to_each(job, peers):
     """Return, for each peer to which a TCP connection failed, a line that says why."""
-    listener, store, broken = socket.create_server((interface_towards(job.address[0])[1], 0)), job.store("check"), []
+    _, own = interface_towards(job.address[0])
+    listener = socket.create_server((own, 0))
+    store = job.store("check")
+    broken = []
     threading.Thread(target=lambda: [listener.accept()[0].close() for _ in peers], daemon=True).start()
     store.set(str(job.rank), "{}:{}".format(*listener.getsockname()))
     for rank in peers:

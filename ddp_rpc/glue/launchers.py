@@ -48,10 +48,10 @@ def ranks_of_this_torchrun(rank, environ=os.environ):
     return range(first, first + int(environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
-def flag_name(word):
-    """Return the name of the flag that this word of a command line is: "--world_size" of "--world-size=3"."""
-    name = word.partition("=")[0]
-    return "--" + name[2:].replace("-", "_") if name.startswith("--") else name
+def with_underscores(word):
+    """Return this word of a command line with its flag spelled as here: "--world_size=3" for "--world-size=3"."""
+    name, equals, value = word.partition("=")
+    return name[:2] + name[2:].replace("-", "_") + equals + value if name.startswith("--") else word
 
 
 def starts_ranks(words, environ=os.environ):
@@ -60,7 +60,8 @@ def starts_ranks(words, environ=os.environ):
         started_by_launcher = find_place(environ) is not None
     except ValueError:  # it will be refused
         return False
-    return not started_by_launcher and not {"--rank", "--check", "--help", "-h"} & set(map(flag_name, words))
+    flags = {with_underscores(word).partition("=")[0] for word in words}
+    return not started_by_launcher and not flags & {"--rank", "--check", "--help", "-h"}
 
 
 def _first_host(nodes):

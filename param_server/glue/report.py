@@ -55,7 +55,8 @@ class Report:
         `plot`: {name of a curve: words for the legend}; `floor`, a (label, value) pair: a horizontal line for a known
         bound or target; `counts`, a (label, {whole number: how often}) pair: a histogram beside the curves.
         """
-        args, seconds = self.args, round(time.perf_counter() - self.started, 3)
+        args = self.args
+        seconds = round(time.perf_counter() - self.started, 3)
         summary = {"scenario": self.scenario, "torch": torch.__version__, "wall_seconds": seconds} | figures
         summary |= {name: vars(args)[name] for name in ("mode", "world_size", "seed", "device", "restarts")}
         if self.writer:

@@ -8,8 +8,8 @@ import os
 import sys
 
 from glue.ending import PACKAGE
-from glue.launchers import find_place, flag_name
-from glue.placement import why_no_gpu
+from glue.launchers import find_place, with_underscores
+from glue.tensors import why_no_gpu
 
 
 def _number(kind, name, accept):
@@ -48,18 +48,18 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that takes --world-size for --world_size, as torchrun does, and refuses in one line."""
 
     def parse_known_args(self, args=None, namespace=None):
+        known = self._option_string_actions  # --no-sparse is spelled so, by argparse itself
         words = []
         for word in sys.argv[1:] if args is None else args:
-            _, equals, value = word.partition("=")
-            name = flag_name(word)
-            words.append(name + equals + value if name in self._option_string_actions else word)
+            spelled = with_underscores(word)
+            words.append(spelled if spelled.partition("=")[0] in known else word)
         return super().parse_known_args(words, namespace)
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message} (--help shows every flag)\n")
 
 
-def argument_parser(description, modes, world_size, transport="uv", on_lost=False):
+def argument_parser(description, modes, world_size, on_lost=False):
     """Return a parser with the shared flags.  `modes`: names; the first, the tutorial's own, is the default.
 
     `on_lost`: this scenario can go on without a rank that is lost.
@@ -79,9 +79,7 @@ def argument_parser(description, modes, world_size, transport="uv", on_lost=Fals
     add("--seed", type=non_negative_int, default=1, metavar="N", help="everything random derives from it and the rank")
     add("--device", choices=["cpu", "cuda", "auto"], default="cpu", help="where tensors live; ranks may share a GPU")
     add("--rpc_timeout", type=positive_float, default=60, metavar="S", help="seconds after which an RPC has failed")
-    ways = (
-        f"how messages travel; auto: {transport}; uv: sockets; shm: memory, a busy core per rank; tcp: uv, tensors too"
-    )
+    ways = "how messages travel; uv: sockets; shm: memory, a busy core per rank; tcp: uv and tensors; auto: by mode"
     add("--transport", choices=["auto", "shm", "uv", "tcp"], default="auto", help=ways)
     add("--logdir", metavar="DIR", help="write TensorBoard event files")
     add("--plot", metavar="FILE.png", help="draw the learning curve at the end")
@@ -95,7 +93,6 @@ def argument_parser(description, modes, world_size, transport="uv", on_lost=Fals
     add("--trace_window", type=_steps, metavar="A:B", help="draw steps A to B (without it: one step, or its beginning)")
     add("--check", action="store_true", help="explain this machine (with --rank: and meet the other ranks), then exit")
     add("--debug", action="store_true", help="show tracebacks")
-    parser.set_defaults(restarts=0, auto_transport=transport)
     return parser
 
 
@@ -107,28 +104,61 @@ def launched_place(parser, args):
         parser.error(str(error))
 
 
-def check_arguments(parser, args, min_world_size, roles, max_world_size=None, agree=(), device_ranks=None):
-    """Refuse what cannot work (one line, exit status 2); take rank and world size from who started this process.
+def check_arguments(
+    parser, args, min_world_size, roles, max_world_size=None, agree=(), device_ranks=None, transport="uv"
+):
+    """Refuse what cannot work (one line, exit status 2), and complete `args`: nothing changes them afterwards.
 
     `agree`: the scenario's own flags that must be the same in every rank, for ranks that are started one by one.
     `device_ranks`: those that compute, with tensors on --device (if not given, all); the others use no GPU.
+    `transport`: what --transport auto is.  Besides the flags, `args` then has:
+
+    torchrun      whether torchrun has started this process
+    restarts      how many times this job was started before
+    agree         the names of all flags that must be the same in every rank
+    device_ranks  as above
     """
     args.on_lost = vars(args).get("on_lost", "stop")
     args.agree = ("world_size", "mode", "seed", "check", "on_lost", *agree)
+    if args.transport == "auto":
+        args.transport = transport
     place = launched_place(parser, args)
+    _take_place(args, place)
+    _check_world_size(parser, args, min_world_size, max_world_size, roles)
+    args.device_ranks = range(args.world_size) if device_ranks is None else device_ranks
+    _check_combinations(parser, args)
+    device_chosen = _check_device(parser, args)
+    _check_paths(parser, args)
+    if not args.torchrun or args.rank == 0:  # torchrun's ranks share one console
+        if place:
+            print(f"rank {args.rank} of {args.world_size}, started by {place.launcher}", flush=True)
+        if device_chosen:
+            print(device_chosen, flush=True)
+
+
+def _take_place(args, place):
+    """Take rank, world size and address from the launcher that has started this process, if one has."""
     args.torchrun = place is not None and place.launcher == "torchrun"
+    args.restarts = 0
     if place:
         args.rank, args.world_size = place.rank, place.world_size
-        args.master_addr, args.master_port = place.address or args.master_addr, place.port or args.master_port
+        args.master_addr = place.address or args.master_addr
+        args.master_port = place.port or args.master_port
     if args.torchrun:
         args.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         args.resume = args.resume or args.restarts > 0
+
+
+def _check_world_size(parser, args, min_world_size, max_world_size, roles):
     size = args.world_size
     if size < min_world_size or (max_world_size and size > max_world_size):
         limits = f"{min_world_size} to {max_world_size}" if max_world_size else f"at least {min_world_size}"
         parser.error(f"--world_size {size} does not fit: it must be {limits} ({roles})")
     if args.rank is not None and args.rank >= size:
         parser.error(f"--rank {args.rank} is out of range: with --world_size {size} the ranks are 0 to {size - 1}")
+
+
+def _check_combinations(parser, args):
     if args.torchrun and args.on_lost == "continue":
         parser.error("--on_lost continue: torchrun ends all ranks when one is lost; use its own --max-restarts")
     if args.max_restarts and args.rank is not None:
@@ -137,22 +167,25 @@ def check_arguments(parser, args, min_world_size, roles, max_world_size=None, ag
         parser.error("--trace_window is for a --trace that is a picture: FILE.png or FILE.svg")
     if args.resume and not args.checkpoint and not args.restarts:
         parser.error("--resume needs --checkpoint FILE to go on from")
-    args.device_ranks = range(size) if device_ranks is None else device_ranks
+
+
+def _check_device(parser, args):
+    """Refuse a GPU that is not there, and decide what --device auto is; return the line that says so, or ""."""
     computes_here = args.rank is None or args.rank in args.device_ranks
-    why_cpu = why_no_gpu() if args.device == "auto" or (args.device == "cuda" and computes_here) else ""
-    if args.device == "cuda" and why_cpu:
-        parser.error(f"--device cuda: torch sees no CUDA GPU here: {why_cpu}")
-    say_device = args.device == "auto" and computes_here
-    if args.device == "auto":
-        args.device = "cpu" if why_cpu else "cuda"
+    if args.device == "cuda" and computes_here and (why := why_no_gpu()):
+        parser.error(f"--device cuda: torch sees no CUDA GPU here: {why}")
+    if args.device != "auto":
+        return ""
+    why = why_no_gpu()
+    args.device = "cpu" if why else "cuda"
+    said = f"--device auto: {args.device}" + (f" ({why})" if why else "")
+    return said if computes_here else ""
+
+
+def _check_paths(parser, args):
     for flag in ("logdir", "plot", "summary_json", "checkpoint", "trace"):
         path = vars(args)[flag]
         if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
             parser.error(f"--{flag} {path}: that folder does not exist")
         if path and flag != "logdir" and os.path.isdir(path):
             parser.error(f"--{flag} {path}: that is a folder, not a file")
-    if not args.torchrun or args.rank == 0:  # torchrun's ranks share one console
-        if place:
-            print(f"rank {args.rank} of {size}, started by {place.launcher}", flush=True)
-        if say_device:
-            print(f"--device auto: {args.device}" + f" ({why_cpu})" * bool(why_cpu), flush=True)

@@ -53,12 +53,13 @@ class Watch:
         store.set(self.own_key, "here")
         self.beater.start()
 
-    def wait_until_silence_is_told(self):
-        """Wait as long as it takes until a silent rank is noticed by the one that watches it, and told to this one.
+    def is_beating(self):
+        """Return whether this rank is watched, and watches."""
+        return self.beater.is_alive()
 
-        This process may end meanwhile, on the heartbeat's thread.
-        """
-        self.beater.join(LOST_AFTER_SECONDS + 4 * BEAT_SECONDS)
+    def seconds_until_silence_is_told(self):
+        """Return how long it takes at most until a rank that is gone is missed, and this rank is told of it."""
+        return LOST_AFTER_SECONDS + 4 * BEAT_SECONDS
 
     def say_left(self):
         """This rank's work is done: its silence means nothing from now on."""
@@ -72,16 +73,7 @@ class Watch:
         looked = time.monotonic()
         try:
             while True:
-                # A dead man's switch: a store that does not answer at all raises SIGALRM (see _await_signals).
-                signal.setitimer(signal.ITIMER_REAL, LOST_AFTER_SECONDS)
-                self.alarmed = False
-                with self.lock:
-                    if not self.left:
-                        self.store.set(self.own_key, str(time.monotonic()))
-                *beats, losses, end = self.store.multi_get([*beat_keys(watched), LOSSES, "end"])
-                if found := read(end):
-                    self.job.end(found, mine=False)
-                self.job.see(read_losses(losses))
+                beats = self._show_and_look(watched)
                 patience = HURRIED_LOST_AFTER_SECONDS if hurried else LOST_AFTER_SECONDS
                 # More than two beats since the last look: we were stopped ourselves, or with the whole job (Ctrl-Z).
                 now = time.monotonic()
@@ -100,6 +92,20 @@ class Watch:
                     silent = {}
         except RuntimeError:  # the store's way to say that it is gone
             self.job.end(End("lost", STORE_HOLDER, "the connection to it broke"))
+
+    def _show_and_look(self, watched):
+        """Show that this rank lives, act on what others have found, and return the beats of the ranks it watches."""
+        # A dead man's switch: a store that does not answer at all raises SIGALRM (see _await_signals).
+        signal.setitimer(signal.ITIMER_REAL, LOST_AFTER_SECONDS)
+        self.alarmed = False
+        with self.lock:
+            if not self.left:
+                self.store.set(self.own_key, str(time.monotonic()))
+        *beats, losses, end = self.store.multi_get([*beat_keys(watched), LOSSES, "end"])
+        if found := read(end):
+            self.job.end(found, mine=False)
+        self.job.see(read_losses(losses))
+        return beats
 
     def _await_signals(self, received):
         while True:

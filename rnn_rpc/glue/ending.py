@@ -136,11 +136,12 @@ def read_losses(value):
     return {int(rank): why for rank, why in json.loads(value)["lost"].items()}
 
 
-def say_without(lost, args, worker_name):
-    """Print which ranks a job that went on has lost, if any."""
+def say_at_the_end(lost, restarts, names):
+    """Print which ranks a job that has done its work went on without, and how often it was started again, if so."""
     if lost:
-        names = ", ".join(f"rank {rank} ({worker_name(rank, args)})" for rank in sorted(lost))
-        print(f"The job finished without {names}.")
+        print(f"The job finished without {', '.join(names[rank] for rank in sorted(lost))}.")
+    if restarts:
+        print(f"The job was restarted {restarts} time{'s' * (restarts > 1)}.")
 
 
 def within(seconds, call):

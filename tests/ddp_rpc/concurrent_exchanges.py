@@ -10,7 +10,7 @@ import threading
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "ddp_rpc"))
 import torch
 
-from embedding_server import EmbeddingShard, exchange
+from pipelined_server import PipelinedShard, exchange
 
 THREADS, TIMES, LR = 8, 100, 0.05
 
@@ -22,7 +22,8 @@ def trainer(number):
 
 
 if __name__ == "__main__":
-    shard = EmbeddingShard(0, 1, 30, 5, num_trainers=THREADS, lr=LR, sparse=True, seed=3, device="cpu")
+    shard = PipelinedShard(0, 1, 30, 5, sparse=True, seed=3, device="cpu")
+    shard.set_learning_rate(LR)
     before = shard.get_rows().clone()
     threads = [threading.Thread(target=trainer, args=(number,)) for number in range(THREADS)]
     for thread in threads:

@@ -12,8 +12,8 @@ from helpers import package_on_path, run_main
 with package_on_path("ddp_rpc"):
     from clicks import ClickLog
     from embedding_server import INITIAL_STD
-    from glue.seeds import seed_for
-    from trainer import learning_rate_scale
+    from glue.tensors import seed_for
+    from trainer import learning_rate
 
 SIZES = {"num_embeddings": 50, "embedding_dim": 12, "batch_bags": 6, "batches": 15, "epochs": 2, "lr": 0.05}
 FLAGS = [text for name, value in SIZES.items() for text in (f"--{name}", value)]
@@ -42,15 +42,16 @@ def one_process(num_trainers=1, stale_lookups=False, seed=1, epochs=SIZES["epoch
             for trainer in range(num_trainers)
         ]
         batches = [join(parts) for parts in zip(*by_trainer, strict=True)]
-        scale = learning_rate_scale(epoch, args.epochs)
+        lr = learning_rate(args, epoch)
+        optimizer.param_groups[0]["lr"] = lr
         seen = table.clone()  # the table as the current lookup finds it
         for ids, offsets, target in batches:
             seen.requires_grad_()
-            loss = F.cross_entropy(fc(F.embedding_bag(ids, seen, offsets, mode="sum")), target) * scale
+            loss = F.cross_entropy(fc(F.embedding_bag(ids, seen, offsets, mode="sum")), target)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            stepped = table - args.lr * seen.grad
+            stepped = table - lr * seen.grad
             seen = (table if stale_lookups else stepped).clone()
             table = stepped
     return table, fc.state_dict()

@@ -16,6 +16,7 @@ equivalence = load_module(ROOT / "tests" / "ddp_rpc" / "test_equivalence.py")
 with package_on_path("ddp_rpc"):
     import embedding_server
     import model
+    import pipelined_server
 pytestmark = pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING))
 IDS, OFFSETS = torch.tensor([3, 3, 8]), torch.tensor([0, 2])
 
@@ -33,30 +34,33 @@ def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_
 
 
 def make_shard(device=pretend_device.DEVICE):
-    more = {"num_trainers": 1, "lr": 0.05, "sparse": False, "seed": 3, "device": device}
-    return embedding_server.EmbeddingShard(0, 1, 30, 5, **more)
+    shard = pipelined_server.PipelinedShard(0, 1, 30, 5, sparse=False, seed=3, device=device)
+    shard.set_learning_rate(0.05)
+    return shard
 
 
 def test_a_server_answers_from_its_device_by_way_of_the_cpu():
     """Each answer as it crosses the wire, and the table where the rank has its tensors, after a step too."""
     shard = make_shard()
-    sent = [shard(IDS, OFFSETS), shard.get_rows(), torch.as_tensor(embedding_server.exchange(0, None, IDS, OFFSETS))]
-    embedding_server.exchange(0, torch.ones(2, 5), None, None)
+    exchanged = torch.as_tensor(pipelined_server.exchange(0, None, IDS, OFFSETS))
+    sent = [shard.look_up(IDS, OFFSETS, with_gradient=True), shard.get_rows(), exchanged]
+    pipelined_server.exchange(0, torch.ones(2, 5), None, None)
     assert [str(tensor.device) for tensor in sent] == ["cpu"] * 3
     assert str(shard.weight.device) == pretend_device.DEVICE
     on_cpu = make_shard("cpu")
-    embedding_server.exchange(0, None, IDS, OFFSETS)
-    embedding_server.exchange(0, torch.ones(2, 5), None, None)
+    pipelined_server.exchange(0, None, IDS, OFFSETS)
+    pipelined_server.exchange(0, torch.ones(2, 5), None, None)
     assert torch.equal(shard.get_rows(), on_cpu.get_rows()) and not torch.equal(shard.get_rows(), sent[1])
 
 
 def test_sums_that_are_sent_from_the_device_are_caught(monkeypatch):
-    monkeypatch.setattr(embedding_server, "to_wire", lambda tensor: tensor)
+    for module in (embedding_server, pipelined_server):
+        monkeypatch.setattr(module, "to_wire", lambda tensor: tensor)
     shard = make_shard()
     with pytest.raises(TypeError, match="was asked for its numpy array"):
-        embedding_server.exchange(0, None, IDS, OFFSETS)
+        pipelined_server.exchange(0, None, IDS, OFFSETS)
     with pytest.raises(TypeError, match="it must travel by way of the CPU"):
-        pickle.dumps(shard(IDS, OFFSETS))
+        pickle.dumps(shard.look_up(IDS, OFFSETS, with_gradient=True))
 
 
 def gradient_of_fc(device):

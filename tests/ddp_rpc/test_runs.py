@@ -28,8 +28,7 @@ def test_pipelined_learns_for_longer_than_an_rpc_may_take(tmp_path):
     assert summary["heldout_accuracy"] > 0.5 > 0.2 > float(re.search(r"accuracy (\S+)", out)[1])
     assert 6 * 200 * 2 / summary["batches_per_second"] > 2  # seconds of training
     assert summary["replicas_max_difference"] == 0 and summary["wire_bytes_per_step"] is None  # not all over TCP
-    wanted = ("ceiling_accuracy", "samples_per_second", "rpc_calls", "rpc_calls_per_step")
-    assert all(summary[name] > 0 for name in wanted)
+    assert summary["ceiling_accuracy"] > 0 and summary["samples_per_second"] > 0
 
 
 @pytest.mark.slow
@@ -74,5 +73,6 @@ def test_random_targets_cannot_be_learned(tmp_path):
 def test_what_travels_has_the_size_of_a_batch(tmp_path, mode):
     """A table of 64 MB: its gradient, were it sent, would be a thousand times these bytes."""
     flags = ("--mode", mode, "--num_embeddings", 1_000_000, "--batches", 20, "--epochs", 1, "--transport", "tcp")
-    _, summary = run(tmp_path, *flags)
+    _, summary = run(tmp_path, *flags, "--trace", tmp_path / "trace.json")  # with it, calls are counted
     assert 1_000 < summary["wire_bytes_per_step"] < 30_000
+    assert 0 < summary["rpc_calls_per_step"] < summary["rpc_calls"]

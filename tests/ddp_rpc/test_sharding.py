@@ -1,10 +1,13 @@
 """ddp_rpc's parts on their own: sharded lookups, the click log, averaging on the server, the run's own checks."""
 
+import dataclasses
 import itertools
 import json
 import math
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -17,18 +20,56 @@ from torch import nn
 from helpers import ROOT, package_on_path, run_script
 
 with package_on_path("ddp_rpc"):
+    import averaged_server
     import embedding_server
+    import evaluation
     import main
     import master
+    import pipelined_server
     import trainer
+    from averaged_server import AveragingShard
     from clicks import ClickLog
-    from embedding_server import EmbeddingShard, average_and_step, exchange, split_by_shard
+    from embedding_server import EmbeddingShard
+    from glue import checkpoint
+    from model import split_by_shard
+    from pipelined_server import PipelinedShard, exchange
 
 
-def make_shards(num_shards, sparse=True, num_trainers=1):
+def make_shards(num_shards, sparse=True, shard_class=EmbeddingShard):
     """A table of 30 x 5 on so many servers."""
-    more = {"num_trainers": num_trainers, "lr": 0.05, "sparse": sparse, "seed": 3, "device": "cpu"}
-    return [EmbeddingShard(shard, num_shards, 30, 5, **more) for shard in range(num_shards)]
+    shards = []
+    for number in range(num_shards):
+        shard = shard_class(number, num_shards, 30, 5, sparse=sparse, seed=3, device="cpu")
+        if shard_class is not EmbeddingShard:
+            shard.set_learning_rate(0.05)
+        shards.append(shard)
+    return shards
+
+
+class LocalRRef:
+    """What stands for an RRef: calls run here."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def rpc_sync(self, timeout=None):
+        return self.value
+
+    def rpc_async(self, timeout=None):
+        return Later(self.value)
+
+
+class Later:
+    def __init__(self, value):
+        self.value = value
+
+    def __getattr__(self, name):
+        def call(*args):
+            future = torch.futures.Future()
+            future.set_result(getattr(self.value, name)(*args))
+            return future
+
+        return call
 
 
 def whole_table(shards):
@@ -82,7 +123,7 @@ def test_rows_move_from_one_number_of_servers_to_another():
 
 
 def test_a_sparse_step_leaves_the_other_rows_alone():
-    (shard,) = make_shards(1)
+    (shard,) = make_shards(1, shard_class=PipelinedShard)
     before = shard.get_rows().clone()
     exchange(0, None, torch.tensor([3, 3, 8]), torch.tensor([0, 2]))
     exchange(0, torch.ones(2, 5), None, None)
@@ -93,34 +134,39 @@ def test_a_sparse_step_leaves_the_other_rows_alone():
 
 
 def test_a_gradient_belongs_to_the_oldest_lookup_of_its_trainer():
-    (shard,) = make_shards(1)
-    before, offsets = shard.get_rows().clone(), torch.tensor([0])
-    exchange(0, None, torch.tensor([3]), offsets)
-    exchange(1, None, torch.tensor([5]), offsets)
-    exchange(0, None, torch.tensor([8]), offsets)
-    exchange(0, torch.ones(1, 5), torch.tensor([9]), offsets)
-    changed = (shard.get_rows() != before).any(dim=1).nonzero().flatten().tolist()
-    assert changed == [3] and [len(shard.lookups[trainer]) for trainer in (0, 1)] == [2, 1]
+    (shard,) = make_shards(1, shard_class=PipelinedShard)
+    offsets = torch.tensor([0])
+
+    def changed_rows(trainer, next_id=None):
+        """Bring a gradient, and perhaps look up one row; return the rows that were stepped."""
+        before = shard.get_rows().clone()
+        exchange(trainer, torch.ones(1, 5), None if next_id is None else torch.tensor([next_id]), offsets)
+        return (shard.get_rows() != before).any(dim=1).nonzero().flatten().tolist()
+
+    for number, row in ((0, 3), (1, 5), (0, 8)):
+        exchange(number, None, torch.tensor([row]), offsets)
+    assert [changed_rows(0, next_id=9), changed_rows(0), changed_rows(1), changed_rows(0)] == [[3], [8], [5], [9]]
 
 
 def test_a_server_starts_its_backward_where_the_table_is(monkeypatch):
     """What has gone through to_wire is a copy on the CPU, which has no use for a gradient from a GPU."""
-    monkeypatch.setattr(embedding_server, "to_wire", lambda tensor: tensor.clone())
-    (shard,) = make_shards(1)
-    answer = exchange(0, None, torch.tensor([3]), torch.tensor([0]))
-    (kept,) = shard.lookups[0]
-    assert kept.grad_fn.name().startswith("EmbeddingBag") and kept.tolist() == answer.tolist()
+    for module in (embedding_server, pipelined_server):
+        monkeypatch.setattr(module, "to_wire", lambda tensor: tensor.detach().clone())
+    (shard,) = make_shards(1, shard_class=PipelinedShard)
+    before = shard.get_rows()
+    exchange(0, None, torch.tensor([3]), torch.tensor([0]))
+    exchange(0, torch.ones(1, 5), None, None)
+    assert shard.get_rows()[3].tolist() == pytest.approx((before[3] - 0.05).tolist())
 
 
 def test_average_and_step_waits_for_every_trainer_and_steps_once(monkeypatch):
-    (shard,) = make_shards(1, sparse=False, num_trainers=3)
+    (shard,) = make_shards(1, sparse=False, shard_class=AveragingShard)
     before = shard.get_rows().clone()
     gradients = {trainer: torch.full((30, 5), float(trainer)) for trainer in (1, 2, 6)}
-    monkeypatch.setattr(embedding_server.dist_autograd, "get_gradients", lambda c: {shard.weight: gradients[c]})
-    rref = SimpleNamespace(local_value=lambda: shard)
-    futures = [average_and_step(rref, 0, 1), average_and_step(rref, 2, 2)]
+    monkeypatch.setattr(averaged_server.dist_autograd, "get_gradients", lambda c: {shard.weight: gradients[c]})
+    futures = [shard.average_and_step(0, 3, 1), shard.average_and_step(2, 3, 2)]
     assert not any(future.done() for future in futures) and torch.equal(shard.get_rows(), before)
-    futures.append(average_and_step(rref, 1, 6))
+    futures.append(shard.average_and_step(1, 3, 6))
     torch.futures.wait_all(futures)
     torch.testing.assert_close(shard.get_rows(), before - 0.05 * 3)
 
@@ -138,11 +184,10 @@ def test_averaging_does_not_depend_on_the_order_of_arrival(monkeypatch, num_trai
         gradients.append(shard.weight.grad)
 
     def table_after(arrivals):
-        (shard,) = make_shards(1, sparse=sparse, num_trainers=num_trainers)
-        rref = SimpleNamespace(local_value=lambda: shard)
-        monkeypatch.setattr(embedding_server.dist_autograd, "get_gradients", lambda c: {shard.weight: gradients[c]})
+        (shard,) = make_shards(1, sparse=sparse, shard_class=AveragingShard)
+        monkeypatch.setattr(averaged_server.dist_autograd, "get_gradients", lambda c: {shard.weight: gradients[c]})
         for number in arrivals:
-            done = average_and_step(rref, number, number)
+            done = shard.average_and_step(number, num_trainers, number)
         assert done.done()
         if sparse:  # a row that is in it twice would be added up by the optimizer: on a GPU in any order
             assert shard.weight.grad.is_coalesced()
@@ -168,7 +213,7 @@ def test_an_evaluation_builds_no_graph_on_the_servers():
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-2:] == [
         "5 lookups of 8 bags with a graph",
-        f"{2 * trainer.HELDOUT_BATCHES} lookups of {trainer.HELDOUT_BAGS} bags without a graph",
+        f"{2 * evaluation.HELDOUT_BATCHES} lookups of {evaluation.HELDOUT_BAGS} bags without a graph",
     ]
 
 
@@ -202,19 +247,29 @@ def test_the_teacher_knows_most_of_its_own_labels_and_nobody_knows_random_ones(t
 # ------------------------------------------------------------------------------------------------- the run's checks
 
 
-def test_staleness_is_counted_under_its_lock():
-    """Different trainers' gradients arrive on threads of their own: an unlocked += loses some."""
+class Hesitant(Counter):
+    """A Counter that lets other threads go on between its reading and its writing."""
+
+    def __setitem__(self, staleness, times):
+        time.sleep(1e-4)
+        super().__setitem__(staleness, times)
+
+
+def test_the_staleness_of_no_gradient_is_lost():
+    """Different trainers' gradients arrive on threads of their own."""
     (shard,) = make_shards(1)
+    shard.staleness_counter.counts = Hesitant()
 
-    class Guarded(Counter):
-        def __setitem__(self, *entry):
-            assert shard.counting.locked()
-            super().__setitem__(*entry)
+    def train():
+        for _ in range(20):
+            torch.autograd.grad(shard(torch.tensor([1, 2, 3]), torch.tensor([0, 2])).sum(), shard.weight)
 
-    shard.stale = Guarded()
-    shard.count_staleness(2)
-    shard.count_staleness(2)
-    assert shard.staleness() == {2: 2} and not shard.counting.locked()
+    threads = [threading.Thread(target=train) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert shard.staleness() == {0: 8 * 20}
 
 
 class RecordedTrainer:
@@ -246,7 +301,7 @@ def test_an_evaluation_begins_when_all_have_stepped_and_sums_over_all_trainers(m
     model = RecordedTrainer(monkeypatch)
     log = ClickLog(100, 2, seed=1)
     heldout = log.batches(2, 5, seed=2)
-    figures = trainer.evaluate(model, log, heldout, step=3)
+    figures = evaluation.evaluate(model, log, heldout, step=3)
     assert model.order == ["barrier", "lookup", "lookup", "all_reduce"] and model.grad_enabled == [False, False]
     targets = torch.cat([target for _, _, target in heldout])
     teacher = torch.cat([log.teacher_logits(ids, offsets) for ids, offsets, _ in heldout]).argmax(dim=1)
@@ -257,9 +312,9 @@ def test_an_evaluation_begins_when_all_have_stepped_and_sums_over_all_trainers(m
 
 def test_the_learning_rate_falls_in_the_second_half_in_a_straight_line():
     """It ends just above 0: at 0 the last epoch would train nothing."""
-    scales = [trainer.learning_rate_scale(epoch, 4) for epoch in (1, 2, 3, 4)]
-    assert scales == [1.0, 1.0, 0.75, 0.25]
-    assert trainer.learning_rate_scale(1, 1) == 1.0
+    rates = [trainer.learning_rate(SimpleNamespace(lr=0.5, epochs=4), epoch) for epoch in (1, 2, 3, 4)]
+    assert rates == [0.5, 0.5, 0.375, 0.125]
+    assert trainer.learning_rate(SimpleNamespace(lr=0.5, epochs=1), 1) == 0.5
 
 
 def test_nobody_steps_while_the_master_saves(monkeypatch):
@@ -273,44 +328,56 @@ def test_nobody_steps_while_the_master_saves(monkeypatch):
     assert model.order == [told, "barrier", "barrier"]
 
 
-def test_the_masters_figures_are_of_all_trainers_and_of_this_run_alone(monkeypatch, tmp_path, capsys):
+def test_the_masters_figures_are_of_all_trainers_and_of_this_run_alone(tmp_path, capsys):
     """Two trainers, 10 batches of 4 bags in an epoch; the first of three epochs was an earlier run's."""
-    shard = SimpleNamespace(staleness=lambda: Counter({0: 3, 2: 1}), megabytes=lambda: (1.5, 2.5))
-    monkeypatch.setattr(master.rpc, "remote", lambda *_, **__: SimpleNamespace(rpc_sync=lambda: shard))
-    file = tmp_path / "summary.json"
-    flags = "--num_trainers 2 --num_servers 2 --epochs 3 --batches 10 --batch_bags 4 --summary_json"
-    args = main.parse_args([*flags.split(), str(file)])
-    job = master.HybridMaster(args, main.worker_name, ["cpu"] * 5)
-    saved = []
-    args.checkpoint = "some file"
-    job.save = lambda epoch, fc_state: saved.append((epoch, fc_state))
-    job.epochs_done = 1
+    summary_file, model_file = tmp_path / "summary.json", tmp_path / "model.pt"
+    sizes = "--num_trainers 2 --num_servers 2 --epochs 3 --batches 10 --batch_bags 4"
+    table = "--num_embeddings 30 --embedding_dim 5 --resume"
+    flags = [*sizes.split(), *table.split(), "--checkpoint", str(model_file), "--summary_json", str(summary_file)]
+    args = main.parse_args(flags)
+    saved = {"epoch": 1, "table": torch.randn(30, 5), "fc": {"bias": torch.ones(8)}}
+    checkpoint.save(model_file, "ddp_rpc", {name: vars(args)[name] for name in master.SETTINGS}, saved)
+    shards = make_shards(2)
+    for shard in shards:
+        shard.staleness = lambda: Counter({0: 3, 2: 1})
+        shard.megabytes = lambda: (1.5, 2.5)
+    job = master.HybridMaster(args, [LocalRRef(shard) for shard in shards])
+    job.resume()
+    assert torch.equal(whole_table(shards), saved["table"]) and job.fc_state["bias"].all() and job.epochs_done == 1
+
     figures = {"heldout_loss": 1.0, "heldout_accuracy": 0.5, "ceiling_accuracy": 0.75}
-    job.epoch_done(1, figures, 0.0, None)
-    job.epoch_done(2, figures, 0.5, "fc")
-    assert saved == [(2, "fc")]  # the checkpoint that this run goes on from has the first epoch already
+    written = model_file.read_bytes()
+    job.epoch_done(1, figures, 0.0, {})
+    assert model_file.read_bytes() == written  # the checkpoint that this run goes on from has the first epoch already
+    shards[0].put_rows(0, torch.zeros(1, 5))  # a step
+    job.epoch_done(2, figures, 0.5, {"bias": torch.zeros(8)})
+    state = torch.load(model_file, weights_only=True)["state"]
+    assert state["epoch"] == 2 and not state["fc"]["bias"].any() and torch.equal(state["table"], whole_table(shards))
     *_, before, after = capsys.readouterr().out.splitlines()
     assert before.startswith("epoch   1/3") and "batches/s" not in before  # nothing was trained yet
     assert after.endswith("  40 batches/s")
-    calls = {"replicas_max_difference": 0.0, "rpc_calls": 60, "rpc_calls_per_step": 3.0, "wire_bytes_per_step": None}
-    job.close([{**figures, **calls, "seconds": 2.0}, {**figures, **calls, "seconds": 4.0}])
-    summary = json.loads(file.read_text())
+
+    of_trainers = {"replicas_max_difference": 0.0, "wire_bytes_per_step": None}
+    of_trainers |= {"rpc_calls": None, "rpc_calls_per_step": None}  # not counted without --trace
+    job.close([{**figures, **of_trainers, "seconds": 2.0}, {**figures, **of_trainers, "seconds": 4.0}])
+    summary = json.loads(summary_file.read_text())
     assert summary["batches_per_second"] == 2 * 10 * 2 / 4.0 and summary["samples_per_second"] == 40.0
-    assert summary["staleness_mean"] == 0.5 and summary["server_megabytes"] == [[1.5, 2.5]] * 2
+    assert summary["staleness_mean"] == 0.5 and summary["staleness_max"] == 2
+    assert summary["server_megabytes"] == [[1.5, 2.5]] * 2
     assert "held-out accuracy 0.5000, the teacher's own 0.7500; 10 batches/s, 40 samples/s" in capsys.readouterr().out
 
 
 def test_replicas_that_differ_are_an_error(monkeypatch):
     def all_reduce(tensor, operation):
-        if operation == trainer.dist.ReduceOp.MAX:
+        if operation == evaluation.dist.ReduceOp.MAX:
             tensor[3] += 1e-7  # another trainer's replica
 
-    monkeypatch.setattr(trainer.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(evaluation.dist, "all_reduce", all_reduce)
     model = SimpleNamespace(fc=nn.Linear(2, 2, bias=True))
     with torch.no_grad():
         model.fc.weight.zero_()
     with pytest.raises(RuntimeError, match="replicas of fc differ"):
-        trainer.check_replicas(model)
+        evaluation.check_replicas(model)
 
 
 @pytest.mark.slow
@@ -323,7 +390,7 @@ def test_importing_main_starts_nothing():
     assert (done.stdout.split(), done.stderr) == (["1", "False"], "")
 
 
-@pytest.mark.parametrize("rank, is_trainer", [(0, True), (1, True), (2, False), (3, False)])
+@pytest.mark.parametrize("rank, is_trainer", [(0, True), (1, True), (3, False)])
 def test_the_process_group_is_destroyed_at_the_end(monkeypatch, rank, is_trainer):
     """And one meeting place, the job's store, instead of two fixed ports."""
     calls = []
@@ -335,9 +402,8 @@ def test_the_process_group_is_destroyed_at_the_end(monkeypatch, rank, is_trainer
         monkeypatch.setattr(main.dist, name, record(name))
     for name in ("init_rpc", "shutdown"):
         monkeypatch.setattr(main.rpc, name, record(name))
-    monkeypatch.setattr(main, "HybridMaster", lambda *_: SimpleNamespace(run=record("run")))
     main.run_worker(rank, main.parse_args([]), FakeJob(record("wait_for_all")))
-    middle = [("init_rpc", None), *[("run", None)] * (rank == 2), ("wait_for_all", None), ("shutdown", None)]
+    middle = [("init_rpc", None), ("wait_for_all", None), ("shutdown", None)]
     if is_trainer:
         middle = [("init_process_group", "store trainers"), *middle, ("destroy_process_group", None)]
     assert calls == middle
@@ -346,10 +412,9 @@ def test_the_process_group_is_destroyed_at_the_end(monkeypatch, rank, is_trainer
 class FakeJob:
     """What run_worker uses of a job; every rank is on the CPU."""
 
-    devices = ("cpu",) * 4
-
-    def __init__(self, wait_for_all):
+    def __init__(self, wait_for_all=None, devices=("cpu",) * 4):
         self.wait_for_all = wait_for_all
+        self.devices = devices
 
     def store(self, name):
         return f"store {name}"
@@ -366,8 +431,7 @@ def test_trainers_on_one_kind_of_device_are_accepted(devices):
 @pytest.mark.parametrize("rank", range(4))
 def test_trainers_on_cpus_and_gpus_are_refused_by_every_rank(rank):
     """Before any of them waits for another."""
-    job = FakeJob(None)
-    job.devices = ("cuda:0", "cpu", "cpu", "cuda:0")
+    job = FakeJob(devices=("cuda:0", "cpu", "cpu", "cuda:0"))
     with pytest.raises(ValueError, match=r"trainers on CPUs and on GPUs \(trainer0 on cuda:0, trainer1 on cpu\)"):
         main.run_worker(rank, main.parse_args([]), job)
 
@@ -376,11 +440,16 @@ def test_the_first_trainer_to_fail_ends_the_run(monkeypatch):
     """The tutorial waits for trainer 0 first, which may wait for trainer 1 in an allreduce for ever."""
     futures = {"trainer0": torch.futures.Future(), "trainer1": torch.futures.Future()}
     futures["trainer1"].set_exception(ValueError("step 3"))
-    monkeypatch.setattr(master.rpc, "rpc_async", lambda to, *_, **__: futures[to])
-    monkeypatch.setattr(master.rpc, "remote", lambda *_, **__: None)
-    monkeypatch.setattr(master.rpc, "RRef", lambda value: value)
-    with pytest.raises(ValueError, match="step 3"):
-        master.HybridMaster(main.parse_args([]), main.worker_name, ["cpu"] * 4).run()
+    run_master(monkeypatch, "step 3", rpc_async=lambda to, *_, **__: futures[to])
+
+
+def run_master(monkeypatch, error, rpc_async, remote=lambda *_, **__: None, args=None, devices=("cpu",) * 4):
+    """Run the master's rank in a job without other ranks, until it raises this error."""
+    stand_ins = {"init_rpc": lambda *_, **__: None, "RRef": lambda _: "rref", "rpc_async": rpc_async, "remote": remote}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(main.rpc, name, stand_in)
+    with pytest.raises(ValueError, match=error):
+        main.run_worker(2, args or main.parse_args([]), FakeJob(devices=devices))
 
 
 @pytest.mark.parametrize(
@@ -391,9 +460,8 @@ def test_a_checkpoint_of_another_table_or_of_other_data_is_refused(monkeypatch, 
     args = main.parse_args(["--checkpoint", str(file), "--resume"])
     settings = {name: vars(args)[name] for name in master.SETTINGS} | {setting: value}
     torch.save({"scenario": "ddp_rpc", "settings": settings, "state": {}}, file)
-    monkeypatch.setattr(master.rpc, "remote", lambda *_, **__: None)
     with pytest.raises(ValueError, match=f"made with --{setting} {value}, and this run has {vars(args)[setting]}"):
-        master.HybridMaster(args, main.worker_name, ["cpu"] * 4)
+        master.HybridMaster(args, []).resume()
 
 
 def test_nothing_remote_is_configured_by_a_whole_command_line(monkeypatch):
@@ -406,14 +474,11 @@ def test_nothing_remote_is_configured_by_a_whole_command_line(monkeypatch):
         done.set_exception(ValueError("enough"))
         return done
 
-    monkeypatch.setattr(master.rpc, "rpc_async", send)
-    monkeypatch.setattr(master.rpc, "remote", send)
-    monkeypatch.setattr(master.rpc, "RRef", lambda value: "rref")
     args = main.parse_args([])
-    with pytest.raises(ValueError, match="enough"):
-        master.HybridMaster(args, main.worker_name, [f"device of {rank}" for rank in range(8)]).run()
-    assert {"device of 0", "device of 1", "device of 3"} <= {value for value in sent if isinstance(value, str)}
-    assert args not in sent and set(vars(trainer.Plan.of(args))) == set(trainer.Plan.names()) <= set(args.agree)
+    run_master(monkeypatch, "enough", send, send, args, devices=("cuda:0", "cuda:1", "cpu", "cuda:3"))
+    assert {"cuda:0", "cuda:1", "cuda:3"} <= {value for value in sent if isinstance(value, str)}
+    assert args not in sent
+    assert {field.name for field in dataclasses.fields(trainer.Plan)} <= set(args.agree)
 
 
 @pytest.mark.parametrize(
@@ -458,12 +523,12 @@ def test_wrong_command_lines_are_refused_in_one_line(capsys, flags, words):
 @pytest.mark.parametrize("sparse", [True, False])
 def test_the_staleness_of_a_gradient_is_the_steps_since_its_lookup(sparse):
     (shard,) = make_shards(1, sparse=sparse)
+    optimizer = torch.optim.SGD(shard.parameters(), lr=0.05)
     ids, offsets = torch.tensor([1, 2, 3]), torch.tensor([0, 2])
-    early = shard(ids, offsets)
+    early = shard.look_up(ids, offsets, with_gradient=True)
     for _ in range(2):
-        shard(ids, offsets).sum().backward()
-        shard.optimizer.step()
-    with torch.no_grad():
-        shard(ids, offsets)  # an evaluation
+        shard.look_up(ids, offsets, with_gradient=True).sum().backward()
+        optimizer.step()
+    shard.look_up(ids, offsets, with_gradient=False)  # an evaluation
     early.sum().backward()
     assert shard.staleness() == {0: 2, 2: 1}

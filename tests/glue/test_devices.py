@@ -16,7 +16,7 @@ from helpers import PACKAGES, ROOT, package_on_path, run_main, start_main
 from jobs import JOBS
 
 with package_on_path("rl_rpc"):
-    from glue import job, placement
+    from glue import job, tensors
 
 # ----------------------------------------------------------------------------------------- which rank uses which device
 
@@ -38,7 +38,7 @@ def hellos(*places):
     ],
 )
 def test_the_ranks_of_a_host_take_its_gpus_in_turn(places, devices):
-    assert placement.devices_of(hellos(*places)) == devices
+    assert tensors.devices_of(hellos(*places)) == devices
 
 
 @pytest.mark.parametrize(
@@ -55,16 +55,17 @@ def test_the_ranks_of_a_host_take_its_gpus_in_turn(places, devices):
 def test_only_ranks_that_compute_use_a_gpu(package, flags, ranks, monkeypatch):
     with package_on_path(package):
         import main
-        from glue import placement
+        from glue import tensors
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "init", lambda: None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         args = main.parse_args([*flags, "--device", "cuda"])
-        assert [placement.start_cuda(rank, args) for rank in range(args.world_size)] == [
+        assert [tensors.start_cuda(args.device, rank in args.device_ranks) for rank in range(args.world_size)] == [
             2 * (rank in ranks) for rank in range(args.world_size)
         ]
-        assert not any(placement.start_cuda(rank, main.parse_args(flags)) for rank in range(args.world_size))
+        args = main.parse_args(flags)
+        assert not any(tensors.start_cuda(args.device, rank in args.device_ranks) for rank in range(args.world_size))
 
 
 def test_a_rank_that_does_not_compute_needs_no_gpu_on_its_host(monkeypatch, capsys):
@@ -113,8 +114,8 @@ def test_num_gpus_says_which_device(monkeypatch, capsys):
 
 def test_only_channels_that_this_torch_has_are_named():
     """On another platform torch lacks some, and init_rpc would fail."""
-    assert placement.built_in("_channels", ["cma", "of_another_platform", "basic"]) == ["cma", "basic"]
-    assert placement.built_in("_transports", ["of_another_platform", "uv"]) == ["uv"]
+    assert tensors.built_in("_channels", ["cma", "of_another_platform", "basic"]) == ["cma", "basic"]
+    assert tensors.built_in("_transports", ["of_another_platform", "uv"]) == ["uv"]
 
 
 @pytest.mark.parametrize("transport, channels", [("uv", ["cma", "mpt_uv", "basic"]), ("tcp", ["basic"])])

@@ -1,8 +1,8 @@
-"""Who waits for whom (living.py), with a real store, and threads in the place of ranks."""
+"""Which rank waits for which (job.py), with a real store, and threads in the place of ranks."""
 
+import argparse
 import socket
 import threading
-import types
 
 import pytest
 import torch.distributed as dist
@@ -10,19 +10,18 @@ import torch.distributed as dist
 from helpers import package_on_path
 
 with package_on_path("rl_rpc"):
-    from glue import addresses, ending
-    from glue.living import Living
+    from glue import ending, meeting
+    from glue.job import Job
 
 SOON = 10  # seconds: nothing here takes as long
 
 
-class Rank(Living):
-    """What Living knows of its job."""
+class Rank(Job):
+    """A rank that has met the others, and does not end the process of the tests."""
 
     def __init__(self, rank, world_size, port, on_lost="stop"):
-        super().__init__()
-        self.rank, self.world_size = rank, world_size
-        self.args, self.names = types.SimpleNamespace(on_lost=on_lost), [f"rank {r}" for r in range(world_size)]
+        args = argparse.Namespace(world_size=world_size, on_lost=on_lost, torchrun=False, restarts=0)
+        super().__init__(rank, args, lambda rank, args: f"worker{rank}", port)
         self.main_store, self.beat_store = (
             dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False) for _ in range(2)
         )
@@ -40,7 +39,7 @@ class Rank(Living):
 @pytest.fixture
 def group():
     """Return a function that makes the ranks of a group."""
-    server = addresses.store_on(socket.create_server(("127.0.0.1", 0)))
+    server = meeting.store_on(socket.create_server(("127.0.0.1", 0)))
 
     def make(world_size, on_lost="stop"):
         server.set(ending.LOSSES, ending.NO_LOSSES)
@@ -109,7 +108,7 @@ def test_a_loss_is_told_once_and_a_rank_that_is_lost_itself_leaves(group, capsys
     assert done.wait(SOON)
     with first.telling:  # then it has printed its line
         assert told == [2] and first.ended is None
-    assert capsys.readouterr().err == "rl_rpc: lost rank 2: killed; its work is thrown away\n"
+    assert capsys.readouterr().err == "rl_rpc: lost rank 2 (worker2): killed; its work is thrown away\n"
     with pytest.raises(SystemExit):
         third.see(losses)
     assert third.alone == "the others have gone on without it: killed"

@@ -228,12 +228,12 @@ def test_rank_0_that_never_comes_is_waited_for_aloud_and_named():
 def test_rank_0_that_never_defines_the_job_is_waited_for_aloud_and_named(monkeypatch, capsys):
     """Where torchrun holds the store, the store is there before rank 0 is."""
     with package_on_path("rl_rpc"):
-        from glue import addresses, meeting
-    store = addresses.store_on(socket.create_server(("127.0.0.1", 0)))
+        from glue import meeting
+    store = meeting.store_on(socket.create_server(("127.0.0.1", 0)))
     monkeypatch.setattr(meeting, "SAY_AFTER_SECONDS", 0)
     monkeypatch.setattr(meeting, "leave_now", lambda status, why: sys.exit(f"{status} {why}"))
-    names, args = ["rank 0 (agent)", "rank 1 (observer1)"], argparse.Namespace(join_timeout=1)
-    waiting = meeting.Meeting(1, args, names, "torchrun", ("127.0.0.1", store.port), spawned=False)
+    names, args = ["rank 0 (agent)", "rank 1 (observer1)"], argparse.Namespace(join_timeout=1, agree=())
+    waiting = meeting.Meeting(1, args, names, "torchrun", spawned=False)
     with pytest.raises(SystemExit, match=r"1 rank 1 \(observer1\): rank 0 \(agent\) did not come within"):
         waiting.agree(store)
     said = f"{names[1]}: waiting for {names[0]}: it has not defined the job (--join_timeout 1 s)\n"
@@ -253,8 +253,9 @@ def test_a_name_that_is_not_known_yet_is_waited_for_aloud(monkeypatch, capsys):
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.setattr(meeting, "SAY_AFTER_SECONDS", 0)
     monkeypatch.setattr(os, "environ", dict(os.environ))  # where it says on which interface to listen
-    me, args = "rank 0 (agent)", argparse.Namespace(join_timeout=5)
-    assert meeting.Meeting(0, args, [me], me, ("agent.svc", 29500), spawned=False).address == ("127.0.0.1", 29500)
+    me, args = "rank 0 (agent)", argparse.Namespace(join_timeout=5, agree=())
+    coming = meeting.Meeting(0, args, [me], me, spawned=False)
+    assert coming.find_address("agent.svc", 29500) == ("127.0.0.1", 29500)
     said = f"{me}: waiting for the address: --master_addr agent.svc: not known (--join_timeout 5 s)\n"
     assert capsys.readouterr().out == said and not troubles
 
@@ -324,11 +325,11 @@ def test_a_rank_that_does_not_fit_is_refused_and_the_job_goes_on():
 
 def test_a_place_is_given_to_one_process_only(monkeypatch):
     with package_on_path("rl_rpc"):
-        from glue import addresses, meeting
-    store = addresses.store_on(socket.create_server(("127.0.0.1", 0)))
+        from glue import meeting
+    store = meeting.store_on(socket.create_server(("127.0.0.1", 0)))
     monkeypatch.setattr(meeting, "leave_now", lambda status, why: sys.exit(f"{status} {why}"))
-    names, args = ["rank 0 (agent)", "rank 1 (observer1)"], argparse.Namespace(join_timeout=1)
-    coming = meeting.Meeting(1, args, names, names[0], ("127.0.0.1", store.port), spawned=False)
+    names, args = ["rank 0 (agent)", "rank 1 (observer1)"], argparse.Namespace(join_timeout=1, agree=())
+    coming = meeting.Meeting(1, args, names, names[0], spawned=False)
     for _ in range(2):
         coming.take_place(store, "cpu")
     first = os.getpid()
@@ -442,7 +443,7 @@ def test_check_measures_the_round_trip_of_each_pair():
 
 
 PEER_LOST_IN_SHUTDOWN = """
-import sys, types
+import sys
 sys.path.insert(0, "rl_rpc")
 from glue import launch
 from torch.distributed.rpc import api
@@ -450,7 +451,7 @@ from torch.distributed.rpc import api
 def lost(*_, **__):
     raise RuntimeError("EOF: end of file")
 
-launch._keep_console_clean(types.SimpleNamespace(debug=False))
+launch._keep_console_clean(debug=False)
 api._all_gather = lost
 try:
     api._wait_all_workers.__wrapped__()

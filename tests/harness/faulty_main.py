@@ -38,47 +38,51 @@ def raise_fault():
     raise {"exception": ValueError, "memory": MemoryError, "remote": KeyError}[FAULT]("injected fault")
 
 
+def stop_when_all_have_done_their_work(job):
+    plain_meet = job.meet
+
+    def meet(place):
+        plain_meet(place)
+        if place == "left":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    job.meet = meet
+
+
+def raise_fault_when_it_is_due(job):
+    from torch.distributed.rpc import api
+
+    due = time.monotonic() + SECONDS
+    plain_invoke, plain_wait = api._invoke_rpc, job.wait_for_all
+
+    def invoke(*arguments, **keywords):
+        if time.monotonic() >= due:
+            raise_fault()
+        return plain_invoke(*arguments, **keywords)
+
+    def wait_for_all():
+        time.sleep(max(0.0, due - time.monotonic()))
+        raise_fault()
+        plain_wait()
+
+    class ImpatientQueue(queue.SimpleQueue):
+        def get(self, *how, **and_how):
+            in_main_thread = threading.current_thread() is threading.main_thread()
+            if how or and_how or FAULT == "served exit" or not in_main_thread:
+                return super().get(*how, **and_how)
+            try:
+                return super().get(timeout=max(0.0, due - time.monotonic()))
+            except queue.Empty:
+                raise_fault()
+
+    api._invoke_rpc, job.wait_for_all, queue.SimpleQueue = invoke, wait_for_all, ImpatientQueue
+
+
 def run_worker(rank, args, job):
     if rank == FAULTY_RANK and FAULT == "stop":
-        plain_meet = job.meet
-
-        def meet(place):
-            plain_meet(place)
-            if place == "left":
-                os.kill(os.getpid(), signal.SIGSTOP)
-
-        job.meet = meet
+        stop_when_all_have_done_their_work(job)
     elif rank == FAULTY_RANK and FAULT != "none":
-        from torch.distributed.rpc import api
-
-        due = time.monotonic() + SECONDS
-        plain_invoke, plain_wait = api._invoke_rpc, job.wait_for_all
-
-        def invoke(*arguments, **keywords):
-            if time.monotonic() >= due:
-                raise_fault()
-            return plain_invoke(*arguments, **keywords)
-
-        def wait_for_all():
-            time.sleep(max(0.0, due - time.monotonic()))
-            raise_fault()
-            plain_wait()
-
-        class ImpatientQueue(queue.SimpleQueue):
-            def get(self, *how, **and_how):
-                if (
-                    how
-                    or and_how
-                    or FAULT == "served exit"
-                    or threading.current_thread() is not threading.main_thread()
-                ):
-                    return super().get(*how, **and_how)
-                try:
-                    return super().get(timeout=max(0.0, due - time.monotonic()))
-                except queue.Empty:
-                    raise_fault()
-
-        api._invoke_rpc, job.wait_for_all, queue.SimpleQueue = invoke, wait_for_all, ImpatientQueue
+        raise_fault_when_it_is_due(job)
     package_main.run_worker(rank, args, job)
 
 

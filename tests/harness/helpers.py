@@ -111,7 +111,7 @@ def assert_refused(package, flags, capsys, *words):
 
 @contextlib.contextmanager
 def package_on_path(package):
-    """Import a package's modules by their plain names, and forget them afterwards (`main`, `bench`: same in all)."""
+    """Import a package's modules by their plain names, and forget them afterwards: several have a `main`."""
     folder = str(ROOT / package)
     before = set(sys.modules)
     sys.path.insert(0, folder)
@@ -122,6 +122,17 @@ def package_on_path(package):
         for name in set(sys.modules) - before:
             if str(getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
                 del sys.modules[name]
+
+
+def load_bench(package):
+    """Import a package's file in bench/."""
+    with package_on_path(package):
+        before = sys.path[:]
+        sys.path.insert(0, str(ROOT / "bench"))
+        try:
+            return load_module(ROOT / "bench" / f"{package}.py")
+        finally:
+            sys.path[:] = before
 
 
 def load_module(path):

@@ -19,17 +19,17 @@ import torch  # noqa: E402
 
 import main as package_main  # noqa: E402  (the package's; found through the line above)
 import pretend_device  # noqa: E402
-from glue import job, placement  # noqa: E402
+from glue import job, tensors  # noqa: E402
 
 
-def start_pretend(rank, args):
+def start_pretend(device, computes):
     """In the place of start_cuda: how many devices a rank may use."""
-    return int(rank in args.device_ranks)
+    return int(computes)
 
 
 def pretend_devices_of(hellos):
     """In the place of devices_of, and by it.  Every rank says what all have."""
-    names = [name.replace("cuda", "pretend") for name in placement.devices_of(hellos)]
+    names = [name.replace("cuda", "pretend") for name in tensors.devices_of(hellos)]
     print("devices:", *names, flush=True)
     return names
 

@@ -4,7 +4,7 @@ python tests/param_server/counting_job.py IMAGES PAUSE LOST_AFTER FAULTS [main.p
 
 The network is one weight per image, the loss minus the mean of a batch's weights: an image that is applied raises its
 own weight, by learning rate / batch size (`sync`: divided by the number of gradients in the update), and no other. So
-the count travels as gradients do, and knows nothing of the program's own books.
+the count travels as gradients do, and knows nothing of the program's own counts.
 
 FAULTS: RANK:KIND:SECONDS,... since training began; KIND: SIGKILL, SIGSTOP, exception, or "nap" (stopped until it is
 lost, then continued); 0:evaluation:0: rank 0 is killed when it begins its first evaluation, unless it was restarted.
@@ -29,6 +29,7 @@ import remote_server
 import replica_server
 import replica_trainer
 import scoreboard
+import several_servers
 from glue import launch, watch
 from rpc_names import worker_name
 
@@ -39,13 +40,11 @@ FAULTS = {
 
 
 class CountingNet(nn.Module):
-    masks = None
-
-    def __init__(self, num_gpus=0, dropout=False):
+    def __init__(self, num_gpus=0):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(IMAGES))
 
-    def forward(self, x_B):
+    def forward(self, x_B, dropout_key=None):
         return self.weight[x_B.long()].unsqueeze(1)  # (B, 1): nll_loss takes minus the mean
 
 
@@ -80,7 +79,7 @@ def die_in_the_first_evaluation():
         board.last_save.result()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    scoreboard.Scoreboard._finish_epoch = finish_epoch
+    scoreboard.Scoreboard.finish_epoch = finish_epoch
 
 
 def begin_fault(kind, seconds):
@@ -105,7 +104,7 @@ def run_worker(rank, args, job):
         torch.zeros(IMAGES, 28, 28, dtype=torch.uint8),
         torch.arange(IMAGES),
     )
-    for module in (remote_server, replica_server, replica_trainer):
+    for module in (remote_server, replica_server, replica_trainer, several_servers):
         module.Net = CountingNet
     plain = job.on_lost
 

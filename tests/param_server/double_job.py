@@ -15,6 +15,7 @@ import mnist_data
 import replica_server
 import replica_trainer
 import scoreboard
+import several_servers
 from glue import launch
 from rpc_names import worker_name
 
@@ -24,8 +25,8 @@ class DoubleNet(digits_net.Net):
         super().__init__(**how)
         self.double()
 
-    def forward(self, x):
-        return super().forward(x.double())
+    def forward(self, x, dropout_key=None):
+        return super().forward(x.double(), dropout_key)
 
 
 def load_a_few(*which, **part):
@@ -34,7 +35,8 @@ def load_a_few(*which, **part):
 
 def run_worker(rank, args, job):
     scoreboard.load_digits = load_a_few  # what it evaluates on: float64 takes its time
-    replica_server.Net = replica_trainer.Net = DoubleNet
+    for module in (replica_server, replica_trainer, several_servers):
+        module.Net = DoubleNet
     main.run_worker(rank, args, job)
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import main
 import mnist_data
 import remote_server
+import scoreboard
 from digits_net import Net
 from glue import launch
 from rpc_names import worker_name
@@ -30,10 +31,10 @@ class RecordingServer(remote_server.ParameterServer):
         params = self.model.parameters()
         return torch.cat([(p.grad if gradients else p.detach()).reshape(-1).clone() for p in params])
 
-    def _verify_gradients(self, trainer):
-        super()._verify_gradients(trainer)
+    def verify_gradients(self, trainer):
+        super().verify_gradients(trainer)
         self.applied.append(
-            (self.scoreboard.batch_of(trainer), self.snapshot_of[trainer][0], self.flat(gradients=True))
+            (self.scoreboard.batch_of(trainer), self.work_of[trainer].version, self.flat(gradients=True))
         )
 
     def apply_gradients(self, trainer):
@@ -45,7 +46,7 @@ class RecordingServer(remote_server.ParameterServer):
         args = self.args
         digits = mnist_data.load_digits(args.dataset, args.data_dir, args.seed, train=True)
         batches = mnist_data.Batches(*digits, args.batch_size, args.seed)
-        net, worst = Net(dropout=False), 0.0
+        net, worst = Net(), 0.0
         for (epoch, number), version, gradient in self.applied:
             ((_, data, target),) = batches.of(epoch, [number])
             torch.nn.utils.vector_to_parameters(self.versions[version], net.parameters())
@@ -59,12 +60,12 @@ class TutorialServer(remote_server.ParameterServer):
     """The published forward: on the very weights that other trainers' steps change."""
 
     def forward(self, trainer, inp):
-        self.snapshot_of[trainer] = (self.scoreboard.updates, len(inp))
+        self.work_of[trainer] = scoreboard.Work(trainer, self.scoreboard.updates, len(inp), 1)
         return self.model(inp)
 
 
 def run_worker(rank, args, job):
-    if rank == 0:  # trainers name its methods by ParameterServer, which they find there
+    if rank == 0:
         remote_server.ParameterServer = globals()[args.server]
     main.run_worker(rank, args, job)
     if rank == 0 and args.server == "RecordingServer":

@@ -16,19 +16,18 @@ test_server = load_module(ROOT / "tests" / "param_server" / "test_server.py")
 few_test_images = test_server.few_test_images  # a fixture
 checkpoint, scoreboard = test_server.checkpoint, test_server.scoreboard
 remote_server, replica_server = test_server.remote_server, test_server.replica_server
+several_servers = test_server.several_servers
 BATCHES = 12  # of an epoch
 
 
 class SmallNet(nn.Module):
     """Two layers in place of eight; what a checkpoint does with weights does not depend on how many there are."""
 
-    masks = None
-
-    def __init__(self, num_gpus=0, dropout=False):
+    def __init__(self, num_gpus=0):
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(784, 16), nn.Linear(16, 10)
 
-    def forward(self, x):
+    def forward(self, x, dropout_key=None):
         return F.log_softmax(self.fc2(F.relu(self.fc1(x.flatten(1)))), dim=1)
 
 
@@ -36,6 +35,7 @@ class SmallNet(nn.Module):
 def small_network(monkeypatch):
     monkeypatch.setattr(remote_server, "Net", SmallNet)
     monkeypatch.setattr(replica_server, "Net", SmallNet)
+    monkeypatch.setattr(several_servers, "Net", SmallNet)
 
 
 class Interrupted(Exception):
@@ -48,6 +48,7 @@ class Players:
     def __init__(self, monkeypatch, servers, *flags):
         if "remote" in flags:
             self.servers = [remote_server.ParameterServer(test_server.arguments(*flags))]
+            self.servers[0].scoreboard.resume()
         else:
             self.servers = test_server.servers_in_this_process(monkeypatch, servers, *flags)
         self.scoreboard = self.servers[0].scoreboard
@@ -57,7 +58,7 @@ class Players:
     def push(self, trainer, batch):
         if self.remote:
             server = self.servers[0]
-            server.snapshot_of[trainer] = self.scoreboard.updates, 4
+            server.forward(trainer, torch.zeros(4, 1, 28, 28))
             for param in server.model.parameters():
                 param.grad = torch.full_like(param, 0.01 * batch)
             return server.apply_gradients(trainer)
@@ -67,37 +68,36 @@ class Players:
 
     def take(self, trainer, answer):
         """What a trainer does with the answer to a push or a pull."""
-        self.version[trainer], _, log = answer
+        self.version[trainer], _, *log = answer
         for other in self.servers[1:]:
-            other.catch_up(*log)
+            other.catch_up(*log[0])
 
     def play(self, lose=None):
         """Let the trainers work to the end of the job; one of them is lost, if said so, after its first batch."""
-        while tasks := self.next_lots():
-            turns = max(len(lot) for _, _, lot in tasks.values())
-            for turn in range(turns):
-                working = [trainer for trainer in tasks if trainer in self.scoreboard.living]
+        while batches := self.next_batches():
+            for turn in range(max(map(len, batches.values()))):
+                working = [trainer for trainer in batches if trainer in self.scoreboard.living]
                 for trainer in working:
-                    lot = tasks[trainer][2]
-                    if turn < len(lot):
-                        self.push(trainer, lot[turn])
+                    if turn < len(batches[trainer]):
+                        self.push(trainer, batches[trainer][turn])
                 if lose in self.scoreboard.living and turn == 0:
                     self.scoreboard.drop(lose)
         return self
 
-    def next_lots(self):
+    def next_batches(self):
+        """Return {trainer: the batches that it is assigned}."""
         for trainer in list(self.pushed):
             self.take(trainer, self.pushed.pop(trainer).value())
         trainers = sorted(self.scoreboard.living)
         answers = {}
         for trainer in trainers:
             figures = {"rpc_calls_per_step": float(trainer), "wire_bytes_per_step": None}
-            answers[trainer] = self.scoreboard.next_lot(trainer, BATCHES, figures)
-        tasks = {trainer: answer.wait() for trainer, answer in answers.items()}
-        tasks = {trainer: task for trainer, task in tasks.items() if task}
-        for trainer in [] if self.remote else tasks:
-            self.take(trainer, self.servers[0].pull(self.version.get(trainer, 0)))
-        return tasks
+            answers[trainer] = self.scoreboard.next_assignment(trainer, BATCHES, figures)
+        assignments = {trainer: answer.wait() for trainer, answer in answers.items()}
+        batches = {trainer: assignment.batches for trainer, assignment in assignments.items() if assignment}
+        for trainer in [] if self.remote else batches:
+            self.take(trainer, self.servers[0].pull())
+        return batches
 
 
 def flags_of(mode, path, *more):
@@ -107,9 +107,9 @@ def flags_of(mode, path, *more):
 
 
 def assert_same_state(path, expected_path):
-    """Books, weights and momentum are the same, to the bit."""
+    """Progress, weights and momentum are the same, to the bit."""
     (_, found), (_, expected) = (checkpoint.load(file, "param_server") for file in (path, expected_path))
-    assert found["books"] == expected["books"]
+    assert found["progress"] == expected["progress"]
     for name, weights in expected["model"].items():
         assert torch.equal(found["model"][name], weights), name
     assert len(found["momentum"]) == len(expected["momentum"]) > 0
@@ -136,7 +136,7 @@ def test_a_job_that_ended_in_an_evaluation_goes_on_with_it(tmp_path, monkeypatch
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
         patch.setattr(scoreboard, "get_accuracy", interrupt)
         interrupted.play(lose)
-    assert test_server.wait_for_checkpoint(interrupted.servers[0])["books"]["left"] == []
+    assert test_server.wait_for_checkpoint(interrupted.servers[0])["progress"]["left"] == []
 
     resumed = Players(monkeypatch, servers, *flags, "--resume", "--world_size", servers + 2 - one_is_lost).play()
     said = capsys.readouterr().out
@@ -145,6 +145,18 @@ def test_a_job_that_ended_in_an_evaluation_goes_on_with_it(tmp_path, monkeypatch
     assert re.findall("^Epoch .*", told[2], re.M) == told[:2]
     assert resumed.scoreboard.images_applied == [4 * BATCHES] * 2 == uninterrupted.scoreboard.images_applied
     assert_same_state(broken, whole)
+
+
+@pytest.mark.parametrize("mode", ["async", "remote"])
+def test_a_checkpoint_of_an_older_version_goes_on(tmp_path, monkeypatch, mode):
+    """There `progress` was called `books`."""
+    flags = flags_of(mode, tmp_path / "c.pt", "--world_size", 3)
+    Players(monkeypatch, 1, *flags).play()
+    settings, state = checkpoint.load(tmp_path / "c.pt", "param_server")
+    state["books"] = state.pop("progress")
+    checkpoint.save(tmp_path / "c.pt", "param_server", settings, state)
+    resumed = Players(monkeypatch, 1, *flags, "--resume", "--epochs", 3).play()
+    assert resumed.scoreboard.updates == 3 * BATCHES and resumed.scoreboard.images_applied == [4 * BATCHES] * 3
 
 
 def interrupt(*_):
@@ -185,15 +197,16 @@ def test_after_resume_each_server_is_sent_its_own_range_once_and_trainers_carry_
     weights = torch.cat([each.reshape(-1) for each in state["model"].values()])
 
     resumed = Players(monkeypatch, 3, *flags, "--resume", "--epochs", 3)
-    assert resumed.next_lots()
-    sent = [replica_server.server_rref(index).sent for index in (1, 2)]
+    assert resumed.next_batches()
+    sent = [several_servers.server_rref(index).sent for index in (1, 2)]
     assert [[name for name, _ in calls] for calls in sent] == [["start_from"]] * 2
-    parts = [test_server.rpc_names.range_of(index, 3, len(weights)) for index in (1, 2)]
-    for ((_, (weights_R, velocity_R)),), part in zip(sent, parts, strict=True):
+    parts = [several_servers.range_of(index, 3, len(weights)) for index in (1, 2)]
+    for ((_, (_, weights_R, velocity_R)),), part in zip(sent, parts, strict=True):
         assert torch.equal(weights_R, weights[part]) and torch.equal(velocity_R, state["momentum"][part])
-    assert resumed.servers[0].pull(0)[2] == (0, [])  # what a trainer hands on to the other servers
+    _, _, (_, log) = resumed.servers[0].pull()
+    assert log == []  # what a trainer hands on to the other servers
     for server in resumed.servers:
-        assert server.weights.untyped_storage().nbytes() == 4 * len(server.weights)  # not a view of all weights
+        assert server.sgd.weights.untyped_storage().nbytes() == 4 * len(server.sgd.weights)  # not a view of all weights
 
 
 # ------------------------------------------------------------------- the thread that writes
@@ -223,10 +236,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_moment_
 ):
     flags = flags_of(mode, tmp_path / "c.pt", "--checkpoint_every", 3, "--world_size", servers + 2)
     disk, job = SlowDisk(monkeypatch), Players(monkeypatch, servers, *flags)
-    tasks = job.next_lots()
-    for _, _, lot in tasks.values():
-        del lot[2:]
-    work = [(trainer, batch) for trainer, (_, _, lot) in tasks.items() for batch in lot]
+    work = [(trainer, batch) for trainer, batches in job.next_batches().items() for batch in batches[:2]]
     for trainer, batch in work[:3]:
         job.push(trainer, batch)
     expected = {name: weights.clone() for name, weights in capture_now(job).items()}
@@ -235,8 +245,8 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_moment_
     job.push(*work[3])  # returns, and no lock is held by who writes
     disk.may_return.set()
     state = test_server.wait_for_checkpoint(job.servers[0])
-    assert state["books"]["updates"] == 3 and job.scoreboard.updates == 4
-    assert state["books"]["images_applied"] == [12] and state["books"]["stale"].total() == 3
+    assert state["progress"]["updates"] == 3 and job.scoreboard.updates == 4
+    assert state["progress"]["images_applied"] == [12] and state["progress"]["stale"].total() == 3
     assert all(torch.equal(state["model"][name], weights) for name, weights in expected.items())
     assert all(map(torch.equal, state["momentum"] if job.remote else [state["momentum"]], momentum))
     assert not torch.equal(capture_now(job)["fc2.bias"], expected["fc2.bias"])
@@ -249,14 +259,17 @@ def capture_now(job):
         return dict(job.servers[0].model.state_dict())
     for trainer in list(job.pushed):
         job.take(trainer, job.pushed.pop(trainer).value())
-    return job.servers[0].by_name(torch.cat([server.weights for server in job.servers]))
+    weights_P = torch.cat([server.sgd.weights for server in job.servers])
+    net = SmallNet()
+    torch.nn.utils.vector_to_parameters(weights_P, net.parameters())
+    return dict(net.state_dict())
 
 
 def momentum_now(job):
     """Return it as a checkpoint has it: of each parameter in mode remote, else of all."""
     if job.remote:
         return [state["momentum_buffer"] for state in job.servers[0].optimizer.state.values()]
-    return [torch.cat([server.velocity for server in job.servers])]
+    return [torch.cat([server.sgd.velocity for server in job.servers])]
 
 
 @pytest.mark.parametrize("mode, servers", [("async", 2), ("remote", 1)])
@@ -267,23 +280,23 @@ def test_the_newest_checkpoint_is_written_last_also_if_the_trainer_before_it_is_
     flags = flags_of(mode, tmp_path / "c.pt", "--checkpoint_every", BATCHES, "--world_size", servers + 2)
     disk, job = SlowDisk(monkeypatch), Players(monkeypatch, servers, *flags, "--on_lost", "continue")
     first, last = servers, servers + 1
-    tasks = job.next_lots()
+    batches = job.next_batches()
     for trainer in (first, last):
-        for batch in tasks[trainer][2]:
+        for batch in batches[trainer]:
             job.push(trainer, batch)
     assert disk.reached.wait(20)
     job.scoreboard.drop(last)
-    end_of_epoch = threading.Thread(target=job.scoreboard.next_lot, args=(first, BATCHES, {}))
+    end_of_epoch = threading.Thread(target=job.scoreboard.next_assignment, args=(first, BATCHES, {}))
     end_of_epoch.start()
     assert not disk.overtaken.wait(0.3)
     disk.may_return.set()
     end_of_epoch.join(20)
-    assert [state["books"]["epoch"] for state in disk.saved] == [0, 1]
+    assert [state["progress"]["epoch"] for state in disk.saved] == [0, 1]
     assert all(
         torch.equal(disk.saved[0]["model"][name], disk.saved[1]["model"][name]) for name in disk.saved[0]["model"]
     )
     _, state = checkpoint.load(tmp_path / "c.pt", "param_server")
-    assert state["books"]["epoch"] == 1 and state["books"]["accuracy"] == job.scoreboard.accuracy
+    assert state["progress"]["epoch"] == 1 and state["progress"]["accuracy"] == job.scoreboard.accuracy
 
 
 def test_two_checkpoints_under_way_each_have_the_weights_of_their_own_moment(tmp_path, monkeypatch):
@@ -291,24 +304,23 @@ def test_two_checkpoints_under_way_each_have_the_weights_of_their_own_moment(tmp
     flags = ("--mode", "replica", "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1, "--world_size", 4)
     job = Players(monkeypatch, 2, *flags)
     other, before = job.servers[1], capture_now(job)["fc2.bias"].clone()
-    job.next_lots()
-    writer_is_busy = threading.Event()
-    job.scoreboard.writer.submit(writer_is_busy.wait)
-    job.push(2, 100)
-    older = job.scoreboard.last_save
-    job.take(2, job.pushed.pop(2).value())
-    job.scoreboard.last_save = None  # as if it had been written
-    job.push(3, 200)
-    job.take(3, job.pushed.pop(3).value())
-    assert len(other.captured) == 2
-    saved = []
+    writer_may_go_on, saved, collect = threading.Event(), [], other.captured_at
+    other.captured_at = lambda *what: writer_may_go_on.wait(20) and collect(*what)
     monkeypatch.setattr(scoreboard.checkpoint, "save", lambda *what: saved.append(what[-1]))
-    writer_is_busy.set()
-    for save in (older, job.scoreboard.last_save):
-        save.result()
-    assert [state["books"]["updates"] for state in saved] == [1, 2]
-    for state, gradients in zip(saved, (1.0, 1.0 + 2.0), strict=True):
-        torch.testing.assert_close(state["model"]["fc2.bias"], before - 0.03 * gradients)
+    batches = job.next_batches()
+    work = [(trainer, batch) for trainer in (2, 3) for batch in batches[trainer]]
+    for trainer, batch in work:
+        job.push(trainer, batch)
+    end_of_epoch = threading.Thread(target=job.next_batches)
+    end_of_epoch.start()
+    end_of_epoch.join(0.3)
+    assert end_of_epoch.is_alive() and not saved  # both are under way
+    writer_may_go_on.set()
+    end_of_epoch.join(20)
+    assert [state["progress"]["updates"] for state in saved] == [1, BATCHES]
+    gradients = [0.01 * batch for _, batch in work]
+    for state, applied in zip(saved, (gradients[:1], gradients), strict=True):
+        torch.testing.assert_close(state["model"]["fc2.bias"], before - 0.03 * sum(applied))
     assert not other.captured
 
 
@@ -316,19 +328,27 @@ def test_a_push_that_comes_while_a_checkpoint_is_gathered_is_still_told_to_the_o
     flags = ("--mode", "replica", "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1, "--world_size", 4)
     job = Players(monkeypatch, 2, *flags)
     first, second = job.servers
-    job.next_lots()
+    job.next_batches()
+    before = first.sgd.weights[0].item(), second.sgd.weights[0].item()
     plain = second.captured_at
 
     def captured_at(*which):
-        job.push(3, 0)  # its trainer dies before it can tell anybody
+        job.push(3, 100)  # its trainer dies before it can tell anybody
         return plain(*which)
 
     second.captured_at = captured_at
-    job.push(2, 1)
+    job.push(2, 200)
+
+    def steps():
+        """How far each server's weights have come, in units of trainer 3's step."""
+        return [
+            (start - server.sgd.weights[0].item()) / 0.03 for start, server in zip(before, job.servers, strict=True)
+        ]
+
     job.scoreboard.last_save.result()
-    assert (first.version, second.version) == (2, 1)
-    job.take(2, first.pull(1))
-    assert (first.version, second.version) == (2, 2)
+    assert steps() == pytest.approx([3, 2], abs=1e-4)
+    job.take(2, first.pull())
+    assert steps() == pytest.approx([3, 3], abs=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["async", "remote"])
@@ -337,9 +357,9 @@ def test_a_checkpoint_that_cannot_be_written_is_told_at_the_next_update(tmp_path
     folder.mkdir()
     job = Players(monkeypatch, 1, *flags_of(mode, folder / "c.pt", "--checkpoint_every", 2, "--world_size", 3))
     folder.rmdir()
-    tasks = job.next_lots()
+    batches = job.next_batches()
     job.push(1, 0)
     job.push(2, 1)
     assert isinstance(job.scoreboard.last_save.exception(), FileNotFoundError)
     with pytest.raises(FileNotFoundError, match="a folder"):
-        job.push(1, tasks[1][2][1])
+        job.push(1, batches[1][1])

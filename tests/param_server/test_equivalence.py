@@ -13,7 +13,6 @@ from helpers import package_on_path, run_main, run_script
 
 with package_on_path("param_server"):
     from digits_net import Net
-    from glue.seeds import seed_for
     from mnist_data import Batches, load_digits
 
 STEPS = 20
@@ -34,15 +33,13 @@ def one_process(steps, batch_size, momentum=0.0, lr=0.03, seed=1, dropout=False,
     """The plain loop: (losses, weights by name) after so many steps."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    net = Net(dropout=dropout).to(dtype)
+    net = Net().to(dtype)
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum)
     losses = []
     batches = Batches(*load_digits("synthetic", "", seed, train=True), batch_size, seed)
     for batch, data, target in batches.of(0, range(steps)):
-        if dropout:
-            net.masks.manual_seed(seed_for(seed, "dropout", 0, batch))
         optimizer.zero_grad()
-        loss = F.nll_loss(net(data.to(dtype)), target)
+        loss = F.nll_loss(net(data.to(dtype), (seed, "dropout", 0, batch) if dropout else None), target)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

@@ -22,11 +22,11 @@ DONE, STEPS = 5, 10
 def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_path, mode):
     """Losses and weights to 1e-6, as on the CPU, and the same units dropped.  The checkpoint is the plain loop's."""
     settings = {"mode": mode, "dataset": "synthetic", "seed": 1, "batch_size": 8, "max_batches": STEPS, "sync_every": 1}
-    books = {"epoch": 0, "updates": DONE, "stale": Counter({0: DONE}), "accuracy": None}
-    books |= {"left": list(range(DONE, STEPS)), "images_applied": [DONE * 8]}
+    progress = {"epoch": 0, "updates": DONE, "stale": Counter({0: DONE}), "accuracy": None}
+    progress |= {"left": list(range(DONE, STEPS)), "images_applied": [DONE * 8]}
     _, weights = equivalence.one_process(DONE, batch_size=8, dropout=True)
     momentum = [] if mode == "remote" else torch.empty(0)
-    state = {"books": books, "model": weights, "momentum": momentum}
+    state = {"progress": progress, "model": weights, "momentum": momentum}
     torch.save({"scenario": "param_server", "settings": settings, "state": state}, tmp_path / "end.pt")
     flags = ("--world_size", 2, "--mode", mode, "--resume")
     losses, found = equivalence.distributed(tmp_path, STEPS, *flags, run=run_on_pretend_device, dropout=True)
@@ -42,7 +42,7 @@ def remote_state(device, monkeypatch):
     flags = test_server.arguments("--no_dropout", "--world_size", 2, "--momentum", 0.8, "--lr", 0.01)
     state = None
     for steps in (2, 1):
-        server = test_server.dealt(remote_server.ParameterServer(flags))
+        server = test_server.assigned(remote_server.ParameterServer(flags))
         if state:
             server.restore(state)
         for step in range(steps):
@@ -57,19 +57,19 @@ def remote_state(device, monkeypatch):
 
 
 def replica_state(device, monkeypatch):
-    """The same of a RangeServer, with gradients of its own making."""
+    """The same of a ReplicaServer, with gradients of its own making."""
     flags = test_server.arguments("--mode", "replica", "--world_size", 2, "--momentum", 0.8, "--lr", 0.01)
     state = None
     for steps in (2, 1):
-        server = replica_server.FirstServer(flags, torch.device(device))
+        server = replica_server.ReplicaServer(flags, torch.device(device))
         if state:
             server.restore(state)
-        test_server.dealt(server)
+        test_server.assigned(server)
         for step in range(steps):
-            gradient = torch.randn(server.weights.shape, generator=torch.Generator().manual_seed(step))
-            answer = server.push(1, step, gradient, 4, 1).wait()
+            gradient = torch.randn(server.sgd.weights.shape, generator=torch.Generator().manual_seed(step))
+            answer = server.push(replica_server.Push(1, step, 4, 1, gradient)).wait()
             pickle.dumps(answer)
-        assert str(server.weights.device) == device == str(next(server.model.parameters()).device)
+        assert str(server.sgd.weights.device) == device == str(next(server.model.parameters()).device)
         state = pickle.loads(pickle.dumps(server.capture()))
     return [*state["model"].values(), state["momentum"]]
 

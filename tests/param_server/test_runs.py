@@ -188,7 +188,7 @@ def wait_for(condition, process):
 
 
 def updates_in(checkpoint):
-    return torch.load(checkpoint, weights_only=True)["state"]["books"]["updates"]
+    return torch.load(checkpoint, weights_only=True)["state"]["progress"]["updates"]
 
 
 RESUMED = {  # mode: (flags, how far weights may be off)
@@ -232,7 +232,7 @@ def test_an_epoch_goes_on_with_fewer_or_more_trainers(tmp_path, digits, world_si
     wait_for(checkpoint.exists, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    left = torch.load(checkpoint, weights_only=True)["state"]["books"]["left"]
+    left = torch.load(checkpoint, weights_only=True)["state"]["progress"]["left"]
     assert 0 < len(left) < 9_600 // 32
     resumed = run_main(
         "param_server", *flags, "--resume", "--world_size", world_size, "--summary_json", summary, timeout=200

@@ -20,6 +20,7 @@ with package_on_path("param_server"):
     import replica_server
     import rpc_names
     import scoreboard
+    import several_servers
     from glue import checkpoint
 
 
@@ -41,15 +42,15 @@ def wait_for_checkpoint(server):
     return state
 
 
-def dealt(server, batches=1000):
-    """Return the server once its trainers have asked for their lots of an epoch with so many batches."""
+def assigned(server, batches=1000):
+    """Return the server once its trainers have asked for their assignments of an epoch with so many batches."""
     for trainer in sorted(server.scoreboard.living):
-        server.scoreboard.next_lot(trainer, batches, {})
+        server.scoreboard.next_assignment(trainer, batches, {})
     return server
 
 
 def parameter_server(*flags):
-    return dealt(remote_server.ParameterServer(arguments(*flags)))
+    return assigned(remote_server.ParameterServer(arguments(*flags)))
 
 
 def batch(seed, size=4):
@@ -64,7 +65,7 @@ class TutorialServer(remote_server.ParameterServer):
     """The published forward: on the very weights that other trainers' steps change."""
 
     def forward(self, trainer, inp):
-        self.snapshot_of[trainer] = (self.scoreboard.updates, len(inp))
+        self.work_of[trainer] = scoreboard.Work(trainer, self.scoreboard.updates, len(inp), 1)
         return self.model(inp)
 
 
@@ -88,7 +89,7 @@ def test_a_step_between_forward_and_backward_leaves_the_gradients_right():
 
 
 def test_the_tutorials_way_fails_in_backward():
-    server = dealt(TutorialServer(arguments("--no_dropout", "--world_size", 3)))
+    server = assigned(TutorialServer(arguments("--no_dropout", "--world_size", 3)))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         forward_then_another_trainers_step_then_backward(server)
 
@@ -114,7 +115,17 @@ def test_concurrent_forwards_each_see_one_version_of_the_weights():
         whole.append(look_once())
     for cut in range(1, len(params)):  # a snapshot torn anywhere would show in its output
         put(versions[0][:cut] + versions[1][cut:])
-        assert not any(torch.allclose(look_once(), one) for one in whole), cut
+        assert not is_one_of(whole, look_once()), cut
+    torn = look_while_weights_flip(server, versions, put, lambda trainer: is_one_of(whole, look_once(trainer)))
+    assert not torn
+
+
+def is_one_of(outputs, output):
+    return any(torch.allclose(output, one) for one in outputs)
+
+
+def look_while_weights_flip(server, versions, put, is_whole):
+    """Return the trainers that saw weights of no version, one entry for each time: four look, and a thread flips."""
     stop, torn = threading.Event(), []
 
     def flip():
@@ -125,8 +136,8 @@ def test_concurrent_forwards_each_see_one_version_of_the_weights():
 
     def look(trainer):
         for _ in range(15):
-            out = look_once(trainer)
-            torn.extend([out] if not any(torch.allclose(out, one) for one in whole) else [])
+            if not is_whole(trainer):
+                torn.append(trainer)
 
     flipper = threading.Thread(target=flip)
     lookers = [threading.Thread(target=look, args=(trainer,)) for trainer in range(1, 5)]
@@ -136,7 +147,7 @@ def test_concurrent_forwards_each_see_one_version_of_the_weights():
         thread.join()
     stop.set()
     flipper.join()
-    assert not torn
+    return torn
 
 
 # ------------------------------------------------------------------------- difference 2: eval() on the trainer
@@ -154,7 +165,7 @@ def test_accuracy_is_measured_without_dropout_where_the_network_is():
     assert scoreboard.get_accuracy(net, images, labels) == 1.0  # the labels are what the network says without dropout
     assert graphs == [False]  # and it builds no graph, which would keep every layer's output
     net.train()
-    with_dropout = net((images.unsqueeze(1).float() - 255 * 0.1307) / (255 * 0.3081)).argmax(dim=1)
+    with_dropout = net((images.unsqueeze(1).float() - 255 * 0.1307) / (255 * 0.3081), ("a key",)).argmax(dim=1)
     assert (with_dropout == labels).float().mean() < 0.95  # the tutorial's measurement
 
 
@@ -212,14 +223,28 @@ def test_the_networks_dropout_is_not_deprecated_and_the_tutorials_is():
     data, _ = batch(1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        digits_net.Net()(data)
+        digits_net.Net()(data, ("a key",))
         with pytest.raises(UserWarning, match="dropout2d: Received a 2-D input"):
             nn.Dropout2d(0.5)(torch.ones(4, 128))
 
 
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_what_is_dropped_depends_on_the_seed_and_the_batch_and_not_on_its_trainer(trainers):
+    """So it is the same with fewer trainers, in the other mode, after --resume, and in one process."""
+    data, _ = batch(1)
+    server = parameter_server("--world_size", trainers + 1, "--seed", 7)
+    torch.manual_seed(7)
+    net = digits_net.Net()
+    for trainer in range(trainers, 0, -1):
+        number = trainer - 1  # of its first batch
+        torch.testing.assert_close(server.forward(trainer, data), net(data, (7, "dropout", 0, number)))
+    plain, other = net(data), net(data, (7, "dropout", 0, 1000))
+    assert not torch.allclose(plain, other) and not torch.allclose(net(data, (7, "dropout", 0, 0)), other)
+
+
 def test_the_network_is_the_tutorials():
     torch.manual_seed(4)
-    net = digits_net.Net(dropout=False)
+    net = digits_net.Net()
     data, _ = batch(1)
     x = F.max_pool2d(net.conv2(F.relu(net.conv1(data))), 2)
     expected = F.log_softmax(net.fc2(F.relu(net.fc1(torch.flatten(x, 1)))), dim=1)
@@ -232,9 +257,9 @@ def test_the_network_is_the_tutorials():
 
 def test_all_trainers_share_one_momentum(monkeypatch):
     args = arguments("--no_dropout", "--world_size", 3, "--momentum", "0.9")
-    server = dealt(remote_server.ParameterServer(args))
+    server = assigned(remote_server.ParameterServer(args))
     monkeypatch.setattr(remote_server, "param_server", server)
-    reference = digits_net.Net(dropout=False)
+    reference = digits_net.Net()
     reference.load_state_dict(server.model.state_dict())
     optimizer = torch.optim.SGD(reference.parameters(), lr=args.lr, momentum=0.9)
     handles = {trainer: remote_server.ServerSGD([], trainer) for trainer in (1, 2)}
@@ -249,12 +274,20 @@ def test_all_trainers_share_one_momentum(monkeypatch):
         torch.testing.assert_close(param, right)
 
 
-@pytest.mark.parametrize("epoch, expected", [(0, 0.5), (1, 0.5), (2, 0.05), (5, 0.005)])
-def test_lr_step_divides_the_learning_rate(epoch, expected):
-    server = remote_server.ParameterServer(arguments("--lr", 0.5, "--lr_step", 2, "--epochs", 9, "--world_size", 2))
-    server.scoreboard.epoch = epoch
-    assert server.scoreboard.next_lot(1, 10, {}).value()[1] == pytest.approx(expected)
-    assert server.optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+def test_lr_step_divides_the_learning_rate():
+    """By 10 every two epochs, for the trainer and for the server alike."""
+    server = remote_server.ParameterServer(arguments("--lr", 0.5, "--lr_step", 2, "--epochs", 6, "--world_size", 2))
+    data, target = batch(1)
+    told, used = [], []
+    while assignment := server.scoreboard.next_assignment(1, 1, {}).value():
+        before = server.model.fc2.bias.detach().clone()
+        F.nll_loss(server.forward(1, data), target).backward()
+        gradient = server.model.fc2.bias.grad.clone()
+        server.apply_gradients(1)
+        told.append(assignment.lr)
+        used.append(((before - server.model.fc2.bias).norm() / gradient.norm()).item())
+    assert told == pytest.approx([0.5, 0.5, 0.05, 0.05, 0.005, 0.005])
+    assert used == pytest.approx(told, rel=1e-3)
 
 
 # ------------------------------------------------------------------------- consistency of replicas
@@ -262,32 +295,35 @@ def test_lr_step_divides_the_learning_rate(epoch, expected):
 
 def one_server(consistency, trainers, *flags, batches=1000):
     args = arguments("--mode", "replica", "--consistency", consistency, "--world_size", trainers + 1, *flags)
-    return dealt(replica_server.FirstServer(args, torch.device("cpu")), batches)
+    return assigned(replica_server.ReplicaServer(args, torch.device("cpu")), batches)
 
 
 def gradient_of(value, server):
-    return torch.full_like(server.weights, value)
+    return torch.full_like(server.sgd.weights, value)
 
 
-def push(server, trainer, version=0, value=0.0, images=4):
-    return server.push(trainer, version, gradient_of(value, server), images, 1)
+def push(server, trainer, version=0, value=0.0, images=4, batches=1):
+    return server.push(push_of(server, trainer, version, value, images, batches))
+
+
+def push_of(server, trainer, version=0, value=0.0, images=4, batches=1):
+    return replica_server.Push(trainer, version, images, batches, gradient_of(value, server))
 
 
 def test_async_answers_each_push_at_once_with_the_weights_after_it():
     server = one_server("async", 2, "--lr", "0.5")
-    before = server.weights.clone()
+    before = server.sgd.weights.clone()
     for pushes in range(1, 6):
-        version, weights, _ = push(server, 1, pushes - 1, 1.0).value()
+        version, weights = push(server, 1, pushes - 1, 1.0).value()
         assert version == pushes
         torch.testing.assert_close(weights, before - 0.5 * pushes)
-    assert not server.log  # there is no other server to tell
 
 
 def test_a_pull_waits_for_the_update_that_is_under_way():
-    """Version, weights and log of an answer belong together."""
+    """Version and weights of an answer belong together."""
     server = one_server("async", 2)
     answers = []
-    pulling = threading.Thread(target=lambda: answers.append(server.pull(0)))
+    pulling = threading.Thread(target=lambda: answers.append(server.pull()))
     with server.lock:
         pulling.start()
         pulling.join(0.1)
@@ -298,7 +334,7 @@ def test_a_pull_waits_for_the_update_that_is_under_way():
 
 def test_an_answer_is_not_changed_by_later_updates():
     server = one_server("async", 2)
-    _, weights, _ = push(server, 1, 0, 1.0).value()
+    _, weights = push(server, 1, 0, 1.0).value()
     kept = weights.clone()
     push(server, 2, 0, 1.0)
     assert torch.equal(weights, kept)
@@ -311,7 +347,7 @@ def test_bounded_holds_back_who_runs_ahead(lead):
         assert push(server, 1).done()
     held = push(server, 1)
     assert not held.done()
-    assert server.version == lead + 1  # applied all the same
+    assert server.scoreboard.updates == lead + 1  # applied all the same
     push(server, 2)
     assert not held.done()  # trainer 3 is still at 0
     push(server, 3)
@@ -321,11 +357,11 @@ def test_bounded_holds_back_who_runs_ahead(lead):
 
 def test_sync_waits_for_all_and_averages_by_images():
     server = one_server("sync", 3, "--lr", "1")
-    before = server.weights.clone()
+    before = server.sgd.weights.clone()
     futures = [push(server, t, 0, float(t), images) for t, images in ((3, 2), (1, 4))]
-    assert not any(future.done() for future in futures) and server.version == 0
+    assert not any(future.done() for future in futures) and server.scoreboard.updates == 0
     futures.append(push(server, 2, 0, 2.0))
-    assert all(future.done() for future in futures) and server.version == 1
+    assert all(future.done() for future in futures) and server.scoreboard.updates == 1
     torch.testing.assert_close(futures[0].value()[1], before - (3 * 2 + 1 * 4 + 2 * 4) / 10)
 
 
@@ -333,27 +369,24 @@ def test_sync_adds_up_in_one_order_whoever_comes_first():
     results = []
     for order in ((1, 2, 3), (3, 1, 2)):  # the sums of these in float32 differ: 1 and 0
         server = one_server("sync", 3, "--lr", 1)
-        server.weights = torch.zeros(4)
+        before = server.sgd.weights.clone()
         for trainer in order:
             push(server, trainer, 0, {1: 3e9, 2: -3e9, 3: 3.0}[trainer])
-        results.append(server.weights)
-    assert torch.equal(*results) and torch.equal(results[0], torch.full((4,), -1.0))
+        results.append(server.sgd.weights)
+    assert torch.equal(*results)
+    torch.testing.assert_close(results[0], before - 1)
 
 
 def test_max_batches_is_for_each_trainer():
     server = one_server("async", 2, "--max_batches", 3)
-    assert server.scoreboard.lots == {1: [0, 2, 4], 2: [1, 3, 5]}
+    assert server.scoreboard.assignments == {1: [0, 2, 4], 2: [1, 3, 5]}
 
 
 def test_staleness_counts_the_updates_between_reading_and_applying():
     server = one_server("async", 2)
     for _ in range(3):  # three gradients on the first weights: 0, 1, 2 updates late
         push(server, 1)
-    books = server.scoreboard
-    assert (books.updates, books.stale) == (3, {0: 1, 1: 1, 2: 1}) and scoreboard.mean_and_largest(books.stale) == (
-        1,
-        2,
-    )
+    assert server.scoreboard.updates == 3 and server.scoreboard.stale == {0: 1, 1: 1, 2: 1}
 
 
 def test_staleness_in_mode_remote_counts_the_updates_between_forward_and_step():
@@ -368,41 +401,39 @@ def test_staleness_in_mode_remote_counts_the_updates_between_forward_and_step():
 
 def test_a_push_of_several_batches_strikes_all_of_them():
     server = one_server("async", 2)
-    server.push(1, 0, gradient_of(0.0, server), 12, 3)
-    assert server.scoreboard.lots[1] == list(range(6, 1000, 2)) and server.scoreboard.images_applied == [12]
+    push(server, 1, images=12, batches=3)
+    assert server.scoreboard.assignments[1] == list(range(6, 1000, 2)) and server.scoreboard.images_applied == [12]
 
 
 @pytest.mark.parametrize("trainers, lead", [(2, 0), (3, 1), (4, 2)])
 def test_bounded_bounds_the_staleness_whatever_the_speeds(trainers, lead):
     """Threads of very different speed: between a trainer's pull and push, each other makes at most 2 S + 1 updates."""
-    server = one_server("bounded", trainers, "--max_staleness", lead)
-    server.weights = torch.zeros(8)
+    server = one_server("bounded", trainers, "--max_staleness", lead, batches=30 * trainers)
 
     def train(trainer):
         version = 0
         for _ in range(30):
             if trainer == 1:
                 time.sleep(0.003)  # the slow one: this is the load under test, not a wait for an event
-            version, _, _ = push(server, trainer, version).wait()
+            version, _ = push(server, trainer, version).wait()
 
-    server.scoreboard.lots = {trainer: list(range(30)) for trainer in server.clock}
-    threads = [threading.Thread(target=train, args=(trainer,)) for trainer in server.clock]
+    threads = [threading.Thread(target=train, args=(trainer,)) for trainer in range(1, trainers + 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert server.version == 30 * trainers
+    assert server.scoreboard.updates == 30 * trainers
     assert max(server.scoreboard.stale) <= (trainers - 1) * (2 * lead + 1)
 
 
 @pytest.mark.parametrize("consistency, lead", [("bounded", 0), ("sync", 0)])
-def test_nobody_waits_for_a_trainer_whose_lot_is_done(consistency, lead):
+def test_nobody_waits_for_a_trainer_whose_assignment_is_done(consistency, lead):
     """Three batches for two trainers: the second has no second one."""
     server = one_server(consistency, 2, batches=3)
     first_round = [push(server, trainer) for trainer in (2, 1)]
     assert first_round[0].done() and first_round[1].done()
     assert push(server, 1).done()
-    assert server.scoreboard.lots == {1: [], 2: []} and server.scoreboard.images_applied == [12]
+    assert server.scoreboard.assignments == {1: [], 2: []} and server.scoreboard.images_applied == [12]
 
 
 # ------------------------------------------------------------------------- a trainer is lost
@@ -410,7 +441,7 @@ def test_nobody_waits_for_a_trainer_whose_lot_is_done(consistency, lead):
 
 def test_sync_goes_on_with_the_mean_of_the_living():
     server = one_server("sync", 3, "--lr", "1")
-    before = server.weights.clone()
+    before = server.sgd.weights.clone()
     mine = [push(server, 1, 0, 1.0), push(server, 3, 0, 3.0)]
     server.scoreboard.drop(2)
     assert all(future.done() for future in mine)
@@ -420,12 +451,12 @@ def test_sync_goes_on_with_the_mean_of_the_living():
 
 def test_sync_does_not_apply_what_a_lost_trainer_pushed_for_an_update_that_was_not_made():
     server = one_server("sync", 3, "--lr", "1")
-    before = server.weights.clone()
+    before = server.sgd.weights.clone()
     push(server, 2, 0, 100.0)
     server.scoreboard.drop(2)
     mine = [push(server, trainer, 0, 1.0) for trainer in (1, 3)]
     torch.testing.assert_close(mine[0].value()[1], before - 1)
-    assert len(server.scoreboard.lots[2]) == 333
+    assert len(server.scoreboard.assignments[2]) == 333
 
 
 def test_bounded_forgets_the_clock_of_who_is_lost():
@@ -437,45 +468,47 @@ def test_bounded_forgets_the_clock_of_who_is_lost():
     assert held.done() and push(server, 1).done()
 
 
-def test_what_a_lost_trainer_had_not_applied_is_dealt_to_the_living_as_often_as_needed():
+def test_what_a_lost_trainer_had_not_applied_is_assigned_to_the_living_as_often_as_needed():
     server = one_server("async", 4, batches=40)
-    lots = {trainer: list(lot) for trainer, lot in server.scoreboard.lots.items()}
+    batches_of_2 = list(server.scoreboard.assignments[2])
     for _ in range(3):
         push(server, 2)
     assert server.scoreboard.drop(2) == "batches of this epoch that go to the others: 7"
     for trainer in (1, 3, 4):
         for _ in range(10):
             push(server, trainer)
-    tasks = {trainer: server.scoreboard.next_lot(trainer, 40, {}) for trainer in (1, 3, 4)}
-    dealt_again = [batch for task in tasks.values() for batch in task.value()[2]]
-    assert sorted(dealt_again) == lots[2][3:]
+    tasks = {trainer: server.scoreboard.next_assignment(trainer, 40, {}) for trainer in (1, 3, 4)}
+    assigned_again = [batch for task in tasks.values() for batch in task.value().batches]
+    assert sorted(assigned_again) == batches_of_2[3:]
     server.scoreboard.drop(1)
     for trainer in (3, 4):
-        for _ in tasks[trainer].value()[2]:
+        for _ in tasks[trainer].value().batches:
             push(server, trainer)
-        last = server.scoreboard.next_lot(trainer, 40, {})
-    assert sorted(server.scoreboard.lots[3] + server.scoreboard.lots[4]) == sorted(tasks[1].value()[2])
-    assert last.value()[0] == 0  # still the same epoch
+        last = server.scoreboard.next_assignment(trainer, 40, {})
+    assert sorted(server.scoreboard.assignments[3] + server.scoreboard.assignments[4]) == sorted(
+        tasks[1].value().batches
+    )
+    assert last.value().epoch == 0  # still the same epoch
 
 
 def test_who_waits_for_the_epochs_end_is_answered_when_the_last_is_lost():
     server = one_server("async", 2, batches=10)
     for _ in range(5):
         push(server, 1)
-    waiting = server.scoreboard.next_lot(1, 10, {})
+    waiting = server.scoreboard.next_assignment(1, 10, {})
     assert not waiting.done()
     server.scoreboard.drop(2)
-    assert waiting.value()[2] == list(range(1, 10, 2))
+    assert waiting.value().batches == list(range(1, 10, 2))
 
 
 @pytest.mark.parametrize("consistency", ["async", "bounded", "sync"])
 def test_a_late_push_of_a_lost_trainer_is_refused(consistency):
     server = one_server(consistency, 3)
-    before = server.weights.clone()
+    before = server.sgd.weights.clone()
     server.scoreboard.drop(2)
     with pytest.raises(RuntimeError, match="trainer_2 was lost; its work has gone to the others"):
         push(server, 2, 0, 1.0)
-    assert torch.equal(server.weights, before) and server.scoreboard.updates == 0
+    assert torch.equal(server.sgd.weights, before) and server.scoreboard.updates == 0
 
 
 @pytest.mark.parametrize("mode", ["remote", "replica"])
@@ -509,25 +542,25 @@ def test_a_late_step_of_a_lost_trainer_is_refused_and_its_gradient_is_gone():
 @pytest.mark.parametrize("consistency, flags", [("sync", ()), ("bounded", ("--max_staleness", 0))])
 def test_a_second_push_before_the_answer_to_the_first_is_refused_and_the_first_counts(consistency, flags):
     server = one_server(consistency, 2, "--lr", 1, *flags)
-    before = server.weights.clone()
+    before = server.sgd.weights.clone()
     first = push(server, 1, 0, 1.0)
     assert not first.done()
     with pytest.raises(RuntimeError, match="trainer_1 pushed a gradient before its last push was answered"):
         push(server, 1, 0, 100.0)
     push(server, 2, 0, 3.0)
     torch.testing.assert_close(first.value()[1], before - (2 if consistency == "sync" else 4))
-    assert server.scoreboard.images_applied == [8] and {len(lot) for lot in server.scoreboard.lots.values()} == {499}
+    assert server.scoreboard.images_applied == [8] and set(map(len, server.scoreboard.assignments.values())) == {499}
 
 
 def test_a_second_part_before_the_first_is_applied_is_refused_and_the_first_counts(monkeypatch):
     first, second = servers = servers_in_this_process(monkeypatch, 2, "--lr", 1)
-    dealt(first)
-    before = second.weights.clone()
+    assigned(first)
+    before = second.sgd.weights.clone()
     answer = push_parts(servers, 2, 0, 1.0)
     with pytest.raises(RuntimeError, match="trainer_2 sent a part of a push before its last push was applied here"):
-        second.hold(2, gradient_of(100.0, second), 4)  # the other server has not heard of the first one yet
+        second.hold(push_of(second, 2, 0, 100.0))  # the other server has not heard of the first one yet
     torch.testing.assert_close(second.catch_up(*answer.value()[2]), before - 1)
-    second.hold(2, gradient_of(100.0, second), 4)
+    second.hold(push_of(second, 2, 0, 100.0))
 
 
 def test_a_push_after_the_last_batch_is_refused():
@@ -535,17 +568,17 @@ def test_a_push_after_the_last_batch_is_refused():
     push(server, 1)
     with pytest.raises(RuntimeError, match="trainer_1 has done its batches, and sent the work of one more"):
         push(server, 1)
-    assert server.version == 1 and not server.held
+    assert server.scoreboard.updates == 1 and server.scoreboard.images_applied == [4]
 
 
 def test_a_second_request_for_batches_is_refused():
     server = one_server("async", 2, batches=2)
     push(server, 1)
-    first = server.scoreboard.next_lot(1, 2, {})
-    with pytest.raises(RuntimeError, match="trainer_1 asked for a lot of batches before its last request was answered"):
-        server.scoreboard.next_lot(1, 2, {})
+    first = server.scoreboard.next_assignment(1, 2, {})
+    with pytest.raises(RuntimeError, match="trainer_1 asked for batches before its last request was answered"):
+        server.scoreboard.next_assignment(1, 2, {})
     push(server, 2)
-    server.scoreboard.next_lot(2, 2, {})
+    server.scoreboard.next_assignment(2, 2, {})
     assert first.done()
 
 
@@ -587,10 +620,15 @@ class Calls:
 def servers_in_this_process(monkeypatch, count, *flags):
     """All servers of a job with two trainers."""
     args = arguments("--mode", "replica", "--num_servers", count, "--world_size", count + 2, *flags)
-    servers = [replica_server.FirstServer(args, torch.device("cpu"))]
-    servers += [replica_server.RangeServer(index, args, torch.device("cpu")) for index in range(1, count)]
+    device = torch.device("cpu")
+    if count == 1:
+        servers = [replica_server.ReplicaServer(args, device)]
+    else:
+        servers = [several_servers.FirstServer(args, device)]
+        servers += [several_servers.RangeServer(index, args, device) for index in range(1, count)]
     references = [Here(server) for server in servers]
-    monkeypatch.setattr(replica_server, "server_rref", references.__getitem__)
+    monkeypatch.setattr(several_servers, "server_rref", references.__getitem__)
+    servers[0].scoreboard.resume()
     return servers
 
 
@@ -601,30 +639,50 @@ def flat(state):
 def push_parts(servers, trainer, version=0, value=0.0):
     """What a trainer does: all others hold their parts, then the first gets its own.  Return its Future."""
     for other in servers[1:]:
-        other.hold(trainer, gradient_of(value, other), 4)
+        other.hold(push_of(other, trainer, version, value))
     return push(servers[0], trainer, version, value)
+
+
+def push_in_turn(servers, value):
+    """Both trainers push, on the weights of now; who is answered brings the log to the others, as a trainer does."""
+    first, *others = servers
+    version, *_ = first.pull()
+    answers = [push_parts(servers, trainer, version, value) for trainer in sorted(first.scoreboard.living)]
+    for answer in answers:
+        for other in others:
+            other.catch_up(*answer.value()[2])
 
 
 def test_a_push_is_applied_by_all_servers_or_by_none(monkeypatch):
     first, *others = servers = servers_in_this_process(monkeypatch, 3)
-    dealt(first)
-    before = [server.weights.clone() for server in servers]
-    others[0].hold(3, gradient_of(1.0, others[0]), 4)  # and then its trainer dies
+    assigned(first)
+    before = [server.sgd.weights.clone() for server in servers]
+    others[0].hold(push_of(others[0], 3, 0, 1.0))  # and then its trainer dies
     _, _, log = push_parts(servers, 4, 0, 2.0).value()  # and this one, before it can tell the others
     first.scoreboard.drop(3)
     first.scoreboard.drop(4)
     for other in others:
         other.catch_up(*log)
         other.catch_up(*log)  # and again, from another trainer: nothing new
-    assert [server.version for server in servers] == [1, 1, 1] and len(first.scoreboard.lots[3]) == 500
+    assert first.scoreboard.updates == 1 and len(first.scoreboard.assignments[3]) == 500
     for server, start in zip(servers, before, strict=True):
-        torch.testing.assert_close(server.weights, start - 0.03 * 2)
+        torch.testing.assert_close(server.sgd.weights, start - 0.03 * 2)
+
+
+def test_what_trainers_carry_to_the_other_servers_stays_short(monkeypatch):
+    """Only what none of them has told the others yet, however long the job."""
+    first, *_ = servers = servers_in_this_process(monkeypatch, 2)
+    assigned(first)
+    for _ in range(20):
+        push_in_turn(servers, 0.0)
+    _, _, (start, log) = first.pull()
+    assert start + len(log) == 40 == first.scoreboard.updates and len(log) == 2
 
 
 def test_all_servers_apply_the_same_pushes_in_the_same_order(monkeypatch):
     first, second = servers = servers_in_this_process(monkeypatch, 2, "--momentum", 0.5)
-    dealt(first)
-    start = [server.weights.clone() for server in servers]
+    assigned(first)
+    start = [server.sgd.weights.clone() for server in servers]
     logs = [push_parts(servers, *each).value()[2] for each in ((2, 0, 1.0), (3, 0, -7.0))]
     second.catch_up(*logs[1])  # who pushed last tells it first
     second.catch_up(*logs[0])
@@ -634,52 +692,54 @@ def test_all_servers_apply_the_same_pushes_in_the_same_order(monkeypatch):
         for value in (1.0, -7.0, 2.0):
             velocity = 0.5 * velocity + value
             weights = weights - 0.03 * velocity
-        torch.testing.assert_close(server.weights, weights)
+        torch.testing.assert_close(server.sgd.weights, weights)
 
 
 @pytest.mark.parametrize("consistency", ["async", "sync"])
 def test_a_checkpoint_holds_all_servers_after_the_same_update(tmp_path, monkeypatch, consistency):
     flags = ("--consistency", consistency, "--lr", 1, "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 2)
     first, second = servers = servers_in_this_process(monkeypatch, 2, *flags)
-    dealt(first)
-    before = torch.cat([server.weights for server in servers])
+    assigned(first)
+    before = torch.cat([server.sgd.weights for server in servers])
     disk_is_slow = threading.Event()
-    first.scoreboard.writer.submit(disk_is_slow.wait)  # and others go on meanwhile
+    collect = second.captured_at
+    second.captured_at = lambda *what: disk_is_slow.wait(20) and collect(*what)  # and others go on meanwhile
     rounds = 1 if consistency == "async" else 2
-    for round_ in range(rounds):
-        for trainer in (2, 3):
-            push_parts(servers, trainer, round_, 1.0)
-        second.catch_up(0, first.log.copy())
-    for trainer in (2, 3):
-        push_parts(servers, trainer, rounds, 5.0)
-    second.catch_up(0, first.log.copy())
+    for _ in range(rounds):
+        push_in_turn(servers, 1.0)
+    push_in_turn(servers, 5.0)
     disk_is_slow.set()
     state = wait_for_checkpoint(first)
-    assert state["books"]["updates"] == 2 and state["books"]["left"] == list(range(2 * rounds, 1000))
+    assert state["progress"]["updates"] == 2 and state["progress"]["left"] == list(range(2 * rounds, 1000))
     torch.testing.assert_close(flat(state), before - 2)
-    assert first.start == first.version and not first.log and not first.captured and not second.captured
+    assert not second.captured
 
 
 @pytest.mark.parametrize("servers, trainers", [(1, 2), (3, 1), (2, 3)])
 def test_a_checkpoint_goes_on_with_another_number_of_servers_and_trainers(tmp_path, monkeypatch, servers, trainers):
     sync = ("--consistency", "sync", "--momentum", "0.5", "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1)
     before = servers_in_this_process(monkeypatch, 2, *sync)
-    dealt(before[0])
+    assigned(before[0])
     for trainer in (2, 3):
         push_parts(before, trainer, 0, 1.0)
     state = wait_for_checkpoint(before[0])
     more = (*sync, "--resume", "--world_size", servers + trainers)
-    resumed = dealt(servers_in_this_process(monkeypatch, servers, *more)[0])
+    resumed = assigned(servers_in_this_process(monkeypatch, servers, *more)[0])
     again = resumed.capture()
     assert torch.equal(flat(again), flat(state)) and torch.equal(again["momentum"], state["momentum"])
-    lots = resumed.scoreboard.lots
-    assert lots == {servers + place: list(range(2 + place, 1000, trainers)) for place in range(trainers)}
+    assert resumed.scoreboard.assignments == {
+        servers + place: list(range(2 + place, 1000, trainers)) for place in range(trainers)
+    }
 
 
 def test_a_server_is_made_by_its_own_process_and_callers_only_find_it():
     """No argument of a caller can configure it."""
-    assert remote_server.get_parameter_server() is None and replica_server.get_range_server() is None
-    for get in (remote_server.get_parameter_server, replica_server.get_range_server):
+    for get in (
+        remote_server.get_parameter_server,
+        replica_server.get_replica_server,
+        several_servers.get_range_server,
+    ):
+        assert get() is None
         with pytest.raises(TypeError):
             get(arguments())
 
@@ -719,7 +779,7 @@ def test_names_of_the_tutorial_and_of_more_servers():
 
 @pytest.mark.parametrize("servers", [1, 2, 3, 7])
 def test_ranges_cover_all_weights_evenly(servers):
-    parts = [rpc_names.range_of(s, servers, 1_199_882) for s in range(servers)]
+    parts = [several_servers.range_of(s, servers, 1_199_882) for s in range(servers)]
     assert parts[0].start == 0 and parts[-1].stop == 1_199_882
     assert all(a.stop == b.start for a, b in itertools.pairwise(parts))
     sizes = [part.stop - part.start for part in parts]

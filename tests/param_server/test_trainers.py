@@ -15,6 +15,8 @@ with package_on_path("param_server"):
     import replica_server
     import replica_trainer
     import scoreboard
+    import several_servers
+    from glue.report import staleness_figures
 
 test_checkpoints = load_module(ROOT / "tests" / "param_server" / "test_checkpoints.py")
 Here, SmallNet = test_checkpoints.test_server.Here, test_checkpoints.SmallNet
@@ -26,8 +28,8 @@ def small(monkeypatch):
     """A small network, few images, and no RPC."""
     images = torch.randint(0, 256, (4 * BATCHES, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     monkeypatch.setattr(scoreboard, "load_digits", lambda *_, **__: (images[:20], torch.arange(20) % 10))
-    monkeypatch.setattr(replica_server, "Net", SmallNet)
-    monkeypatch.setattr(replica_trainer, "Net", SmallNet)
+    for module in (replica_server, replica_trainer, several_servers):
+        monkeypatch.setattr(module, "Net", SmallNet)
     monkeypatch.setattr(replica_server.rpc, "RRef", Here)
     return mnist_data.Batches(images, torch.arange(len(images)) % 10, batch_size=4, seed=1)
 
@@ -56,20 +58,23 @@ def train(monkeypatch, batches, *flags, reference=Here):
     """Run a job in this process, each trainer on a thread of its own; return (the first server, all weights)."""
     args = main.parse_args(["--dataset", "synthetic", "--mode", "replica", "--lr", str(LR), *map(str, flags)])
     device = torch.device("cpu")
-    servers = [replica_server.FirstServer(args, device)]
-    servers += [replica_server.RangeServer(index, args, device) for index in range(1, args.num_servers)]
-    references = [reference(server) for server in servers]
-    monkeypatch.setattr(replica_server, "server_rref", references.__getitem__)
-    monkeypatch.setattr(replica_trainer, "server_rref", references.__getitem__)
+    if args.num_servers == 1:
+        servers = [replica_server.ReplicaServer(args, device)]
+        references = [reference(server) for server in servers]
+        monkeypatch.setattr(replica_trainer.rpc, "remote", lambda *_: references[0])
+    else:
+        servers = [several_servers.FirstServer(args, device)]
+        servers += [several_servers.RangeServer(index, args, device) for index in range(1, args.num_servers)]
+        references = [reference(server) for server in servers]
+        monkeypatch.setattr(several_servers, "server_rref", references.__getitem__)
+    loop = replica_trainer.run_replica_loop if args.num_servers == 1 else several_servers.run_range_loop
     ranks = range(args.num_servers, args.world_size)
-    threads = [
-        threading.Thread(target=replica_trainer.run_replica_loop, args=(r, args, batches, device)) for r in ranks
-    ]
+    threads = [threading.Thread(target=loop, args=(rank, args, batches, device)) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    return servers[0], torch.cat([server.weights for server in servers])
+    return servers[0], torch.cat([server.sgd.weights for server in servers])
 
 
 def one_process(batches, late=0, epochs=1, momentum=0.0, rates=(LR, LR)):
@@ -115,7 +120,7 @@ def test_one_trainer_computes_what_one_process_does(monkeypatch, small, capsys, 
 
 def test_overlap_tells_a_staleness_of_one_but_for_the_first_gradient(monkeypatch, small):
     first, _ = train(monkeypatch, small, "--overlap", "--world_size", 2)
-    assert scoreboard.mean_and_largest(first.scoreboard.stale) == (0.9, 1)
+    assert staleness_figures(first.scoreboard.stale) == {"staleness_mean": 0.9, "staleness_max": 1}
     _, of_the_newest = one_process(small)
     _, of_the_last = one_process(small, late=1)
     assert (of_the_newest - of_the_last).abs().max() > 1e-2  # the two would not be taken for each other

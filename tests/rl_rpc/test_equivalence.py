@@ -14,7 +14,7 @@ from helpers import package_on_path, run_main
 with package_on_path("rl_rpc"):
     import noise
     import policy
-    from glue import seeds
+    from glue import tensors
 
 MODES = ("step", "packed", "batched", "rollout")
 EPISODES = 15
@@ -27,7 +27,7 @@ def single_process_reinforce(seed, episodes, observers=1, gamma=0.99):
     It keeps a graph per step and its own returns loop, as the tutorial does; it shares only the random numbers (and the
     initial weights that follow from the seed) with the code under test.
     """
-    torch.manual_seed(seeds.seed_for(seed, 0))
+    torch.manual_seed(tensors.seed_for(seed, 0))
     network = policy.Policy()
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
     env = gym.make("CartPole-v1")

@@ -189,7 +189,7 @@ def assert_cause(done, pattern):
 def test_bench_prints_a_table(tmp_path):
     out = tmp_path / "bench.json"
     done = run_script(
-        "rl_rpc/bench.py", "--world_sizes", 2, "--repeats", 1, "--episodes", 5, "--step_episodes", 3, "--json", out
+        "bench/rl_rpc.py", "--world_sizes", 2, "--repeats", 1, "--episodes", 5, "--step_episodes", 3, "--json", out
     )
     assert done.returncode == 0, done.stderr
     names = (*MODES, "async", "single process", "bare environment")

@@ -14,21 +14,22 @@ import torch
 import torch.distributed.rpc as rpc
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.rpc import api, internal
+from torch.distributed.rpc import api
 
-from helpers import ROOT, package_on_path, run_main
+from helpers import ROOT, load_bench, package_on_path, run_main
 
 with package_on_path("rnn_rpc"):
-    import bench
     import corpus
+    import keyed_dropout
     import main
     import model
+    import owners
     import remote_layers
-    from glue import calls as rpc_calls
-    from glue import seeds
+    from glue import tensors, trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
 MODES = list(model.MODES)
+BENCH = load_bench("rnn_rpc")
 SERVERS = ("ps", "ps0", "ps1")  # of conftest.py's group
 
 STEPS, V, E, H, LAYERS, T, B = 20, 12, 6, 8, 2, 7, 4
@@ -41,11 +42,8 @@ SGD = {"optimizer": "sgd", "lr": 5.0, "clip": 0.05}
 def as_launched(rpc_group):
     """What glue/launch.py does in a rank."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "remote_layers", remote_layers)  # RPC pickles functions by their module's name
-        patch.setattr("torch.distributed.optim.optimizer.functional_optim_map", {})
-        for module, name in ((api, "_invoke_rpc"), (api, "_enable_rpc_profiler"), (internal, "_run_function")):
-            patch.setattr(module, name, getattr(module, name))  # to be as it was, after
-        rpc_calls.watch()
+        for module in (owners, remote_layers):  # RPC pickles classes by their module's name
+            patch.setitem(sys.modules, module.__name__, module)
         yield
 
 
@@ -53,7 +51,7 @@ def train(*flags, device="cpu"):
     """Run main.py's trainer with these flags, all layers on one device; return its summary, where they ask for one."""
     args = main.parse_args([str(flag) for flag in flags])
     for server in SERVERS:
-        rpc.rpc_sync(server, setattr, args=(remote_layers.RemoteLayer, "device", torch.device(device)))
+        rpc.rpc_sync(server, owners.set_device, args=(torch.device(device),))
     main.run_trainer(args, torch.device(device))
     if args.summary_json:
         with open(args.summary_json) as file:
@@ -62,7 +60,7 @@ def train(*flags, device="cpu"):
 
 def one_process(optimizer="sgd", lr=5.0, clip=0.05, dropout=0.0, seed=1):
     """Plain PyTorch, nothing remote; returns (losses, parameters by name)."""
-    own = {part: seeds.seed_for(seed, part) for part in ("table", "decoder", "rnn")}
+    own = {part: tensors.seed_for(seed, part) for part in ("table", "decoder", "rnn")}
     torch.manual_seed(own["rnn"])
     assert LAYERS == 2
     rnn = nn.ModuleDict({"layers": nn.ModuleList([nn.LSTM(E, H), nn.LSTM(H, H)])})
@@ -70,9 +68,9 @@ def one_process(optimizer="sgd", lr=5.0, clip=0.05, dropout=0.0, seed=1):
     for part, weight in (("table", table.weight), ("decoder", decoder.weight)):
         nn.init.uniform_(weight, -0.1, 0.1, torch.Generator().manual_seed(own[part]))
     nn.init.zeros_(decoder.bias)
-    after_table = remote_layers.KeyedDropout(dropout, own["table"])
-    between_layers = remote_layers.KeyedDropout(dropout, seeds.seed_for(own["rnn"], 1))
-    before_decoder = remote_layers.KeyedDropout(dropout, own["decoder"])
+    after_table = keyed_dropout.KeyedDropout(dropout, own["table"])
+    between_layers = keyed_dropout.KeyedDropout(dropout, tensors.seed_for(own["rnn"], 1))
+    before_decoder = keyed_dropout.KeyedDropout(dropout, own["decoder"])
     parameters = [*table.parameters(), *rnn.parameters(), *decoder.parameters()]
     opt = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer](parameters, lr=lr)
 
@@ -233,8 +231,8 @@ def test_the_tutorials_sizes_run(tmp_path):
 def test_bytes_on_the_wire_are_what_the_tensors_weigh(tmp_path, mode):
     """At most 3 % and 30 kB of envelopes come on top.  Here E = H = 200, V = 1,000."""
     flags = ["--transport", "tcp", "--embedding_dim", 200, "--hidden_dim", 200, "--vocabulary", 1000, "--epochs", 1]
-    flags += ["--corpus_tokens", bench.text_length(20), "--mode", mode, "--summary_json", tmp_path / "summary.json"]
-    computed = bench.payload_bytes(mode, 1000)
+    flags += ["--corpus_tokens", BENCH.text_length(20), "--mode", mode, "--summary_json", tmp_path / "summary.json"]
+    computed = BENCH.payload_bytes(mode, 1000)
     assert computed < train(*flags)["wire_bytes_per_step"] < 1.03 * computed + 30_000
 
 
@@ -244,15 +242,20 @@ TENSORS = "sum(issubclass(type(thing), __import__('torch').Tensor) for thing in 
 
 
 @pytest.mark.parametrize(("mode", "calls"), [("logits", 3), ("loss", 3), ("overlap", 4)])
-def test_a_step_makes_so_many_calls_and_leaves_nothing_behind(mode, calls):
+def test_a_step_makes_so_many_calls_and_leaves_nothing_behind(mode, calls, monkeypatch):
     """Look-up, decoder (two in `overlap`), and the step of the server's optimizer.  (The trainer's own is a call to
     itself, counted where it is served, which must be watched from before init_rpc: in a job, but not here.)
     References, autograd contexts and tensors are as many after 3 steps as after 15, on both sides: nothing leaks."""
     trainer = main.Trainer(model.RNNModel(["ps"], V, E, H, LAYERS, seed=1), mode, "sgd", 1.0, clip=0, seed=1)
     text = corpus.streams(corpus.generated_corpus(V, 626, 1).train, B)
+    monkeypatch.setattr(api, "_enable_rpc_profiler", api._enable_rpc_profiler)  # to be as it was, afterwards
+    recorder = trace.Recorder(0, ["trainer", *SERVERS])
+    recorder.count_calls_made()
     counts, made = [], []
-    for step, _ in enumerate(trainer.train_epoch(corpus.get_next_batch(text, T), B), 1):
-        made.append(rpc_calls.so_far())
+    hidden = trainer.model.init_hidden(B)
+    for step, (data_TB, target_TB) in enumerate(corpus.get_next_batch(text, T), 1):
+        _, hidden = trainer.train_step(data_TB, target_TB, hidden)
+        made.append(recorder.calls)
         if step in (3, 15):
             asked = (REFERENCES, CONTEXTS, TENSORS)
             counts.append(

@@ -11,7 +11,10 @@ from torch import nn
 from helpers import package_on_path
 
 with package_on_path("rnn_rpc"):
+    import keyed_dropout
     import model
+    import owners
+    import progress
     import remote_layers
     import trainer
 
@@ -23,8 +26,8 @@ V, E, H, T, B = 10, 4, 6, 5, 3
 def as_launched(rpc_group):
     """What glue/launch.py does in a rank.  Here `trainer` is its own parameter server."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "remote_layers", remote_layers)  # RPC pickles classes by their module's name
-        patch.setattr("torch.distributed.optim.optimizer.functional_optim_map", {})
+        for module in (keyed_dropout, owners, remote_layers):  # RPC pickles classes by their module's name
+            patch.setitem(sys.modules, module.__name__, module)
         yield
 
 
@@ -49,7 +52,7 @@ def test_the_loss_is_taken_over_the_vocabulary():
     assert logits_TBV.shape == (T, B, V)
     published = nn.CrossEntropyLoss()(logits_TBV, torch.randint(B, (T, V)))  # no error, and near ln B
     assert published.item() == pytest.approx(math.log(B), abs=0.1)
-    loss, _ = model.loss_here(data_TB, target_TB, model.init_hidden(B))
+    loss, _ = model.loss_on_trainer(data_TB, target_TB, model.init_hidden(B))
     assert loss.item() / (T * B) == pytest.approx(math.log(V), abs=0.1)
 
 
@@ -79,12 +82,12 @@ def test_eval_reaches_the_remote_layers():
     model.eval()
     assert not any(layer.training for layer in layers) and not model.rnn.training
     data_TB, target_TB = batch()
-    losses = [model.loss_here(data_TB, target_TB, model.init_hidden(B), draw)[0].item() for draw in range(3)]
+    losses = [model.loss_on_trainer(data_TB, target_TB, model.init_hidden(B), step)[0].item() for step in range(3)]
     assert len(set(losses)) == 1
     model.train()
     torch.manual_seed(1)
     assert all(layer.training for layer in layers) and model.rnn.training
-    losses = [model.loss_here(data_TB, target_TB, model.init_hidden(B), draw)[0].item() for draw in range(3)]
+    losses = [model.loss_on_trainer(data_TB, target_TB, model.init_hidden(B), step)[0].item() for step in range(3)]
     assert len(set(losses)) == 3
 
 
@@ -108,14 +111,14 @@ def test_switching_the_mode_sends_no_parameters():
 def test_dropout_masks_depend_on_their_key_only():
     """Difference 11: not on what other threads have drawn meanwhile, as nn.Dropout's do."""
     x = torch.ones(20, 5, 20, requires_grad=True)
-    keyed, plain = remote_layers.KeyedDropout(0.4, seed=3), nn.Dropout(0.4)
+    keyed, plain = keyed_dropout.KeyedDropout(0.4, seed=3), nn.Dropout(0.4)
     torch.manual_seed(1)
     first, plain_first = keyed(x, 7), plain(x)
     torch.manual_seed(1)
     torch.rand(1)  # another RPC thread's draw
     assert torch.equal(keyed(x, 7), first) and not torch.equal(plain(x), plain_first)
     assert not torch.equal(keyed(x, 8), first)
-    assert not torch.equal(remote_layers.KeyedDropout(0.4, seed=4)(x, 7), first)
+    assert not torch.equal(keyed_dropout.KeyedDropout(0.4, seed=4)(x, 7), first)
     for start in range(5):  # a part of the batch gets its part of the mask
         assert torch.equal(keyed(x[:, start : start + 2], 7, start), first[:, start : start + 2])
     assert first.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
@@ -127,7 +130,7 @@ def test_dropout_masks_depend_on_their_key_only():
 
 def test_the_lstm_is_torchs_own_layer_by_layer():
     """From the same seed it has the same parameters, and without dropout it computes the same, gradients included."""
-    keyed = model.KeyedLSTM(E, H, 3, dropout=0.5, seed=5).eval()
+    keyed = keyed_dropout.KeyedLSTM(E, H, 3, dropout=0.5, seed=5).eval()
     torch.manual_seed(5)
     plain = nn.LSTM(E, H, 3)
     generator = torch.Generator().manual_seed(1)
@@ -144,7 +147,7 @@ def test_the_lstm_is_torchs_own_layer_by_layer():
 
 
 def test_dropout_is_between_the_lstms_layers_only_and_another_one_at_each():
-    keyed = model.KeyedLSTM(E, H, 3, dropout=0.5, seed=5)
+    keyed = keyed_dropout.KeyedLSTM(E, H, 3, dropout=0.5, seed=5)
     x_TBE, hidden = torch.ones(T, B, E), (torch.zeros(3, B, H), torch.zeros(3, B, H))
     seen = []
     for drop in keyed.drops:
@@ -156,7 +159,7 @@ def test_dropout_is_between_the_lstms_layers_only_and_another_one_at_each():
 
 def test_a_servers_device_is_its_own(monkeypatch):
     """Difference 6: its own command line says it, not the trainer's, which never sends one."""
-    monkeypatch.setattr(remote_layers.RemoteLayer, "device", torch.device("meta"))
+    monkeypatch.setattr(owners, "device", torch.device("meta"))
     model = new_model()
     remote = [rref.local_value() for rref in model.parameter_rrefs()[:1] + model.parameter_rrefs()[-2:]]
     assert {parameter.device.type for parameter in remote} == {"meta"}
@@ -172,7 +175,7 @@ def test_clipping_takes_the_norm_of_all_workers():
         return math.sqrt(sum(g.square().sum() for g in dist_autograd.get_gradients(context_id).values()))
 
     with dist_autograd.context() as context_id:
-        loss, _ = model.loss_here(data_TB, target_TB, model.init_hidden(B))
+        loss, _ = model.loss_on_trainer(data_TB, target_TB, model.init_hidden(B))
         dist_autograd.backward(context_id, [loss])
         before = norm(context_id)
         assert before > 0.02 and trainer.clip_gradients(context_id) == pytest.approx(before, rel=1e-5)
@@ -190,7 +193,7 @@ def test_the_step_puts_the_contexts_gradients_into_grad():
     for _ in range(2):
         before = [parameter.detach().clone() for parameter in parameters]
         with dist_autograd.context() as context_id:
-            loss, _ = trainer.model.loss_here(data_TB, target_TB, hidden)
+            loss, _ = trainer.model.loss_on_trainer(data_TB, target_TB, hidden)
             dist_autograd.backward(context_id, [loss])
             assert all(parameter.grad is grad for parameter, grad in zip(parameters, left, strict=True))
             gradients = dist_autograd.get_gradients(context_id)
@@ -206,7 +209,7 @@ def test_annealing_divides_the_learning_rate_by_four():
     trainer = new_trainer(lr=8.0)
     for heldout, lr in ((9.0, 8.0), (5.0, 8.0), (5.0, 2.0), (6.0, 0.5), (4.0, 0.5)):
         trainer.anneal(heldout)
-        groups = trainer.owners["trainer"].local_value().optim.param_groups
+        groups = trainer.optimizer_rrefs["trainer"].local_value().optim.param_groups
         assert trainer.lr == lr and [group["lr"] for group in groups] == [lr]
 
 
@@ -217,7 +220,7 @@ def test_an_annealed_learning_rate_goes_on_after_a_resume():
     annealed.anneal(6.0)
     resumed = new_trainer(lr=8.0)
     resumed.load_state(annealed.state())
-    groups = resumed.owners["trainer"].local_value().optim.param_groups
+    groups = resumed.optimizer_rrefs["trainer"].local_value().optim.param_groups
     assert resumed.lr == 2.0 and [group["lr"] for group in groups] == [2.0]
     assert (resumed.heldout, resumed.best) == (6.0, 5.0)
     resumed.anneal(5.5)  # not the lowest so far
@@ -235,8 +238,8 @@ def test_an_evaluation_is_without_dropout_on_every_worker():
     data_TB, target_TB = batch()
     with torch.no_grad():
         model = trained[1].model
-        first, hidden = model.loss_here(data_TB, target_TB, model.init_hidden(B))
-        second, _ = model.loss_here(data_TB, target_TB, hidden)  # the second batch goes on where the first ended
+        first, hidden = model.loss_on_trainer(data_TB, target_TB, model.init_hidden(B))
+        second, _ = model.loss_on_trainer(data_TB, target_TB, hidden)  # the second batch goes on where the first ended
     assert losses[1] == pytest.approx((first.item() + second.item()) / (2 * T * B), rel=1e-6)
 
 
@@ -260,7 +263,7 @@ def test_a_generated_text_goes_on_from_its_own_past_and_without_dropout():
 
 
 def test_the_mean_loss_is_per_token_and_not_per_batch():
-    assert trainer.mean_loss([(2.0, 1), (8.0, 8)]) == 10 / 9
+    assert progress.mean_loss([(2.0, 1), (8.0, 8)]) == 10 / 9
 
 
 def test_layers_start_from_seeds_of_their_own():

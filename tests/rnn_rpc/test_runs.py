@@ -26,7 +26,8 @@ def summary_of(tmp_path, *flags, timeout=120):
 def test_a_run_prints_that_it_learns(tmp_path):
     """Differences 2, 5, 6: the tutorial calls a function that is not there, prints no loss, and needs a GPU."""
     plot = tmp_path / "curve.png"
-    text, summary = summary_of(tmp_path, *SMALL, "--clip", 0, "--generate", 15, "--plot", plot)
+    trace = tmp_path / "trace.json"  # RPCs are counted in a run that is recorded
+    text, summary = summary_of(tmp_path, *SMALL, "--clip", 0, "--generate", 15, "--plot", plot, "--trace", trace)
     epochs = EPOCH.findall(text)
     assert [epoch for epoch, *_ in epochs] == ["1", "2"] and float(epochs[1][3]) < float(epochs[0][3]) < 50
     assert float(epochs[1][3]) == pytest.approx(summary["heldout_perplexity"], abs=1e-3)
@@ -127,7 +128,7 @@ def test_primer_refuses_what_means_nothing_to_it(flags, monkeypatch, capsys):
 def test_bench_runs(tmp_path):
     path = tmp_path / "bench.json"
     done = run_script(
-        "rnn_rpc/bench.py", "--vocabularies", 50, "--repeats", 1, "--steps", 8, "--json", path, timeout=280
+        "bench/rnn_rpc.py", "--vocabularies", 50, "--repeats", 1, "--steps", 8, "--json", path, timeout=280
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())["50"]

@@ -57,7 +57,7 @@ def run(package, *flags):
 def draw_timelines(package):
     """Draw one panel per mode, all at one time scale."""
     sys.path.insert(0, str(ROOT / package))
-    from glue import picture
+    from glue import timeline
 
     common, modes, (step, milliseconds) = TIMELINES[package]
     traces = {}
@@ -67,7 +67,7 @@ def draw_timelines(package):
             run(package, *common, *flags, "--trace", str(path))
             traces[title] = json.loads(path.read_text())["traceEvents"]
     with open(ROOT / package / "pictures" / "timelines.png", "wb") as file:
-        picture.draw(file, "png", traces, (step, step), milliseconds)
+        timeline.draw(file, "png", traces, (step, step), milliseconds)
 
 
 def draw_seeds():

@@ -1,0 +1,79 @@
+"""What the benches share: a package's modules, runs of its main.py, and runs beside each other in one table."""
+
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def use_package(package):
+    """Let this process import the modules of a package, and those that the tests use to start jobs."""
+    sys.path[:0] = [str(ROOT / package), str(ROOT / "tests" / "harness")]
+
+
+def run_main(package, flags, timeout=900):
+    """Run the package's main.py with these flags, in processes of its own; return its summary.
+
+    Raises RuntimeError if it fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        summary = os.path.join(folder, "summary.json")
+        command = [sys.executable, str(ROOT / package / "main.py"), *map(str, flags), "--summary_json", summary]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}: {done.stderr.strip()}")
+        with open(summary) as file:
+            return json.load(file)
+
+
+def places(device):
+    """Return what a bench runs each mode on, as {suffix of its name: flags}; for "cuda", the CPU as well."""
+    found = {"": ["--device", "cpu"]}
+    if device == "cuda":
+        found[", cuda"] = ["--device", "cuda"]
+    return found
+
+
+def interleave(variants, repeats=3):
+    """Call each of `variants` (name -> callable returning a dict of figures) in turn, `repeats` times: A B C A B C ...
+
+    A shared machine's speed drifts: what is compared is measured at nearly the same time.
+    """
+    from tqdm import tqdm
+
+    rows = {name: [] for name in variants}
+    with tqdm(total=repeats * len(variants), leave=False, disable=not sys.stderr.isatty()) as bar:
+        for _ in range(repeats):
+            for name, measure in variants.items():
+                bar.set_postfix_str(name)
+                rows[name].append(measure())
+                bar.update()
+    return rows
+
+
+def table(rows, figure, baseline, title=None, digits=0):
+    """Print each variant's median, spread and ratio to `baseline` (pair by pair); return the numbers."""
+    width = max(len(name) for name in rows)
+    print(f"\n{title or figure}\n{'':{width}} {'median':>12} {'min - max':>23} {'ratio to ' + baseline:>32}")
+    result = {}
+    for name, runs in rows.items():
+        values = [run[figure] for run in runs]
+        ratios = [run[figure] / base[figure] for run, base in zip(runs, rows[baseline], strict=True)]
+        median, ratio = statistics.median(values), statistics.median(ratios)
+        span = f"{min(values):,.{digits}f} - {max(values):,.{digits}f}"
+        print(f"{name:{width}} {median:12,.{digits}f} {span:>23} {ratio:12.2f} ({min(ratios):.2f} - {max(ratios):.2f})")
+        result[name] = {"median": median, "values": values, "ratio": ratio, "ratios": ratios}
+    sys.stdout.flush()
+    return result
+
+
+def write_json(path, numbers):
+    """Write the raw numbers to `path`, if there is one (--json)."""
+    if path:
+        with open(path, "w") as file:
+            json.dump(numbers, file, indent=2)

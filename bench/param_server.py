@@ -1,0 +1,208 @@
+"""Measure this package: images/s and bytes by mode and number of trainers, and accuracy against staleness.
+
+    python bench/param_server.py --data_dir data                      speed, about 10 minutes on 2 cores
+    python bench/param_server.py --data_dir data --tables accuracy    modes x trainers x seeds, about 30 minutes
+
+Beside every figure stands one process that does the same work on the same network, data and settings, without RPC.
+Without MNIST in --data_dir it takes --dataset synthetic, and says so.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+from common import interleave, places, run_main, table, use_package, write_json
+
+use_package("param_server")
+
+from digits_net import Net
+from glue import flags
+from glue.tensors import keep_freed_memory, usable_cores
+from mnist_data import Batches, load_digits
+from scoreboard import get_accuracy
+
+MODES = {
+    "remote": ["--mode", "remote"],
+    "async": ["--mode", "replica"],
+    "async, --overlap": ["--mode", "replica", "--overlap"],
+    "bounded": ["--mode", "replica", "--consistency", "bounded"],
+    "sync": ["--mode", "replica", "--consistency", "sync"],
+}
+
+
+def main():
+    args = parse_args()
+    if args.single:
+        print(json.dumps(train_in_one_process(args)))
+        return
+    print(f"{args.dataset}, batch {args.batch_size} per trainer, torch {torch.__version__}, {usable_cores()} cores")
+    tables = {"modes": speed_by_mode, "batch": speed_by_batch, "accuracy": accuracy_table}
+    result = {name: tables[name](args) for name in args.tables}
+    write_json(args.json, result)
+
+
+def speed_by_mode(args):
+    """images/s of each mode with 1, 2 and 4 trainers, and the bytes that it costs."""
+    variants = {f"one process, {threads} thread{'s' * (threads > 1)}": single(args, threads) for threads in (1, 2)}
+    variants["two processes on their own"] = two_processes(args)
+    if args.device == "cuda":
+        variants["one process, cuda"] = single(args, 1, "--device", "cuda")
+    for count in args.trainers:
+        # With one trainer the three consistencies are the same.
+        for mode in MODES if count > 1 else ("remote", "async", "async, --overlap"):
+            for suffix, place in places(args.device).items():
+                name = f"{mode}, {count} trainer{'s' * (count > 1)}{suffix}"
+                # The rate has no say in the speed. Gradients as late as four overlapping trainers' diverge at 0.03.
+                variants[name] = distributed(args, mode, count, "--lr", 0.01, *place)
+    rows = interleave(variants, args.repeats)
+    table(rows, "images_per_second", "one process, 1 thread", "images/s")
+    print("\nBytes that a trainer sends and receives per batch, over TCP (--transport tcp)")
+    for mode in ("remote", "async"):
+        summary = distributed(args, mode, 1, "--transport", "tcp")()
+        print(f"{mode:22} {summary['wire_bytes_per_step']:12,}")
+    return rows
+
+
+def speed_by_batch(args):
+    """images/s of two trainers as the batch grows: small batches pay for the wire, and --sync_every helps."""
+    variants = {"one process, 1 thread": single(args, 1)}
+    for batch in (8, 128):
+        variants[f"one process, 1 thread, batch {batch}"] = single(args, 1, "--batch_size", batch)
+        for mode in ("remote", "async"):
+            variants[f"{mode}, batch {batch}"] = distributed(args, mode, 2, "--batch_size", batch)
+    for batch in (8, 32):
+        flags = ("--batch_size", batch, "--sync_every", 8)
+        variants[f"async, batch {batch}, --sync_every 8"] = distributed(args, "async", 2, *flags)
+    rows = interleave(variants, args.repeats)
+    table(rows, "images_per_second", "one process, 1 thread", "images/s, 2 trainers, by batch size")
+    return rows
+
+
+def accuracy_table(args):
+    """Accuracy after one epoch beside the staleness of the gradients, mean over seeds."""
+    rows = {}
+    variants = [("one process", 1), ("one process, joined batch", 2), ("one process, joined batch", 4)]
+    variants += [(mode, trainers) for trainers in (2, 4) for mode in MODES]
+    variants.remove(("async, --overlap", 4))  # diverges with some seeds at this learning rate
+    print(f"\n{'':26} {'trainers':>8} {'accuracy, mean':>15} {'by seed':>24} {'staleness mean':>15} {'max':>4}")
+    for name, trainers in variants:
+        runs = []
+        for seed in args.seeds:
+            if name in MODES:
+                runs.append(distributed(args, name, trainers, "--seed", seed)())
+            else:
+                runs.append(single(args, 2, "--batch_size", args.batch_size * trainers, "--seed", seed)())
+        values = [each["test_accuracy"] for each in runs]
+        stale = [each.get("staleness_mean", 0.0) for each in runs]
+        worst = max(each.get("staleness_max", 0) for each in runs)
+        print(
+            f"{name:26} {trainers:8} {statistics.mean(values):15.4f} {' '.join(f'{v:.4f}' for v in values):>24} "
+            f"{statistics.mean(stale):15.2f} {worst:4}",
+            flush=True,
+        )
+        rows[f"{name}, {trainers}"] = runs
+    return rows
+
+
+def distributed(args, mode, trainers, *flags):
+    """Return a callable that runs main.py with this many trainers and returns its summary."""
+    job = ["--log_interval", 1_000_000, *MODES[mode], "--world_size", trainers + 1]
+    return lambda: run_main("param_server", [*same_work(args), *job, *flags])
+
+
+def single(args, threads, *flags):
+    """Return a callable that runs train_in_one_process in a process of its own: its threads and memory are its own."""
+    return lambda: finish(start_single(args, threads, *flags))
+
+
+def two_processes(args):
+    """Return a callable: two such processes at the same time, that know nothing of each other; images/s of both."""
+
+    def both():
+        runs = [finish(process) for process in [start_single(args, 1), start_single(args, 1)]]
+        return {"images_per_second": sum(run["images_per_second"] for run in runs)}
+
+    return both
+
+
+def start_single(args, threads, *flags):
+    """Start train_in_one_process in a process of its own; return the Popen."""
+    command = [sys.executable, __file__, *map(str, (*same_work(args), "--single", threads, *flags))]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def finish(process):
+    """Return the figures that a process has printed at its end."""
+    out, _ = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(process.args)} ended with status {process.returncode}")
+    return json.loads(out)
+
+
+def same_work(args):
+    """Return the flags that make every variant do the same work."""
+    data = ["--dataset", args.dataset, "--data_dir", args.data_dir]
+    return [*data, "--batch_size", args.batch_size, "--max_batches", args.max_batches]
+
+
+def train_in_one_process(args):
+    """The baseline: a plain training loop, with the same network, data order, malloc settings and evaluation."""
+    keep_freed_memory()
+    torch.set_num_threads(args.single)
+    torch.manual_seed(args.seed)
+    device = torch.device(args.device)
+    net = Net().to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr)
+    digits = load_digits(args.dataset, args.data_dir, args.seed, train=True)
+    batches = Batches(*digits, args.batch_size, args.seed, device)
+    for number, data, target in batches.of(0, [0]):
+        # A GPU loads its kernels at their first use: that is not what is measured.
+        F.nll_loss(net(data, (args.seed, "dropout", 0, number)), target).backward()
+    started, seen = time.perf_counter(), 0
+    for number, data, target in batches.of(0, range(min(batches.per_epoch, args.max_batches or batches.per_epoch))):
+        optimizer.zero_grad()
+        F.nll_loss(net(data, (args.seed, "dropout", 0, number)), target).backward()
+        optimizer.step()
+        seen += len(target)
+    if args.device == "cuda":
+        torch.cuda.synchronize()  # the clock stops when the GPU is done
+    seconds = time.perf_counter() - started
+    test_images, test_labels = load_digits(args.dataset, args.data_dir, args.seed, train=False)
+    return {"images_per_second": seen / seconds, "test_accuracy": get_accuracy(net, test_images, test_labels)}
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data_dir", default="data")
+    parser.add_argument("--dataset", choices=["mnist", "synthetic"], help="default: mnist if --data_dir has it")
+    parser.add_argument("--trainers", type=flags.positive_int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--batch_size", type=flags.positive_int, default=32)
+    parser.add_argument("--max_batches", type=flags.non_negative_int, help="default: 150; accuracy: all")
+    parser.add_argument("--lr", type=flags.positive_float, default=0.03)
+    parser.add_argument("--repeats", type=flags.positive_int, default=3)
+    parser.add_argument("--tables", nargs="+", choices=["modes", "batch", "accuracy"], default=["modes", "batch"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the accuracy table")
+    parser.add_argument("--seed", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--single", type=int, metavar="THREADS", help="run only the baseline, and print its figures")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the table of modes on both")
+    parser.add_argument("--json", metavar="FILE", help="write the raw figures")
+    args = parser.parse_args()
+    if args.max_batches is None:
+        args.max_batches = 0 if "accuracy" in args.tables else 150
+    if args.dataset is None:
+        try:
+            args.dataset = "mnist"
+            load_digits("mnist", args.data_dir, args.seed, train=False)
+        except ValueError:
+            args.dataset = "synthetic"
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""How many environment steps per second each communication pattern makes, beside a plain loop in one process.
+
+    python bench/rl_rpc.py                         # world sizes 2, 3 and 5: about ten minutes on 2 cores
+    python bench/rl_rpc.py --world_sizes 3 --repeats 1 --json bench.json
+
+Every row of a table plays the same episodes of the same seed, and learns from them (but for async, whose episodes are
+its own, and the bare environment, which only steps); rates count training too, start-up not. The modes with RPCs in
+every step play the first episodes only, or they would take the afternoon.
+"""
+
+import argparse
+import time
+
+import numpy as np
+import torch
+
+from common import interleave, places, run_main, table, use_package, write_json
+
+use_package("rl_rpc")
+
+from actor import Actor
+from environment import make_env, sizes
+from faster_agents import MODES
+from glue import flags, tensors
+from noise import EpisodeNoise, environment_seed
+from policy import Policy
+from reinforce import Trajectory, reinforce_loss
+
+SINGLE, BARE = "single process", "bare environment"
+
+
+def single_process(seed, observers, episodes):
+    """Do the job without RPC: play all observers' episodes in this process, one by one, and learn as the agent does.
+
+    As fast as we can make it with the same policy and environment, so the comparison is fair to it: it acts as the
+    observers do, with one forward pass with gradient per episode, and a single intra-op thread (more do not help).
+    """
+    torch.set_num_threads(1)
+    env = make_env("CartPole-v1")
+    torch.manual_seed(tensors.seed_for(seed, 0))
+    policy = Policy(*sizes(env))
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
+    actor = Actor(policy)
+    env_steps = 0
+    started = time.perf_counter()
+    for episode in range(1, episodes + 1):
+        trajectories = [play(env, actor, seed, ob_id, episode) for ob_id in range(1, observers + 1)]
+        env_steps += sum(len(trajectory.actions) for trajectory in trajectories)
+        learn(policy, optimizer, trajectories)
+    return {"env_steps": env_steps, "env_steps_per_second": env_steps / (time.perf_counter() - started)}
+
+
+def learn(policy, optimizer, trajectories):
+    """Train on what all observers did, as the agent does."""
+    loss = reinforce_loss(policy, trajectories, gamma=0.99)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def play(env, actor, seed, ob_id, episode):
+    """Return the Trajectory of one observer's episode."""
+    noise = EpisodeNoise(seed, ob_id, episode, actor.policy)
+    trajectory = Trajectory(noise)
+    state, _ = env.reset(seed=environment_seed(seed, ob_id, episode))
+    first_action = env.action_space.start
+    done = False
+    while not done:
+        uniform, mask = noise.at(len(trajectory.actions))
+        trajectory.states.append(state)
+        action, _ = actor.act(state, mask, uniform)
+        trajectory.actions.append(action)
+        state, reward, terminated, truncated, _ = env.step(first_action + action)
+        trajectory.rewards.append(float(reward))
+        done = terminated or truncated
+    return trajectory
+
+
+def bare_environment(seed, steps=50_000):
+    """Step an environment with random actions and nothing else: what no pattern can exceed on one core."""
+    env = make_env("CartPole-v1")
+    actions = env.action_space.start + np.random.default_rng(seed).integers(env.action_space.n, size=steps)
+    env.reset(seed=seed)
+    started = time.perf_counter()
+    for action in actions:
+        _, _, terminated, truncated, _ = env.step(action)
+        if terminated or truncated:
+            env.reset()
+    return {"env_steps": steps, "env_steps_per_second": steps / (time.perf_counter() - started)}
+
+
+def main_py(mode, place, world_size, episodes, seed):
+    """Return the summary of one run of main.py."""
+    words = ["--mode", mode, *place, "--world_size", world_size, "--seed", seed]
+    words += ["--max_episodes", episodes, "--log_interval", episodes, "--eval_episodes", 0]
+    return run_main("rl_rpc", [*words, "--reward_threshold", 1e9])
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="bench/rl_rpc.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--world_sizes", type=flags.positive_int, nargs="+", default=[2, 3, 5], metavar="N")
+    add("--repeats", type=flags.positive_int, default=3, metavar="N")
+    add("--episodes", type=flags.positive_int, default=250, metavar="N", help="of rollout, async, single process")
+    add("--step_episodes", type=flags.positive_int, default=25, metavar="N", help="of the other modes")
+    add("--seed", type=flags.non_negative_int, default=1, metavar="N")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the GPU beside the CPU")
+    add("--json", metavar="FILE", help="write the numbers")
+    return parser.parse_args(argv)
+
+
+def main():
+    args = parse_args()
+    print(
+        f"torch {torch.__version__}, {tensors.usable_cores()} cores, device {args.device}, seed {args.seed}, "
+        f"{args.repeats} repeats, {args.step_episodes} episodes ({args.episodes}: rollout, async, {SINGLE})"
+    )
+    numbers = {}
+    for world_size in args.world_sizes:
+        observers = world_size - 1
+        episodes = {"rollout": args.episodes, "async": args.episodes * observers}  # there each observer's counts
+        # Default arguments bind the loop's values now; a closure would read them when the last world size is set.
+        variants = {
+            mode + suffix: lambda mode=mode, place=place, size=world_size, episodes=episodes: main_py(
+                mode, place, size, episodes.get(mode, args.step_episodes), args.seed
+            )
+            for mode in MODES
+            for suffix, place in places(args.device).items()
+        }
+        variants[SINGLE] = lambda observers=observers: single_process(args.seed, observers, args.episodes)
+        variants[BARE] = lambda: bare_environment(args.seed)
+        rows = interleave(variants, args.repeats)
+        if len({row["env_steps"] for name in ("rollout", SINGLE) for row in rows[name]}) != 1:
+            raise RuntimeError("rollout and the single process played different episodes: their rates do not compare")
+        title = f"env steps per second, world size {world_size} ({observers} observer{'s' * (observers > 1)})"
+        numbers[world_size] = table(rows, "env_steps_per_second", SINGLE, title)
+    write_json(args.json, numbers)
+
+
+if __name__ == "__main__":
+    main()

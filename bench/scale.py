@@ -1,0 +1,185 @@
+"""How the work done grows with the workers, beside what the model of SCALE.md predicts from the run with one.
+
+    python bench/scale.py ps                      # param_server, mode replica: 1, 2, 4, 8, 16 trainers
+    python bench/scale.py ps --batch_size 2       # little to compute: the push is what costs
+    python bench/scale.py rl --workers 1 2 4      # rl_rpc, mode rollout: observers
+    sudo python bench/scale.py ps --delay 5       # rank 0 on a host of its own, so many ms away (one way)
+
+Every rank is a process whose CPU time the kernel counts when it ends. Of two runs, a short one and a long one, the
+difference is taken: so what starting costs does not count. Columns: units of work per second as measured and as
+predicted; ms of CPU that rank 0 needs for a unit, and that a worker does.  rl_rpc plays on from a policy that has
+solved CartPole, so that all episodes are about equally long, as the model takes them to be.
+"""
+
+import argparse
+import functools
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+
+import torch
+
+from common import ROOT, use_package
+
+use_package("rl_rpc")
+
+from jobs import free_port
+from two_hosts import ADDRESSES, TwoHosts, why_not
+
+
+@dataclass
+class Scenario:
+    """What is run, and what its unit of work is; `work`: how much a short run does, and a long one."""
+
+    package: str
+    unit: str
+    flags: str
+    work: tuple
+
+    def length(self, workers, work, folder):
+        """Return the flags of a run that does so much work."""
+        if self.package == "rl_rpc":
+            path = shutil.copy(solved_policy(), folder)
+            rounds = torch.load(path)["state"]["episode"] + work // workers
+            return f"--max_episodes {rounds} --resume --checkpoint {path}"
+        return f"--max_batches {max(2, work // workers)}"
+
+    def figures(self, summary, batch_size):
+        """Return (units of work done, units per second)."""
+        if self.package == "rl_rpc":
+            return summary["env_steps"], summary["env_steps_per_second"]
+        return summary["updates"], summary["images_per_second"] / batch_size
+
+
+@functools.cache
+def solved_policy():
+    """Return the checkpoint of a policy that has solved CartPole."""
+    solved_policy.folder = tempfile.TemporaryDirectory()  # goes when this process ends
+    path = os.path.join(solved_policy.folder.name, "policy.pt")
+    command = [sys.executable, str(ROOT / "rl_rpc" / "main.py"), "--mode", "rollout", "--checkpoint", path]
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    return path
+
+
+RL = "--mode rollout --eval_episodes 0 --reward_threshold 1e9 --lr 1e-6 --transport uv --log_interval 1000000"
+PS = "--mode replica --dataset synthetic --log_interval 1000000 --lr 1e-4"
+SCENARIOS = {
+    "rl": Scenario("rl_rpc", "env step", RL, (160, 800)),
+    "ps": Scenario("param_server", "push", PS, (96, 480)),
+}
+
+
+def run_job(scenario, workers, servers, work, batch_size, hosts):
+    """Run one job; return (units of work, units per second, CPU seconds of rank 0, CPU seconds of all workers)."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = shlex.split(f"{scenario.flags} {scenario.length(workers, work, folder)}")
+        if scenario.package == "param_server":
+            flags += ["--batch_size", str(batch_size), "--num_servers", str(servers)]
+        summary, port = os.path.join(folder, "summary.json"), free_port()
+        world_size = str(workers + servers)
+        command = [sys.executable, str(ROOT / scenario.package / "main.py"), "--world_size", world_size]
+        command += [*flags, "--master_port", str(port), "--summary_json", summary]
+        command += ["--master_addr", ADDRESSES[0]] if hosts else []
+        ranks = []
+        for rank in range(workers + servers):
+            own = [*command, "--rank", str(rank)]
+            own = hosts.on(int(rank >= servers), own) if hosts else own
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}  # each rank is started as if the machine were its own
+            ranks.append(subprocess.Popen(own, stdout=subprocess.DEVNULL, env=environment))
+        seconds = []
+        for process in ranks:
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            assert process.returncode == 0, (process.args, process.returncode)
+            seconds.append(used.ru_utime + used.ru_stime)
+        with open(summary) as file:
+            done = json.load(file)
+    return *scenario.figures(done, batch_size), seconds[0], sum(seconds[servers:])
+
+
+def measure(scenario, workers, args, hosts):
+    """Return medians: units per second, CPU seconds of rank 0 and of a worker for one, units for a piece of work."""
+    rows = []
+    for _ in range(args.repeats):
+        short, long = (run_job(scenario, workers, args.servers, work, args.batch_size, hosts) for work in scenario.work)
+        units = long[0] - short[0]
+        work = scenario.work[1] - scenario.work[0]
+        rows.append((long[1], (long[2] - short[2]) / units, (long[3] - short[3]) / units, units / work))
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+@functools.cache
+def alone():
+    """Return the seconds that a step takes to play, and to learn from, alone on a core."""
+    import rl_rpc  # the bench of this name
+    from actor import Actor
+    from environment import make_env
+    from glue.tensors import keep_freed_memory
+    from play import load_policy
+
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    env = make_env("CartPole-v1")
+    policy, _ = load_policy(solved_policy())
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-6)
+    actor = Actor(policy)
+    times = []
+    for _ in range(10):
+        started = time.perf_counter()
+        trajectories = [rl_rpc.play(env, actor, 1, ob_id, 1) for ob_id in range(1, 9)]
+        played = time.perf_counter()
+        rl_rpc.learn(policy, optimizer, trajectories)
+        steps = sum(len(trajectory.actions) for trajectory in trajectories)
+        times.append(((played - started) / steps, (time.perf_counter() - played) / steps))
+    return [statistics.median(column) for column in zip(*times, strict=True)]
+
+
+def predict(scenario, workers, one, cores):
+    """Return the units per second that SCALE.md's formula gives, from what was measured with one worker."""
+    rate, rank_0, worker, n = one
+    if scenario.package == "rl_rpc":  # they take turns: the observers play, side by side, then the agent learns
+        play, learn = alone()
+        fixed = n / rate - n * (play + learn)
+        return workers * n / (fixed + n * play * max(1, workers / cores) + workers * n * learn)
+    return min(workers * rate, cores / (rank_0 + worker), 1 / rank_0)  # all work at once
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--servers", type=int, default=1, help="parameter servers (ps)")
+    parser.add_argument("--batch_size", type=int, default=32, help="images of a push (ps)")
+    parser.add_argument("--delay", type=float, help="ms one way between rank 0 and all others (root, see two_hosts.py)")
+    parser.add_argument("--repeats", type=int, default=1)
+    args = parser.parse_args()
+    if args.delay is not None and why_not():
+        sys.exit(why_not())
+    scenario, cores, one = SCENARIOS[args.scenario], len(os.sched_getaffinity(0)), None
+    print(f"{cores} cores; unit of work: {scenario.unit}\n")
+    print("| workers | measured | predicted | rank 0, ms | worker, ms |\n|---|---|---|---|---|", flush=True)
+    for workers in args.workers:
+        if args.delay is None:
+            found = measure(scenario, workers, args, None)
+        else:
+            with TwoHosts(delay_ms=args.delay) as hosts:
+                found = measure(scenario, workers, args, hosts)
+        one = one or found
+        rate, *used, _ = found
+        cells = [
+            f"{rate:,.0f}",
+            f"{predict(scenario, workers, one, cores):,.0f}",
+            *(f"{1000 * each:.3f}" for each in used),
+        ]
+        print(f"| {workers} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

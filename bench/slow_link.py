@@ -1,0 +1,63 @@
+"""Which communication pattern survives a real network: rl_rpc's modes over a link with delay.
+
+    sudo python bench/slow_link.py
+
+The agent on one host, two observers on the other (network namespaces, see two_hosts.py); as many episodes for all, and
+the same ones for all but async.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+
+from common import ROOT, use_package
+
+use_package("rl_rpc")
+
+from two_hosts import ADDRESSES, TwoHosts, why_not
+
+MODES = ("step", "packed", "batched", "rollout", "async")
+
+
+def steps_per_second(hosts, mode, episodes):
+    """Run one job across the two hosts; return its environment steps per second."""
+    episodes *= 2 if mode == "async" else 1  # there an episode is one observer's, not one of each
+    with tempfile.TemporaryDirectory() as folder:
+        summary = os.path.join(folder, "summary.json")
+        ranks = []
+        for rank in range(3):
+            command = [sys.executable, str(ROOT / "rl_rpc" / "main.py"), "--world_size", "3", "--rank", str(rank)]
+            command += ["--master_addr", ADDRESSES[0], "--mode", mode, "--max_episodes", str(episodes)]
+            command += ["--eval_episodes", "0", "--summary_json", summary]
+            ranks.append(subprocess.Popen(hosts.on(min(rank, 1), command), stdout=subprocess.DEVNULL))
+        assert [process.wait(300) for process in ranks] == [0, 0, 0]
+        with open(summary) as file:
+            return json.load(file)["env_steps_per_second"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--delays", type=float, nargs="+", default=[0, 1, 5], metavar="MS", help="one way")
+    parser.add_argument("--episodes", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    args = parser.parse_args()
+    if why_not():
+        sys.exit(why_not())
+    print(f"{'one way':>8} " + " ".join(f"{mode:>22}" for mode in args.modes))
+    for delay in args.delays:
+        runs = {mode: [] for mode in args.modes}
+        with TwoHosts(delay_ms=delay) as hosts:
+            for _ in range(args.repeats):
+                for mode in args.modes:
+                    runs[mode].append(steps_per_second(hosts, mode, args.episodes))
+        cells = [f"{statistics.median(r):,.0f} ({min(r):,.0f} - {max(r):,.0f})" for r in runs.values()]
+        print(f"{delay:5g} ms " + " ".join(f"{cell:>22}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

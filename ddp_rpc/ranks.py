@@ -1,0 +1,38 @@
+"""Which rank is what (runs in every process, before the rank begins to work)."""
+
+import torch
+
+from glue import PermanentError
+
+ROLES = "the ranks are --num_trainers (1 or more), then 1 master, then --num_servers (1 or more)"
+
+
+def worker_name(rank, args):
+    """Return the RPC name of a rank."""
+    if rank < args.num_trainers:
+        return f"trainer{rank}"
+    if rank == args.num_trainers:
+        return "master"
+    return "ps" if args.num_servers == 1 else f"ps{rank - args.num_trainers - 1}"
+
+
+def divide_ranks(world_size, num_trainers, num_servers):
+    """Return how many trainers and how many servers there are.  None stands for a flag that was not given."""
+    if world_size is None:
+        return num_trainers or 2, num_servers or 1
+    if num_trainers is None:
+        num_servers = num_servers or 1
+        return world_size - 1 - num_servers, num_servers
+    if num_servers is None:
+        num_servers = world_size - 1 - num_trainers
+    return num_trainers, num_servers
+
+
+def check_trainer_devices(devices):
+    """Raise PermanentError, one line for the user, where some of the trainers' devices are CPUs and others are GPUs.
+
+    Their arithmetic differs in the last digit, and with it their replicas of `fc` after a step.
+    """
+    if len({torch.device(device).type for device in devices}) > 1:
+        named = ", ".join(f"trainer{rank} on {device}" for rank, device in enumerate(devices))
+        raise PermanentError(f"trainers on CPUs and on GPUs ({named}): give all of them the same --device, cpu or cuda")
