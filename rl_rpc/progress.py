@@ -17,7 +17,8 @@ class Progress:
         self.agent = agent
         self.args = args
         self.result = report.Report("rl_rpc", args)
-        self.settings = {"seed": args.seed, "env_id": args.env_id}  # which all runs that share a checkpoint must share
+        # What a run that goes on from a checkpoint must have in common with the run that wrote it.
+        self.settings = {"seed": args.seed, "env_id": args.env_id}
 
     def start(self):
         """Go on from a checkpoint if so asked; say until when this will run."""
