@@ -40,7 +40,7 @@ class PackedAgent(Agent):
         for ob_id, last_reward in self.calls.as_completed():
             self.report_reward(ob_id, last_reward)
 
-    def select_next_action(self, ob_id, last_reward, state):
+    def select_action_packed(self, ob_id, last_reward, state):
         """Called by observers. report_reward (None before the first step) and select_action in one, unlocked."""
         if last_reward is not None:
             self.report_reward(ob_id, last_reward)
@@ -78,8 +78,8 @@ class BatchedAgent(Agent):
         super().run_episode()
 
     @rpc.functions.async_execution
-    def select_action_in_batch(self, ob_id, last_reward, state):
-        """Called by observers. As select_next_action, answered together with every observer that is still playing.
+    def select_action_batched(self, ob_id, last_reward, state):
+        """Called by observers. As select_action_packed, answered together with every observer that is still playing.
 
         async_execution: returning a Future frees this RPC thread at once, and the answer leaves when the Future is
         completed, by whichever call brings in the last state. Blocking here instead would hold a thread per observer.

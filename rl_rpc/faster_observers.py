@@ -22,7 +22,7 @@ class PackedObserver(Observer):
         state = self.reset(episode)
         reward = None
         for _ in range(MAX_STEPS):
-            action = agent_rref.rpc_sync().select_next_action(self.id, reward, state)
+            action = agent_rref.rpc_sync().select_action_packed(self.id, reward, state)
             state, reward, done = self.step(action)
             if done:
                 break
@@ -41,7 +41,7 @@ class BatchedObserver(Observer):
         state = self.reset(episode)
         reward = None
         for _ in range(MAX_STEPS):
-            action = agent_rref.rpc_sync().select_action_in_batch(self.id, reward, state)
+            action = agent_rref.rpc_sync().select_action_batched(self.id, reward, state)
             state, reward, done = self.step(action)
             if done:
                 break

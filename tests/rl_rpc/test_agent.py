@@ -110,7 +110,7 @@ def play_through(agent, ob_id, steps, reward=1.0):
 def play_through_packed(agent, ob_id, steps, reward=1.0):
     last_reward = None
     for t in range(steps):
-        agent.select_next_action(ob_id, last_reward, np.full(4, 0.01 * t, dtype=np.float32))
+        agent.select_action_packed(ob_id, last_reward, np.full(4, 0.01 * t, dtype=np.float32))
         last_reward = reward
     agent.report_reward(ob_id, last_reward)
 
@@ -395,20 +395,20 @@ def test_actions_do_not_depend_on_how_calls_interleave(make_agent, mode, play):
 
 def test_batched_answers_when_all_who_play_are_in_and_not_before(make_agent):
     agent, state = make_agent(3, "batched"), np.zeros(4, dtype=np.float32)
-    first = agent.select_action_in_batch(1, None, state)
-    second = agent.select_action_in_batch(2, None, state)
+    first = agent.select_action_batched(1, None, state)
+    second = agent.select_action_batched(2, None, state)
     assert not first.done() and not second.done()
-    third = agent.select_action_in_batch(3, None, state)
+    third = agent.select_action_batched(3, None, state)
     actions = {1: first.wait(), 2: second.wait(), 3: third.wait()}
     assert {ob_id: [a] for ob_id, a in actions.items()} == {i: t.actions for i, t in agent.trajectories.items()}
     # One leaves while the others wait: they are answered at once; then the last one plays on alone.
-    waiting = [agent.select_action_in_batch(ob_id, 1.0, state) for ob_id in (1, 2)]
+    waiting = [agent.select_action_batched(ob_id, 1.0, state) for ob_id in (1, 2)]
     agent.leave_batch(3, 1.0)
     assert all(answer.done() for answer in waiting)
-    alone = agent.select_action_in_batch(1, 1.0, state)
+    alone = agent.select_action_batched(1, 1.0, state)
     assert not alone.done()
     agent.leave_batch(2, 1.0)
-    assert alone.done() and agent.select_action_in_batch(1, 1.0, state).done()
+    assert alone.done() and agent.select_action_batched(1, 1.0, state).done()
     agent.leave_batch(1, 1.0)
     assert [len(t.rewards) for t in agent.trajectories.values()] == [4, 2, 1]
 
@@ -442,7 +442,7 @@ def test_the_table_of_a_batch_is_touched_under_its_lock(make_agent, leave):
     """Two calls that found it complete at once would both answer it."""
     agent, state = make_agent(3, "batched"), np.zeros(4, dtype=np.float32)
     agent.waiting = Guarded(agent.batch_lock)
-    answers = [agent.select_action_in_batch(ob_id, None, state) for ob_id in (1, 2)]
+    answers = [agent.select_action_batched(ob_id, None, state) for ob_id in (1, 2)]
     arguments = {"leave_batch": (3, 1.0), "forget": (3,)}[leave]
     getattr(agent, leave)(*arguments)
     assert all(answer.done() for answer in answers)

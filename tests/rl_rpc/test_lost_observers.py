@@ -46,13 +46,13 @@ def test_the_others_play_and_learn_on_without_an_observer(make_agent, mode):
 
 def test_a_lost_observer_leaves_the_batch_that_others_wait_in(make_agent):
     agent = make_agent(3, "batched")
-    first, second = (agent.select_action_in_batch(ob_id, None, STATE) for ob_id in (1, 2))
+    first, second = (agent.select_action_batched(ob_id, None, STATE) for ob_id in (1, 2))
     assert not first.done() and not second.done()
     agent.forget(3)  # which had not asked yet
     assert first.done() and second.done()
-    agent.select_action_in_batch(1, 1.0, STATE)
+    agent.select_action_batched(1, 1.0, STATE)
     agent.forget(1)  # which waits itself: its state is in no batch any more
-    assert agent.select_action_in_batch(2, 1.0, STATE).done()
+    assert agent.select_action_batched(2, 1.0, STATE).done()
     assert len(agent.trajectories[2].actions) == 2
 
 
@@ -62,8 +62,8 @@ def test_late_calls_of_a_dropped_observer_are_refused(make_agent):
     calls = (
         lambda: step.select_action(2, STATE),
         lambda: step.report_reward(2, 1.0),
-        lambda: packed.select_next_action(2, 1.0, STATE),
-        lambda: batched.select_action_in_batch(2, None, STATE).wait(),
+        lambda: packed.select_action_packed(2, 1.0, STATE),
+        lambda: batched.select_action_batched(2, None, STATE).wait(),
         lambda: batched.leave_batch(2, 1.0),
     )
     for agent in (step, packed, batched):
