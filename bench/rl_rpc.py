@@ -9,7 +9,6 @@ every step play the first episodes only, or they would take the afternoon.
 """
 
 import argparse
-import math
 import time
 
 import numpy as np
@@ -19,12 +18,13 @@ from common import interleave, places, run_main, table, use_package, write_json
 
 use_package("rl_rpc")
 
-from agent import MODES
-from environment import make_env
+from actor import Actor
+from environment import make_env, sizes
+from faster_agents import MODES
 from glue import flags, tensors
-from learner import Learner, Trajectory
-from observer import environment_seed, noise_seed
-from policy import Actor, EpisodeNoise
+from noise import EpisodeNoise, environment_seed
+from policy import Policy
+from reinforce import Trajectory, reinforce_loss
 
 SINGLE, BARE = "single process", "bare environment"
 
@@ -36,26 +36,40 @@ def single_process(seed, observers, episodes):
     observers do, with one forward pass with gradient per episode, and a single intra-op thread (more do not help).
     """
     torch.set_num_threads(1)
-    learner = Learner("CartPole-v1", seed, threshold=math.inf)
-    actor = Actor(learner.policy)
     env = make_env("CartPole-v1")
+    torch.manual_seed(tensors.seed_for(seed, 0))
+    policy = Policy(*sizes(env))
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
+    actor = Actor(policy)
+    env_steps = 0
     started = time.perf_counter()
-    for episode in learner.until_solved(episodes):
-        learner.learn([play(env, actor, seed, ob_id, episode) for ob_id in range(1, observers + 1)])
-    return {"env_steps": learner.env_steps, "env_steps_per_second": learner.env_steps / (time.perf_counter() - started)}
+    for episode in range(1, episodes + 1):
+        trajectories = [play(env, actor, seed, ob_id, episode) for ob_id in range(1, observers + 1)]
+        env_steps += sum(len(trajectory.actions) for trajectory in trajectories)
+        learn(policy, optimizer, trajectories)
+    return {"env_steps": env_steps, "env_steps_per_second": env_steps / (time.perf_counter() - started)}
+
+
+def learn(policy, optimizer, trajectories):
+    """Train on what all observers did, as the agent does."""
+    loss = reinforce_loss(policy, trajectories, gamma=0.99)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
 
 
 def play(env, actor, seed, ob_id, episode):
     """Return the Trajectory of one observer's episode."""
-    trajectory = Trajectory(EpisodeNoise(noise_seed(seed, ob_id, episode), actor.policy))
+    noise = EpisodeNoise(seed, ob_id, episode, actor.policy)
+    trajectory = Trajectory(noise)
     state, _ = env.reset(seed=environment_seed(seed, ob_id, episode))
-    first_action, done = env.action_space.start, False
+    first_action = env.action_space.start
+    done = False
     while not done:
-        uniform, mask = trajectory.next_draw()
+        uniform, mask = noise.at(len(trajectory.actions))
         trajectory.states.append(state)
-        action, probability = actor.act(state, mask, uniform)
+        action, _ = actor.act(state, mask, uniform)
         trajectory.actions.append(action)
-        trajectory.probabilities.append(probability)
         state, reward, terminated, truncated, _ = env.step(first_action + action)
         trajectory.rewards.append(float(reward))
         done = terminated or truncated

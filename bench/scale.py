@@ -119,21 +119,23 @@ def measure(scenario, workers, args, hosts):
 def alone():
     """Return the seconds that a step takes to play, and to learn from, alone on a core."""
     import rl_rpc  # the bench of this name
+    from actor import Actor
     from environment import make_env
     from glue.tensors import keep_freed_memory
-    from learner import Learner
-    from policy import Actor
+    from play import load_policy
 
     keep_freed_memory()
     torch.set_num_threads(1)
-    learner, env, times = Learner(lr=1e-6), make_env("CartPole-v1"), []
-    learner.load_state_dict(torch.load(solved_policy())["state"])
-    actor = Actor(learner.policy)
+    env = make_env("CartPole-v1")
+    policy, _ = load_policy(solved_policy())
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-6)
+    actor = Actor(policy)
+    times = []
     for _ in range(10):
         started = time.perf_counter()
         trajectories = [rl_rpc.play(env, actor, 1, ob_id, 1) for ob_id in range(1, 9)]
         played = time.perf_counter()
-        learner.learn(trajectories)
+        rl_rpc.learn(policy, optimizer, trajectories)
         steps = sum(len(trajectory.actions) for trajectory in trajectories)
         times.append(((played - started) / steps, (time.perf_counter() - played) / steps))
     return [statistics.median(column) for column in zip(*times, strict=True)]

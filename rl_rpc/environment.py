@@ -1,17 +1,13 @@
 """Making an environment, and refusing one that the policy cannot play.
 
-Runs in the observers, which step the environment, in the agent for the greedy evaluation, and in main.py's checks.
+Runs in the observers, which step the environment, in the agent, which needs its sizes, and in main.py's checks.
 
 Shapes: D = observation features, A = number of actions.
 """
 
-import copy
-
 import gymnasium as gym
 
 from glue import PermanentError
-from glue.tensors import seed_for
-from policy import Actor
 
 
 def make_env(env_id, render_mode=None):
@@ -52,28 +48,3 @@ def reward_threshold(env, chosen=None):
         return chosen
     own = env.spec.reward_threshold
     return float("inf") if own is None else own
-
-
-def play_episode(env, choose_action, seed=None, max_steps=10_000, on_step=None):
-    """Play one episode on a local environment; return its total reward.
-
-    choose_action: state (D,) float array -> action, an int in [0, A). on_step is called after the reset and every step.
-    """
-    state, _ = env.reset(seed=seed)
-    total = 0.0
-    for _ in range(max_steps):
-        if on_step is not None:
-            on_step()
-        # Discrete spaces may start at another number than 0; the policy always counts from 0.
-        state, reward, terminated, truncated, _ = env.step(env.action_space.start + choose_action(state))
-        total += float(reward)
-        if terminated or truncated:
-            break
-    return total
-
-
-def play_greedily(policy, env_id, episodes, seed):
-    """Return the rewards of `episodes` episodes in which the most probable action is always taken, dropout off."""
-    actor = Actor(copy.deepcopy(policy).cpu())  # one state at a time: a GPU would only add its launch times
-    env = make_env(env_id)
-    return [play_episode(env, actor.act_greedily, seed_for(seed, "evaluation", n)) for n in range(episodes)]

@@ -10,19 +10,15 @@ Rank 0 is the agent; every other rank is an observer with an environment of its 
 
 import glue.before_torch  # noqa: F401  (first, see there)
 
-import math
 import os
-import statistics
 
 import torch.distributed.rpc as rpc
 
-from agent import MODES, Agent
-from environment import make_env, play_greedily
-from glue import checkpoint, flags, launch, report, tensors
+from environment import make_env
+from faster_agents import MODES
+from glue import flags, launch, tensors
 from glue.meter import Meter
-from learner import Learner
-
-SETTINGS = ("seed", "env_id")  # a run that goes on from a checkpoint must have the same
+from progress import Progress
 
 
 def worker_name(rank, args):
@@ -70,67 +66,34 @@ def run_worker(rank, args, job):
 
 
 def run_agent(args, job):
-    """Command episodes until the policy is good enough, then show what it learned."""
-    learner = Learner(args.env_id, args.seed, args.gamma, args.lr, args.reward_threshold, job.device)
-    observers = [worker_name(rank, args) for rank in range(1, args.world_size)]
-    agent = Agent(observers, learner, job.lose if args.on_lost == "continue" else None)
-    job.on_lost(1, agent.drop)  # from here on, with --on_lost continue
-    run_episode = MODES[args.mode]
-    result, meter = report.Report("rl_rpc", args), Meter(args.transport)
-    settings = {name: vars(args)[name] for name in SETTINGS}
-    if state := checkpoint.resume(args, "rl_rpc", settings):
-        learner.load_state_dict(state)
-        average = f"{learner.running_reward:.2f}"
-        result.say(f"Going on after episode {learner.episodes}, with an average reward of {average}.")
-        if learner.solved or learner.episodes >= args.max_episodes:
-            result.say(report.NOTHING_LEFT)
-    threshold = learner.reward_threshold
-    goal = f"reward threshold of {threshold} is reached, or for {args.max_episodes} episodes"
-    result.say(f"This will run until {goal}. Ctrl+C to exit.")
-    steps_before, bar = learner.env_steps, result.progress()
-    for episode in learner.until_solved(args.max_episodes):
-        with meter.step():
-            run_episode(agent)
+    """Play and learn until the policy is good enough, then show what it learned: in rank 0."""
+    agent = make_agent(args, job)
+    progress = Progress(agent, args)
+    progress.start()
+    meter = Meter(args.transport)
+    while not agent.solved and agent.episodes < args.max_episodes:
+        with meter.step():  # one update: an episode of every observer, in `async` of one of them
+            agent.run_episode()
             last_reward = agent.finish_episode()
-        result.scalar("reward/last", last_reward, episode)
-        result.scalar("reward/running", learner.running_reward, episode)
-        average = f"{learner.running_reward:.2f}"
-        bar.set_postfix_str(f"episode {episode}, average reward {average}", refresh=False)
-        bar.update(learner.env_steps - steps_before - bar.n)
-        if episode % args.log_interval == 0:
-            result.say(f"Episode {episode}\tLast reward: {last_reward:.2f}\tAverage reward: {average}")
-            if args.checkpoint:
-                checkpoint.save(args.checkpoint, "rl_rpc", settings, learner.state_dict())
-    bar.close()
-    agent.finish()
+        progress.after_episode(last_reward)
+    agent.calls.wait_for_all()  # in `async` the others still play; what they play is not learned from
+    progress.tell_result(meter, job.lost)
 
-    for path in filter(None, (args.checkpoint, args.save)):
-        checkpoint.save(path, "rl_rpc", settings, learner.state_dict())
-    average = f"running reward is {learner.running_reward:.2f} after {learner.episodes} episodes"
-    result.say(
-        f"Solved! Running reward is now {learner.running_reward}!" if learner.solved else f"Not solved: {average}."
+
+def make_agent(args, job):
+    """Return the agent of this mode, with its Observers on all other ranks."""
+    agent = MODES[args.mode](
+        [worker_name(rank, args) for rank in range(1, args.world_size)],
+        env_id=args.env_id,
+        seed=args.seed,
+        gamma=args.gamma,
+        lr=args.lr,
+        threshold=args.reward_threshold,
+        device=job.device,
+        lose=job.lose if args.on_lost == "continue" else None,
     )
-    figures = learner.figures()
-    if args.mode == "async":
-        result.say(f"Staleness: mean {figures['staleness_mean']:.2f}, max {figures['staleness_max']} updates.")
-    eval_mean = None
-    if args.eval_episodes:
-        # Better than training's own average: there, 60 % of the hidden units are missing at every step.
-        rewards = play_greedily(agent.policy, args.env_id, args.eval_episodes, args.seed)
-        eval_mean = statistics.mean(rewards)
-        reached = f"mean reward {eval_mean:.2f}, lowest {min(rewards):.2f}"
-        result.say(f"Greedy policy over {len(rewards)} episodes: {reached}")
-    result.close(
-        plot={"reward/last": "one episode", "reward/running": "running average"},
-        xlabel="episode",
-        ylabel="reward of the lowest observer",
-        floor=("solved", threshold) if math.isfinite(threshold) else None,
-        env_steps_per_second=round((learner.env_steps - steps_before) / max(meter.seconds, 1e-9), 1),
-        eval_mean_reward=eval_mean,
-        lost=sorted(job.lost),
-        **figures,
-        **meter.figures(),  # a step of training is one update here: an episode of every observer
-    )
+    job.on_lost(1, agent.calls.drop)  # from here on, with --on_lost continue
+    return agent
 
 
 if __name__ == "__main__":

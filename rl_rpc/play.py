@@ -4,18 +4,22 @@
     python play.py policy.pt --episodes 3               # prints each episode's reward
     python play.py policy.pt --episodes 1 --gif out.gif # and draws it (needs: pip install "gymnasium[classic-control]")
 
-Runs alone, without RPC. A --checkpoint file of main.py can be played as well.
+Runs alone, without RPC. A --checkpoint file of main.py can be played as well. main.py's evaluation at the end is
+play_greedily of this file.
 """
 
 import argparse
+import copy
 import os
 import sys
 
 import gymnasium
 
-from environment import make_env, play_episode, sizes
-from glue import checkpoint, flags, tensors
-from policy import Actor, Policy
+from actor import Actor
+from environment import make_env, sizes
+from glue import checkpoint, flags
+from glue.tensors import seed_for
+from policy import Policy
 
 
 def parse_args(argv=None):
@@ -47,7 +51,7 @@ def main(argv=None):
         policy, env_id = load_policy(args.policy)
         env = make_env(env_id, render_mode="rgb_array" if args.gif else None)
         for episode in range(1, args.episodes + 1):
-            seed = tensors.seed_for(args.seed, "play", episode)
+            seed = seed_for(args.seed, "play", episode)
             draw = (lambda: frames.append(env.render())) if args.gif else None
             reward = play_episode(env, Actor(policy).act_greedily, seed, on_step=draw)
             print(f"Episode {episode}\tReward: {reward:.2f}", flush=True)
@@ -55,6 +59,31 @@ def main(argv=None):
             write_gif(args.gif, frames, fps=env.metadata.get("render_fps", 30))
     except (ValueError, ImportError, OSError, gymnasium.error.Error) as error:  # the last: no renderer installed
         sys.exit(f"rl_rpc/play.py: {' '.join(str(error).split())}")
+
+
+def play_episode(env, choose_action, seed=None, max_steps=10_000, on_step=None):
+    """Play one episode on a local environment; return its total reward.
+
+    choose_action: state (D,) float array -> action, an int in [0, A). on_step is called after the reset and every step.
+    """
+    state, _ = env.reset(seed=seed)
+    total = 0.0
+    for _ in range(max_steps):
+        if on_step is not None:
+            on_step()
+        # Discrete spaces may start at another number than 0; the policy always counts from 0.
+        state, reward, terminated, truncated, _ = env.step(env.action_space.start + choose_action(state))
+        total += float(reward)
+        if terminated or truncated:
+            break
+    return total
+
+
+def play_greedily(policy, env_id, episodes, seed):
+    """Return the rewards of `episodes` episodes in which the most probable action is always taken, dropout off."""
+    actor = Actor(copy.deepcopy(policy).cpu())  # one state at a time: a GPU would only add its launch times
+    env = make_env(env_id)
+    return [play_episode(env, actor.act_greedily, seed_for(seed, "evaluation", n)) for n in range(episodes)]
 
 
 def write_gif(path, frames, fps):

@@ -29,7 +29,7 @@ options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{sys.argv[1]}", _
 rpc.init_rpc("observer1", rank=1, world_size=2, rpc_backend_options=options)
 rpc.shutdown()
 """
-OBSERVERS = "sum(type(thing).__name__ == 'Observer' for thing in __import__('gc').get_objects())"
+OBSERVERS = "sum(type(thing).__name__ == 'RolloutObserver' for thing in __import__('gc').get_objects())"
 CLOSED = "__import__('sys').modules['__main__'].closed"
 
 
@@ -38,7 +38,8 @@ def two_processes(tmp_path, monkeypatch):
     """This process is the agent's; return a function that evaluates an expression in the observer's."""
     for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(variable, "lo")
-    monkeypatch.setitem(sys.modules, "observer", judge.observer)  # RPC pickles classes by their module's name
+    for module in (judge.observer, judge.faster_observers):  # RPC pickles classes by their module's name
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     environment = os.environ | {"PYTHONPATH": str(ROOT / "rl_rpc"), "TORCH_CPP_LOG_LEVEL": "FATAL"}
     command = [sys.executable, "-W", "ignore", "-c", OBSERVE, str(tmp_path / "store")]
     other = subprocess.Popen(command, env=environment)
@@ -54,8 +55,8 @@ def two_processes(tmp_path, monkeypatch):
 
 def test_last_reference(two_processes):
     """An observer that the agent dismisses is deleted in its own process, and has closed its environment."""
-    agent = judge.agent_module.Agent(["observer1"], judge.learner_module.Learner())
-    agent.run_episode_rollout()
+    agent = judge.faster_agents.MODES["rollout"](["observer1"])
+    agent.run_episode()
     assert two_processes(OBSERVERS) == 1 and two_processes(CLOSED) == []
     agent.dismiss(1)
     deadline = time.monotonic() + 10
@@ -63,11 +64,11 @@ def test_last_reference(two_processes):
         time.sleep(0.05)
     assert two_processes(OBSERVERS) == 0, "somebody still holds a reference"
     assert two_processes(CLOSED) == ["CartPole-v1"]
-    agent.run_episode_rollout()  # with nobody left to play there is nothing to wait for
+    agent.run_episode()  # with nobody left to play there is nothing to wait for
 
 
 def test_late_rewards(make_agent):
     """Mode `late` plays and learns as every other mode, and no observer reports a reward while it plays."""
-    agent = make_agent(1)
+    agent = make_agent(1, "late")
     agent.report_reward = None  # whoever calls it now fails
-    judge.test_with_one_observer_every_mode_is_the_single_process_loop(lambda observers: agent, "late")
+    judge.test_with_one_observer_every_mode_is_the_single_process_loop(lambda observers, mode: agent, "late")

@@ -15,39 +15,84 @@ import sys
 
 import torch
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "bench"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "rl_rpc"))
 
-import learner as learner_module
-import rl_rpc  # the bench of this name: it lets the modules of the package be imported
-from environment import make_env
-from policy import Actor
+from actor import Actor
+from environment import make_env, reward_threshold, sizes
+from faster_agents import PlayedTrajectory, clipped_loss
+from glue.tensors import seed_for
+from noise import EpisodeNoise, environment_seed
+from policy import DTYPE, Policy
+from reinforce import log_probabilities, normalised_returns, reinforce_loss
 
-# What takes the place of learner.surrogate: (ratio of the probabilities, return) of each step -> what is maximised.
-PLAIN = ("REINFORCE", lambda ratio, returns: ratio.log() * returns)
-WEIGHTED = ("weights <= 1", lambda ratio, returns: ratio.detach().clamp(max=1.0) * ratio.log() * returns)
-CLIPPED = ("PPO's clip", learner_module.surrogate)
+GAMMA = 0.99
+
+
+def weighted_loss(policy, trajectories, gamma):
+    """Return REINFORCE's loss with each step weighed by how much more probable its action has become, at most by 1."""
+    log_probs_T = log_probabilities(policy, trajectories)
+    returns_T = normalised_returns(trajectories, gamma)
+    played = [probability for trajectory in trajectories for probability in trajectory.probabilities]
+    ratio_T = (log_probs_T.detach() - torch.tensor(played, dtype=DTYPE).log()).exp()
+    return -(ratio_T.clamp(max=1.0) * log_probs_T * returns_T).sum()
+
+
+PLAIN = ("REINFORCE", reinforce_loss)
+WEIGHTED = ("weights <= 1", weighted_loss)
+CLIPPED = ("PPO's clip", clipped_loss)
 VARIANTS = [(0.01, PLAIN), (0.003, PLAIN), (0.01, WEIGHTED), (0.01, CLIPPED), (0.003, CLIPPED)]
 
 
-def learn(observers, seed, lr, surrogate, max_episodes):
-    """Return the Learner after it has solved CartPole, or has not."""
-    learner_module.surrogate = surrogate
-    learner = learner_module.Learner(seed=seed, lr=lr)
-    actor, env = Actor(learner.policy), make_env("CartPole-v1")
+def play(env, actor, seed, ob_id, episode):
+    """Return the trajectory of one observer's episode, played with the weights as they are now."""
+    noise = EpisodeNoise(seed, ob_id, episode, actor.policy)
+    states = []
+    actions = []
+    rewards = []
+    probabilities = []
+    state, _ = env.reset(seed=environment_seed(seed, ob_id, episode))
+    done = False
+    while not done:
+        uniform, mask_H = noise.at(len(actions))
+        states.append(state)
+        action, probability = actor.act(state, mask_H, uniform)
+        state, reward, terminated, truncated, _ = env.step(action)
+        actions.append(action)
+        rewards.append(float(reward))
+        probabilities.append(probability)
+        done = terminated or truncated
+    trajectory = PlayedTrajectory(noise)
+    trajectory.fill(states, actions, rewards, probabilities)
+    return trajectory
+
+
+def learn(observers, seed, lr, loss_function, max_episodes):
+    """Return (whether CartPole was solved, after how many episodes, the staleness of each of their updates)."""
+    env = make_env("CartPole-v1")
+    torch.manual_seed(seed_for(seed, 0))
+    policy = Policy(*sizes(env))
+    optimizer = torch.optim.Adam(policy.parameters(), lr=lr)
+    actor = Actor(policy)
+    staleness = []
+    running_reward = 0.0
 
     def play_from(now, ob_id):
-        trajectory = rl_rpc.play(env, actor, seed, ob_id, learner.episodes + 1)
-        return now + len(trajectory.actions), ob_id, trajectory  # a step is the unit of time
+        episode = len(staleness) + 1
+        trajectory = play(env, actor, seed, ob_id, episode)
+        return now + len(trajectory.actions), ob_id, episode, trajectory  # a step is the unit of time
 
     playing = [play_from(0, ob_id) for ob_id in range(1, observers + 1)]
     heapq.heapify(playing)
-    for _ in learner.until_solved(max_episodes):
-        now, ob_id, trajectory = heapq.heappop(playing)
-        learner.learn([trajectory])
-        for *_, other in playing:
-            other.staleness += 1
+    while running_reward <= reward_threshold(env) and len(staleness) < max_episodes:
+        now, ob_id, episode, trajectory = heapq.heappop(playing)
+        loss = loss_function(policy, [trajectory], GAMMA)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        staleness.append(len(staleness) + 1 - episode)
+        running_reward = 0.05 * sum(trajectory.rewards) + (1 - 0.05) * running_reward
         heapq.heappush(playing, play_from(now, ob_id))
-    return learner
+    return running_reward > reward_threshold(env), len(staleness), staleness
 
 
 def main():
@@ -59,10 +104,11 @@ def main():
     torch.set_num_threads(1)
     print("| T | lr | learns by | staleness mean, max | solved | episodes |\n|---|---|---|---|---|---|")
     for observers in args.observers:
-        for lr, (name, surrogate) in VARIANTS:
-            runs = [learn(observers, seed, lr, surrogate, args.max_episodes) for seed in range(1, args.seeds + 1)]
-            stale = [each for run in runs for each in run.staleness]
-            episodes = sorted(run.episodes for run in runs if run.solved)
+        for lr, (name, loss_function) in VARIANTS:
+            seeds = range(1, args.seeds + 1)
+            runs = [learn(observers, seed, lr, loss_function, args.max_episodes) for seed in seeds]
+            stale = [each for _, _, staleness in runs for each in staleness]
+            episodes = sorted(episodes for solved, episodes, _ in runs if solved)
             span = f"{episodes[0]} - {episodes[-1]}" if episodes else "-"
             figures = f"{statistics.mean(stale):.1f}, {max(stale)} | {len(episodes)} of {len(runs)} | {span}"
             print(f"| {observers} | {lr} | {name} | {figures} |", flush=True)

@@ -15,12 +15,17 @@ from hypothesis import strategies as st
 from helpers import ROOT, load_module, package_on_path
 
 with package_on_path("rl_rpc"):
+    import actor as actor_module
     import agent as agent_module
     import environment
-    import learner as learner_module
+    import faster_agents
+    import faster_observers  # noqa: F401  (for exercises.py)
     import main as main_module
-    import observer
+    import noise as noise_module
+    import observer  # noqa: F401  (for exercises.py)
+    import play as play_module
     import policy as policy_module
+    import reinforce
 
 equivalence = load_module(ROOT / "tests" / "rl_rpc" / "test_equivalence.py")
 
@@ -74,7 +79,7 @@ def over_the_wire(value):
 def make_agent(monkeypatch):
     """Agents without RPC: observers are objects of this process, behind a Handle each."""
 
-    def make(observers, **settings):
+    def make(observers, mode="step", **settings):
         made = []
 
         def remote(name, cls, args):
@@ -88,23 +93,26 @@ def make_agent(monkeypatch):
         monkeypatch.setattr(agent_module, "remote", remote)
         monkeypatch.setattr(agent_module.rpc, "get_worker_info", get_worker_info)
         names = [str(rank) for rank in range(1, observers + 1)]
-        agent = agent_module.Agent(names, learner_module.Learner(**settings))
-        for ob_id in agent.ob_rrefs:
-            agent.trajectories[ob_id] = new_trajectory(agent, ob_id)
-        agent.playing = set(agent.ob_rrefs)
+        agent = faster_agents.MODES[mode](names, **settings)
+        agent.begin_trajectories(agent.ob_rrefs)
+        agent.playing = set(agent.ob_rrefs)  # of mode `batched`
         return agent
 
     return make
-
-
-def new_trajectory(agent, ob_id):
-    return learner_module.Trajectory(policy_module.EpisodeNoise(ob_id, agent.policy))
 
 
 def play_through(agent, ob_id, steps, reward=1.0):
     for t in range(steps):
         agent.select_action(ob_id, np.full(4, 0.01 * t, dtype=np.float32))
         agent.report_reward(ob_id, reward)
+
+
+def play_through_packed(agent, ob_id, steps, reward=1.0):
+    last_reward = None
+    for t in range(steps):
+        agent.select_action_packed(ob_id, last_reward, np.full(4, 0.01 * t, dtype=np.float32))
+        last_reward = reward
+    agent.report_reward(ob_id, last_reward)
 
 
 def parameters_after(agent, steps_by_observer):
@@ -120,11 +128,12 @@ def parameters_after(agent, steps_by_observer):
 @pytest.mark.parametrize("mode", [*equivalence.MODES, "async"])  # which waits for nobody, but there is nobody
 def test_with_one_observer_every_mode_is_the_single_process_loop(make_agent, mode):
     rewards, parameters = equivalence.single_process_reinforce(seed=1, episodes=15)
-    agent, played = make_agent(1), []
-    for _ in agent.learner.until_solved(15):
-        agent_module.MODES[mode](agent)
+    agent, played = make_agent(1, mode), []
+    for _ in range(15):
+        agent.run_episode()
         played.append(agent.finish_episode())
-    assert played == rewards and agent.learner.figures()["staleness_max"] == 0
+    assert played == rewards and agent.episodes == 15
+    assert agent.staleness == ({0: 15} if mode == "async" else {})
     for name, expected in parameters.items():
         torch.testing.assert_close(agent.policy.state_dict()[name], expected, rtol=0, atol=1e-5)
 
@@ -151,11 +160,11 @@ def endless():
     gym.registry.pop("Endless-v0")
 
 
-@pytest.mark.parametrize("mode", agent_module.MODES)
+@pytest.mark.parametrize("mode", faster_agents.MODES)
 def test_a_time_limit_ends_an_episode_in_every_mode(make_agent, endless, mode):
     """And every mode files the same: each state that was acted on, and each action's reward, the last one's too."""
-    agent = make_agent(1, env_id=endless)
-    agent_module.MODES[mode](agent)
+    agent = make_agent(1, mode, env_id=endless)
+    agent.run_episode()
     (trajectory,) = agent.trajectories.values()
     assert trajectory.rewards == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert [state[0] for state in trajectory.states] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
@@ -182,29 +191,31 @@ def test_the_first_failure_ends_the_episode_while_others_still_play(make_agent):
 
 def test_async_learns_from_each_episode_when_it_arrives_and_waits_for_nobody(make_agent):
     """The third observer hangs in its first episode; the others' episodes are learned from, one by one."""
-    agent, over = make_agent(3, seed=1), threading.Event()
-    hanging, plain = agent.ob_rrefs[3].value, agent.ob_rrefs[3].value.run_episode_rollout
-    hanging.run_episode_rollout = lambda *args: over.wait(20) and plain(*args)
-    sizes = []
+    agent, over = make_agent(3, "async", seed=1), threading.Event()
+    hanging, plain = agent.ob_rrefs[3].value, agent.ob_rrefs[3].value.run_episode
+    hanging.run_episode = lambda *args: over.wait(20) and plain(*args)
+    idle = []
     for _ in range(9):
-        agent.run_episode_async()
-        sizes.append(len(agent.ob_rrefs) - len(agent.under_way))
+        agent.run_episode()
+        idle.append(len(agent.ob_rrefs) - len(agent.calls.ob_ids))
         agent.finish_episode()
-    assert sizes == [1] * 9 and agent.learner.episodes == 9 and 3 in agent.under_way
-    assert agent.trajectories[3].staleness == 9  # the updates since the weights that it plays with
+    assert idle == [1] * 9 and agent.episodes == 9 and 3 in agent.calls.ob_ids
+    assert sum(agent.staleness.values()) == 9 and max(agent.staleness) < 9
     over.set()
-    while 3 in agent.under_way:
-        agent.run_episode_async()
+    while 3 in agent.calls.ob_ids:
+        agent.run_episode()
         agent.finish_episode()
-    assert agent.learner.staleness[-1] == max(agent.learner.staleness) >= 9
-    agent.finish()
-    assert not agent.under_way
+    stalest = agent.episodes - 1  # of the last update: there had been none when the third observer's episode began
+    assert stalest >= 9 and max(agent.staleness) == stalest and agent.staleness[stalest] == 1
+    assert sum(agent.staleness.values()) == agent.episodes
+    agent.calls.wait_for_all()
+    assert not agent.calls.ob_ids
 
 
 def test_weights_are_copied_before_they_are_sent(make_agent):
     """Between processes they are read from this one's memory, some time after the call; in `async` it learns on."""
-    agent = make_agent(1)
-    weights = agent._weights()
+    agent = make_agent(1, "rollout")
+    weights = agent.weights()
     before = weights["affine1.weight"].clone()
     parameters_after(agent, {1: 5})
     assert torch.equal(weights["affine1.weight"], before)
@@ -215,36 +226,61 @@ def test_old_episodes_are_learned_from_by_the_clipped_surrogate():
     """At a ratio of 1 its gradient is REINFORCE's; where the policy has moved far enough already, there is none."""
     ratio = torch.tensor([1.0, 1.3, 0.7, 1.3, 0.7, 1.19, 0.81], dtype=torch.float64, requires_grad=True)
     returns = torch.tensor([2.0, 2.0, -2.0, -2.0, 2.0, 2.0, -2.0], dtype=torch.float64)
-    learner_module.surrogate(ratio, returns).sum().backward()
+    faster_agents.surrogate(ratio, returns).sum().backward()
     assert ratio.grad.tolist() == [2.0, 0.0, 0.0, -2.0, 2.0, 2.0, -2.0]
 
 
 def test_the_ratio_of_an_old_episode_is_the_probability_now_to_the_one_then(make_agent):
     """The better half of the actions has become 1.1 times as probable; all else as REINFORCE's loss is written."""
-    agent = make_agent(1)
-    trajectory = new_trajectory(agent, 1)
+    agent = make_agent(1, "async")
+    trajectory = agent.trajectories[1]
     states = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
     masks = torch.as_tensor(trajectory.noise.masks(4))
     now = agent.policy(torch.as_tensor(states).double(), masks)[:, 0].tolist()
     then = [now[0] / 1.1, now[1] / 1.1, now[2], now[3]]
-    trajectory.fill((states, [0] * 4, [1.0] * 4, then))
-    trajectory.staleness = 1
-    returns = np.array(learner_module.discounted([1.0] * 4, agent.learner.gamma))  # the first two are the higher ones
+    trajectory.fill(states, [0] * 4, [1.0] * 4, then)
+    returns = np.array(reinforce.discounted([1.0] * 4, agent.gamma))  # the first two are the higher ones
     returns = (returns - returns.mean()) / returns.std(ddof=1)
     expected = -(1.1 * returns[:2].sum() + returns[2:].sum())
-    assert agent.learner.policy_loss([trajectory]).item() == pytest.approx(expected, rel=1e-5)
+    loss = faster_agents.clipped_loss(agent.policy, [trajectory], agent.gamma)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_only_stale_episodes_are_clipped(make_agent):
-    """The bits of the modes without staleness do not depend on the surrogate; those of a stale episode do."""
-    losses = {}
-    for staleness in (0, 1):
-        agent = make_agent(1)
-        trajectory = new_trajectory(agent, 1)
+def test_an_episode_of_this_very_policy_gives_reinforces_gradient(make_agent):
+    """So with one observer, whose episodes are never old, `async` learns what `rollout` does."""
+    agent = make_agent(1, "async")
+    agent.run_episode()
+    gradients = []
+    for loss_function in (reinforce.reinforce_loss, faster_agents.clipped_loss):
+        loss = loss_function(agent.policy, [agent.trajectories[1]], agent.gamma)
+        gradients.append(torch.autograd.grad(loss, list(agent.policy.parameters())))
+    for plain, clipped in zip(*gradients, strict=True):
+        torch.testing.assert_close(clipped, plain, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", faster_agents.MODES)
+def test_only_async_clips(make_agent, monkeypatch, mode):
+    """The bits of the modes without old weights do not depend on the surrogate; those of `async` do."""
+
+    def trained():
+        agent = make_agent(1, mode)
+        agent.run_episode()
+        agent.finish_episode()
+        return agent.policy.affine1.weight.detach()
+
+    expected = trained()
+    monkeypatch.setattr(faster_agents, "surrogate", lambda ratio, returns: 0 * ratio * returns)
+    assert torch.equal(trained(), expected) == (mode != "async")
+
+
+def test_async_learns_from_the_probabilities_that_the_observer_acted_with(make_agent):
+    """An episode whose actions have all become less probable since then is not worth its plain loss."""
+    losses = []
+    for loss_function in (reinforce.reinforce_loss, faster_agents.clipped_loss):
+        agent = make_agent(1, "async")
         rng = np.random.default_rng(0)
-        trajectory.fill((rng.normal(size=(20, 4)).astype(np.float32), [0, 1] * 10, [1.0] * 20, [0.9] * 20))
-        trajectory.staleness = staleness
-        losses[staleness] = agent.learner.policy_loss([trajectory])
+        agent.trajectories[1].fill(rng.normal(size=(20, 4)).astype(np.float32), [0, 1] * 10, [1.0] * 20, [0.9] * 20)
+        losses.append(loss_function(agent.policy, [agent.trajectories[1]], agent.gamma))
     assert losses[0] != losses[1] and torch.isfinite(losses[1])
 
 
@@ -258,16 +294,19 @@ def test_every_rank_has_a_name_of_its_own():
 
 def test_observers_see_different_environments_and_draws():
     """Tutorial: every observer seeded its environment with the same --seed."""
-    makers = (observer.environment_seed, observer.noise_seed)
-    seeds = {make(1, ob_id, episode) for make in makers for ob_id in range(1, 6) for episode in range(1, 6)}
-    assert len(seeds) == 50
+    policy, first_draws = policy_module.Policy(), set()
+    for ob_id in range(1, 6):
+        for episode in range(1, 6):
+            first_draws.add(np.random.default_rng(noise_module.environment_seed(1, ob_id, episode)).random())
+            first_draws.add(noise_module.EpisodeNoise(1, ob_id, episode, policy).at(0)[0])
+    assert len(first_draws) == 50  # and an observer's actions are not drawn as its environment is
 
 
 def test_returns_do_not_leak_from_one_observer_into_another(make_agent, monkeypatch):
     """Tutorial: the running return R went on through the concatenated rewards of all observers."""
     seen = []
-    original = learner_module.discounted
-    monkeypatch.setattr(learner_module, "discounted", lambda r, g: seen.append(original(r, g)) or seen[-1])
+    original = reinforce.discounted
+    monkeypatch.setattr(reinforce, "discounted", lambda r, g: seen.append(original(r, g)) or seen[-1])
     parameters_after(make_agent(2), {1: 2, 2: 3})
     assert seen == [[1.99, 1.0], [pytest.approx(2.9701), 1.99, 1.0]]
 
@@ -276,7 +315,7 @@ def test_returns_do_not_leak_from_one_observer_into_another(make_agent, monkeypa
 @settings(max_examples=50, deadline=None)
 def test_discounted_returns_are_the_definition(rewards, gamma):
     expected = [sum(gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))]
-    assert learner_module.discounted(rewards, gamma) == pytest.approx(expected, abs=1e-9)
+    assert reinforce.discounted(rewards, gamma) == pytest.approx(expected, abs=1e-9)
 
 
 def test_the_last_reward_is_the_lowest_observers_and_not_divided(make_agent):
@@ -285,29 +324,29 @@ def test_the_last_reward_is_the_lowest_observers_and_not_divided(make_agent):
     for ob_id, steps in ((1, 30), (2, 12), (3, 20)):
         play_through(agent, ob_id, steps)
     assert agent.finish_episode() == 12
-    assert agent.learner.running_reward == pytest.approx(0.05 * 12)
-    assert agent.learner.env_steps == 62
+    assert agent.running_reward == pytest.approx(0.05 * 12)
+    assert agent.env_steps == 62
 
 
 def test_the_threshold_is_within_reach_with_any_number_of_observers(make_agent):
-    agent = make_agent(4)
+    agent = make_agent(4, "rollout")
     for _ in range(80):
-        for ob_id in agent.trajectories:
-            agent.trajectories[ob_id] = new_trajectory(agent, ob_id)
-            agent.trajectories[ob_id].fill((np.zeros((500, 4)), [0, 1] * 250, [1.0] * 500, [0.5] * 500))
+        agent.begin_trajectories(agent.ob_rrefs)
+        for trajectory in agent.trajectories.values():
+            trajectory.fill(np.zeros((500, 4)), [0, 1] * 250, [1.0] * 500, [0.5] * 500)
         agent.finish_episode()
-    assert agent.learner.solved and agent.learner.reward_threshold == 475
+    assert agent.solved and agent.reward_threshold == 475
 
 
 def test_negative_rewards_do_not_count_as_solved_at_once(make_agent):
     """Tutorial: the running reward starts at 0, which is above Acrobot's threshold of -100."""
     agent = make_agent(1, env_id="Acrobot-v1")
-    assert not agent.learner.solved
+    assert not agent.solved
     for _ in range(500):
         agent.select_action(1, np.zeros(6, dtype=np.float32))
         agent.report_reward(1, -1.0)
     agent.finish_episode()
-    assert agent.learner.running_reward == -500 and not agent.learner.solved
+    assert agent.running_reward == -500 and not agent.solved
 
 
 def test_an_episode_of_one_step_leaves_the_policy_finite(make_agent):
@@ -338,22 +377,24 @@ def test_transport_follows_the_mode():
 # ---- concurrency -----------------------------------------------------------------------------------------------------
 
 
-def test_actions_do_not_depend_on_how_calls_interleave(make_agent):
+@pytest.mark.parametrize(("mode", "play"), [("step", play_through), ("packed", play_through_packed)])
+def test_actions_do_not_depend_on_how_calls_interleave(make_agent, mode, play):
     """Tutorial: all observers drew from one shared generator, and the interpreter's lock was said to make that safe."""
-    one_by_one, at_once = make_agent(4), make_agent(4)
+    one_by_one, at_once = make_agent(4, mode), make_agent(4, mode)
     for ob_id in one_by_one.trajectories:
-        play_through(one_by_one, ob_id, 300)
-    threads = [threading.Thread(target=play_through, args=(at_once, ob_id, 300)) for ob_id in at_once.trajectories]
+        play(one_by_one, ob_id, 300)
+    threads = [threading.Thread(target=play, args=(at_once, ob_id, 300)) for ob_id in at_once.trajectories]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     for ob_id, trajectory in one_by_one.trajectories.items():
         assert at_once.trajectories[ob_id].actions == trajectory.actions
+        assert at_once.trajectories[ob_id].rewards == trajectory.rewards == [1.0] * 300
 
 
 def test_batched_answers_when_all_who_play_are_in_and_not_before(make_agent):
-    agent, state = make_agent(3), np.zeros(4, dtype=np.float32)
+    agent, state = make_agent(3, "batched"), np.zeros(4, dtype=np.float32)
     first = agent.select_action_batched(1, None, state)
     second = agent.select_action_batched(2, None, state)
     assert not first.done() and not second.done()
@@ -373,7 +414,7 @@ def test_batched_answers_when_all_who_play_are_in_and_not_before(make_agent):
 
 
 class Guarded(dict):
-    """The table of a batch: entries come and go under the lock only."""
+    """The table of a batch: entries come and go, and are counted, under the lock only."""
 
     def __init__(self, lock):
         super().__init__()
@@ -383,6 +424,14 @@ class Guarded(dict):
         assert self.lock.locked()
         super().__setitem__(*entry)
 
+    def __len__(self):
+        assert self.lock.locked()
+        return super().__len__()
+
+    def __iter__(self):
+        assert self.lock.locked()
+        return super().__iter__()
+
     def pop(self, *key):
         assert self.lock.locked()
         return super().pop(*key)
@@ -391,15 +440,8 @@ class Guarded(dict):
 @pytest.mark.parametrize("leave", ["leave_batch", "forget"])
 def test_the_table_of_a_batch_is_touched_under_its_lock(make_agent, leave):
     """Two calls that found it complete at once would both answer it."""
-    agent, state = make_agent(3), np.zeros(4, dtype=np.float32)
+    agent, state = make_agent(3, "batched"), np.zeros(4, dtype=np.float32)
     agent.waiting = Guarded(agent.batch_lock)
-    take = agent._take_full_batch
-
-    def take_under_lock():
-        assert agent.batch_lock.locked()
-        return take()
-
-    agent._take_full_batch = take_under_lock
     answers = [agent.select_action_batched(ob_id, None, state) for ob_id in (1, 2)]
     arguments = {"leave_batch": (3, 1.0), "forget": (3,)}[leave]
     getattr(agent, leave)(*arguments)
@@ -413,15 +455,18 @@ def test_one_row_and_many_rows_choose_the_same_actions():
     """What float64 is for: rounding that depends on the number of rows, or on who computes, stays below 1e-14."""
     torch.manual_seed(0)
     policy = policy_module.Policy(num_actions=3)
-    actor, noise = policy_module.Actor(policy), policy_module.EpisodeNoise(3, policy)
+    actor, noise = actor_module.Actor(policy), noise_module.EpisodeNoise(3, 1, 1, policy)
     states = np.random.default_rng(0).normal(size=(256, 4)).astype(np.float32)
-    by_torch = policy.scores(torch.as_tensor(states).double(), torch.as_tensor(noise.masks(256))).detach().numpy()
+    states_by_torch, masks_by_torch = torch.as_tensor(states).double(), torch.as_tensor(noise.masks(256))
+    by_torch = policy.scores(states_by_torch, masks_by_torch).detach().numpy()
     together = actor.scores(states, noise.masks(256))
     alone = [actor.scores(state, noise.at(t)[1]) for t, state in enumerate(states)]
     assert abs(together - by_torch).max() < 1e-14 and abs(alone - by_torch).max() < 1e-14
-    actions = [policy_module.draw(*case)[0] for case in zip(together, noise.uniforms, strict=True)]
+    actions = [actor_module.draw_from_scores(*case)[0] for case in zip(together, noise.uniforms, strict=True)]
     assert actions == [actor.act(s, noise.at(t)[1], noise.at(t)[0])[0] for t, s in enumerate(states)]
-    most_probable = policy(torch.as_tensor(states).double()).argmax(1).tolist()
+    probabilities = policy(states_by_torch, masks_by_torch).tolist()  # from which mode `step` draws
+    assert actions == [policy_module.draw(*case)[0] for case in zip(probabilities, noise.uniforms, strict=True)]
+    most_probable = policy(states_by_torch).argmax(1).tolist()
     assert [actor.act_greedily(state) for state in states] == most_probable
 
 
@@ -429,7 +474,7 @@ def test_an_actor_sees_what_is_written_into_its_policys_weights():
     """It reads the parameters' own memory; a copy of them would go on with the weights of the day it was made."""
     torch.manual_seed(0)
     policy, other, state = policy_module.Policy(), policy_module.Policy(), np.ones(4, dtype=np.float32)
-    actor = policy_module.Actor(policy)
+    actor = actor_module.Actor(policy)
 
     def expected():
         return pytest.approx(policy.scores(torch.as_tensor(state).double()).tolist(), abs=1e-14)
@@ -439,14 +484,14 @@ def test_an_actor_sees_what_is_written_into_its_policys_weights():
     torch.optim.Adam(policy.parameters(), lr=0.1).step()
     assert actor.scores(state) == expected() and actor.scores(state) != pytest.approx(before, abs=1e-3)
     policy.load_state_dict(other.state_dict())
-    assert actor.scores(state) == expected() and actor.scores(state) == policy_module.Actor(other).scores(state)
+    assert actor.scores(state) == expected() and actor.scores(state) == actor_module.Actor(other).scores(state)
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=6))
 @settings(max_examples=25, deadline=None)
 def test_noise_does_not_depend_on_how_it_is_asked_for(steps):
     policy = policy_module.Policy(hidden=8)
-    stepwise, whole = policy_module.EpisodeNoise(5, policy), policy_module.EpisodeNoise(5, policy)
+    stepwise, whole = (noise_module.EpisodeNoise(5, 1, 1, policy) for _ in range(2))
     masks = whole.masks(400)
     for t in steps:
         uniform, mask = stepwise.at(t - 1)
@@ -455,19 +500,26 @@ def test_noise_does_not_depend_on_how_it_is_asked_for(steps):
 
 def test_dropout_masks_drop_the_share_that_they_should():
     policy = policy_module.Policy()
-    mask = policy_module.EpisodeNoise(1, policy).masks(2000)
+    mask = noise_module.EpisodeNoise(1, 1, 1, policy).masks(2000)
     assert set(np.unique(mask)) == {0.0, 2.5}
     assert (mask == 0).mean() == pytest.approx(0.6, abs=0.005)
 
 
-def test_draw_follows_the_probabilities():
+@pytest.mark.parametrize(
+    ("draw", "weights"),
+    [(policy_module.draw, [0.2, 0.5, 0.3]), (actor_module.draw_from_scores, np.log([0.2, 0.5, 0.3]).tolist())],
+)
+def test_draw_follows_the_probabilities(draw, weights):
     uniforms = (np.arange(10_000) + 0.5) / 10_000
-    scores = np.log([0.2, 0.5, 0.3]).tolist()
-    drawn = [policy_module.draw(scores, u) for u in uniforms]
+    drawn = [draw(weights, u) for u in uniforms]
     assert np.bincount([action for action, _ in drawn]).tolist() == [2000, 5000, 3000]
     assert {round(probability, 12) for _, probability in drawn} == {0.2, 0.5, 0.3}
-    assert policy_module.draw([-1000.0, 0.0], 0.0)[0] == 1  # an action that has probability 0 is never drawn
-    assert policy_module.draw([800.0, 799.0], 0.999999)[0] == 1
+
+
+def test_an_action_that_has_probability_0_is_never_drawn():
+    assert policy_module.draw([0.0, 1.0], 0.0)[0] == 1
+    assert actor_module.draw_from_scores([-1000.0, 0.0], 0.0)[0] == 1
+    assert actor_module.draw_from_scores([800.0, 799.0], 0.999999)[0] == 1
 
 
 # ---- environments ----------------------------------------------------------------------------------------------------
@@ -524,14 +576,14 @@ def test_actions_that_do_not_start_at_zero_and_episodes_that_never_end(make_agen
     gym.register("OffsetCorridor-v0", OffsetCorridor)
     try:
         player = make_agent(1, env_id="OffsetCorridor-v0").ob_rrefs[1].value
-        player._reset(1)
-        state, reward, done = player._step(1)  # to the right: the environment's own number for it is 4
+        player.reset(1)
+        state, reward, done = player.step(1)  # to the right: the environment's own number for it is 4
         assert (state.tolist(), reward, done) == ([1.0], 1.0, False)
         env = environment.make_env("OffsetCorridor-v0")
         assert environment.reward_threshold(env) == float("inf")
         assert environment.reward_threshold(env, 3.5) == 3.5
-        assert environment.play_episode(env, lambda state: 1) == 5
-        assert environment.play_episode(env, lambda state: 0, max_steps=50) == 50
+        assert play_module.play_episode(env, lambda state: 1) == 5
+        assert play_module.play_episode(env, lambda state: 0, max_steps=50) == 50
     finally:
         gym.registry.pop("OffsetCorridor-v0")
 
@@ -544,9 +596,9 @@ def test_the_greedy_evaluation_plays_another_episode_each_time(monkeypatch):
         seeds.append(seed)
         return float(len(seeds))
 
-    monkeypatch.setattr(environment, "play_episode", play_episode)
-    assert environment.play_greedily(policy, "CartPole-v1", 5, seed=1) == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert environment.play_greedily(policy, "CartPole-v1", 5, seed=2)[0] == 6.0
+    monkeypatch.setattr(play_module, "play_episode", play_episode)
+    assert play_module.play_greedily(policy, "CartPole-v1", 5, seed=1) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert play_module.play_greedily(policy, "CartPole-v1", 5, seed=2)[0] == 6.0
     assert len(set(seeds)) == 10
 
 
@@ -569,9 +621,12 @@ def test_a_checkpoint_of_another_seed_or_environment_is_refused(make_agent, monk
     assert "\n" not in str(refused.value) and file.read_bytes() == before
 
 
-def test_a_learner_goes_on_from_another_ones_state():
-    first = learner_module.Learner()
-    first.episodes = 7
-    again = learner_module.Learner()
+def test_an_agent_goes_on_from_the_state_of_one_of_another_mode(make_agent):
+    first = make_agent(2)
+    for _ in range(3):
+        first.run_episode()
+        first.finish_episode()
+    again = make_agent(1, "rollout")
     again.load_state_dict(first.state_dict())
-    assert again.episodes == 7
+    assert again.episodes == 3 and again.env_steps == first.env_steps and again.running_reward == first.running_reward
+    equivalence.assert_equal_to_the_bit(again.state_dict(), first.state_dict())

@@ -12,7 +12,7 @@ import torch
 from helpers import package_on_path, run_main
 
 with package_on_path("rl_rpc"):
-    import observer
+    import noise
     import policy
     from glue import tensors
 
@@ -35,11 +35,11 @@ def single_process_reinforce(seed, episodes, observers=1, gamma=0.99):
     for episode in range(1, episodes + 1):
         log_probs, returns, totals = [], [], []
         for ob_id in range(1, observers + 1):
-            noise = policy.EpisodeNoise(observer.noise_seed(seed, ob_id, episode), network)
-            state, _ = env.reset(seed=observer.environment_seed(seed, ob_id, episode))
+            draws = noise.EpisodeNoise(seed, ob_id, episode, network)
+            state, _ = env.reset(seed=noise.environment_seed(seed, ob_id, episode))
             rewards = []
             for t in itertools.count():
-                uniform, mask = noise.at(t)
+                uniform, mask = draws.at(t)
                 h = torch.from_numpy(state).double().unsqueeze(0) @ network.affine1.weight.T + network.affine1.bias
                 h = torch.relu(h * torch.from_numpy(mask))
                 probs = torch.softmax(h @ network.affine2.weight.T + network.affine2.bias, dim=1)[0]
@@ -68,7 +68,7 @@ def play(folder, mode, world_size=4, *flags, episodes=EPISODES, name=None):
         flags += ("--transport", "uv")
     flags += ("--mode", mode, "--world_size", world_size, "--max_episodes", episodes, "--log_interval", 1)
     flags += ("--eval_episodes", 0, "--checkpoint", path, "--summary_json", summary)
-    flags += ("--trace", folder / f"{name or mode}.trace.json")  # RPCs are counted only where they are recorded
+    flags += ("--trace", folder / f"{name or mode}.trace.json")  # which has RPCs counted
     done = run_main("rl_rpc", *flags)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     state = torch.load(path, weights_only=True, map_location="cpu")["state"]

@@ -13,38 +13,39 @@ from jobs import Job
 
 test_agent = load_module(ROOT / "tests" / "rl_rpc" / "test_agent.py")
 make_agent = test_agent.make_agent  # a fixture
-MODES = list(test_agent.agent_module.MODES)
+MODES = list(test_agent.faster_agents.MODES)
 STATE = np.zeros(4, dtype=np.float32)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_others_play_and_learn_on_without_an_observer(make_agent, mode):
     """One of three fails within its second episode; `lose` is where the job would find out that it is gone."""
-    agent, lost = make_agent(3), []
+    lost = []
 
     def lose(ob_id, error):
         lost.append((ob_id, str(error)))
-        assert agent.drop(ob_id) == "its episode is thrown away"
+        assert agent.calls.drop(ob_id) == "its episode is thrown away"
 
-    agent.lose = lose
-    play, failing = test_agent.agent_module.MODES[mode], agent.ob_rrefs[2].value
-    play(agent)
+    agent = make_agent(3, mode, lose=lose)
+    failing = agent.ob_rrefs[2].value
+    agent.run_episode()
     agent.finish_episode()
 
     def fail(action):
         raise ValueError("injected fault")
 
-    failing._step = fail
+    failing.step = fail
     for _ in range(12):
-        play(agent)
+        agent.run_episode()
         agent.finish_episode()
-    agent.finish()
-    assert lost == [(2, "injected fault")] and agent.learner.episodes == 13
-    assert set(agent.trajectories) == set(agent.ob_rrefs) == {1, 3} and not agent.under_way
+    agent.calls.wait_for_all()
+    assert lost == [(2, "injected fault")] and agent.episodes == 13
+    assert set(agent.trajectories) == set(agent.ob_rrefs) == {1, 3} and not agent.calls.ob_ids
+    assert agent.calls.drop(1) == ""  # with no episode under way there is nothing to throw away
 
 
 def test_a_lost_observer_leaves_the_batch_that_others_wait_in(make_agent):
-    agent = make_agent(3)
+    agent = make_agent(3, "batched")
     first, second = (agent.select_action_batched(ob_id, None, STATE) for ob_id in (1, 2))
     assert not first.done() and not second.done()
     agent.forget(3)  # which had not asked yet
@@ -57,28 +58,37 @@ def test_a_lost_observer_leaves_the_batch_that_others_wait_in(make_agent):
 
 def test_late_calls_of_a_dropped_observer_are_refused(make_agent):
     """As of one that was stopped for longer than the job's patience, and has just woken up."""
-    agent = make_agent(2)
-    agent.forget(2)
+    step, packed, batched = (make_agent(2, mode) for mode in ("step", "packed", "batched"))
     calls = (
-        lambda: agent.select_action(2, STATE),
-        lambda: agent.report_reward(2, 1.0),
-        lambda: agent.select_action_packed(2, 1.0, STATE),
-        lambda: agent.select_action_batched(2, None, STATE).wait(),
-        lambda: agent.leave_batch(2, 1.0),
+        lambda: step.select_action(2, STATE),
+        lambda: step.report_reward(2, 1.0),
+        lambda: packed.select_action_packed(2, 1.0, STATE),
+        lambda: batched.select_action_batched(2, None, STATE).wait(),
+        lambda: batched.leave_batch(2, 1.0),
     )
+    for agent in (step, packed, batched):
+        agent.forget(2)
     for call in calls:
         with pytest.raises((KeyError, RuntimeError), match="2"):
             call()
-    # And a whole episode, in `rollout` and `async`, well played or failed: its future ends, and nobody takes it.
-    agent.under_way = {1}
-    agent.lose = lambda *_: pytest.fail("an observer that had been dropped was lost once more")
+
+
+def test_a_late_episode_of_a_dropped_observer_is_not_taken(make_agent):
+    """A whole episode, in `rollout` and `async`, well played or failed: its future ends, and nobody takes it."""
     played, failed = torch.futures.Future(), torch.futures.Future()
-    played.set_result(([], [], [], []))
-    failed.set_exception(ValueError("it woke up, and its next call was refused"))
     for future in (played, failed):
-        agent.ended.put((2, future))
-        agent.wait_for_one(lambda *_: pytest.fail("an episode of a dropped observer was filed"))
-    assert set(agent.trajectories) == {1} and agent.under_way == {1}
+        agent = make_agent(2, "rollout", lose=lambda *_: pytest.fail("a dropped observer was lost once more"))
+        first = torch.futures.Future()
+        agent.calls.add(1, first)
+        agent.calls.add(2, future)
+        agent.calls.drop(2)
+        if future is played:
+            future.set_result("an episode of a dropped observer")
+        else:
+            future.set_exception(ValueError("it woke up, and its next call was refused"))
+        first.set_result("an episode")
+        assert list(agent.calls.as_completed()) == [(1, "an episode")]
+        assert set(agent.trajectories) == set(agent.ob_rrefs) == {1} and not agent.calls.ob_ids
 
 
 # ---- whole jobs ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pretend_device
 from helpers import ROOT, load_module, run_on_pretend_device
 
 test_agent = load_module(ROOT / "tests" / "rl_rpc" / "test_agent.py")
-agent, main = test_agent.agent_module, test_agent.main_module
+main = test_agent.main_module
 make_agent = test_agent.make_agent  # a fixture
 pytestmark = pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING))
 EPISODES = 8
@@ -62,20 +62,20 @@ def test_a_job_on_the_device_equals_one_process_on_the_cpu():
 
 def test_the_policy_is_on_the_device_while_it_plays(run_agent, monkeypatch):
     """So that the equality above is not one of two runs on the CPU."""
-    where, plain = set(), main.Learner.policy_loss
+    where, plain = set(), test_agent.agent_module.reinforce_loss
 
-    def policy_loss(learner, trajectories):
-        loss = plain(learner, trajectories)
-        where.update(str(tensor.device) for tensor in (loss, *learner.policy.parameters()))
+    def reinforce_loss(policy, trajectories, gamma):
+        loss = plain(policy, trajectories, gamma)
+        where.update(str(tensor.device) for tensor in (loss, *policy.parameters()))
         return loss
 
-    monkeypatch.setattr(main.Learner, "policy_loss", policy_loss)
+    monkeypatch.setattr(test_agent.agent_module, "reinforce_loss", reinforce_loss)
     run_agent(pretend_device.DEVICE, "step", "--max_episodes", "1")
     assert where == {pretend_device.DEVICE}
 
 
 def test_weights_that_are_sent_from_the_device_are_caught(run_agent, monkeypatch):
-    monkeypatch.setattr(agent, "to_wire", lambda tensor: tensor)
+    monkeypatch.setattr(test_agent.faster_agents, "to_wire", lambda tensor: tensor)
     with pytest.raises(TypeError, match="it must travel by way of the CPU"):
         run_agent(pretend_device.DEVICE, "rollout", "--max_episodes", "1")
 

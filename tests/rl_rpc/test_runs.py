@@ -22,6 +22,7 @@ def test_default_command_prints_what_the_tutorial_prints(tmp_path):
     summary_path, plot, saved = tmp_path / "summary.json", tmp_path / "curve.png", tmp_path / "saved.pt"
     flags = ("--max_episodes", 12, "--eval_episodes", 2, "--checkpoint", saved)
     outputs = ("--summary_json", summary_path, "--plot", plot, "--logdir", tmp_path / "logs")
+    outputs += ("--trace", tmp_path / "trace.json")  # which has RPCs counted
     done = run_main("rl_rpc", *flags, *outputs)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -32,7 +33,7 @@ def test_default_command_prints_what_the_tutorial_prints(tmp_path):
     summary = json.loads(summary_path.read_text())
     assert summary["scenario"] == "rl_rpc" and summary["mode"] == "step" and summary["episodes"] == 12
     assert summary["solved"] is False and summary["eval_mean_reward"] > 0 and summary["env_steps_per_second"] > 0
-    assert summary["rpc_calls"] is None, "counted only with --trace"
+    assert summary["rpc_calls"] == 12 + 2 * summary["env_steps"]  # made: one per episode; served: two per step
     assert plot.read_bytes().startswith(b"\x89PNG") and any((tmp_path / "logs").iterdir())
     # And it is the single-process loop with one observer.
     rewards, parameters = equivalence.single_process_reinforce(seed=1, episodes=12)
@@ -71,8 +72,8 @@ def test_gif_or_one_line_that_says_what_is_missing(tmp_path):
     policy, gif = tmp_path / "policy.pt", tmp_path / "out.gif"
     with package_on_path("rl_rpc"):
         from glue import checkpoint
-        from learner import Learner
-    checkpoint.save(policy, "rl_rpc", {"env_id": "CartPole-v1"}, Learner().state_dict())
+        from policy import Policy
+    checkpoint.save(policy, "rl_rpc", {"env_id": "CartPole-v1"}, {"policy": Policy().state_dict()})
     screen = {"XDG_RUNTIME_DIR": "", "DISPLAY": "", "WAYLAND_DISPLAY": ""}  # none here
     played = run_script("rl_rpc/play.py", policy, "--episodes", 1, "--gif", gif, env=screen)
     try:
