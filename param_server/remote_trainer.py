@@ -23,7 +23,8 @@ class TrainerNet(nn.Module):
 
     def __init__(self, rank, device):
         super().__init__()
-        self.rank, self.device = rank, device
+        self.rank = rank
+        self.device = device
         # An RRef: a reference to an object in another process, which lives at least as long as somebody holds one.
         self.param_server_rref = rpc.remote("parameter_server", get_parameter_server)
 

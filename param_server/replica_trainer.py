@@ -21,9 +21,12 @@ class Replica:
     """A trainer's copy of the network, and its connection to the server of the weights."""
 
     def __init__(self, rank, server_rref, device):
-        self.rank, self.server_rref, self.device = rank, server_rref, device
+        self.rank = rank
+        self.server_rref = server_rref
+        self.device = device
         self.net = Net().to(device)
-        self.version, self.weights_P = 0, None  # as the server last gave them
+        self.version = 0  # of the weights, as the server last gave them
+        self.weights_P = None
         self.answer = None  # Future of the answer to a push, until it is taken
 
     def pull(self):
@@ -77,7 +80,8 @@ def train_replica(replica, args, batches):
     # timeout=0: no limit. This call waits for the slowest trainer, and for the evaluation.
     while assignment := scoreboard_rref.rpc_sync(timeout=0).next_assignment(rank, batches.per_epoch, meter.figures()):
         replica.pull()
-        images_seen = batches_done = 0  # since the last push
+        images_seen = 0  # since the last push
+        batches_done = 0
         for step, (batch, data, target) in enumerate(batches.of(assignment.epoch, assignment.batches)):
             with meter.step():
                 dropout_key = None if args.no_dropout else (args.seed, "dropout", assignment.epoch, batch)
@@ -94,7 +98,8 @@ def train_replica(replica, args, batches):
                     replica.send(push)
                     if not args.overlap:
                         replica.wait_for_answer()
-                    images_seen = batches_done = 0
+                    images_seen = 0
+                    batches_done = 0
                 else:
                     replica.step_locally(assignment.lr)
             if step % args.log_interval == 0:

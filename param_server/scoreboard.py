@@ -59,7 +59,8 @@ class Scoreboard:
     """
 
     def __init__(self, args, server):
-        self.args, self.server = args, server
+        self.args = args
+        self.server = server
         self.settings = {name: vars(args)[name] for name in SETTINGS}
         self.lock = threading.Lock()  # for what two trainers may touch at once
         # What a checkpoint keeps:

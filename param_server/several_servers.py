@@ -132,8 +132,8 @@ class FirstServer(ReplicaServer):
         super().__init__(args, device)
         self.num_servers = args.num_servers
         self.sgd = FlatSGD(self.part_of(self.sgd.weights, 0).clone(), args.momentum)
+        self.log = []  # the newest Updates, those after version `log_start`
         self.log_start = 0
-        self.log = []  # the Updates after version `log_start`
         # (version, weights (P,), momentum (P,) or (0,)) of a checkpoint, until all servers have their part of it.
         self.unshared = None
 
@@ -166,8 +166,10 @@ class FirstServer(ReplicaServer):
     def save_soon(self):
         """Let the Scoreboard's writer collect and save the weights that all servers have after the newest Update."""
         self.log[-1].capture = True  # nobody has heard of it yet: this is under the lock
-        what = self.scoreboard.updates, self.sgd.state(), self.log_start, self.log.copy()
-        self.scoreboard.save_soon(functools.partial(self.collect_captured, *what))
+        collect = functools.partial(
+            self.collect_captured, self.scoreboard.updates, self.sgd.state(), self.log_start, self.log.copy()
+        )
+        self.scoreboard.save_soon(collect)
 
     def collect_captured(self, version, state, start, log):
         """Return what a checkpoint keeps of all servers; `state` is this one's part.  Not under the lock: it waits."""
@@ -207,8 +209,9 @@ class FirstServer(ReplicaServer):
         version, weights_P, velocity_P = self.unshared
         sent = []
         for index in range(1, self.num_servers):
-            part = self.part_of(weights_P, index), self.part_of(velocity_P, index)
-            sent.append(server_rref(index).rpc_async().start_from(version, *part))
+            weights_R = self.part_of(weights_P, index)
+            velocity_R = self.part_of(velocity_P, index)
+            sent.append(server_rref(index).rpc_async().start_from(version, weights_R, velocity_R))
         torch.futures.wait_all(sent)
         self.unshared = None
 

@@ -313,7 +313,7 @@ def test_two_checkpoints_under_way_each_have_the_weights_of_their_own_moment(tmp
         job.push(trainer, batch)
     end_of_epoch = threading.Thread(target=job.next_batches)
     end_of_epoch.start()
-    end_of_epoch.join(0.3)
+    end_of_epoch.join(0.1)
     assert end_of_epoch.is_alive() and not saved  # both are under way
     writer_may_go_on.set()
     end_of_epoch.join(20)

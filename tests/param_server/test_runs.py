@@ -49,7 +49,8 @@ def run(*flags, timeout=150):
 def test_a_run_learns_and_tells_its_figures(tmp_path, mode):
     summary_file, curve = tmp_path / "summary.json", tmp_path / "curve.png"
     flags = ("--world_size", 3, "--max_batches", 200, "--lr", 0.05, "--log_interval", 50)
-    done = run(*MODES[mode], *flags, "--summary_json", summary_file, "--plot", curve)
+    trace = ("--trace", tmp_path / "trace.json")  # which has RPCs counted
+    done = run(*MODES[mode], *flags, "--summary_json", summary_file, "--plot", curve, *trace)
     summary = json.loads(summary_file.read_text())
     assert re.search(r"^Epoch 1: Accuracy 0\.\d{4}, ", done.stdout, re.M)
     assert {line.split()[1] for line in done.stdout.splitlines() if line.startswith("Rank")} == {"1", "2"}

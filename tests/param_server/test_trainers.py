@@ -126,8 +126,9 @@ def test_overlap_tells_a_staleness_of_one_but_for_the_first_gradient(monkeypatch
     assert (of_the_newest - of_the_last).abs().max() > 1e-2  # the two would not be taken for each other
 
 
-def test_overlap_waits_for_its_last_push_before_it_asks_for_more(monkeypatch, small):
-    first, weights = train(monkeypatch, small, "--overlap", "--world_size", 2, reference=Slow)
+def test_overlap_waits_for_its_last_push_before_it_asks_for_more(monkeypatch, small, capsys):
+    first, weights = train(monkeypatch, small, "--overlap", "--world_size", 2, "--log_interval", 1, reference=Slow)
+    assert capsys.readouterr().out.count("training batch") == BATCHES  # none was assigned a second time
     _, expected = one_process(small, late=1)
     assert first.scoreboard.images_applied == [4 * BATCHES] and first.scoreboard.updates == BATCHES
     torch.testing.assert_close(weights, expected, rtol=0, atol=1e-4)
