@@ -170,4 +170,4 @@ if __name__ == "__main__":
 
 # The limits. When a rank dies, the others end if they were spawned, and hang if in terminals. A
 # taken port ends the run. Nothing is saved to resume from. main.py does these: glue/watch.py,
-# addresses.py, checkpoint.py. Each step is two round trips: agent.py has modes with fewer.
+# meeting.py, checkpoint.py. Each step is two round trips: faster_agents.py has modes with fewer.

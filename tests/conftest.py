@@ -20,7 +20,7 @@ ENVIRONMENT = dict(os.environ)
 def same_environment():
     """Each test has the one that the tests were started with, whatever others, or what they share, have set.
 
-    The glue sets some where it is called in this process (addresses.py: on which interfaces).
+    The glue sets some where it is called in this process (meeting.py: on which interfaces).
     """
     put_back()
     yield

@@ -1,7 +1,7 @@
 """Watching over a job: every rank shows every second that it lives; rank 0 watches all the others, and they rank 0.
 
 So a beat costs a rank the reading of a few keys, however many ranks there are, and rank 0 one key of each.  A job can
-go on without some of its ranks, but never without rank 0 (living.py): whoever is lost, somebody is left who notices.
+go on without some of its ranks, but never without rank 0 (job.py): whoever is lost, somebody is left who notices.
 
 Runs in every rank, on two threads of its own.  An RPC to a dead peer fails at once; shutdown() would wait for ever.
 """

@@ -93,6 +93,16 @@ def test_a_link_to_code_names_what_is_there(page):
         assert name in names_in(page.parent / path), (name, path)
 
 
+def test_a_file_that_is_named_is_there():
+    """In every page, and in the comments and docstrings of what is run."""
+    code = [path for folder in (*PACKAGES, "bench") for path in (ROOT / folder).glob("**/*.py")]
+    ours = {path.name for path in [*code, *(ROOT / "tests").glob("**/*.py")]}
+    others = {"forty.py", "random.py"}  # a user's own
+    others |= {"parameter_server.py", "rpc_parameter_server.py"}  # the published code's
+    for path in [*PAGES, *code]:
+        assert set(re.findall(r"\b\w+\.py\b", path.read_text())) <= ours | others, path
+
+
 def test_every_concept_leads_to_a_line_of_code():
     """But for those that are said to be about what lies outside of it."""
     paragraphs = re.findall(r"^\*\*(.+?)\*\*(.*?)(?=\n\n|\Z)", CONCEPTS, re.DOTALL | re.MULTILINE)
