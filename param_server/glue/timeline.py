@@ -18,9 +18,10 @@ from glue.checkpoint import write_aside
 LANES = ("main thread", "calls in flight", "RPC thread", "answers owed")  # of a rank, from above
 NO_THREAD = {"async": LANES[1], "remote": LANES[1], "held": LANES[3]}  # kinds of bars for which no thread waits
 
-COLORS = {"waiting": "#c6dbec", "working": "#1d5b8c", "backward": "#7aa6c8"}  # the last: here, or in other processes
+BAR_COLORS = {"waiting": "#c6dbec", "working": "#1d5b8c", "backward": "#7aa6c8"}
 STATES = {"backward": "backward", "run": "working", "step": "working", "work": "working"}  # by name or kind of a bar
-ARROW = {"arrowstyle": "-|>", "linewidth": 0.5, "mutation_scale": 5, "shrinkA": 0, "shrinkB": 0, "color": "black"}
+MESSAGE_COLORS = ("#d55e00", "#009e73", "#cc79a7", "#e69f00", "#000000")  # one for each process but the busiest
+ARROW = {"arrowstyle": "-|>", "linewidth": 0.9, "mutation_scale": 6, "shrinkA": 0, "shrinkB": 0}
 PAPER = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}  # below a name
 MOST_CALLS = 60  # in a picture
 
@@ -201,20 +202,24 @@ def draw(file, kind, traces, steps=None, milliseconds=None):
     `steps`: the first and the last to draw; without, one of median length, or what was before a failure.
     """
     from matplotlib.figure import Figure  # a second to import, so only when asked for
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     windows = [choose_window(events, steps) for events in traces.values()]
     span = milliseconds * 1e3 if milliseconds else max(end - start for start, end in windows)  # in microseconds
-    shown = [bars_of(events, start, start + span) for events, (start, _) in zip(traces.values(), windows, strict=True)]
-    lanes = [len({(bar["pid"], bar["tid"]) for bar in bars}) for bars in shown]
-    figure = Figure((10, 0.28 * sum(lanes) + 0.4 * len(lanes) + 0.4), layout="constrained")
-    panels = figure.subplots(len(lanes), sharex=True, squeeze=False, height_ratios=lanes)[:, 0]
-    for axes, title, bars, (start, _) in zip(panels, traces, shown, windows, strict=True):
-        draw_panel(axes, traces[title], bars, start, span / 1e3)
+    views = [View(events, start, span) for events, (start, _) in zip(traces.values(), windows, strict=True)]
+    heights = [len(view.rows) for view in views]
+    figure = Figure((10, 0.28 * sum(heights) + 0.4 * len(heights) + 0.7), layout="constrained")
+    panels = figure.subplots(len(views), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    keys = {}  # what the legend says: its marks
+    for axes, title, view in zip(panels, traces, views, strict=True):
+        view.draw(axes)
         axes.set_title(title, loc="left", fontsize=9)
+        keys |= {state: Patch(color=BAR_COLORS[state]) for state in view.states()}
+        for name, color in view.partners():
+            keys[f"messages of {name}"] = Line2D([], [], color=color, linewidth=1.5)
     panels[-1].set_xlabel("milliseconds", fontsize=8)
-    keys = [Patch(color=color) for color in COLORS.values()]
-    figure.legend(keys, COLORS, loc="outside upper right", ncols=3, fontsize=8, frameon=False)
+    figure.legend(keys.values(), keys, loc="outside upper right", ncols=min(len(keys), 6), fontsize=8, frameon=False)
     figure.savefig(file, dpi=110, format=kind)
 
 
@@ -239,45 +244,112 @@ def choose_window(events, wanted):
     return start, [*[time for time in calls if start <= time < end][MOST_CALLS:], end][0]
 
 
-def draw_panel(axes, events, bars, start, width):
-    """Draw so many milliseconds of one trace, from `start` on: these bars, and the messages between them."""
-    labels = [event for event in events if event["ph"] == "M"]
-    named = {(label["pid"], label["tid"], label["name"]): label["args"]["name"] for label in labels}
-    rows = {lane: row for row, lane in enumerate(sorted({(bar["pid"], bar["tid"]) for bar in bars}, reverse=True))}
-    taken = {}  # row -> how far its last name reaches
-    for bar in bars:
-        row = rows[bar["pid"], bar["tid"]]
-        begin = (bar["ts"] - start) / 1e3
-        length = bar["dur"] / 1e3
-        state = STATES.get(bar["name"]) or STATES.get(bar["cat"], "waiting")
-        edge = 0.4 if length > width / 200 else 0  # around a very short one it would be all that is seen
-        axes.barh(row, length, 0.7, begin, color=COLORS[state], edgecolor="white", linewidth=edge)
-        left, right = max(begin, 0), min(begin + length, width)
-        written = 0.007 * width * (len(bar["name"]) + 1)  # about as wide as the name will be
-        if right - left > written and left >= taken.get(row, 0):
-            taken[row] = left + written
-            axes.text(left, row, f" {bar['name']}", fontsize=6.5, va="center", clip_on=True, bbox=PAPER)
-    draw_arrows(axes, events, rows, start, width)
-    for event in events:
-        if event["ph"] == "i":  # how the job ended
+class View:
+    """Some milliseconds of one trace: its bars and messages, and a row for each lane that has more than waiting."""
+
+    def __init__(self, events, start, span):
+        """From `start` on, for so many microseconds."""
+        self.start = start
+        self.width = span / 1e3  # in milliseconds, as all that is drawn
+        labels = [event for event in events if event["ph"] == "M"]
+        self.names = {(label["name"], label["pid"], label["tid"]): label["args"]["name"] for label in labels}
+        self.ends = [event for event in events if event["ph"] == "i"]  # how the job ended
+        bars = bars_of(events, start, start + span)
+        self.messages = messages_of(events, start, start + span)
+        busy = {lane_of(bar) for bar in bars if state_of(bar) != "waiting"}
+        for tail, head in self.messages:
+            busy |= {lane_of(tail), lane_of(head)}
+        self.bars = [bar for bar in bars if lane_of(bar) in busy]
+        lanes = sorted({lane_of(bar) for bar in self.bars}, reverse=True)
+        self.rows = {lane: row for row, lane in enumerate(lanes)}
+        self.colors = colors_of_partners(events)
+
+    def states(self):
+        """Return what the threads do in this view, in the order of the legend."""
+        shown = {state_of(bar) for bar in self.bars}
+        return [state for state in BAR_COLORS if state in shown]
+
+    def partners(self):
+        """Return (name, color) of each process that has messages of its own color here."""
+        if len(self.colors) < 2:
+            return []
+        shown = {rank for message in self.messages for rank in (self.partner(message),)}
+        return [(self.names["process_name", rank, 0], self.colors[rank]) for rank in self.colors if rank in shown]
+
+    def partner(self, message):
+        """Return the rank whose color a message has: the one at either end that is not the busiest."""
+        ranks = sorted({end["pid"] for end in message})
+        return next((rank for rank in ranks if rank in self.colors), None)
+
+    def milliseconds(self, event):
+        return (event["ts"] - self.start) / 1e3
+
+    def draw(self, axes):
+        """Draw the bars, their names, and the messages between them."""
+        for bar in self.bars:
+            length = bar["dur"] / 1e3
+            edge = 0.4 if length > self.width / 200 else 0  # around a very short one it would be all that is seen
+            place = self.rows[lane_of(bar)], length, 0.7, self.milliseconds(bar)
+            axes.barh(*place, color=BAR_COLORS[state_of(bar)], edgecolor="white", linewidth=edge)
+        for message in self.messages:
+            tail, head = ((self.milliseconds(end), self.rows.get(lane_of(end))) for end in message)
+            if tail[1] is not None and head[1] is not None:
+                arrow = ARROW | {"color": self.colors.get(self.partner(message), "black")}
+                axes.annotate("", head, tail, arrowprops=arrow, annotation_clip=False)
+        self.write_names(axes)
+        for event in self.ends:
             axes.set_title(event["name"], loc="right", fontsize=8, color="firebrick")
-            axes.axvline((event["ts"] - start) / 1e3, color="firebrick", linewidth=2)
-    ticks = [f"{named[pid, 0, 'process_name']}, {named[pid, tid, 'thread_name']}" for pid, tid in rows]
-    axes.set_yticks([*rows.values()], ticks)
-    axes.set(xlim=(0, width), ylim=(-0.6, len(rows) - 0.4))
-    axes.tick_params(labelsize=7)
+            axes.axvline(self.milliseconds(event), color="firebrick", linewidth=2)
+        labels = []
+        for rank, lane in self.rows:
+            labels.append(f"{self.names['process_name', rank, 0]}, {self.names['thread_name', rank, lane]}")
+        axes.set_yticks([*self.rows.values()], labels)
+        axes.set(xlim=(0, self.width), ylim=(-0.6, len(self.rows) - 0.4))
+        axes.tick_params(labelsize=7)
+
+    def write_names(self, axes):
+        """Write each bar's name into it, where there is room."""
+        taken = {}  # row -> how far its last name reaches
+        for bar in self.bars:
+            row = self.rows[lane_of(bar)]
+            left = max(self.milliseconds(bar), 0)
+            right = min(self.milliseconds(bar) + bar["dur"] / 1e3, self.width)
+            length = 0.007 * self.width * (len(bar["name"]) + 1)  # about that of the name
+            if right - left > length and left >= taken.get(row, 0):
+                taken[row] = left + length
+                axes.text(left, row, f" {bar['name']}", fontsize=6.5, va="center", clip_on=True, bbox=PAPER)
 
 
-def draw_arrows(axes, events, rows, start, width):
-    """Draw the messages that leave in this window, between the lanes that have a row in it."""
+def lane_of(event):
+    """Return (rank, lane within it)."""
+    return event["pid"], event["tid"]
+
+
+def state_of(bar):
+    """Return what its thread does during a bar: a key of BAR_COLORS."""
+    return STATES.get(bar["name"]) or STATES.get(bar["cat"], "waiting")
+
+
+def messages_of(events, start, end):
+    """Return the messages (event where it leaves, event where it arrives) that leave between two times."""
     tails = {}  # number of the arrow -> where it begins
+    messages = []
     for event in events:
-        if event["ph"] not in "sf":
-            continue
-        place = (event["ts"] - start) / 1e3, rows.get((event["pid"], event["tid"]))
         if event["ph"] == "s":
-            tails[event["id"]] = place
-            continue
-        tail = tails.pop(event["id"])
-        if 0 <= tail[0] < width and None not in tail + place:
-            axes.annotate("", place, tail, arrowprops=ARROW, annotation_clip=False)
+            tails[event["id"]] = event
+        elif event["ph"] == "f":
+            tail = tails.pop(event["id"])
+            if start <= tail["ts"] < end:
+                messages.append((tail, event))
+    return messages
+
+
+def colors_of_partners(events):
+    """Return {rank: color of its messages}, for all ranks but the one that has most messages: they tell whose they are.
+
+    With a server and two trainers, for example, what goes to and from a trainer has that trainer's color.
+    """
+    counts = collections.Counter(event["pid"] for event in events if event["ph"] in "sf")
+    busiest = [rank for rank, _ in counts.most_common(1)]
+    others = sorted(counts.keys() - set(busiest))
+    return {rank: MESSAGE_COLORS[place % len(MESSAGE_COLORS)] for place, rank in enumerate(others)}

@@ -19,32 +19,39 @@ from matplotlib.ticker import MaxNLocator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 EPISODE = re.compile(r"^Episode (\d+)\t.*Average reward: ([\d.]+)$", re.MULTILINE)
-# Package -> flags of all runs, title and flags of each, which step to show, and how many milliseconds from its start.
+# Package -> its pictures of timelines: file, the modes in it by their titles, the step that is shown, and how many
+# milliseconds from its start. And the flags of all its runs.
 TIMELINES = {
     "rl_rpc": (
         ["--world_size", "3", "--max_episodes", "40", "--eval_episodes", "0"],
-        {mode: ["--mode", mode] for mode in ("step", "packed", "batched", "rollout", "async")},
-        (35, 8.0),
+        [
+            ("timelines", {mode: ["--mode", mode] for mode in ("step", "packed", "batched")}, 35, 3.5),
+            ("timelines_rollout", {mode: ["--mode", mode] for mode in ("rollout", "async")}, 35, 8.0),
+        ],
     ),
     "rnn_rpc": (
         ["--world_size", "2", "--epochs", "1", "--corpus_tokens", "40000", "--vocabulary", "10000"],
-        {mode: ["--mode", mode] for mode in ("logits", "loss", "overlap")},
-        (20, 150.0),
+        [("timelines", {mode: ["--mode", mode] for mode in ("logits", "loss", "overlap")}, 20, 150.0)],
     ),
     "ddp_rpc": (
         ["--world_size", "4", "--epochs", "2", "--batches", "30"],
-        {mode: ["--mode", mode] for mode in ("sync", "averaged", "pipelined")},
-        (20, 14.0),
+        [("timelines", {mode: ["--mode", mode] for mode in ("sync", "averaged", "pipelined")}, 20, 10.0)],
     ),
     "param_server": (
         ["--world_size", "3", "--dataset", "synthetic", "--max_batches", "30"],
-        {
-            "remote": ["--mode", "remote"],
-            "replica (asynchronous)": ["--mode", "replica"],
-            "replica --overlap": ["--mode", "replica", "--overlap"],
-            "replica --consistency sync": ["--mode", "replica", "--consistency", "sync"],
-        },
-        (20, 150.0),
+        [
+            (
+                "timelines",
+                {
+                    "remote": ["--mode", "remote"],
+                    "replica (asynchronous)": ["--mode", "replica"],
+                    "replica --overlap": ["--mode", "replica", "--overlap"],
+                    "replica --consistency sync": ["--mode", "replica", "--consistency", "sync"],
+                },
+                20,
+                150.0,
+            )
+        ],
     ),
 }
 
@@ -55,30 +62,32 @@ def run(package, *flags):
 
 
 def draw_timelines(package):
-    """Draw one panel per mode, all at one time scale."""
+    """Draw the pictures of a package: in each, one panel per mode, all at one time scale."""
     sys.path.insert(0, str(ROOT / package))
     from glue import timeline
 
-    common, modes, (step, milliseconds) = TIMELINES[package]
-    traces = {}
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, "trace.json")
-        for title, flags in modes.items():
-            run(package, *common, *flags, "--trace", str(path))
-            traces[title] = json.loads(path.read_text())["traceEvents"]
-    with open(ROOT / package / "pictures" / "timelines.png", "wb") as file:
-        timeline.draw(file, "png", traces, (step, step), milliseconds)
+    common, pictures = TIMELINES[package]
+    for name, modes, step, milliseconds in pictures:
+        traces = {}
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "trace.json")
+            for title, flags in modes.items():
+                run(package, *common, *flags, "--trace", str(path))
+                traces[title] = json.loads(path.read_text())["traceEvents"]
+        with open(ROOT / package / "pictures" / f"{name}.png", "wb") as file:
+            timeline.draw(file, "png", traces, (step, step), milliseconds)
 
 
 def draw_seeds():
     """Draw the running reward of each of five seeds as a thin line, and their median."""
     figure = Figure((7, 4), layout="constrained")
-    axes, curves = figure.subplots(), []
+    axes = figure.subplots()
+    curves = []
     for seed in range(1, 6):
         text = run("rl_rpc", "--mode", "rollout", "--seed", str(seed), "--log_interval", "1", "--eval_episodes", "0")
-        episodes, rewards = zip(
-            *((int(episode), float(reward)) for episode, reward in EPISODE.findall(text)), strict=True
-        )
+        found = EPISODE.findall(text)
+        episodes = [int(episode) for episode, _ in found]
+        rewards = [float(reward) for _, reward in found]
         curves.append(rewards)
         axes.plot(episodes, rewards, color="tab:blue", linewidth=0.6, alpha=0.6, label=None if seed > 1 else "one seed")
     longest = max(map(len, curves))  # a run that has ended stays where it was
