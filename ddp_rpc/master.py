@@ -107,9 +107,8 @@ class HybridMaster:
             f"{args.num_trainers} trainer{'s' * (args.num_trainers > 1)}"
         )
         self.report.close(
-            {"heldout/accuracy": "the model"},
+            {"accuracy on held-out bags (fraction)": {"heldout/accuracy": "the model"}},
             "epoch",
-            "accuracy on held-out bags (fraction)",
             floor=("the teacher's own", figures["ceiling_accuracy"]),
             counts=("staleness (steps since the lookup)", staleness),
             **figures,

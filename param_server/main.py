@@ -45,6 +45,7 @@ def parse_args(argv=None):
     add("--momentum", type=fraction, default=0.0, metavar="X", help="of the SGD on the server")
     add("--no_dropout", action="store_true", help="deterministic training, for comparisons")
     add("--log_interval", type=positive_int, default=100, metavar="N", help="batches between two printed losses")
+    add("--evaluations", type=positive_int, default=1, metavar="N", help="times per epoch the accuracy is measured")
     add("--checkpoint_every", type=positive_int, default=500, metavar="N", help="updates between two checkpoints")
     split = "remote: GPUs to split the network over (1 or 2: --device cuda; 0: --device cpu)"
     add("--num_gpus", type=int, choices=[0, 1, 2], help=split)

@@ -8,6 +8,7 @@ kept.
 import collections
 import concurrent.futures
 import itertools
+import math
 import statistics
 import threading
 import time
@@ -71,6 +72,7 @@ class Scoreboard:
         self.images_applied = []  # to the weights, by epoch
         # Trainer -> numbers of the batches that it has still to do.  None: this epoch's are not assigned yet.
         self.assignments = None
+        self.later = []  # numbers of the batches of this epoch that come after the next evaluation
         # Since this process started:
         self.living = set(trainers(args))
         self.images = 0
@@ -200,6 +202,9 @@ class Scoreboard:
             self.seconds += time.perf_counter() - self.started
         if self.batches_left() == []:
             self.finish_epoch()
+        elif self.later and not any(self.assignments.values()):
+            self.evaluate()
+            self.report.say(f"Epoch {self.epoch + 1}, update {self.updates}: Accuracy {self.accuracy:.4f}")
         tasks = {}
         if self.epoch < self.args.epochs:
             lr = self.learning_rate()
@@ -216,11 +221,9 @@ class Scoreboard:
 
     def finish_epoch(self):
         """Evaluate, tell, and turn the page.  All trainers wait for this."""
-        weights = self.server.capture()
-        self.accuracy = get_accuracy(self.server.model, self.test_images, self.test_labels)
+        weights = self.evaluate()
         self.epoch += 1
         self.assignments = None
-        self.report.scalar("test accuracy", self.accuracy, self.updates)
         # Nothing was trained yet where this goes on from a checkpoint of the epoch's last update.
         speed = f"{self.images / self.seconds:,.0f} images/s, " if self.seconds else ""
         figures = report.staleness_figures(self.stale)
@@ -230,14 +233,25 @@ class Scoreboard:
             self.save_soon(lambda: weights)
             self.last_save.result()
 
+    def evaluate(self):
+        """Measure the accuracy on the test images; return the weights, as capture() gave them.  All trainers wait."""
+        weights = self.server.capture()
+        self.accuracy = get_accuracy(self.server.model, self.test_images, self.test_labels)
+        self.report.scalar("test accuracy", self.accuracy, self.updates)
+        return weights
+
     def assign_batches(self):
-        """Share what is left of the epoch, or a new epoch, among the living."""
+        """Share what is left of the epoch, or a new epoch, among the living: up to the next evaluation."""
         left = self.batches_left()
         if left is None:
             left = self.batches_of_an_epoch()
             self.images_applied.append(0)
+        part = math.ceil(len(self.batches_of_an_epoch()) / self.args.evaluations)
+        end = (left[0] // part + 1) * part  # of the part that the first batch belongs to
+        now = [batch for batch in left if batch < end]
+        self.later = [batch for batch in left if batch >= end]
         living = sorted(self.living)
-        self.assignments = {trainer: left[place :: len(living)] for place, trainer in enumerate(living)}
+        self.assignments = {trainer: now[place :: len(living)] for place, trainer in enumerate(living)}
 
     def batches_of_an_epoch(self):
         """Return the numbers of all batches that the trainers do together in an epoch."""
@@ -260,7 +274,9 @@ class Scoreboard:
 
     def batches_left(self):
         """Return the batches of this epoch that are not applied yet, or None if it has not begun."""
-        return None if self.assignments is None else sorted(itertools.chain(*self.assignments.values()))
+        if self.assignments is None:
+            return None
+        return sorted(itertools.chain(self.later, *self.assignments.values()))
 
     def progress(self):
         """Return a copy of what a checkpoint keeps."""
@@ -289,9 +305,12 @@ def write_result(done, lost):
     for name in ("rpc_calls_per_step", "wire_bytes_per_step"):  # the mean over the trainers, if they have it
         values = [measured[name] for measured in done.figures.values()]
         figures[name] = None if None in values else round(statistics.mean(values), 2)
-    curves = {"loss": "loss of a batch (nats)", "test accuracy": "accuracy on test images (fraction)"}
+    curves = {
+        "loss (nats)": {"loss": "training, one batch"},
+        "accuracy (fraction)": {"test accuracy": "test images"},
+    }
     counts = "staleness (updates since reading)", done.stale
-    return done.report.close(curves, "updates of the weights", "loss, accuracy", counts=counts, **figures)
+    return done.report.close(curves, "updates of the weights", counts=counts, **figures)
 
 
 @torch.no_grad()

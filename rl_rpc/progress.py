@@ -72,9 +72,8 @@ class Progress:
         steps = agent.env_steps - self.steps_before
         threshold = agent.reward_threshold
         self.result.close(
-            plot={"reward/last": "one episode", "reward/running": "running average"},
+            plot={"reward of the lowest observer": {"reward/last": "one episode", "reward/running": "running average"}},
             xlabel="episode",
-            ylabel="reward of the lowest observer",
             floor=("solved", threshold) if math.isfinite(threshold) else None,
             episodes=agent.episodes,
             env_steps=agent.env_steps,

@@ -55,9 +55,10 @@ class Progress:
         if meter.seconds:
             tokens_per_second = round(meter.timed_steps * tokens_per_step / meter.seconds, 1)
         self.result.close(
-            plot={"perplexity/train": "training text", "perplexity/heldout": "held-out text"},
+            plot={
+                "perplexity (words)": {"perplexity/train": "training text", "perplexity/heldout": "held-out text"},
+            },
             xlabel="epoch",
-            ylabel="perplexity (words)",
             floor=("floor", self.corpus.floor) if self.corpus.floor else None,
             heldout_perplexity=trainer.heldout,
             epochs=trainer.epoch,

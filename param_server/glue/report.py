@@ -14,6 +14,7 @@ from tqdm import tqdm
 from glue import PermanentError
 from glue.checkpoint import write_aside
 
+FEW_POINTS = 20  # of a curve: each of them is marked
 NOTHING_LEFT = "Nothing is left to do: the checkpoint is of a finished run."  # said after "Going on after ..."
 
 tqdm.set_lock(threading.RLock())  # tqdm's own lock is a system-wide semaphore, which a killed process leaves behind
@@ -49,11 +50,12 @@ class Report:
         if self.writer:
             self.writer.add_scalar(name, value, step)
 
-    def close(self, plot, xlabel, ylabel, floor=None, counts=None, **figures):
+    def close(self, plot, xlabel, floor=None, counts=None, **figures):
         """Write --summary_json (with the scenario's own `figures`) and --plot.  Returns the summary.
 
-        `plot`: {name of a curve: words for the legend}; `floor`, a (label, value) pair: a horizontal line for a known
-        bound or target; `counts`, a (label, {whole number: how often}) pair: a histogram beside the curves.
+        `plot`: {label of the vertical axis: {name of a curve: words for the legend}}, a panel for each axis; `floor`, a
+        (label, value) pair: a horizontal line in the last of them, for a known bound or target; `counts`, a (label,
+        {whole number: how often}) pair: a histogram beside them.
         """
         args = self.args
         seconds = round(time.perf_counter() - self.started, 3)
@@ -65,27 +67,31 @@ class Report:
             content = json.dumps(summary, indent=2, allow_nan=False).encode() + b"\n"  # JSON has no NaN
             write_aside(args.summary_json, lambda file: file.write(content))
         if args.plot:
-            write_aside(args.plot, lambda file: self._draw(file, plot, xlabel, ylabel, floor, counts))
+            write_aside(args.plot, lambda file: self._draw(file, plot, xlabel, floor, counts))
         return summary
 
-    def _draw(self, file, plot, xlabel, ylabel, floor, counts):
+    def _draw(self, file, plot, xlabel, floor, counts):
         from matplotlib.figure import Figure  # a second to import, so only when asked for
         from matplotlib.ticker import MaxNLocator
 
-        label, times = counts or ("", {})
-        figure = Figure((10 if times else 7, 4), layout="constrained")
-        panels = figure.subplots(1, 2 if times else 1, squeeze=False, width_ratios=[2, 1] if times else None)[0]
-        for name, words in plot.items():
-            steps, values = self.curves.get(name, ([], []))
-            panels[0].plot(steps, values, label=words, linewidth=1.2, marker="o" if len(steps) == 1 else None)
+        label, times = counts or ("", {})  # none in a run that had nothing left to do
+        widths = [7 if len(plot) == 1 else 5] * len(plot) + [3.5] * bool(times)
+        figure = Figure((sum(widths), 4), layout="constrained")
+        panels = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
+        for axes, (ylabel, curves) in zip(panels, plot.items(), strict=False):  # the histogram comes after them
+            for name, words in curves.items():
+                steps, values = self.curves.get(name, ([], []))
+                axes.plot(steps, values, label=words, linewidth=1.2, marker="o" if len(steps) <= FEW_POINTS else None)
+            axes.set(xlabel=xlabel, ylabel=ylabel)
+        last = panels[len(plot) - 1]
         if floor:
-            panels[0].axhline(floor[1], linestyle="--", color="gray", linewidth=1, label=f"{floor[0]} ({floor[1]:.4g})")
-        panels[0].set(xlabel=xlabel, ylabel=ylabel)
-        panels[0].legend()
-        if times:  # none in a run that had nothing left to do
-            panels[1].bar(list(times), list(times.values()))
-            panels[1].set(xlabel=label, ylabel="gradients")
-            panels[1].yaxis.set_major_locator(MaxNLocator(integer=True))
+            last.axhline(floor[1], linestyle="--", color="gray", linewidth=1, label=f"{floor[0]} ({floor[1]:.4g})")
+        for axes in panels[: len(plot)]:
+            axes.legend()
+        if times:
+            panels[-1].bar(list(times), list(times.values()))
+            panels[-1].set(xlabel=label, ylabel="gradients")
+            panels[-1].yaxis.set_major_locator(MaxNLocator(integer=True))
         for axes in panels:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.grid(alpha=0.3)

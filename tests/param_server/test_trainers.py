@@ -105,6 +105,8 @@ def one_process(batches, late=0, epochs=1, momentum=0.0, rates=(LR, LR)):
         (("--overlap",), {"late": 1}, {0: 2, 1: 18}),  # the first of an epoch is not late
         (("--overlap", "--num_servers", 2), {"late": 1}, {0: 2, 1: 18}),
         (("--consistency", "sync", "--num_servers", 3), {}, {0: 20}),
+        (("--evaluations", 3), {}, {0: 20}),
+        (("--evaluations", 3, "--num_servers", 2), {}, {0: 20}),
     ],
 )
 def test_one_trainer_computes_what_one_process_does(monkeypatch, small, capsys, flags, expected, stale):
@@ -116,6 +118,15 @@ def test_one_trainer_computes_what_one_process_does(monkeypatch, small, capsys, 
     assert [float(loss) for loss in told] == pytest.approx(losses, abs=1e-4)
     torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-4)
     assert first.scoreboard.stale == stale and first.scoreboard.images_applied == [4 * BATCHES] * 2
+
+
+def test_the_accuracy_is_measured_as_often_as_is_asked_for(monkeypatch, small, capsys):
+    flags = ("--world_size", 3, "--epochs", 2, "--evaluations", 4)  # after 3, 6, 9 and all 10 batches
+    first, _ = train(monkeypatch, small, *flags)
+    updates, accuracies = first.scoreboard.report.curves["test accuracy"]
+    assert updates == [3, 6, 9, 10, 13, 16, 19, 20] and all(0 <= accuracy <= 1 for accuracy in accuracies)
+    told = re.findall(r"^Epoch (\d), update (\d+): Accuracy \d\.\d{4}$", capsys.readouterr().out, re.M)
+    assert told == [("1", "3"), ("1", "6"), ("1", "9"), ("2", "13"), ("2", "16"), ("2", "19")]
 
 
 def test_overlap_tells_a_staleness_of_one_but_for_the_first_gradient(monkeypatch, small):
