@@ -23,16 +23,35 @@ def as_pattern(diagram):
         elif line == "end":
             pattern += ends.pop()
         else:
-            assert line.startswith(("sequenceDiagram", "Note ")) or re.match(r"\w+-->>\w+: ", line), line
+            assert line.startswith(("sequenceDiagram", "%%", "Note ")) or re.match(r"\w+-->>\w+: ", line), line
     assert not ends
     return pattern
 
 
-@pytest.mark.parametrize("package", [p if p == "rl_rpc" else pytest.param(p, marks=pytest.mark.slow) for p in PACKAGES])
-def test_the_diagram_in_the_readme_is_what_a_run_does(package, tmp_path):
-    (diagram,) = re.findall(r"```mermaid\n(.*?)```", (ROOT / package / "README.md").read_text(), re.DOTALL)
+def diagrams():
+    """Each sequence diagram of the packages' READMEs, and the flags of main.py that its comment (`%%`) names."""
+    for package in PACKAGES:
+        text = (ROOT / package / "README.md").read_text()
+        for diagram in re.findall(r"```mermaid\n(sequenceDiagram.*?)```", text, re.DOTALL):
+            comment = re.search(r"^ *%% main\.py(.*)$", diagram, re.MULTILINE)
+            flags = comment[1].split() if comment else []
+            quick = package == "rl_rpc" and not flags
+            name = f"{package} {' '.join(flags)}".strip()
+            yield pytest.param(package, flags, diagram, id=name, marks=[] if quick else pytest.mark.slow)
+
+
+def test_each_package_has_a_diagram_of_its_tutorials_mode_and_of_another():
+    drawn = [param.values[:2] for param in diagrams()]
+    for package in PACKAGES:
+        assert drawn.count((package, [])) == 1
+        assert any(flags for found, flags in drawn if found == package), package
+
+
+@pytest.mark.parametrize("package, flags, diagram", [*diagrams()])
+def test_a_diagram_in_a_readme_is_what_a_run_does(package, flags, diagram, tmp_path):
     drawn = {name for caller, callee, _ in CALL.findall(diagram) for name in (caller, callee)}
-    done = run_main(package, *JOBS[package]["size"], *JOBS[package]["short"], "--trace", tmp_path / "trace.json")
+    job = (*JOBS[package]["size"], *JOBS[package]["short"], *flags)
+    done = run_main(package, *job, "--trace", tmp_path / "trace.json")
     assert done.returncode == 0, done.stderr
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}

@@ -93,6 +93,16 @@ def test_a_link_to_code_names_what_is_there(page):
         assert name in names_in(page.parent / path), (name, path)
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_walk_through_a_step_quotes_lines_of_the_code(package):
+    text = (ROOT / package / "README.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| [^|]+ \| \[([\w.]+)\]\(\2\) \| `([^`]+)` \|", text, re.MULTILINE)
+    assert [int(number) for number, _, _ in rows] == list(range(1, len(rows) + 1)) and len(rows) >= 6
+    for _, name, line in rows:
+        lines = [each.split("  #")[0].strip() for each in (ROOT / package / name).read_text().splitlines()]
+        assert line in lines, (name, line)
+
+
 def test_a_file_that_is_named_is_there():
     """In every page, and in the comments and docstrings of what is run."""
     code = [path for folder in (*PACKAGES, "bench") for path in (ROOT / folder).glob("**/*.py")]
