@@ -56,7 +56,7 @@ def meet(job):
         explain(job.args, job.devices)
     peers = [rank for rank in range(job.world_size) if rank != job.rank]
     broken = _connect_to_each(job, peers)
-    job.wait_for_all()  # each has tried all; who cannot reach another ends the job here, before RPC would wait for it
+    job.wait_for_all()  # all have tried; if one cannot reach another, the job ends here, before RPC would wait for it
     if broken:
         raise ConnectionError("; ".join(broken))
     job.wait_for_all()

@@ -76,15 +76,15 @@ def _keep_console_clean(debug):
     noisy = logging.getLogger("torch.distributed.optim.optimizer")
     noisy.addFilter(lambda record: "Creating the optimizer" not in record.msg)
     if not debug:
-        shutdown = logging.getLogger("torch.distributed.rpc.api")  # where it also raises: who is lost is ours to say
+        shutdown = logging.getLogger("torch.distributed.rpc.api")  # it also raises an error
         shutdown.addFilter(lambda record: "Shutdown Proceed" not in record.msg)
         sys.stderr = _WithoutRemoteTracebacks(sys.stderr)
 
 
 class _WithoutRemoteTracebacks:
-    """sys.stderr, but without the traceback that torch prints in the process which serves a call.
+    """sys.stderr, but without the traceback that torch prints in the process that serves a call.
 
-    torch also raises the exception at the caller, and that is where it is told.  There is no switch for the printing.
+    torch also raises the exception in the caller, and there it is printed.  torch has no switch for the first.
     """
 
     def __init__(self, stderr):
@@ -124,7 +124,7 @@ def _spawn(run_worker, args, worker_name):
 
 def _spawn_once(run_worker, args, worker_name, signals):
     """Start every rank and wait until none is left; return the job's End, or None where all work was done."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)  # loopback only, and a port that is surely free
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)  # loopback only, and any port that is free
     port = listener.getsockname()[1]
     store = dist.PrefixStore(f"attempt{args.restarts}", store_on(listener))
     define_job(store, args)
@@ -197,10 +197,10 @@ class _Attempt:
         process = self.ranks[rank]
         process.join()
         code = process.exitcode
-        self.told = self.told or code in (1, 2)  # our own statuses: that rank has said why
+        self.told = self.told or code in (1, 2)  # the glue's own statuses: that rank has printed why
         has_left = self.store.check([f"beat/{rank}"]) and self.store.get(f"beat/{rank}") == b"left"
         if code == 0 and has_left:
-            if not self.deadline:  # a rank leaves when all have done their work: one that does not is stopped
+            if not self.deadline:  # all have done their work, so every rank should leave now
                 self._kill_after(watch.LOST_AFTER_SECONDS)
             return
         how = f"left by itself, with status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"

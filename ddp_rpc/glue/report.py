@@ -1,4 +1,4 @@
-"""What a run tells: lines, progress, curves, summary, picture.
+"""What a run prints and writes: lines, progress, curves, summary, picture.
 
 Runs in the one process of a job that reports its result.
 """

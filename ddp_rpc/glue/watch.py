@@ -1,9 +1,10 @@
-"""Watching over a job: every rank shows every second that it lives; rank 0 watches all the others, and they rank 0.
+"""Heartbeats and signals: every rank writes its clock into the store once a second, and reads those of other ranks.
 
-So a beat costs a rank the reading of a few keys, however many ranks there are, and rank 0 one key of each.  A job can
-go on without some of its ranks, but never without rank 0 (job.py): whoever is lost, somebody is left who notices.
+Rank 0 watches all other ranks, and they watch rank 0.  So a beat costs a rank a few reads, however many ranks there
+are, and rank 0 one read for each.  A job can go on without some of its ranks, but not without rank 0 (job.py).  So
+there is always a rank that notices a loss.
 
-Runs in every rank, on two threads of its own.  An RPC to a dead peer fails at once; shutdown() would wait for ever.
+Runs in every rank, on two threads of its own.  It is needed because shutdown() would wait for a dead rank for ever.
 """
 
 import signal
@@ -16,22 +17,24 @@ from glue.ending import LOSSES, NO_LOSSES, STORE_HOLDER, End, interrupted, read,
 from glue.launchers import ranks_of_this_torchrun
 
 WATCHED = before_torch.SIGNALS | {signal.SIGALRM}
-BEAT_SECONDS, LOST_AFTER_SECONDS = 1.0, 8.0  # a rank shows that it lives; a rank that did not for so long is lost
-WAKE_SECONDS = 3 * BEAT_SECONDS  # for a beat of our own, after we may have been stopped ourselves
-HURRIED_BEAT_SECONDS, HURRIED_LOST_AFTER_SECONDS = 0.1, 1.4  # torchrun has sent SIGTERM, and will send SIGKILL
+BEAT_SECONDS = 1.0  # between two beats of a rank
+LOST_AFTER_SECONDS = 8.0  # a rank that has not beaten for so long is lost
+WAKE_SECONDS = 3 * BEAT_SECONDS  # in which this rank must beat again, after it may have been stopped itself
+HURRIED_BEAT_SECONDS = 0.1  # the same two, once torchrun has sent SIGTERM, before it sends SIGKILL
+HURRIED_LOST_AFTER_SECONDS = 1.4
 
 
 class Watch:
-    """One rank's heartbeat, and its eye on others'.
+    """One rank's heartbeat, and its watch over the heartbeats of others.
 
-    `job` is told what it sees: drop(rank, why), see(losses), and end(End, mine), which ends this process.
+    It calls `job`'s methods: drop(rank, why), see(losses), and end(End, mine), which ends this process.
     """
 
     def __init__(self, rank, world_size, job, torchrun):
         self.rank, self.job, self.torchrun = rank, job, torchrun
         self.own_key = f"beat/{rank}"
         self.watched = {*range(1, world_size)} if rank == 0 else {0}
-        # In a hurry: torchrun has seen one of its ranks on this host die, and may have told rank 0 nothing of it.
+        # In a hurry, also the other ranks of this torchrun: one of them has died, and rank 0 may not have noticed it.
         self.watched_in_a_hurry = self.watched | ({*ranks_of_this_torchrun(rank)} - {rank}) if torchrun else set()
         self.store = None
         self.lock = threading.Lock()  # guards `left`, and the rank's own beat
@@ -75,7 +78,7 @@ class Watch:
             while True:
                 beats = self._show_and_look(watched)
                 patience = HURRIED_LOST_AFTER_SECONDS if hurried else LOST_AFTER_SECONDS
-                # More than two beats since the last look: we were stopped ourselves, or with the whole job (Ctrl-Z).
+                # After more than two beats: this process was stopped itself, maybe with the whole job (Ctrl-Z).
                 now = time.monotonic()
                 passed = min(now - looked, 2 * BEAT_SECONDS)
                 looked = now
@@ -90,12 +93,12 @@ class Watch:
                 elif self.hurry.wait(BEAT_SECONDS):
                     watched, hurried = self.watched_in_a_hurry, True
                     silent = {}
-        except RuntimeError:  # the store's way to say that it is gone
+        except RuntimeError:  # from a store that is gone
             self.job.end(End("lost", STORE_HOLDER, "the connection to it broke"))
 
     def _show_and_look(self, watched):
         """Show that this rank lives, act on what others have found, and return the beats of the ranks it watches."""
-        # A dead man's switch: a store that does not answer at all raises SIGALRM (see _await_signals).
+        # If the store does not answer at all, this timer sends SIGALRM (see _await_signals).
         signal.setitimer(signal.ITIMER_REAL, LOST_AFTER_SECONDS)
         self.alarmed = False
         with self.lock:
@@ -111,17 +114,17 @@ class Watch:
         while True:
             try:
                 number = received.recv(1)[0]
-            except TimeoutError:  # nobody was lost: torchrun itself was told to end
+            except TimeoutError:  # no rank is lost: torchrun itself was told to end
                 self.job.end(interrupted(self.rank, signal.SIGTERM))
             if number not in WATCHED:
                 continue  # of a handler that the program has set for itself
             if number == signal.SIGALRM and not self.alarmed:
-                self.alarmed = True  # it may be we who were stopped, and have just woken up: time to find out
+                self.alarmed = True  # this process may have been stopped, and have just woken up: give it time to beat
                 signal.setitimer(signal.ITIMER_REAL, WAKE_SECONDS)
             elif number == signal.SIGALRM:
                 self.job.end(End("lost", STORE_HOLDER, f"silent for {LOST_AFTER_SECONDS + WAKE_SECONDS:g} s"))
             elif number == signal.SIGTERM and self.torchrun and self.store:
-                # torchrun may have seen a rank die, and does not say which: that shows soon, when all others beat fast.
+                # torchrun may have seen a rank die, but does not say which. It shows soon, when all others beat fast.
                 self.hurry.set()
                 received.settimeout(HURRIED_LOST_AFTER_SECONDS + 0.5)
             else:

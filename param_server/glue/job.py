@@ -1,7 +1,7 @@
 """One rank's view of the job: meet the other ranks, use what the job offers, go on without a lost one, leave together.
 
-Runs in every rank; made by launch.py, handed to run_worker as `job`.  A rank that dies ends the job (watch.py), or is
-lost by it (--on_lost continue).  Which of both is decided on the heartbeat's thread, and agreed on in the store.
+Runs in every rank.  launch.py makes it, and run_worker gets it as `job`.  If a rank dies, the job ends (watch.py), or
+goes on without it (--on_lost continue).  The heartbeat's thread decides which, and the ranks agree through the store.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class Job:
         self.holder = "the starting process" if self.spawned else "torchrun" if args.torchrun else self.names[0]
         self.main_store = self.beat_store = None  # two connections: on one the main thread may wait for long
         self.watch = Watch(rank, args.world_size, self, args.torchrun)
-        self.ending = threading.Lock()  # held by the one thread that ends this process
+        self.ending = threading.Lock()  # held by the thread that ends this process
 
         self.lost = {}  # rank -> why; it only grows, and may be read on any thread
         self.lock = threading.Condition()  # guards the next, and that `lost` grows, which it notifies of
@@ -104,7 +104,7 @@ class Job:
             self.server = hold_store(self.address)
         else:
             meeting.wait_for_store(self.address)
-        # A stranger that listens there may never answer; a store always does, so a little patience is enough.
+        # Some other program that listens there may never answer. A store answers soon.
         self.main_store = within(min(30.0, self.args.join_timeout), self._client)
         if self.main_store is None:
             meeting.give_up(1, f"what listens at {meeting.where} is not {self.holder} (choose another --master_port)")
@@ -140,7 +140,7 @@ class Job:
             trace.start(self.rank, self.workers)
 
     def leave(self):
-        """This rank's work is done and its RPC shut down: say so, and return when every rank has."""
+        """Say that this rank's work is done and its RPC shut down; return when every rank has said so."""
         self._hand_in_trace(self.main_store)
         self.watch.say_left()
         self.meet("left")
@@ -171,7 +171,7 @@ class Job:
 
     def _lose(self, rank, error):
         if ending.is_connection_trouble(error):
-            with self.lock:  # its missing heartbeat tells more
+            with self.lock:  # its missing heartbeat says why
                 self.lock.wait_for(lambda: rank in self.lost, self.watch.seconds_until_silence_is_told())
         self.drop(rank, ending.of_exception(error, rank).why, "failed")
 
@@ -226,7 +226,7 @@ class Job:
         self.end(end)
 
     def leave_alone(self, why):
-        """Leave a job that goes on."""
+        """End this process.  The job goes on without it."""
         self.ending.acquire()
         within(4, lambda: self._hand_in_trace(self.beat_store))
         leave_now(1, f"{self.names[self.rank]}: {why}")
@@ -236,7 +236,7 @@ class Job:
         self.ending.acquire()  # never released: the process ends below
         signal.setitimer(signal.ITIMER_REAL, 0)
         store = None if end.rank == ending.STORE_HOLDER else self.beat_store
-        if mine and store:  # bounded in time: the store's holder may just be dying
+        if mine and store:  # with a time limit: the process that holds the store may be dying
             first = within(2, lambda: ending.claim(store, end)) or end
             mine, end = first == end, first
         ending.print_error(ending.line(end, self.rank, self.names, self.holder, self.spawned, mine))

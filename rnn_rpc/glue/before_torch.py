@@ -20,7 +20,7 @@ def leave_at_once(number, _frame):
 def start_fork_server():
     """Start the process that ranks are forked from, unless it runs already.
 
-    It has loaded torch and this package and done nothing else, so a group of any size starts in the time of one import.
+    It has loaded torch and this package and done nothing else.  So no rank has to load them again.
     """
     import multiprocessing.forkserver
     import multiprocessing.resource_tracker
@@ -33,7 +33,7 @@ def start_fork_server():
     # started in this package's folder: there "main" is this package's (where the ranks work, each is told by itself).
     users_folder = os.getcwd()
     os.chdir(PACKAGE_FOLDER)
-    # Started with these signals blocked, it does not get them, nor does a rank until it handles them.
+    # It inherits the set of blocked signals, and so does each rank, which unblocks them when it handles them.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         multiprocessing.resource_tracker.ensure_running()  # it unblocks some of them, hence once more:

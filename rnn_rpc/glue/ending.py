@@ -1,7 +1,7 @@
 """How a job ends before its work is done: a value, the line that each rank prints of it, and leaving.
 
-Runs in every rank and in the process that spawned them.  Whoever notices first writes the End into the store; it is
-the one that all others find there and name.
+Runs in every rank and in the process that spawned them.  The first of them that notices it writes an End into the
+store.  All others find it there, and print it.
 """
 
 import contextlib
@@ -16,28 +16,28 @@ import threading
 from glue import PermanentError, checkpoint
 
 PACKAGE = os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-STORE_HOLDER = -1  # as a rank: whoever holds the store
-# The store's key for: the ranks ("workers": first, behind the last) of which the job needs only one, and why some are
-# lost.  Every rank reads it with every beat, so it names only those.
+STORE_HOLDER = -1  # in place of a rank: the process that holds the store
+# A key of the store.  Its value has "workers", the range of ranks that the job can lose as long as one of them is left,
+# and "lost": which of them are lost, and why.  Every rank reads it with every beat, so it is kept short.
 LOSSES = "losses"
 NO_LOSSES = json.dumps({"workers": [0, 0], "lost": {}})
 CONNECTION_TROUBLE = re.compile(
     r"\beof\b|tensorpipe|connection|socket|ECONN|broken pipe|tim(ed?|e-) ?out|\b(Dist|TCP)Store", re.I
 )
 REMOTE_ERROR = re.compile(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\n")
-# torch sends back what a served function raises with the rank where it did, but only an Exception.  These are none, and
-# C++ sends their text alone: the caller cannot know which of the ranks that it called has sent it.
+# If a served function raises an Exception, torch sends its text together with the rank.  These three are no Exceptions.
+# C++ sends their text alone, so the caller cannot know which of the ranks that it has called sent it.
 SERVED_EXIT = re.compile(r"(SystemExit|KeyboardInterrupt|GeneratorExit): .*")
 
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """`kind` is one of "lost", "failed", "missing", "interrupted"; `rank` is whom it happened to, `why` one line."""
+    """`kind`: one of "lost", "failed", "missing", "interrupted"; `rank`: where it happened; `why`: one line."""
 
     kind: str
     rank: int
     why: str
-    again: bool = True  # worth another attempt?  Not what the user must mend first: a bad file, say
+    again: bool = True  # whether a restart may help: not where the user must correct something first, such as a file
     signal: int = 0  # the one that interrupted the job
 
     @property
@@ -52,7 +52,7 @@ def interrupted(rank, number):
 
 
 def of_exception(error, rank):
-    """Return the End that an exception in this rank is, or one that a remote call brought back."""
+    """Return the End for an exception that was raised in this rank, or that a remote call brought back."""
     if isinstance(error, SystemExit):
         return End("failed", rank, f"it left in the middle of its work (sys.exit({error.code!r}))")
     kind, cause = type(error).__name__, str(error)
@@ -70,7 +70,7 @@ def of_exception(error, rank):
 
 
 def is_connection_trouble(error):
-    """True if this exception, or what caused it, looks as if a peer is gone: its missing heartbeat will name it."""
+    """Return whether this exception, or its cause, suggests that another rank is gone: a heartbeat will show which."""
     while error:
         if isinstance(error, RuntimeError) and CONNECTION_TROUBLE.search(of_exception(error, 0).why):
             return True
@@ -85,10 +85,10 @@ def line(end, me, names, holder, spawned, mine):
     """
     about, why = holder if end.rank == STORE_HOLDER else names[end.rank], end.why
     if end.kind == "interrupted" or (end.rank == me and not mine and spawned):
-        return None  # the latter: said already, by the rank that met this rank's exception
+        return None  # in the second case the rank that received the exception has printed it
     if end.kind == "missing" or end.rank == me or (end.kind == "failed" and mine):
         return f"{names[me] if end.kind == 'missing' else about}: {why}"
-    if end.kind == "failed":  # in one terminal the cause stands there already, in others it is worth a repetition
+    if end.kind == "failed":  # one terminal has the cause already; in others it is repeated
         why = "it failed" if spawned else f"it failed: {why}"
     return f"{names[me]}: lost {about}: {why}"
 
@@ -99,13 +99,13 @@ def full_names(workers):
 
 
 def claim(store, end):
-    """Write `end` into the store as the job's, unless there is one already; return the one that holds."""
+    """Write `end` into the store as the job's, unless there is one already; return the one that is there."""
     store.compare_set("end", "", "-")
     return read(store.compare_set("end", "-", json.dumps(dataclasses.asdict(end))))
 
 
 def read(value):
-    """Return the End that a store's value is, or None while the job goes on."""
+    """Return the End in a value of the store, or None while the job goes on."""
     return None if value == b"-" else End(**json.loads(value))
 
 
@@ -115,13 +115,13 @@ def can_go_on_without(store, workers):
 
 
 def drop(store, rank, why):
-    """Let the job go on without `rank`; return False where it cannot: it needs this one, or one like it."""
+    """Let the job go on without `rank`; return False if it cannot: it needs this rank, or this is the last worker."""
     found = store.compare_set(LOSSES, "", NO_LOSSES)
     while True:
         losses = json.loads(found)
         workers = range(*losses["workers"])
         if str(rank) in losses["lost"]:
-            return True  # somebody else has noticed before
+            return True  # another rank has noticed it before
         if rank not in workers or len(losses["lost"]) == len(workers) - 1:
             return False
         losses["lost"][str(rank)] = why
@@ -150,11 +150,11 @@ def say_at_the_end(lost, restarts, names):
 
 
 def within(seconds, call):
-    """Return call(), or None if it takes longer or fails: its thread is left behind."""
+    """Return call(), or None if it takes longer or fails.  Its thread may go on after that."""
     answer = []
 
     def try_it():
-        with contextlib.suppress(RuntimeError):  # the store's way to say that it is gone
+        with contextlib.suppress(RuntimeError):  # from a store that is gone
             answer.append(call())
 
     thread = threading.Thread(target=try_it, daemon=True)
@@ -169,10 +169,10 @@ def print_error(text):
 
 
 def leave_now(status, text=None):
-    """Leave at once, from whatever thread: other threads may sit in calls that never return."""
+    """End this process at once, from any thread: other threads may be in calls that never return."""
     print_error(text)
     checkpoint.finish_writing(seconds=2)
-    with contextlib.suppress(OSError):  # whoever reads it may be gone
+    with contextlib.suppress(OSError):  # the reader may be gone
         sys.stdout.flush()
     os._exit(status)
 
