@@ -1,7 +1,7 @@
 """A language model spread over workers: the LSTM in one process, embedding table and decoder on parameter servers.
 
     python main.py --world_size 2                 # one server; learns a generated text down to its entropy
-    python main.py --world_size 3 --mode overlap  # table and decoder on a server each, both busy at once
+    python main.py --world_size 3 --mode overlap  # table and decoder on a server each; decoder and LSTM work at once
     python main.py --corpus book.txt --tokens char --generate 200
     python main.py --world_size 2 --rank 0        # one rank per terminal (then --rank 1), or per host
     torchrun --nproc-per-node 2 main.py           # the same from torchrun's environment

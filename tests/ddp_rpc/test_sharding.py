@@ -206,6 +206,15 @@ def test_concurrent_exchanges_lose_no_gradient():
     assert float(done.stdout) < 1e-3  # a single gradient that is lost makes 0.05
 
 
+def test_parameters_of_a_model_with_rrefs_are_those_that_are_here():
+    """As the text says. With the published code's RemoteModule, parameters() raises an error."""
+    done = run_script("tests/ddp_rpc/parameters_job.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    with_rrefs, with_remote_module = done.stdout.splitlines()
+    assert with_rrefs == "RRef: [(8, 5), (8,)]"  # fc's weight and bias
+    assert with_remote_module.startswith("RemoteModule: ") and "not supported for RemoteModule" in with_remote_module
+
+
 def test_an_evaluation_builds_no_graph_on_the_servers():
     """Over RPC: the trainer's torch.no_grad() holds for its own thread.  Two evaluations, and an epoch between them."""
     flags = ("--num_trainers", 1, "--batches", 5, "--epochs", 1)

@@ -19,10 +19,10 @@ with package_on_path("rl_rpc"):
     import agent as agent_module
     import environment
     import faster_agents
-    import faster_observers  # noqa: F401  (for exercises.py)
+    import faster_observers
     import main as main_module
     import noise as noise_module
-    import observer  # noqa: F401  (for exercises.py)
+    import observer
     import play as play_module
     import policy as policy_module
     import reinforce
@@ -154,21 +154,48 @@ class Endless(gym.Env):
 
 @pytest.fixture
 def endless():
-    """The id of an environment that a time limit of 7 steps ends."""
-    gym.register("Endless-v0", Endless, max_episode_steps=7)
-    yield "Endless-v0"
-    gym.registry.pop("Endless-v0")
+    """Returns the id of an environment that a time limit of so many steps ends; None: nothing ends it."""
+    registered = []
+
+    def register(max_episode_steps):
+        registered.append(f"Endless{max_episode_steps}-v0")
+        gym.register(registered[-1], Endless, max_episode_steps=max_episode_steps)
+        return registered[-1]
+
+    yield register
+    for env_id in registered:
+        gym.registry.pop(env_id)
 
 
 @pytest.mark.parametrize("mode", faster_agents.MODES)
 def test_a_time_limit_ends_an_episode_in_every_mode(make_agent, endless, mode):
     """And every mode files the same: each state that was acted on, and each action's reward, the last one's too."""
-    agent = make_agent(1, mode, env_id=endless)
+    agent = make_agent(1, mode, env_id=endless(7))
     agent.run_episode()
     (trajectory,) = agent.trajectories.values()
     assert trajectory.rewards == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert [state[0] for state in trajectory.states] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert len(trajectory.actions) == 7
+
+
+@pytest.mark.parametrize(("observers", "steps"), [(1, 5_100), (11, 500)])
+def test_every_observer_plays_its_whole_episode(make_agent, endless, observers, steps):
+    """Published code: all observers together play 5,000 steps, so each of eleven plays 454, and 475 is out of reach."""
+    agent = make_agent(observers, env_id=endless(steps))
+    agent.run_episode()
+    assert [len(trajectory.rewards) for trajectory in agent.trajectories.values()] == [steps] * observers
+
+
+@pytest.mark.parametrize("mode", faster_agents.MODES)
+def test_an_episode_that_nothing_ends_is_ended(make_agent, endless, monkeypatch, mode):
+    """After 10,000 steps, as in the newer text; here after 20, which takes less time."""
+    assert observer.MAX_STEPS == faster_observers.MAX_STEPS == 10_000
+    for module in (observer, faster_observers):
+        monkeypatch.setattr(module, "MAX_STEPS", 20)
+    agent = make_agent(1, mode, env_id=endless(None))
+    agent.run_episode()
+    (trajectory,) = agent.trajectories.values()
+    assert len(trajectory.rewards) == len(trajectory.actions) == len(trajectory.states) == 20
 
 
 def test_the_first_failure_ends_the_episode_while_others_still_play(make_agent):

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
 from torch import nn
 
 from helpers import package_on_path
@@ -35,8 +36,13 @@ def new_model(dropout=0.0):
     return model.RNNModel(["trainer"], V, E, H, 2, dropout, seed=1)
 
 
-def new_trainer(clip=0.0, lr=0.1):
-    return trainer.Trainer(new_model(), "logits", "sgd", lr, clip, seed=1)
+def new_trainer(clip=0.0, lr=0.1, rnn_model=None):
+    return trainer.Trainer(rnn_model or new_model(), "logits", "sgd", lr, clip, seed=1)
+
+
+def model_on_two_servers():
+    """Its table and its decoder are in two other processes."""
+    return model.RNNModel(["ps0", "ps1"], V, E, H, 2, 0.0, seed=1)
 
 
 def batch():
@@ -166,22 +172,47 @@ def test_a_servers_device_is_its_own(monkeypatch):
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
+def gradients_on(worker, context_id):
+    return list(rpc.rpc_sync(worker, dist_autograd.get_gradients, args=(context_id,)).values())
+
+
 def test_clipping_takes_the_norm_of_all_workers():
     """Difference 12: clip_grad_norm_ would see the LSTM's parameters alone, and not this step's gradients."""
-    trainer, (data_TB, target_TB) = new_trainer(clip=0.01), batch()
-    model = trainer.model
+    rnn_model, (data_TB, target_TB) = model_on_two_servers(), batch()
+    trainer = new_trainer(clip=0.01, rnn_model=rnn_model)
 
-    def norm(context_id):
-        return math.sqrt(sum(g.square().sum() for g in dist_autograd.get_gradients(context_id).values()))
+    def norm(context_id, workers):
+        gradients = [gradient for worker in workers for gradient in gradients_on(worker, context_id)]
+        return math.sqrt(sum(gradient.square().sum() for gradient in gradients))
 
     with dist_autograd.context() as context_id:
-        loss, _ = model.loss_on_trainer(data_TB, target_TB, model.init_hidden(B))
+        loss, _ = rnn_model.loss_on_trainer(data_TB, target_TB, rnn_model.init_hidden(B))
         dist_autograd.backward(context_id, [loss])
-        before = norm(context_id)
-        assert before > 0.02 and trainer.clip_gradients(context_id) == pytest.approx(before, rel=1e-5)
-        assert norm(context_id) == pytest.approx(0.01, rel=1e-3)
-        assert trainer.clip_gradients(context_id) == pytest.approx(0.01, rel=1e-3)
-        assert norm(context_id) == pytest.approx(0.01, rel=1e-3)
+        before = norm(context_id, ["ps0", "trainer", "ps1"])
+        assert before > 0.02 and norm(context_id, ["trainer"]) < 0.9 * before
+        assert trainer.clip_gradients(context_id) == pytest.approx(before, rel=1e-5)
+        assert norm(context_id, ["ps0", "trainer", "ps1"]) == pytest.approx(0.01, rel=1e-3)
+        assert trainer.clip_gradients(context_id) == pytest.approx(0.01, rel=1e-3)  # small enough: left as they are
+        assert norm(context_id, ["ps0", "trainer", "ps1"]) == pytest.approx(0.01, rel=1e-3)
+
+
+def gradients_of_an_asynchronous_call(after_a_synchronous_one):
+    """Return how many gradients backward brings to the decoder's owner: of a weight and a bias, or none."""
+    rnn_model, (_, target_TB) = model_on_two_servers(), batch()
+    if after_a_synchronous_one:
+        rnn_model.parameter_rrefs()
+    with dist_autograd.context() as context_id:
+        loss = rnn_model.decoder_rref.rpc_async().loss(torch.ones(T, B, H), target_TB).wait()
+        dist_autograd.backward(context_id, [2 * loss])
+        return len(gradients_on("ps1", context_id))
+
+
+def test_the_first_asynchronous_call_through_an_rref_is_outside_the_autograd_context():
+    """Difference 7: there is no error, and no gradient on the decoder's owner. In training, parameter_rrefs comes first
+    and makes a synchronous call."""
+    # Three times each: the call is inside if the RRef's type arrives before this thread has asked to be told of it.
+    assert 0 in [gradients_of_an_asynchronous_call(after_a_synchronous_one=False) for _ in range(3)]
+    assert [gradients_of_an_asynchronous_call(after_a_synchronous_one=True) for _ in range(3)] == [2, 2, 2]
 
 
 def test_the_step_puts_the_contexts_gradients_into_grad():
