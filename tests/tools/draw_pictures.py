@@ -191,10 +191,11 @@ def play_on(policy):
         poles = []
         draw = functools.partial(draw_pole, env, poles)
         play.play_episode(env, choose, seed_for(1, "play", episode), on_step=draw)
+        draw()  # after the last step
         for step, pole in enumerate(poles):
             yield pole, f"{step} steps"
         for _ in range(FRAMES_PER_SECOND // 2):
-            yield poles[-1], f"over after {len(poles)} steps"
+            yield poles[-1], f"over after {len(poles) - 1} steps"
 
 
 def draw_pole(env, poles):
