@@ -6,6 +6,7 @@
 #   ./run_all.sh test [full]      run the tests (full: the slow ones too)
 #   ./run_all.sh bench            run the four benchmarks
 #   ./run_all.sh exercise rl 2    print an exercise (rl_rpc/EXERCISES.md, the second), and check the code as it stands
+#   ./run_all.sh exercise list    list all exercises, and which of them you have done
 set -euo pipefail
 cd "$(dirname "$0")"
 

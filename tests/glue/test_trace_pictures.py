@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from helpers import PACKAGES, ROOT, package_on_path, run_main
+from helpers import PACKAGES, ROOT, load_module, package_on_path, run_main
 from jobs import JOBS
 
 CALL = re.compile(r"^ *(\w+)->>(\w+): (\w+)", re.MULTILINE)
@@ -65,6 +65,23 @@ def test_a_diagram_in_a_readme_is_what_a_run_does(package, flags, diagram, tmp_p
         if {caller, callee} <= drawn and not name.startswith("torch.")
     )
     assert re.fullmatch(as_pattern(diagram), made), (as_pattern(diagram), made)
+
+
+def test_the_moving_picture_counts_the_environment_steps_that_were_played(tmp_path):
+    pictures = load_module(ROOT / "tests" / "tools" / "draw_pictures.py")
+    flags = ["--world_size", 3, "--max_episodes", 3, "--eval_episodes", 0]
+    traces, played = {}, {}
+    for mode in ("step", "rollout"):
+        outputs = ["--trace", tmp_path / "trace.json", "--summary_json", tmp_path / "summary.json"]
+        done = run_main("rl_rpc", "--mode", mode, *flags, *outputs)
+        assert done.returncode == 0, done.stderr
+        traces[mode] = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        played[mode] = json.loads((tmp_path / "summary.json").read_text())["env_steps"]
+    with package_on_path("rl_rpc"):
+        times = {mode: pictures.times_of_steps(traces, mode, 1) for mode in traces}
+    assert {mode: len(each) for mode, each in times.items()} == played
+    assert len(set(times["step"])) == played["step"]  # one by one
+    assert len(set(times["rollout"])) == 6  # at the end of each of two observers' three episodes
 
 
 def test_a_plot_says_what_is_on_its_axes(tmp_path, monkeypatch):

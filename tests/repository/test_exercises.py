@@ -1,6 +1,7 @@
 """The exercises: each check fails on the code that the exercise starts from, and passes with its solution."""
 
 import concurrent.futures
+import re
 import shutil
 import subprocess
 import sys
@@ -60,19 +61,107 @@ def test_a_check_fails_at_the_start_and_passes_with_the_solution(name, tmp_path)
     assert good == 0, passed
 
 
+def command(root, *words):
+    """Run what ./run_all.sh exercise WORDS runs; return (status, what it printed)."""
+    done = subprocess.run(
+        [sys.executable, "tests/tools/exercise.py", *words], cwd=root, stdout=subprocess.PIPE, text=True, timeout=120
+    )
+    return done.returncode, done.stdout
+
+
 @pytest.mark.slow
 def test_the_command_prints_the_exercise_and_the_verdict(tmp_path):
-    """What ./run_all.sh exercise ddp 1 runs."""
-    command = [sys.executable, "tests/tools/exercise.py", "ddp", "1"]
-    ends = (1, "Not solved yet"), (0, "Solved")
-    told = [
-        subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
-        for root in start_and_solved(EXERCISES["ddp_rpc-1"], tmp_path)
-    ]
-    for process, (status, verdict) in zip(told, ends, strict=True):
-        out, _ = process.communicate(timeout=120)
-        assert process.returncode == status and out.startswith("## 1. "), out
+    root = copy_to(tmp_path)
+    for action, status, verdict in [("start", 1, "Not solved yet"), ("solution", 0, "Solved")]:
+        assert command(root, "ddp", "1", action) == (0, "")
+        ended, out = command(root, "ddp", "1")
+        assert (ended, out[:6]) == (status, "## 1. "), out
         assert out.splitlines()[-1].startswith(verdict), out
+    assert states_in(command(root, "list")[1]) == dict.fromkeys(NAMES, "not done") | {"ddp 1": "done"}
+
+
+def states_in(out):
+    """Return {name: state} of what `exercise list` printed."""
+    return dict(re.findall(r"^(\w+ \d)  .* {2,}(\S.*)$", out, re.MULTILINE))
+
+
+NAMES = list(exercise.all_exercises())
+# Stands for pytest, so that the list's own logic is tested in seconds: it notes each check, and some of them pass.
+STAND_IN = """
+import pathlib, sys
+with open("checks.txt", "a") as file:
+    print(*sys.argv[1:], file=file)
+sys.exit(pathlib.Path("passes.txt").read_text() not in " ".join(sys.argv))
+"""
+
+
+@pytest.fixture
+def listed(tmp_path):
+    """A copy in a git repository; `listed()` returns ({name: state}, the checks that were run for it)."""
+    root = copy_to(tmp_path)
+    (root / "pytest.py").write_text(STAND_IN)
+    (root / "passes.txt").write_text("no check")
+    commit = ["-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "as published"]
+    for words in (["init", "-q"], ["add", "."], commit):
+        subprocess.run(["git", *words], cwd=root, check=True)
+
+    def run_list():
+        (root / "checks.txt").write_text("")
+        status, out = command(root, "list")
+        assert status == 0
+        return states_in(out), (root / "checks.txt").read_text().splitlines()
+
+    run_list.root = root
+    return run_list
+
+
+def put_back(root):
+    subprocess.run(["git", "checkout", "-q", "."], cwd=root, check=True)
+
+
+def test_where_nothing_is_changed_no_exercise_is_done_and_no_check_is_run(listed):
+    states, checks = listed()
+    assert states == dict.fromkeys(NAMES, "not done") and checks == []
+
+
+def test_a_solved_exercise_is_done_and_stays_done_when_the_code_is_put_back(listed):
+    command(listed.root, "rl", "3", "start")
+    states, checks = listed()
+    fails = "not done: its check fails"  # exercise 2 is about the same file; 4 is as published in it
+    assert states == dict.fromkeys(NAMES, "not done") | {"rl 2": fails, "rl 3": fails}
+    assert [words.split()[-1] for words in checks] == ["late_rewards", "answers"]
+    (listed.root / "passes.txt").write_text("batched or answers")
+    assert listed()[0] == states | {"rl 3": "done"}
+    put_back(listed.root)
+    assert listed() == (dict.fromkeys(NAMES, "not done") | {"rl 3": "done"}, [])
+
+
+def test_the_published_solution_is_not_taken_for_the_readers(listed):
+    (listed.root / "passes.txt").write_text("")  # every check passes
+    status, out = command(listed.root, "rl", "3")
+    assert status == 0 and out.splitlines()[-1].startswith("The check passes: the published solution is in the code.")
+    assert listed() == (dict.fromkeys(NAMES, "not done"), [])
+
+
+def test_an_exercise_that_was_given_up_is_not_done(listed):
+    """Its check passes again when the published solution is back in the code."""
+    (listed.root / "passes.txt").write_text("batched or answers")
+    command(listed.root, "rl", "3", "start")
+    put_back(listed.root)
+    assert listed() == (dict.fromkeys(NAMES, "not done"), [])
+    command(listed.root, "rl", "4", "start")
+    states, checks = listed()
+    assert states["rl 3"] == "not done" and [words.split()[-1] for words in checks] == ["late_rewards", "rollout"]
+
+
+def test_without_git_the_list_knows_what_was_checked(listed):
+    shutil.rmtree(listed.root / ".git")
+    (listed.root / "passes.txt").write_text("last_reference")
+    assert listed() == (dict.fromkeys(NAMES, "not done"), [])
+    assert "not a git repository" in command(listed.root, "list")[1]
+    status, out = command(listed.root, "rl", "1")
+    assert status == 0 and "Solved" in out
+    assert listed() == (dict.fromkeys(NAMES, "not done") | {"rl 1": "done"}, [])
 
 
 def test_a_page_has_three_or_four_exercises():

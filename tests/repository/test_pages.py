@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from PIL import Image
 
 from helpers import PACKAGES, ROOT, package_on_path, run_script
 from jobs import Job, children_of, command_of, free_port
@@ -43,6 +44,15 @@ def test_the_forty_lines_run_and_print_what_the_page_shows(tmp_path):
     assert done.returncode == 0, done.stderr
     assert masked(done.stdout) == masked(output)
     assert masked(output).count("P1 another") == 4 and "P0 main" in masked(output)
+
+
+def test_the_moving_picture_is_as_wide_as_the_page_and_small():
+    """tests/tools/draw_pictures.py moving: larger, it would be shrunk there, and its letters with it."""
+    (path,) = re.findall(r"\((\S+\.gif)\)", README)
+    with Image.open(ROOT / path) as picture:
+        assert picture.width == 830 and picture.n_frames > 100
+        assert picture.info["loop"] == 0  # for ever
+    assert (ROOT / path).stat().st_size < 600_000
 
 
 def test_which_rank_is_what():

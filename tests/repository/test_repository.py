@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import pathlib
 import re
 import shlex
@@ -10,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from helpers import PACKAGES, ROOT, package_on_path
 from jobs import JOBS
@@ -38,6 +40,33 @@ def test_ruff_finds_nothing(rule):
     done = subprocess.run([sys.executable, "-m", "ruff", *rule, str(ROOT)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert not any("fmt: skip" in path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize(
+    "file, schema",
+    [
+        (".github/workflows/test.yml", "vendor.github-workflows"),
+        (".github/workflows/test.yml", "custom.github-workflows-require-timeout"),
+        ("CITATION.cff", "vendor.citation-file-format"),
+    ],
+)
+def test_what_github_reads_fits_its_schema(file, schema):
+    pytest.importorskip("check_jsonschema", reason="needs: pip install check-jsonschema")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, str(ROOT / file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_job_of_the_workflow_installs_and_runs_what_is_there():
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"]
+    assert sorted(jobs) == ["nightly", "released"]
+    assert jobs["released"]["strategy"]["matrix"]["python"][0] == "3.10"  # in quotes: as a number it would be 3.1
+    for job in jobs.values():
+        commands = " ".join(step.get("run", "") for step in job["steps"])
+        for path in re.findall(r"\S+requirements\.txt", commands):
+            assert (ROOT / path).is_file(), path
+        script = ROOT / shlex.split(commands)[-1]
+        assert script == ROOT / ".ci" / "run" and os.access(script, os.X_OK)
 
 
 @pytest.mark.slow

@@ -2,11 +2,17 @@
 
     python tests/tools/draw_pictures.py timelines rl_rpc       # or another package: its pictures/timelines.png
     python tests/tools/draw_pictures.py seeds                  # rl_rpc/pictures/seeds.png, of seeds 1 to 5
+    python tests/tools/draw_pictures.py moving                 # rl_rpc/pictures/moving.gif, at the top of the README
 
 Needs a machine on which nothing else is at work: what is drawn are times.
 """
 
+import collections
+import functools
+import io
+import itertools
 import json
+import os
 import pathlib
 import re
 import statistics
@@ -15,7 +21,10 @@ import sys
 import tempfile
 
 from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
+from PIL import Image, ImageDraw, ImageFont
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 EPISODE = re.compile(r"^Episode (\d+)\t.*Average reward: ([\d.]+)$", re.MULTILINE)
@@ -54,6 +63,15 @@ TIMELINES = {
         ],
     ),
 }
+# The moving picture, in pixels, at the width at which a README is shown.
+WIDTH = 830
+STRIP = 150  # the height of what is above the timelines
+POLE = (300, 100)  # the size of one CartPole
+DPI = 130  # of the timelines, whose letters are 7 points high
+# Its time: a millisecond of the traces takes a second.
+FRAMES_PER_SECOND = 20
+MILLISECONDS = 8.0
+STILL_SECONDS = 2  # at the end, when the timelines are complete
 
 
 def run(package, *flags):
@@ -68,14 +86,17 @@ def draw_timelines(package):
 
     common, pictures = TIMELINES[package]
     for name, modes, step, milliseconds in pictures:
-        traces = {}
-        with tempfile.TemporaryDirectory() as folder:
-            path = pathlib.Path(folder, "trace.json")
-            for title, flags in modes.items():
-                run(package, *common, *flags, "--trace", str(path))
-                traces[title] = json.loads(path.read_text())["traceEvents"]
+        traces = {title: traced(package, *common, *flags) for title, flags in modes.items()}
         with open(ROOT / package / "pictures" / f"{name}.png", "wb") as file:
             timeline.draw(file, "png", traces, (step, step), milliseconds)
+
+
+def traced(package, *flags):
+    """Run a package with --trace; return Chrome's events."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "trace.json")
+        run(package, *flags, "--trace", str(path))
+        return json.loads(path.read_text())["traceEvents"]
 
 
 def draw_seeds():
@@ -101,9 +122,195 @@ def draw_seeds():
     figure.savefig(ROOT / "rl_rpc" / "pictures" / "seeds.png", dpi=110)
 
 
+# -------------------------------------------------------------------------------------------- the moving picture
+
+
+def draw_moving():
+    """Draw CartPole before and after learning, and below it modes `step` and `rollout`, as they pass in time."""
+    common, ((_, _, step, _), *_) = TIMELINES["rl_rpc"]
+    sys.path.insert(0, str(ROOT / "rl_rpc"))
+    traces = {mode: traced("rl_rpc", *common, "--mode", mode) for mode in ("step", "rollout")}
+    sheet, panels = draw_sheet(traces, step)
+    counts = [times_of_steps(traces, mode, step) for mode in traces]
+    pictures = []
+    for number, strip in enumerate(draw_strips(round(FRAMES_PER_SECOND * (MILLISECONDS + STILL_SECONDS)))):
+        picture = Image.new("RGB", (WIDTH, STRIP + sheet.height), "white")
+        picture.paste(strip, (0, 0))
+        picture.paste(sheet_until(sheet, panels, counts, number / FRAMES_PER_SECOND), (0, STRIP))
+        pictures.append(picture)
+    save_gif(ROOT / "rl_rpc" / "pictures" / "moving.gif", pictures)
+
+
+def save_gif(path, pictures):
+    """Write an animation with the 64 colors that are seen most in it, each well apart from the others."""
+    seen = collections.Counter()
+    for picture in pictures[:: FRAMES_PER_SECOND // 2]:
+        seen.update({color: count for count, color in picture.getcolors(1 << 20)})
+    colors = []
+    for color, _ in seen.most_common():
+        if len(colors) < 64 and all(
+            sum(abs(a - b) for a, b in zip(color, other, strict=True)) > 24 for other in colors
+        ):
+            colors.append(color)
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([value for color in colors for value in color])
+    pictures = [picture.quantize(palette=palette, dither=Image.Dither.NONE) for picture in pictures]
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=1000 // FRAMES_PER_SECOND, loop=0)
+    print(f"{path.name}: {pictures[0].size}, {len(pictures)} frames, {path.stat().st_size / 1e3:.0f} kB")
+
+
+# Above: two CartPoles, and the meaning of the colors.
+
+
+def draw_strips(frames):
+    """Return so many pictures of two CartPoles: the policy with which the agent begins, and what it has learned."""
+    import torch
+
+    import play
+    from environment import make_env, sizes
+    from glue.tensors import seed_for
+    from policy import Policy
+
+    torch.manual_seed(seed_for(1, 0))  # as the agent does
+    untrained = Policy(*sizes(make_env("CartPole-v1")))
+    with tempfile.TemporaryDirectory() as folder:
+        saved = str(pathlib.Path(folder, "policy.pt"))
+        flags = ["--mode", "rollout", "--world_size", "3", "--seed", "1", "--eval_episodes", "0", "--log_interval", "1"]
+        out = run("rl_rpc", *flags, "--save", saved)
+        trained, _ = play.load_policy(saved)
+    episodes, _ = EPISODE.findall(out)[-1]
+    both = zip(play_on(untrained), play_on(trained), strict=True)
+    return [
+        draw_strip({"CartPole before learning": before, f"and after {episodes} episodes": after})
+        for before, after in itertools.islice(both, frames)
+    ]
+
+
+def play_on(policy):
+    """Yield (picture, words below it) of each step of one episode after the other; the end is shown for a while."""
+    import play
+    from actor import Actor
+    from environment import make_env
+    from glue.tensors import seed_for
+
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # the renderer needs no screen
+    env = make_env("CartPole-v1", render_mode="rgb_array")
+    choose = Actor(policy).act_greedily
+    for episode in itertools.count():
+        poles = []
+        draw = functools.partial(draw_pole, env, poles)
+        play.play_episode(env, choose, seed_for(1, "play", episode), on_step=draw)
+        draw()  # after the last step
+        for step, pole in enumerate(poles):
+            yield pole, f"{step} steps"
+        for _ in range(FRAMES_PER_SECOND // 2):
+            yield poles[-1], f"over after {len(poles) - 1} steps"
+
+
+def draw_pole(env, poles):
+    poles.append(Image.fromarray(env.render()).crop((0, 150, 600, 350)).resize(POLE))
+
+
+def draw_strip(shown):
+    """Return one picture of {title: (CartPole, words below it)}, side by side."""
+    from glue import timeline
+
+    strip = Image.new("RGB", (WIDTH, STRIP), "white")
+    for number, (title, (pole, words)) in enumerate(shown.items()):
+        left = number * (POLE[0] + 20)
+        strip.paste(pole, (left, 22))
+        write(strip, (left + POLE[0] // 2, 2), title, "ma", bold=True)
+        write(strip, (left + POLE[0] // 2, POLE[1] + 22), words, "ma")
+    for number, state in enumerate(("working", "waiting")):
+        top = 50 + 24 * number
+        ImageDraw.Draw(strip).rectangle((WIDTH - 120, top, WIDTH - 100, top + 14), fill=timeline.BAR_COLORS[state])
+        write(strip, (WIDTH - 90, top - 1), state, "la")
+    return strip
+
+
+def write(picture, place, text, anchor, bold=False):
+    """Write into a picture.  `anchor`: as of PIL, where in the text `place` is."""
+    font = ImageFont.truetype(findfont("DejaVu Sans:bold" if bold else "DejaVu Sans"), 14)
+    ImageDraw.Draw(picture).text(place, text, "black", font, anchor)
+
+
+# Below: the timelines, drawn once, and shown up to where they are.
+
+
+def draw_sheet(traces, step):
+    """Return (a picture of two timelines, [(left, top, right, bottom) of each in it])."""
+    from glue import timeline
+
+    titles = {
+        "step": "Mode step: a call to the agent for each action",
+        "rollout": "Mode rollout: a call to an observer for each episode",
+    }
+    views = {}
+    for mode in titles:
+        start, _ = timeline.choose_window(traces[mode], (step, step))
+        views[mode] = timeline.View(traces[mode], start, 1e3 * MILLISECONDS)
+    lanes = [len(view.rows) for view in views.values()]
+    figure = Figure((WIDTH / DPI, 0.19 * sum(lanes) + 1), dpi=DPI, layout="constrained")
+    panels = figure.subplots(2, sharex=True, height_ratios=lanes)
+    for axes, (mode, view) in zip(panels, views.items(), strict=True):
+        view.bars = [bar | {"name": bar["name"].replace("step ", "episode ")} for bar in view.bars]
+        view.draw(axes)
+        axes.set_title(titles[mode], loc="left", fontsize=7.8, fontweight="bold")
+        for name in axes.texts:
+            if name.get_text():  # an arrow has none
+                name.set_bbox(None)  # so large it would hide the bar
+                name.set_path_effects([withStroke(linewidth=2, foreground="white")])
+    panels[-1].set_xlabel("milliseconds (each takes a second here)", fontsize=7)
+    file = io.BytesIO()
+    figure.savefig(file)
+    sheet = Image.open(file).convert("RGB")
+    boxes = [axes.get_window_extent() for axes in panels]
+    return sheet, [tuple(map(round, (b.x0, sheet.height - b.y1, b.x1, sheet.height - b.y0))) for b in boxes]
+
+
+def times_of_steps(traces, mode, step):
+    """Return the milliseconds at which environment steps were over; in `rollout`, at which their episode was.
+
+    Both modes play the same episodes.  How long each of them is can be counted in the calls of `step`.
+    """
+    from glue import timeline
+
+    start, _ = timeline.choose_window(traces[mode], (step, step))
+    reports = [bar for bar in traces["step"] if bar.get("cat") == "sync" and bar["name"] == "report_reward"]
+    ends = []
+    for called, bar in zip(episodes_of(traces["step"]), episodes_of(traces[mode]), strict=True):
+        for report in reports:
+            if report["pid"] == called["pid"] and called["ts"] <= report["ts"] < timeline.end_of(called):
+                ends.append(timeline.end_of(report if mode == "step" else bar))
+    return [(end - start) / 1e3 for end in ends if end > start]
+
+
+def episodes_of(events):
+    """Return the observers' bars of run_episode: one observer's episodes in order, then the next one's."""
+    bars = [event for event in events if event.get("cat") == "run" and event["name"] == "run_episode"]
+    return sorted(bars, key=lambda bar: (bar["pid"], bar["ts"]))
+
+
+def sheet_until(sheet, panels, counts, milliseconds):
+    """Return the timelines as far as they have come, and how many environment steps have been played."""
+    picture = sheet.copy()
+    draw = ImageDraw.Draw(picture)
+    shown = min(milliseconds, MILLISECONDS)
+    for (left, top, right, bottom), times in zip(panels, counts, strict=True):
+        now = left + round(shown / MILLISECONDS * (right - left))
+        draw.rectangle((now, top + 2, WIDTH, bottom - 2), fill="white")
+        draw.line((right, top, right, bottom), fill="black")
+        draw.line((now, top + 2, now, bottom - 2), fill="firebrick", width=2)
+        played = sum(time <= shown for time in times)
+        write(picture, (right, top - 11), f"environment steps: {played}", "rs", bold=True)
+    return picture
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["seeds"]:
         draw_seeds()
+    elif sys.argv[1:] == ["moving"]:
+        draw_moving()
     elif len(sys.argv) == 3 and sys.argv[1] == "timelines" and sys.argv[2] in TIMELINES:
         draw_timelines(sys.argv[2])
     else:

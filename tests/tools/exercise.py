@@ -1,14 +1,19 @@
 """The exercises in the packages' EXERCISES.md: what `./run_all.sh exercise rl 2` runs.
 
+python tests/tools/exercise.py list              list all exercises, and which are done
 python tests/tools/exercise.py rl 2              print exercise 2 of rl_rpc, and check the code as it stands now
 python tests/tools/exercise.py rl 2 start        take out of the code what this exercise has you write
 python tests/tools/exercise.py rl 2 solution     write the solution into the code
 
 A section of the page is an exercise: "## 2. Title", the text, a line "Check: `command`", a hint, and the solution as a
 diff.  Where the code as published contains the solution already, the exercise starts with taking it out.
+
+results/exercises.json holds the names of the exercises that were started, and of those that are done: an exercise stays
+done when the code is put back for the next one.
 """
 
 import argparse
+import json
 import pathlib
 import re
 import shlex
@@ -18,15 +23,31 @@ from dataclasses import dataclass
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 PACKAGES = {"rl": "rl_rpc", "rnn": "rnn_rpc", "ddp": "ddp_rpc", "ps": "param_server"}
+MEMORY = ROOT / "results" / "exercises.json"
 
 
 @dataclass
 class Exercise:
     """`text` is what is read before it is tried; `check` a command; `solution` a diff."""
 
+    title: str
     text: str
     check: str
     solution: str
+
+    @property
+    def files(self):
+        """The files that the solution changes, relative to the repository."""
+        return set(re.findall(r"^\+\+\+ (.+)$", self.solution, re.MULTILINE))
+
+    def is_as_published(self):
+        """Return whether this is an exercise that begins with `start`, and the published solution is in the code."""
+        taken_out = re.search(r"^-.*exercise \d", self.solution, re.MULTILINE)
+        return bool(taken_out and applied(self.solution, ROOT, backwards=True))
+
+    def passes(self, **output):
+        """Run the check; return whether it passed.  `output`: as of subprocess.run."""
+        return subprocess.run(self.command(), cwd=ROOT, **output).returncode == 0
 
     def command(self):
         """Return the words of the check, to be run where the code is."""
@@ -48,6 +69,7 @@ def read_page(package):
     sections = re.split(r"^(?=## \d+\. )", (ROOT / package / "EXERCISES.md").read_text(), flags=re.MULTILINE)[1:]
     return [
         Exercise(
+            title=re.match(r"## \d+\. (.+)", section)[1],
             text=section.partition("<details>")[0].rstrip(),
             check=re.search(r"^Check: `(.+)`$", section, re.MULTILINE)[1],
             solution=re.search(r"^```diff\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[1],
@@ -85,25 +107,100 @@ def write(texts):
     return bool(texts)
 
 
+# ------------------------------------------------------------------------------------------------- what is done
+
+
+def read_memory():
+    """Return (names of the exercises that were started, names of those that are done), a name being "rl 2"."""
+    memory = json.loads(MEMORY.read_text()) if MEMORY.exists() else {}
+    return set(memory.get("started", ())), set(memory.get("done", ()))
+
+
+def write_memory(started, done):
+    MEMORY.parent.mkdir(exist_ok=True)
+    MEMORY.write_text(json.dumps({"started": sorted(started), "done": sorted(done)}) + "\n")
+
+
+def changed_files():
+    """Return the files that are not as in the last commit; None where there is no commit to compare with."""
+    diff = ["git", "diff", "--name-only", "--relative", "HEAD"]
+    try:
+        return set(subprocess.run(diff, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines())
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def all_exercises():
+    """Return {"rl 2": its Exercise} of all four pages, in order."""
+    return {f"{short} {n}": each for short in PACKAGES for n, each in enumerate(read_page(PACKAGES[short]), 1)}
+
+
+def print_list():
+    """List all exercises.  A check is run only where files have changed, or the exercise was begun with `start`."""
+    exercises = all_exercises()
+    started, done = read_memory()
+    started &= exercises.keys()
+    done &= exercises.keys()
+    changed = changed_files()
+    if changed is not None:
+        started = {name for name in started if exercises[name].files & changed}  # the others were put back
+    for name, each in exercises.items():
+        print(f"{name:<7}{each.title:<60}", end="", flush=True)
+        if name in done:
+            state = "done"
+        elif name not in started and (not each.files & (changed or set()) or each.is_as_published()):
+            state = "not done"
+        elif each.passes(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+            done.add(name)
+            state = "done"
+        else:
+            state = "not done: its check fails"
+        print(state, flush=True)
+    write_memory(started, done)
+    print(f"\n{len(done)} of {len(exercises)} are done.")
+    if changed is None:
+        print("This is not a git repository, so changed files are not noticed: run the check of an exercise once.")
+
+
+def check(name, each):
+    """Print an exercise and run its check; return the exit status."""
+    page = PACKAGES[name.split()[0]]
+    print(f"{each.text}\n\nHint and solution: {page}/EXERCISES.md\n", flush=True)
+    if not each.passes():
+        print("Not solved yet: the check fails.")
+        return 1
+    started, done = read_memory()
+    if name not in started and each.is_as_published():
+        print(f"The check passes: the published solution is in the code. `exercise {name} start` takes it out.")
+        return 0
+    write_memory(started, done | {name})
+    print("Solved: the check passes.")
+    return 0
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("package", choices=PACKAGES)
-    parser.add_argument("number", type=int)
+    parser.add_argument("package", choices=["list", *PACKAGES])
+    parser.add_argument("number", type=int, nargs="?")
     parser.add_argument("action", choices=["check", "start", "solution"], nargs="?", default="check")
     args = parser.parse_args()
+    if args.package == "list":
+        if args.number is not None:
+            parser.error("list takes no number")
+        print_list()
+        return 0
     exercises = read_page(PACKAGES[args.package])
-    if not 1 <= args.number <= len(exercises):
+    if args.number is None or not 1 <= args.number <= len(exercises):
         parser.error(f"{PACKAGES[args.package]} has exercises 1 to {len(exercises)}")
-    exercise = exercises[args.number - 1]
+    name, exercise = f"{args.package} {args.number}", exercises[args.number - 1]
+    if args.action == "check":
+        return check(name, exercise)
     if args.action == "start" and not exercise.start():
         sys.exit("Nothing to take out: the solution is not in the code, or has been changed.")
     if args.action == "solution" and not exercise.solve():
         sys.exit("The solution does not fit: it is in there already, or its surroundings have been changed.")
-    if args.action == "check":
-        print(f"{exercise.text}\n\nHint and solution: {PACKAGES[args.package]}/EXERCISES.md\n", flush=True)
-        passed = subprocess.run(exercise.command(), cwd=ROOT).returncode == 0
-        print("Solved: the check passes." if passed else "Not solved yet: the check fails.")
-        return 0 if passed else 1
+    started, done = read_memory()
+    write_memory(started | {name}, done)
     return 0
 
 
