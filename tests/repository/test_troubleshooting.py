@@ -313,6 +313,34 @@ def on_two_hosts(folder, awaited, variables):
     return read_whole(folder / "said")
 
 
+PORTS = """
+import psutil
+import torch.distributed.rpc as rpc
+
+options = rpc.TensorPipeRpcBackendOptions(init_method="file://" + __file__ + ".store")
+rpc.init_rpc("worker", rank=0, world_size=1, rpc_backend_options=options)
+sockets = [each for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+print(*[each.laddr.port for each in sockets])
+rpc.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_the_range_of_ports_that_the_row_of_containers_names(tmp_path):
+    row = next(line for line in PAGE.splitlines() if "ip_local_port_range" in line)
+    low, high = map(int, re.search(r'ip_local_port_range="(\d+) (\d+)"', row).groups())
+    (tmp_path / "ports.py").write_text(PORTS)
+    setting = f"ip link set lo up && echo {low} {high} > /proc/sys/net/ipv4/ip_local_port_range"
+    inside = ["unshare", "--map-root-user", "--net", "sh", "-c", f'{setting} && exec "$@"', "sh"]
+    if can := subprocess.run([*inside, "true"], capture_output=True, text=True).stderr:
+        pytest.skip(f"no network namespace with a range of its own can be made here: {can}")
+    command = [*inside, sys.executable, tmp_path / "ports.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ports = [int(port) for port in done.stdout.split()]
+    assert len(ports) == int(re.search(r"some (\d+) ports", row)[1]), done.stderr
+    assert all(low <= port <= high for port in ports)
+
+
 SLOW = [symptom for symptom in MAKERS if symptom not in QUICK]
 
 
