@@ -75,7 +75,7 @@ def test_a_recipe_runs_as_it_is_printed(number, tmp_path):
 
 
 def test_micro_batches_save_time_in_the_pipeline(printed):
-    """Both stages together take 0.8 s, and 0.5 s when they overlap.  On a busy machine one run of three has to show it."""
+    """Two stages take 0.8 s, and 0.5 s when they overlap.  On a busy machine one run of three has to show it."""
     runs = (re.findall(r"(\d+\.\d+) s", printed(PIPELINE)) for _ in range(3))
     assert any(float(parts) < 0.85 * float(whole) for whole, parts in runs)
 
