@@ -2,8 +2,8 @@
 
     python tests/repository/symptoms.py [SCENE ...]        # all scenes, but for nameless_host
 
-A scene is a group of its own, of two processes: "a", which does what goes wrong, and "b", which serves.  All scenes run
-at once.  What is silent is told as "seen" where it happened as the page says.
+A scene is a group of its own, of two processes: "a", which does what goes wrong, and "b", which serves.  Several scenes
+run at once.  What is silent is told as "seen" where it happened as the page says.
 """
 
 import contextlib
@@ -23,7 +23,9 @@ import threading
 import time
 import warnings
 
+import psutil
 import torch
+import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import nn
@@ -34,6 +36,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness
 from jobs import free_port
 
 SEEN = {}
+second_has_run = threading.Event()
+finished = []
 layers = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3))
 
 
@@ -57,6 +61,39 @@ class OurError(Exception):
 
 def only_here():
     """Stand in for a function that the other side's main module does not have."""
+
+
+def first():
+    second_has_run.wait()
+    finished.append("first")
+
+
+def second():
+    finished.append("second")
+    second_has_run.set()
+
+
+def get_finished():
+    return finished
+
+
+@rpc.functions.async_execution
+def reject():
+    future = torch.futures.Future()
+    future.set_exception(ValueError("closed"))
+    return future
+
+
+def sum_over_ranks():
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def listens_at():
+    """Return every (address, port) where this process listens, but for its store."""
+    sockets = [each for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    return [tuple(each.laddr) for each in sockets if each.laddr.port != int(os.environ["MASTER_PORT"])]
 
 
 def counted_alive():
@@ -160,6 +197,16 @@ def calls(rank):
     see("'Agent' object has no attribute", lambda: rpc.rpc_sync("b", copy.copy, args=(Agent(),)).rpc_sync())
     see("localValue() on user", lambda: rref.local_value())
     see("Can not pickle rref", lambda: pickle.dumps(rref))
+    see("RPC is already initialized", lambda: join(rank))
+    see("RRef creation", use_rref_that_came_late)
+    failed = rpc.remote("b", fail, args=(ValueError("a reason"),))  # raises nothing here
+    try:
+        failed.to_here()
+    except ValueError as error:
+        see_that("`remote` raises no error", "a reason" in str(error))
+    torch.futures.wait_all([rpc.rpc_async("b", first), rpc.rpc_async("b", second)])
+    see_that("calls finish in another order", rpc.rpc_sync("b", get_finished) == ["second", "first"])
+    SEEN["returns an exception as its result"] = repr(rpc.rpc_sync("b", reject))
     see("only supports CPU tensors", lambda: rpc.rpc_sync("b", torch.neg, args=(torch.ones(1, device="meta"),)))
     autograd()
     held = [rpc.remote("b", Counted) for _ in range(5)]
@@ -173,6 +220,12 @@ def calls(rank):
     layers.eval()  # ours
     see_that("`model.eval()` was called here", rpc.rpc_sync("b", in_training))
     rpc.shutdown()
+
+
+def use_rref_that_came_late():
+    rref = rpc.remote("b", time.sleep, args=(0.3,), timeout=0.1)
+    while True:  # the first time it may still be answered
+        rref.to_here()
 
 
 def autograd():
@@ -207,6 +260,15 @@ def autograd():
         warnings.simplefilter("always")
         DistributedOptimizer(torch.optim.SGD, [RRef(parameter) for parameter in layers.parameters()], lr=0.1)
     SEEN["functional optimizers"] = "\n".join(f"{each.category.__name__}: {each.message}" for each in warned)
+
+    def gradient_of_sent(parameter, sent, context_id):
+        dist_autograd.backward(context_id, [rpc.rpc_sync("b", forward, args=(sent,)).sum()])
+        return dist_autograd.get_gradients(context_id).get(parameter)
+
+    parameter = nn.Parameter(torch.ones(2, 3))
+    lost = in_context(lambda now: gradient_of_sent(parameter, parameter, now))
+    found = in_context(lambda now: gradient_of_sent(parameter, parameter.view_as(parameter), now))
+    see_that("Parameter or Module that was sent", lost is None and found is not None)
 
     def from_another_thread(context_id):
         losses, weight = [], torch.ones(1, requires_grad=True)
@@ -254,6 +316,71 @@ def no_thread_left(rank):
     see_that("does not even time out", still_waits(lambda: rpc.rpc_sync("b", nested, args=(9,), timeout=0.5), 2))
 
 
+def own_rref(rank):
+    join(rank)
+    if rank == 1:
+        time.sleep(60)
+    rref = rpc.remote("a", time.sleep, args=(0.3,), timeout=0.1)
+    see_that("of an RRef to an own object", still_waits(lambda: rref.to_here(timeout=0.5), 2))
+
+
+def unused_result(rank):
+    join(rank)
+    if rank == 1:
+        time.sleep(60)
+    with dist_autograd.context() as context_id:
+        used, _unused = (rpc.rpc_sync("b", forward, args=(torch.ones(2, 3),)).sum() for _ in range(2))
+        waits = still_waits(lambda: dist_autograd.backward(context_id, [used]), 2)
+        see_that("`dist_autograd.backward` does not return", waits)
+
+
+def collective(rank):
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    join(rank)
+    if rank == 1:
+        time.sleep(60)
+    future = rpc.rpc_async("b", sum_over_ranks, timeout=0)
+    waited = still_waits(future.wait, 1)
+    see_that("an RPC and a collective", waited and sum_over_ranks() == future.wait() == 2)
+
+
+def second_group(rank):
+    for group in 1, 2:
+        join(rank)
+        if rank == 0:
+            rref = rpc.remote("b", Agent)
+            see("no longer running", lambda rref=rref: rpc.rpc_sync("b", type, args=(rref,)))
+            if group == 1:
+                assert "no longer running" not in SEEN
+        meeting.wait()
+        rpc.shutdown(graceful=False)
+        meeting.wait()
+
+
+def stranger(rank):
+    """Something else connects to b's ports, which ends b; b's C++ says so on its stderr."""
+    said = f"{tempfile.gettempdir()}/stderr_of_b_{os.environ['MASTER_PORT']}"
+    if rank == 1:
+        with open(said, "w") as file:
+            os.dup2(file.fileno(), 2)
+        meeting.wait()
+        join(rank)
+        time.sleep(60)
+    meeting.wait()
+    join(rank)
+    waiting = rpc.rpc_async("b", time.sleep, args=(60,), timeout=0)
+    sockets = []
+    for address in rpc.rpc_sync("b", listens_at):
+        with contextlib.suppress(OSError):  # b may be gone already
+            sockets.append(socket.create_connection(address))
+            sockets[-1].sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with contextlib.suppress(RuntimeError):  # eof: b is gone
+        waiting.wait()
+    with open(said) as file:
+        SEEN["std::bad_alloc"] = file.read()
+    os.remove(said)
+
+
 def without_rpc(rank):
     del torch._C._rpc_init  # as in a torch that was built without it
     for name in [name for name in sys.modules if name.startswith("torch.distributed.rpc")]:
@@ -282,7 +409,9 @@ def play(scene, rank, port, answers):
 
 def start(scene):
     """Start a scene; return its two processes, and where rank 0 will tell what it has seen."""
+    global meeting
     fork = multiprocessing.get_context("fork")
+    meeting = fork.Barrier(2)  # of the two processes of this scene
     port = free_port()
     answers, sent = fork.Pipe(duplex=False)
     processes = [fork.Process(target=play, args=(scene, rank, port, sent)) for rank in range(2)]
@@ -294,14 +423,21 @@ def start(scene):
 
 def main():
     scenes = [globals()[name] for name in sys.argv[1:]]
-    scenes = scenes or [calls, one_name, taken_port, alone, killed, no_thread_left, without_rpc]
+    if scenes:
+        play_at_once(scenes)
+    else:  # all of them at once would be too many processes for a small machine
+        play_at_once([calls, one_name, taken_port, alone, killed, no_thread_left, without_rpc])
+        play_at_once([own_rref, unused_result, collective, second_group, stranger])
+    print(json.dumps(SEEN))
+
+
+def play_at_once(scenes):
     started = [start(scene) for scene in scenes]
     for processes, answers in started:
         multiprocessing.connection.wait([answers, processes[0].sentinel])
         SEEN.update(answers.recv() if answers.poll() else {})  # else it died: the rows will say what is missing
         for process in processes:
             process.kill()
-    print(json.dumps(SEEN))
 
 
 if __name__ == "__main__":

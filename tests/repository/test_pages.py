@@ -15,7 +15,11 @@ from helpers import PACKAGES, ROOT, package_on_path, run_script
 from jobs import Job, children_of, command_of, free_port
 
 README, CONCEPTS, CONTRIBUTING = ((ROOT / f"{name}.md").read_text() for name in ("README", "CONCEPTS", "CONTRIBUTING"))
-PAGES = [*ROOT.glob("*.md"), *(page for package in PACKAGES for page in (ROOT / package).glob("*.md"))]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/*.md"),
+    *(page for package in PACKAGES for page in (ROOT / package).glob("*.md")),
+]
 LINK = re.compile(r"\[`([\w.]+)`\]\(([\w/.]+\.py)\)")
 
 
@@ -117,7 +121,7 @@ def test_a_file_that_is_named_is_there():
     """In every page, and in the comments and docstrings of what is run."""
     code = [path for folder in (*PACKAGES, "bench") for path in (ROOT / folder).glob("**/*.py")]
     ours = {path.name for path in [*code, *(ROOT / "tests").glob("**/*.py")]}
-    others = {"forty.py", "random.py"}  # a user's own
+    others = {"forty.py", "recipe.py", "random.py"}  # a user's own
     others |= {"parameter_server.py", "rpc_parameter_server.py"}  # the published code's
     for path in [*PAGES, *code]:
         assert set(re.findall(r"\b\w+\.py\b", path.read_text())) <= ours | others, path
@@ -132,7 +136,7 @@ def test_every_concept_leads_to_a_line_of_code():
     assert all(title.startswith(outside) for title in without), without
 
 
-@pytest.mark.parametrize("name", ["README", "CONCEPTS", "TROUBLESHOOTING", "CONTRIBUTING"])
+@pytest.mark.parametrize("name", ["README", "CONCEPTS", "TROUBLESHOOTING", "CONTRIBUTING", "docs/RECIPES"])
 def test_the_pages_are_within_one_hop_of_the_readme(name):
     assert name == "README" or f"({name}.md)" in README
 

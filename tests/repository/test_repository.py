@@ -16,7 +16,11 @@ import yaml
 from helpers import PACKAGES, ROOT, package_on_path
 from jobs import JOBS
 
-PAGES = [*ROOT.glob("*.md"), *(page for package in PACKAGES for page in (ROOT / package).glob("*.md"))]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/*.md"),
+    *(page for package in PACKAGES for page in (ROOT / package).glob("*.md")),
+]
 
 
 def glue_of(package):

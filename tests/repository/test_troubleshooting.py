@@ -51,12 +51,17 @@ def test_the_rows_are_numbered_and_others_point_at_them():
 TORCH = (
     "module 'torch.distributed.rpc'",
     "RPC has not been initialized",
+    "RPC is already initialized",
     "is not unique",
     "as a ProcessGroup",
     "`init_rpc` does not return",
     "code: -98",
     "ran for more than set timeout",
+    "RRef creation",
+    "`remote` raises no error",
+    "of an RRef to an own object",
     "`eof (this error",
+    "std::bad_alloc",
     "Can't get attribute",
     "local object '…<lambda>'",
     "positional argument",
@@ -66,8 +71,11 @@ TORCH = (
     "localValue() on user",
     "could not find destination name",
     "does not even time out",
+    "an RPC and a collective",
+    "calls finish in another order",
     "only supports CPU tensors",
     "OurError: On WorkerInfo",
+    "returns an exception as its result",
     "modified by an inplace operation",
     "graphTask_",
     "all roots need to be scalar",
@@ -75,11 +83,14 @@ TORCH = (
     "Could not find autograd context",
     "Autograd context no longer valid",
     "loss stays where it was",
+    "Parameter or Module that was sent",
+    "`dist_autograd.backward` does not return",
     "`model.eval()` was called here",
     "has no attribute 'owner'",
     "functional optimizers",
     "memory of one process grows",
     "`shutdown` does not return",
+    "no longer running",
 )
 NOT_MADE = re.compile(r"\*\(not made here\)\*$")
 
@@ -300,6 +311,34 @@ def on_two_hosts(folder, awaited, variables):
             rank.kill()
             rank.wait()
     return read_whole(folder / "said")
+
+
+PORTS = """
+import psutil
+import torch.distributed.rpc as rpc
+
+options = rpc.TensorPipeRpcBackendOptions(init_method="file://" + __file__ + ".store")
+rpc.init_rpc("worker", rank=0, world_size=1, rpc_backend_options=options)
+sockets = [each for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+print(*[each.laddr.port for each in sockets])
+rpc.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_the_range_of_ports_that_the_row_of_containers_names(tmp_path):
+    row = next(line for line in PAGE.splitlines() if "ip_local_port_range" in line)
+    low, high = map(int, re.search(r'ip_local_port_range="(\d+) (\d+)"', row).groups())
+    (tmp_path / "ports.py").write_text(PORTS)
+    setting = f"ip link set lo up && echo {low} {high} > /proc/sys/net/ipv4/ip_local_port_range"
+    inside = ["unshare", "--map-root-user", "--net", "sh", "-c", f'{setting} && exec "$@"', "sh"]
+    if can := subprocess.run([*inside, "true"], capture_output=True, text=True).stderr:
+        pytest.skip(f"no network namespace with a range of its own can be made here: {can}")
+    command = [*inside, sys.executable, tmp_path / "ports.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ports = [int(port) for port in done.stdout.split()]
+    assert len(ports) == int(re.search(r"some (\d+) ports", row)[1]), done.stderr
+    assert all(low <= port <= high for port in ports)
 
 
 SLOW = [symptom for symptom in MAKERS if symptom not in QUICK]

@@ -1,0 +1,119 @@
+"""docs/RECIPES.md: every program runs as it stands on the page, and prints what stands below it."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from torch.distributed import TCPStore
+
+from helpers import ROOT, read_whole, run_warm
+from jobs import free_port
+
+PAGE = (ROOT / "docs" / "RECIPES.md").read_text()
+RECIPE = re.compile(
+    r"^## (\d+)\. ([^\n]+)\n(.*?)^```python\n(.*?)^```\n\n^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
+RECIPES = {int(number): found for number, *found in RECIPE.findall(PAGE)}  # title, text, program, output
+PIPELINE = 9
+
+
+def masked(output):
+    """The one rule of what may differ from run to run: a number of seconds, with a decimal point."""
+    return re.sub(r"\b\d+\.\d+ s\b", "… s", output)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """A store in this process, at the address that the environment names.
+
+    Forked processes end at once.  If rank 0 had the store, it could be gone before the others have left `shutdown`.
+    """
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # so rank 0 makes none: as under torchrun
+    return store
+
+
+@pytest.fixture
+def printed(store, tmp_path, monkeypatch):
+    """Return a function that runs a recipe, in forks of a process that has loaded torch, and returns its output."""
+
+    def run(number):
+        program = RECIPES[number][2]
+        forked = program.replace("mp.spawn(run, ", 'mp.start_processes(run, start_method="fork", ')
+        assert forked != program
+        out, err = tmp_path / "out", tmp_path / "err"
+        for path, text in (tmp_path / "recipe.py", forked), (out, ""), (err, ""):
+            path.write_text(text)
+        monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+        status = run_warm([sys.executable, str(tmp_path / "recipe.py")], out, err, timeout=60)
+        assert status == 0, read_whole(err)
+        return read_whole(out)
+
+    return run
+
+
+@pytest.mark.parametrize("number", RECIPES)
+def test_a_recipe_prints_what_the_page_shows(number, printed):
+    assert masked(printed(number)) == masked(RECIPES[number][3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", RECIPES)
+def test_a_recipe_runs_as_it_is_printed(number, tmp_path):
+    (tmp_path / "recipe.py").write_text(RECIPES[number][2])
+    # Unbuffered, as on a terminal: the lines of several processes then come in the order in which they are printed.
+    environ = os.environ | {"MASTER_PORT": str(free_port()), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "recipe.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert masked(done.stdout) == masked(RECIPES[number][3])
+
+
+def test_micro_batches_save_time_in_the_pipeline(printed):
+    """Two stages take 0.8 s, and 0.5 s when they overlap.  On a busy machine one run of three has to show it."""
+    runs = (re.findall(r"(\d+\.\d+) s", printed(PIPELINE)) for _ in range(3))
+    assert any(float(parts) < 0.85 * float(whole) for whole, parts in runs)
+
+
+@pytest.mark.parametrize("number", RECIPES)
+def test_a_recipe_has_the_common_frame_and_needs_torch_alone(number):
+    program = RECIPES[number][2]
+    imported = set()
+    for node in ast.walk(ast.parse(program)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module.partition(".")[0])
+    assert imported <= {"torch"} | set(sys.stdlib_module_names)
+    lines = [line for line in program.splitlines() if line]
+    assert 15 <= len(lines) <= 45 and all(len(line) <= 100 for line in lines)
+    assert lines[-4:-1] == [
+        'if __name__ == "__main__":',
+        '    os.environ.setdefault("MASTER_ADDR", "localhost")',
+        '    os.environ.setdefault("MASTER_PORT", "29500")',
+    ]
+    assert re.fullmatch(r" {4}mp\.spawn\(run, (args=.*, )?nprocs=[23]\)", lines[-1])
+    assert "rpc.init_rpc(f" in program and "rpc.shutdown(" in program
+
+
+def test_the_list_of_contents_names_every_recipe():
+    listed = re.findall(r"^(\d+)\. \[(.+)\]\(#(.+)\)$", PAGE, re.MULTILINE)
+    assert [(int(number), title) for number, title, _ in listed] == [(n, found[0]) for n, found in RECIPES.items()]
+    assert list(RECIPES) == list(range(1, PAGE.count("```python") + 1)) and 10 <= len(RECIPES) <= 15
+    for number, title, target in listed:
+        assert target == re.sub(r"[^\w\- ]", "", f"{number}. {title}".lower()).replace(" ", "-")
+
+
+def test_the_rows_that_recipes_point_at_point_back():
+    """A recipe names rows of TROUBLESHOOTING.md, and rows name recipes: both exist."""
+    troubleshooting = (ROOT / "TROUBLESHOOTING.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| .* \| .* \| .* \|$", troubleshooting, re.MULTILINE)
+    cited = re.findall(r"\[row (\d+)\]\(\.\./TROUBLESHOOTING\.md\)", PAGE)
+    assert len(cited) >= 5 and set(cited) <= set(rows)
+    recipes = re.findall(r"\[recipe (\d+)\]\(docs/RECIPES\.md\)", troubleshooting)
+    assert len(recipes) >= 5 and {int(number) for number in recipes} <= set(RECIPES)
