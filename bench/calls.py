@@ -425,6 +425,7 @@ def compare_calls(args):
             missing[name] = actor.missing
         else:
             variants[name] = functools.partial(actor.measure, schedule)
+    print(f"{args.rounds} rounds of {args.calls} calls with each payload, {schedule[LARGE]} with the largest")
     rows = interleave(variants, args.rounds)
     for actor in actors.values():
         actor.end()
@@ -478,9 +479,7 @@ def parse_args(argv=None):
 def main():
     args = parse_args()
     started = time.perf_counter()
-    print(
-        f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, {args.rounds} rounds of {args.calls} calls"
-    )
+    print(f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores")
     if args.agent:
         numbers = published_agent.compare(args.agent, TRANSPORTS, args.rounds)
     elif args.messages:
