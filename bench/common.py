@@ -1,12 +1,15 @@
 """What the benches share: a package's modules, runs of its main.py, and runs beside each other in one table."""
 
+import contextlib
 import json
+import multiprocessing
 import os
 import pathlib
 import statistics
 import subprocess
 import sys
 import tempfile
+import warnings
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -70,6 +73,64 @@ def table(rows, figure, baseline, title=None, digits=0):
         result[name] = {"median": median, "values": values, "ratio": ratio, "ratios": ratios}
     sys.stdout.flush()
     return result
+
+
+def run_together(works, theirs=(), seconds=200):
+    """Call each of `works` in a process of its own, all at once; return what the first returns.
+
+    `theirs`: ends of pipes that are among the arguments of `works`, and to be closed here.  Raises RuntimeError if a
+    process fails or takes longer.  The processes are forked from one that has loaded torch.
+    """
+    start = multiprocessing.get_context("forkserver")
+    start.set_forkserver_preload(["torch.distributed.rpc"])
+    first, *others = works
+    answer, answers = start.Pipe(duplex=False)
+    processes = [start.Process(target=_send_result, args=(first, answers), daemon=True)]
+    processes += [start.Process(target=work, daemon=True) for work in others]
+    for process in processes:
+        process.start()
+    for end in (answers, *theirs):
+        end.close()  # the processes have their own: if that is gone, recv raises EOFError
+    try:
+        if not answer.poll(seconds):
+            raise RuntimeError(f"no result within {seconds} s")
+        result = answer.recv()
+        for process in processes:
+            process.join(seconds)
+            if process.exitcode != 0:
+                raise RuntimeError(f"a process that was measured ended with status {process.exitcode} (None: it runs)")
+    except EOFError:
+        raise RuntimeError("a process that was measured failed") from None
+    finally:
+        for process in processes:
+            process.kill()
+    return result
+
+
+def _send_result(work, answers):
+    answers.send(work())
+
+
+@contextlib.contextmanager
+def rpc_worker(name, names, folder, **options):
+    """Be a worker of an RPC group on this machine, until all of it have come to the end of the block.
+
+    `names` of all workers, the same list for each; `folder`: an empty one, in which they meet.
+    """
+    import torch.distributed.rpc as rpc
+
+    os.environ.update({"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"})  # or they listen where others reach them
+    warnings.filterwarnings("ignore", "You are using a Backend")  # torch warns of its own init_rpc
+    meet = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc", **options)
+    rpc.init_rpc(name, rank=names.index(name), world_size=len(names), rpc_backend_options=meet)
+    yield
+    rpc.shutdown()
+
+
+def spread(values, digits, width):
+    """Return "median (least - most)", right-aligned."""
+    median = statistics.median(values)
+    return f"{median:,.{digits}f} ({min(values):,.{digits}f} - {max(values):,.{digits}f})".rjust(width)
 
 
 def write_json(path, numbers):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed.rpc as rpc
 
+import agent_by_name
 from actor import Actor, draw_from_scores
 from agent import Agent
 from faster_observers import BatchedObserver, PackedObserver, RolloutObserver
@@ -30,6 +31,7 @@ class PackedAgent(Agent):
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
         self.actor = Actor(self.policy)
+        agent_by_name.register(self)
 
     def run_episode(self):
         """Let all observers play one episode; its last reward, which no state follows, is the call's answer."""
@@ -71,6 +73,7 @@ class BatchedAgent(Agent):
         self.batch_lock = threading.Lock()  # guards the next two
         self.playing = set()  # ob_ids
         self.waiting = {}  # ob_id: its Question
+        agent_by_name.register(self)
 
     def run_episode(self):
         """Let all observers play one episode, in step with each other: all act, then all move on."""

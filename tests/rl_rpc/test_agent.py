@@ -39,6 +39,9 @@ class Handle:
     def __init__(self, value):
         self.value = value
 
+    def owner(self):
+        return "agent"
+
     def rpc_sync(self):
         return Caller(self.value, answer_of)
 
@@ -92,6 +95,7 @@ def make_agent(monkeypatch):
         monkeypatch.setattr(agent_module, "RRef", Handle)
         monkeypatch.setattr(agent_module, "remote", remote)
         monkeypatch.setattr(agent_module.rpc, "get_worker_info", get_worker_info)
+        monkeypatch.setattr(faster_observers, "rpc_sync", lambda owner, function, args: answer_of(function, args))
         names = [str(rank) for rank in range(1, observers + 1)]
         agent = faster_agents.MODES[mode](names, **settings)
         agent.begin_trajectories(agent.ob_rrefs)

@@ -1,0 +1,77 @@
+"""Calls of an actor of Ray or of Monarch, for calls.py, which starts this in the Python where they are installed.
+
+    python bench/actors.py ray        # or monarch
+
+Reads a line of JSON for each measurement, and answers with one, until its standard input ends.  The first line that it
+writes says whether the library is there.  It needs numpy, and nothing else of this repository.
+"""
+
+import json
+import os
+import pathlib
+import sys
+import time
+
+
+def connect_ray():
+    """Return a function that calls a Ray actor, and one that ends it."""
+    import ray
+
+    class Target:
+        def do_nothing(self, payload):
+            pass
+
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    actor = ray.remote(Target).remote()
+    return lambda payload: ray.get(actor.do_nothing.remote(payload)), ray.shutdown
+
+
+def connect_monarch():
+    """Return a function that calls a Monarch actor, and one that ends it."""
+    from monarch.actor import Actor, endpoint, this_host
+
+    class Target(Actor):
+        @endpoint
+        def do_nothing(self, payload):
+            pass
+
+    processes = this_host().spawn_procs(per_host={"gpus": 1})  # a process for each GPU that the host would have
+    actor = processes.spawn("target", Target)
+    return lambda payload: actor.do_nothing.call_one(payload).get(), lambda: processes.stop().get()
+
+
+def measure(call, payload, calls):
+    """Return how long each call has taken, and all of them together."""
+    seconds = []
+    begun = time.perf_counter()
+    for _ in range(calls):
+        started = time.perf_counter()
+        call(payload)
+        seconds.append(time.perf_counter() - started)
+    return {"seconds": seconds, "elapsed": time.perf_counter() - begun}
+
+
+def main():
+    # In this folder a file has the name of Ray's own module.
+    sys.path.remove(str(pathlib.Path(__file__).resolve().parent))
+    # What the libraries print goes to stderr: standard output is for the answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    try:
+        import numpy as np
+
+        call, end = {"ray": connect_ray, "monarch": connect_monarch}[sys.argv[1]]()
+    except ImportError as error:
+        print(json.dumps({"missing": str(error)}), file=answers)
+        return
+    print(json.dumps({"missing": None}), file=answers)
+    for line in sys.stdin:
+        request = json.loads(line)
+        payload = None if request["floats"] is None else np.zeros(request["floats"], dtype=np.float32)
+        measure(call, payload, request["warm_up"])
+        print(json.dumps(measure(call, payload, request["calls"])), file=answers)
+    end()
+
+
+if __name__ == "__main__":
+    main()
