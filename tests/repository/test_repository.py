@@ -14,7 +14,7 @@ import pytest
 from helpers import PACKAGES, ROOT, package_on_path
 from jobs import JOBS
 
-PAGES = [*ROOT.glob("*.md"), *(page for package in PACKAGES for page in (ROOT / package).glob("*.md"))]
+PAGES = [page for folder in ("", "docs", *PACKAGES) for page in (ROOT / folder).glob("*.md")]
 
 
 def glue_of(package):
