@@ -2,7 +2,7 @@
 
     python bench/migrating.py --ray_python /tmp/ray/bin/python --monarch_python /tmp/monarch/bin/python
 
-About 6 minutes on 2 cores.  Every program trains the same network on the same images, once over all of them, in batches
+Some 7 minutes on 2 cores.  Every program trains the same network on the same images, once over all of them, in batches
 of 32, with two trainers (one process: alone, with one thread).  The clock runs from the moment when all trainers have
 their data until the last of them has ended.  Without --data_dir, 19,200 digits are drawn from a seed.
 """
