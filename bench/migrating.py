@@ -1,6 +1,6 @@
 """One parameter server on torch RPC, in Ray and in Monarch: images/s and accuracy, interleaved (docs/MIGRATING.md).
 
-    python bench/migrating.py --ray_python /tmp/ray/bin/python --monarch_python /tmp/monarch/bin/python
+    python bench/migrating.py --ray_python ray-env/bin/python --monarch_python monarch-env/bin/python
 
 Some 7 minutes on 2 cores.  Every program trains the same network on the same images, once over all of them, in batches
 of 32, with two trainers (one process: alone, with one thread).  The clock runs from the moment when all trainers have
