@@ -15,11 +15,7 @@ from helpers import PACKAGES, ROOT, package_on_path, run_script
 from jobs import Job, children_of, command_of, free_port
 
 README, CONCEPTS, CONTRIBUTING = ((ROOT / f"{name}.md").read_text() for name in ("README", "CONCEPTS", "CONTRIBUTING"))
-PAGES = [
-    *ROOT.glob("*.md"),
-    *ROOT.glob("docs/*.md"),
-    *(page for package in PACKAGES for page in (ROOT / package).glob("*.md")),
-]
+PAGES = [page for folder in ("", "docs", *PACKAGES) for page in (ROOT / folder).glob("*.md")]
 LINK = re.compile(r"\[`([\w.]+)`\]\(([\w/.]+\.py)\)")
 
 
@@ -119,7 +115,7 @@ def test_a_walk_through_a_step_quotes_lines_of_the_code(package):
 
 def test_a_file_that_is_named_is_there():
     """In every page, and in the comments and docstrings of what is run."""
-    code = [path for folder in (*PACKAGES, "bench") for path in (ROOT / folder).glob("**/*.py")]
+    code = [path for folder in (*PACKAGES, "bench", "docs") for path in (ROOT / folder).glob("**/*.py")]
     ours = {path.name for path in [*code, *(ROOT / "tests").glob("**/*.py")]}
     others = {"forty.py", "recipe.py", "random.py"}  # a user's own
     others |= {"parameter_server.py", "rpc_parameter_server.py"}  # the published code's
@@ -136,7 +132,9 @@ def test_every_concept_leads_to_a_line_of_code():
     assert all(title.startswith(outside) for title in without), without
 
 
-@pytest.mark.parametrize("name", ["README", "CONCEPTS", "TROUBLESHOOTING", "CONTRIBUTING", "docs/RECIPES"])
+@pytest.mark.parametrize(
+    "name", ["README", "CONCEPTS", "TROUBLESHOOTING", "CONTRIBUTING", "docs/RECIPES", "docs/MIGRATING"]
+)
 def test_the_pages_are_within_one_hop_of_the_readme(name):
     assert name == "README" or f"({name}.md)" in README
 

@@ -16,11 +16,7 @@ import yaml
 from helpers import PACKAGES, ROOT, package_on_path
 from jobs import JOBS
 
-PAGES = [
-    *ROOT.glob("*.md"),
-    *ROOT.glob("docs/*.md"),
-    *(page for package in PACKAGES for page in (ROOT / package).glob("*.md")),
-]
+PAGES = [page for folder in ("", "docs", *PACKAGES) for page in (ROOT / folder).glob("*.md")]
 
 
 def glue_of(package):

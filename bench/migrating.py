@@ -1,0 +1,161 @@
+"""One parameter server on torch RPC, in Ray and in Monarch: images/s and accuracy, interleaved (docs/MIGRATING.md).
+
+    python bench/migrating.py --ray_python ray-env/bin/python --monarch_python monarch-env/bin/python
+
+Some 7 minutes on 2 cores.  Every program trains the same network on the same images, once over all of them, in batches
+of 32, with two trainers (one process: alone, with one thread).  The clock runs from the moment when all trainers have
+their data until the last of them has ended.  Without --data_dir, 19,200 digits are drawn from a seed.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+from common import ROOT, interleave, run_main, table, use_package, write_json
+
+use_package("param_server")
+
+PROGRAMS = ROOT / "docs" / "migrating"
+
+
+def main():
+    args = parse_args()
+    if args.inside:
+        {"single": time_single, "tutorial": time_tutorial}[args.inside](args)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        args.data_dir = os.path.abspath(args.data_dir) if args.data_dir else draw_mnist(folder)
+        variants = {
+            "one process, single.py": lambda: run_here(args, "single"),
+            "torch RPC, tutorial.py": lambda: run_here(args, "tutorial"),
+            "torch RPC, main.py --mode replica": lambda: run_replica(args),
+        }
+        programs = {"ray_parameter_server.py": args.ray_python, "monarch_parameter_server.py": args.monarch_python}
+        for program, python in programs.items():
+            if python:
+                variants[program] = lambda command=(python, PROGRAMS / program): run_program(args, command)
+            else:
+                print(f"{program} is left out: no Python is named for it")
+        rows = interleave(variants, args.repeats)
+    table(rows, "images_per_second", "torch RPC, tutorial.py", "images/s")
+    table(rows, "test_accuracy", "torch RPC, tutorial.py", "accuracy on digits not trained on", digits=4)
+    write_json(args.json, rows)
+
+
+def draw_mnist(folder):
+    """Write drawn digits into `folder` as torchvision's MNIST reads them; return the folder."""
+    from drawn_digits import draw_digits
+    from mnist_data import FILES
+
+    raw = pathlib.Path(folder) / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for train, names in FILES.items():
+        for name, array in zip(names, draw_digits(19_200 if train else 2_000, seed=1 + train), strict=True):
+            sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+            (raw / name).write_bytes(bytes([0, 0, 8, array.dim()]) + sizes + array.byte().numpy().tobytes())
+    return folder
+
+
+# ------------------------------------------------------------------------------- each returns images/s and accuracy
+
+
+def run_replica(args):
+    flags = ["--mode", "replica", "--world_size", 3, "--dataset", "mnist", "--data_dir", args.data_dir]
+    summary = run_main("param_server", [*flags, "--lr", 0.03, "--log_interval", 1_000_000])
+    return {figure: summary[figure] for figure in ("images_per_second", "test_accuracy")}
+
+
+def run_program(args, command):
+    """Run a program of docs/migrating, which prints its images/s, in the Python that has its library."""
+    out = run([*command, "--dataset", "mnist", "--data_dir", args.data_dir])
+    return {"images_per_second": float(re.search(r" ([\d.]+) images/s", out)[1]), "test_accuracy": accuracy_in(out)}
+
+
+def run_here(args, program):
+    """Run a program of param_server/ that prints no time, with a clock around its training loop."""
+    out = run([sys.executable, __file__, "--inside", program, "--data_dir", args.data_dir])
+    times = [json.loads(line) for line in re.findall(r'^\{"images".*\}$', out, re.MULTILINE)]
+    seconds = max(each["ended"] for each in times) - min(each["started"] for each in times)
+    images = sum(each["images"] for each in times)
+    return {"images_per_second": images / seconds, "test_accuracy": accuracy_in(out)}
+
+
+def run(command):
+    """Return what a command prints. Raises RuntimeError if it fails."""
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        raise RuntimeError(f"{command} ended with status {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def accuracy_in(out):
+    return float(re.search(r"^Accuracy ([\d.]+)", out, re.MULTILINE)[1])
+
+
+# ------------------------------------------------------------------------------- the clock around a training loop
+
+
+def with_clock(run_training_loop):
+    """Return the training loop of tutorial.py or single.py, which then also prints when it started and ended."""
+
+    def timed(first, train_loader):  # first: the rank or the network
+        started = time.time()  # one clock for all processes of this machine
+        run_training_loop(first, train_loader)
+        times = {"images": len(train_loader.dataset), "started": started, "ended": time.time()}
+        print(json.dumps(times) + "\n", end="", flush=True)
+
+    return timed
+
+
+def time_single(args):
+    import torch
+
+    import single
+
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    args.dataset, args.seed = "mnist", 1
+    order = torch.Generator().manual_seed(args.seed + 1)
+    train_set = single.load_digits(args, train=True)
+    net = single.Net()
+    train_loader = single.DataLoader(train_set, batch_size=32, shuffle=True, generator=order)
+    with_clock(single.run_training_loop)(net, train_loader)
+    single.get_accuracy(single.DataLoader(single.load_digits(args, train=False), batch_size=32), net)
+
+
+def time_tutorial(args):
+    import torch.multiprocessing as mp
+
+    from jobs import free_port
+
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(free_port())
+    args.dataset, args.seed, args.world_size = "mnist", 1, 3
+    mp.spawn(run_tutorial_worker, args=(args,), nprocs=args.world_size)
+
+
+def run_tutorial_worker(rank, args):
+    import tutorial
+
+    tutorial.run_training_loop = with_clock(tutorial.run_training_loop)
+    tutorial.run_worker(rank, args)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ray_python", default=os.environ.get("RAY_PYTHON"), help="a Python with Ray")
+    parser.add_argument("--monarch_python", default=os.environ.get("MONARCH_PYTHON"), help="a Python with Monarch")
+    parser.add_argument("--data_dir", help="folder of MNIST, instead of drawn digits")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", metavar="FILE", help="write the raw figures")
+    parser.add_argument("--inside", choices=["single", "tutorial"], help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

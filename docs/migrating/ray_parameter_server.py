@@ -1,0 +1,144 @@
+"""The job of param_server/tutorial.py in Ray, with the tutorial's network, data and batches.
+
+Ray has no autograd across processes. So a trainer computes with a copy of the weights: it gets
+weights from the server, and sends gradients to it, one call for each batch.
+
+pip install ray torch torchvision
+python ray_parameter_server.py                        # the server and two trainers
+python ray_parameter_server.py --dataset synthetic    # random patterns: no download
+"""
+
+import argparse
+import os
+import time
+
+import ray
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.utils.data import DataLoader, Subset, TensorDataset
+from torchvision import datasets, transforms
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3, 1)
+        self.conv2 = nn.Conv2d(32, 64, 3, 1)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(9216, 128)
+        self.fc2 = nn.Linear(128, 10)
+
+    def forward(self, x):  # (B, 1, 28, 28)
+        x = F.relu(self.conv1(x))  # (B, 32, 26, 26)
+        x = F.max_pool2d(self.conv2(x), 2)  # (B, 64, 12, 12)
+        x = torch.flatten(self.dropout1(x), 1)  # (B, 9216)
+        x = self.dropout2(F.relu(self.fc1(x)))  # (B, 128)
+        return F.log_softmax(self.fc2(x), dim=1)  # (B, 10)
+
+
+@ray.remote(num_cpus=0)  # starts on a machine with any number of cores
+class ParameterServer:
+    """Holds the weights. An actor runs one call at a time: no lock is needed."""
+
+    def __init__(self, args):
+        torch.set_num_threads(1)
+        torch.manual_seed(args.seed)  # weights
+        self.args = args
+        self.model = Net()
+        self.optimizer = optim.SGD(self.model.parameters(), lr=0.03)
+
+    def get_weights(self):
+        """Return a list of arrays, because Ray passes numpy arrays through shared memory."""
+        return [param.detach().numpy() for param in self.model.parameters()]
+
+    def apply_gradients(self, gradients):
+        """Make a step with a trainer's gradients (arrays), and return the new weights."""
+        for param, gradient in zip(self.model.parameters(), gradients, strict=True):
+            param.grad = torch.tensor(gradient)  # a copy, since the array is read-only
+        self.optimizer.step()
+        return self.get_weights()
+
+    def get_accuracy(self):
+        test_loader = DataLoader(load_digits(self.args, train=False), batch_size=32)
+        self.model.eval()
+        correct_sum = 0
+        with torch.no_grad():
+            for data, target in test_loader:
+                correct_sum += (self.model(data).argmax(dim=1) == target).sum().item()
+        return correct_sum / len(test_loader.dataset)
+
+
+@ray.remote(num_cpus=0)
+class Trainer:
+    def __init__(self, rank, server, args):
+        torch.set_num_threads(1)
+        torch.manual_seed(args.seed + rank)  # dropout
+        self.rank = rank
+        self.server = server
+        order = torch.Generator().manual_seed(args.seed + rank)
+        train_set = load_digits(args, train=True)
+        share = range(rank - 1, len(train_set), args.world_size - 1)  # of this trainer
+        train_set = Subset(train_set, share)
+        self.train_loader = DataLoader(train_set, batch_size=32, shuffle=True, generator=order)
+
+    def run_training_loop(self):
+        """Return the losses of every twentieth batch."""
+        net = Net()
+        losses = []
+        weights = ray.get(self.server.get_weights.remote())
+        for i, (data, target) in enumerate(self.train_loader):
+            for param, array in zip(net.parameters(), weights, strict=True):
+                param.data = torch.tensor(array)
+            loss = F.nll_loss(net(data), target)
+            if i % 20 == 0:
+                losses.append(loss.item())
+            net.zero_grad()
+            loss.backward()
+            gradients = [param.grad.numpy() for param in net.parameters()]
+            weights = ray.get(self.server.apply_gradients.remote(gradients))
+        return losses
+
+
+def load_digits(args, train):
+    """Return the training or the test set: pairs of an image (1, 28, 28), float32, and a label."""
+    if args.dataset == "mnist":
+        steps = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+        return datasets.MNIST(args.data_dir, train, transforms.Compose(steps), download=True)
+    generator = torch.Generator().manual_seed(args.seed)
+    patterns = torch.randn(10, 1, 28, 28, generator=generator)  # one for each digit
+    labels = torch.randint(0, 10, (5_000,), generator=generator)
+    images = patterns[labels] / 2 + torch.randn(5_000, 1, 28, 28, generator=generator)
+    part = slice(0, 4_000) if train else slice(4_000, 5_000)
+    return TensorDataset(images[part], labels[part])
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description="Parameter server in Ray")
+    parser.add_argument("--world_size", type=int, default=3, help="server and trainers (3)")
+    parser.add_argument("--seed", type=int, default=1, help="of everything random (1)")
+    parser.add_argument("--dataset", choices=["mnist", "synthetic"], default="mnist")
+    parser.add_argument("--data_dir", default="data", help="folder of MNIST (data)")
+    args = parser.parse_args()
+    args.data_dir = os.path.abspath(args.data_dir)  # an actor has another working directory
+    if args.world_size < 2:
+        parser.error("--world_size must be 2 or more: the server and at least one trainer")
+    return args
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    number = len(load_digits(args, train=True))  # also downloads it, once
+    ray.init(include_dashboard=False, logging_level="ERROR")
+    server = ParameterServer.remote(args)
+    trainers = [Trainer.remote(rank, server, args) for rank in range(1, args.world_size)]
+    ray.get([trainer.__ray_ready__.remote() for trainer in trainers])
+    started = time.perf_counter()
+    all_losses = ray.get([trainer.run_training_loop.remote() for trainer in trainers])
+    seconds = time.perf_counter() - started
+    for rank, losses in enumerate(all_losses, start=1):
+        print(f"Rank {rank} losses of every 20th batch:", *(f"{loss:.3f}" for loss in losses))
+    print(f"{number} images in {seconds:.1f} s, {number / seconds:.0f} images/s")
+    print(f"Accuracy {ray.get(server.get_accuracy.remote())} (guessing: 0.1)")
+    ray.shutdown()
