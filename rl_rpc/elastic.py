@@ -31,7 +31,8 @@ env = gym.make("CartPole-v1")  # an observer plays in it
 changed = threading.Condition()  # guards the next two; notified when an observer joins
 members = {}  # the name of each that is there: the Future that will answer its call of `join`
 leaving = set()  # the names of those that have called `leave`
-lost = set()  # the names of those that have died, or are silent
+lost = set()  # the names of those that were killed, or are silent
+seen = set()  # the names of all that have ever joined
 
 # What is called by RPC are functions, which are found by their names, and not methods of an RRef.
 # torch counts RRefs: an object is never deleted if a member leaves while it still refers to it.
@@ -39,12 +40,18 @@ lost = set()  # the names of those that have died, or are silent
 
 @rpc.functions.async_execution
 def join(name):
-    """Called by an observer. The answer comes when it may leave: whether to tell the others."""
+    """Called by an observer. The answer comes when it may leave: whether it has to tell the others,
+    and what went wrong, if anything."""
+    answer = torch.futures.Future()
     with changed:
-        members[name] = torch.futures.Future()
-        changed.notify()
-        print(f"{name} joined")
-        return members[name]
+        if name in seen:  # torch here would use its old connection to that rank, which is broken
+            answer.set_result((True, "its --rank has been used before; take another"))
+        else:
+            seen.add(name)
+            members[name] = answer
+            print(f"{name} joined")
+            changed.notify()
+    return answer
 
 
 def leave(name):
@@ -77,7 +84,7 @@ def wait_for_observers(seconds=None):
     """Let those go that want to leave, wait until one is there, and return the names of all."""
     with changed:
         for name in leaving & members.keys():
-            members.pop(name).set_result(not lost)
+            members.pop(name).set_result((not lost, None))
             print(f"{name} left")
         leaving.clear()
         changed.wait_for(lambda: members, seconds)
@@ -94,8 +101,8 @@ def collect_episodes(names):
         except RuntimeError as error:  # it was killed, or has not answered within rpc_timeout
             print(f"{name} was lost: {str(error).splitlines()[0]}")
             lost.add(name)
-            with changed:  # if it is alive after all, it ends with this error
-                members.pop(name).set_exception(RuntimeError("the agent gave it up"))
+            with changed:  # if it is alive after all, it is told
+                members.pop(name).set_result((False, "the agent has given it up"))
     return episodes
 
 
@@ -124,7 +131,8 @@ def train(seconds, max_episodes):
     reported = time.monotonic()
     end = reported + seconds
     done, steps, running_reward = 0, 0, 0
-    while done < max_episodes and time.monotonic() < end:
+    over = False
+    while not over:
         names = wait_for_observers(end - time.monotonic())
         episodes = collect_episodes(names)
         if episodes:  # not all have left, or were lost
@@ -133,8 +141,9 @@ def train(seconds, max_episodes):
             done += 1
             steps += len(rewards)
             running_reward = 0.05 * sum(rewards) + (1 - 0.05) * running_reward
+        over = done >= max_episodes or time.monotonic() > end
         passed = time.monotonic() - reported
-        if passed >= 2:
+        if passed >= 2 or over:
             speed = f"{steps / passed:,.0f} steps/s\tobservers: {len(names)}"
             print(f"Episode {done}\tAverage reward: {running_reward:.2f}\t{speed}")
             reported, steps = time.monotonic(), 0
@@ -144,7 +153,7 @@ def run_agent(args):
     with contextlib.suppress(KeyboardInterrupt):
         train(args.seconds, args.max_episodes)
     for name, answer in sorted(members.items()):
-        answer.set_result(False)
+        answer.set_result((False, None))
         with contextlib.suppress(RuntimeError):  # it can have left already
             rpc.rpc_sync(name, int)  # does nothing; comes after the answer, which is now there
     rpc.shutdown(graceful=False)  # there is nobody to tell
@@ -158,12 +167,15 @@ def run_observer(name):
     print(f"{name} joined")
     answered.wait()
     try:
+        tell_others, problem = answer.wait()
         # Without a fixed size shutdown() is no barrier: it tells all members that this one leaves.
-        rpc.shutdown(graceful=answer.wait())
+        rpc.shutdown(graceful=tell_others)
     except RuntimeError as error:
+        problem = f"it has lost the agent: {str(error).splitlines()[0]}"
         with contextlib.suppress(RuntimeError):  # it can have been shut down already
             rpc.shutdown(graceful=False)
-        sys.exit(f"{name} has lost the agent: {str(error).splitlines()[0]}")
+    if problem:
+        sys.exit(f"{name} ends: {problem}")
     print(f"{name} left")
 
 
@@ -202,7 +214,10 @@ if __name__ == "__main__":
     else:
         run_observer(name)
 
-# The limits. torch keeps an observer that was killed on its list, and whoever joins must reach all
-# on the list. So the agent goes on with the others, but nobody can join any more. What to do then:
-# start all again from a checkpoint (main.py --max_restarts), be content with those that are left
-# (main.py --on_lost continue), or use what is made for actors that die (Ray, Monarch).
+# The limits. torch keeps an observer that was killed on its list of members, and whoever joins has
+# to reach all on that list. So the agent goes on with the others, but nobody can join any more. (It
+# is the same after a join that failed, for example with a rank that is in use.) What to do: go on
+# with those that are there, start all again from a checkpoint (main.py has --on_lost continue and
+# --max_restarts), or use a system that is made for actors that die, such as Ray or Monarch.
+# A rank that has left cannot join again: each join needs a new one. Nobody is asked who they are:
+# who reaches the agent's port can join, and can have it run any code.
