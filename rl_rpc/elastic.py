@@ -160,6 +160,12 @@ def run_agent(args):
 
 
 def run_observer(name):
+    # It can be in the group before the agent, whose process is where they meet, and then joins.
+    while True:
+        with contextlib.suppress(RuntimeError):  # not there yet
+            rpc.get_worker_info("agent")
+            break
+        time.sleep(0.1)
     answer = rpc.rpc_async("agent", join, (name,), timeout=0)  # an error if the agent dies
     answered = threading.Event()  # to be waited for, since answer.wait() does not hear Ctrl-C
     answer.add_done_callback(lambda _: answered.set())
