@@ -150,6 +150,7 @@ def train(seconds, max_episodes):
 
 
 def run_agent(args):
+    print("Waiting for observers. Ctrl-C ends this job for all.")
     with contextlib.suppress(KeyboardInterrupt):
         train(args.seconds, args.max_episodes)
     for name, answer in sorted(members.items()):
@@ -157,6 +158,7 @@ def run_agent(args):
         with contextlib.suppress(RuntimeError):  # it can have left already
             rpc.rpc_sync(name, int)  # does nothing; comes after the answer, which is now there
     rpc.shutdown(graceful=False)  # there is nobody to tell
+    sys.exit(None if seen else "no observer has joined")
 
 
 def run_observer(name):

@@ -13,6 +13,7 @@ import torch
 
 from helpers import ROOT, load_module, read_whole
 from jobs import free_port
+from tutorials import copied_alone
 
 PATH = "rl_rpc/elastic.py"
 LINE = re.compile(r"^Episode (\d+)\tAverage reward: ([\d.]+)\t([\d,]+) steps/s\tobservers: (\d+)$", re.M)
@@ -23,6 +24,7 @@ class Terminals:
 
     def __init__(self, folder):
         self.folder = folder
+        self.script = ROOT / PATH
         self.port = str(free_port())
         self.processes = {}
 
@@ -36,7 +38,7 @@ class Terminals:
             process.wait()
 
     def start(self, rank, *flags):
-        command = [sys.executable, ROOT / PATH, "--rank", rank, "--master_port", self.port, *flags]
+        command = [sys.executable, self.script, "--rank", rank, "--master_port", self.port, *flags]
         with open(self.folder / f"{rank}.out", "w") as out, open(self.folder / f"{rank}.err", "w") as err:
             self.processes[rank] = subprocess.Popen(
                 [str(word) for word in command],
@@ -99,12 +101,18 @@ def test_elastic_observers_join_and_leave_and_the_agent_ends_the_job(terminals):
     assert terminals.errors(0) == "" and "lost" not in terminals.output(0)
 
 
-def test_elastic_ends_after_max_episodes(terminals):
+def test_elastic_alone_in_a_folder_ends_after_max_episodes(terminals, tmp_path):
+    terminals.script = copied_alone(PATH, tmp_path)  # so it imports nothing of ours
     terminals.start(0, "--max_episodes", 1)
     terminals.start(1)
     assert [terminals.status(rank) for rank in (0, 1)] == [0, 0], terminals.everything()
-    assert re.fullmatch(r"observer1 joined\nEpisode \d+\t.+\tobservers: 1\n", terminals.output(0))
+    assert re.fullmatch(r"Waiting for .+\nobserver1 joined\nEpisode \d+\t.+\tobservers: 1\n", terminals.output(0))
     assert terminals.output(1) == "observer1 joined\nobserver1 left\n"
+
+
+def test_elastic_is_one_page():
+    lines = (ROOT / PATH).read_text().splitlines()
+    assert len(lines) <= 235 and [line for line in lines if len(line) > 100] == []
 
 
 @pytest.mark.parametrize("flags", ["", "--rank -1", "--rank 0 --seconds 0", "--rank 0 --max_episodes 0"])
@@ -163,6 +171,14 @@ def test_elastic_goes_on_after_a_kill_but_nobody_can_join(terminals):
     terminals.send(0, signal.SIGINT)
     assert terminals.status(0, seconds=9) == 0
     assert terminals.errors(0) == terminals.errors(2) == ""
+
+
+@pytest.mark.slow
+def test_elastic_agent_that_has_seen_no_observer_says_so(terminals):
+    terminals.start(0)
+    terminals.wait_for(0, "Waiting for observers.")
+    terminals.send(0, signal.SIGINT)
+    assert (terminals.status(0), terminals.errors(0)) == (1, "no observer has joined\n")
 
 
 @pytest.mark.slow
