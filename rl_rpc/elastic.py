@@ -28,11 +28,11 @@ policy = torch.nn.Sequential(
 )
 env = gym.make("CartPole-v1")  # an observer plays in it
 # What the agent knows of the observers
-changed = threading.Condition()  # guards the next two; notified when an observer joins
+changed = threading.Condition()  # guards the next three; notified when an observer joins
 members = {}  # the name of each that is there: the Future that will answer its call of `join`
 leaving = set()  # the names of those that have called `leave`
-lost = set()  # the names of those that were killed, or are silent
 seen = set()  # the names of all that have ever joined
+lost = set()  # the names of those that were killed, or are silent
 
 # What is called by RPC are functions, which are found by their names, and not methods of an RRef.
 # torch counts RRefs: an object is never deleted if a member leaves while it still refers to it.
