@@ -392,7 +392,7 @@ def print_table(name, rows, missing):
 
 
 def print_page(rows, missing):
-    """Print the table that CONCEPTS.md has."""
+    """Print the table that docs/CONCEPTS.md has."""
     print(f"\n| | {' | '.join(PAYLOADS)} | calls/s, {SMALL} | p50 to by name, {SMALL} |")
     print(f"|---{'|---' * len(PAYLOADS)}|---|---|")
     for way, runs in rows.items():
@@ -469,7 +469,7 @@ def parse_args(argv=None):
     add("--calls", type=positive, default=300, metavar="N", help="of each payload in a round; a quarter with 1 MB")
     add("--ray_python", default=sys.executable, metavar="FILE", help="of the environment that Ray is installed in")
     add("--monarch_python", default=sys.executable, metavar="FILE", help="of the environment that Monarch is in")
-    add("--markdown", action="store_true", help="print the table of CONCEPTS.md as well")
+    add("--markdown", action="store_true", help="print the table of docs/CONCEPTS.md as well")
     add("--messages", action="store_true", help="only count the messages of a call")
     add("--agent", type=world_size, nargs="+", metavar="WORLD_SIZE", help="only run torch's benchmark of an RL agent")
     add("--json", metavar="FILE", help="write the numbers")

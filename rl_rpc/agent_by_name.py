@@ -2,10 +2,10 @@
 
 Runs in rank 0, on RPC threads; called by faster_observers.py.
 
-In these modes the calls are all that there is to save.  A call through an RRef sends the reference along; its owner
-says that it has received it, and is answered.  These two messages more are left out here (CONCEPTS.md, "What a call
-costs").  What is lost: a name is no object, so there can be one agent in a process.  Each function may be called by all
-observers at once, as the method of its name.
+These modes exist to spend less time on calls.  A call through an RRef sends the reference along, and costs two messages
+more: the owner reports that it has received the reference, and gets an answer (docs/CONCEPTS.md, "What a call costs").
+A call by name has neither.  The price is that a process can have only one agent, because a name is not an object.
+Each function here may be called by all observers at once, under the same rules as the method of the same name.
 """
 
 import torch.distributed.rpc as rpc

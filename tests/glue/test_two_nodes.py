@@ -33,7 +33,7 @@ def test_torchrun_on_two_nodes():
 
 
 class Nodes:
-    """torchrun on both hosts, two ranks on each: as CLUSTERS.md has it where a host's name is a loopback address."""
+    """torchrun on both hosts, two ranks on each, as docs/CLUSTERS.md does where a host's name is a loopback address."""
 
     def __init__(self, hosts, package, flags):
         self.outputs, self.processes = [], []

@@ -1,4 +1,6 @@
-"""Make what TROUBLESHOOTING.md explains, with torch alone, and print {a piece of the symptom: the text that was seen}.
+"""Provoke what docs/TROUBLESHOOTING.md explains, with torch alone.
+
+Print a dict {piece of the symptom: the text that was seen}.
 
     python tests/repository/symptoms.py [SCENE ...]        # all scenes, but for nameless_host
 

@@ -1,4 +1,4 @@
-"""CLUSTERS.md: its scripts and its manifest give each package what it needs, and its tables are what the code does."""
+"""docs/CLUSTERS.md: each package gets what it needs from the scripts and the manifest, and the tables are true."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from helpers import ROOT, package_on_path
 with package_on_path("rl_rpc"):
     from glue.launchers import find_place
 
-TEXT = (ROOT / "CLUSTERS.md").read_text()
+TEXT = (ROOT / "docs" / "CLUSTERS.md").read_text()
 SCRIPTS = re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 (MANIFEST,) = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 LAUNCHERS = re.findall(r"^\| ([^|`]+) \| `([^`]+=[^`]+)` \| ([^|]+) \|$", TEXT, re.MULTILINE)

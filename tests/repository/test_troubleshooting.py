@@ -1,4 +1,4 @@
-"""TROUBLESHOOTING.md: every row's text is what is seen when it happens, as far as it can be made to happen here."""
+"""docs/TROUBLESHOOTING.md: the text of each row is what is seen, wherever it can be provoked here."""
 
 import concurrent.futures
 import json
@@ -18,7 +18,7 @@ import two_hosts
 from helpers import ROOT, read_whole, run_main, run_script, start_main
 from jobs import Job, free_port
 
-PAGE = (ROOT / "TROUBLESHOOTING.md").read_text()
+PAGE = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()
 ROWS = {int(row): seen for row, seen in re.findall(r"^\| (\d+) \| (.+?) \| .*\| .+ \|$", PAGE, re.MULTILINE)}
 MAKERS = {}  # a piece of a row's symptom -> what makes it happen, and returns the text that is seen
 
