@@ -150,7 +150,7 @@ def run_worker(rank, args):
 def parse_args():
     parser = argparse.ArgumentParser(description="Rank 0 is the parameter server, 1 the trainer.")
     parser.add_argument("--world_size", type=int, default=2, choices=[2], help="number of ranks")
-    parser.add_argument("--rank", type=int, choices=[0, 1], help="which rank to run (default: both)")
+    parser.add_argument("--rank", type=int, choices=[0, 1], help="rank to run (default: both)")
     parser.add_argument("--master_addr", default="localhost", help="the host of rank 0")
     parser.add_argument("--master_port", type=int, default=29500, help="a free port of that host")
     parser.add_argument("--seed", type=int, default=1, help="seed of all random numbers")
