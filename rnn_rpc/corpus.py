@@ -1,8 +1,8 @@
-"""Tokens to learn from: a text file of yours, or a generated source whose entropy rate is known exactly.
+"""The text to learn: a file of yours, or a generated text whose entropy rate is known exactly.
 
-Runs in the trainer process only; the servers never see more than token ids.
+Runs in the trainer process only.  Of the text, the servers get only token ids.
 
-Shapes: T = time steps of one batch (--bptt), B = parallel streams (--batch_size), N = tokens of a text.
+Shapes: T = time steps of a batch (--bptt), B = streams (--batch_size), S = tokens of a stream, N = tokens of a text.
 """
 
 import hashlib
@@ -16,20 +16,20 @@ from glue.tensors import seed_for
 from markov_source import MarkovSource, spell_number
 
 UNKNOWN, END_OF_LINE = "<unk>", "<eos>"
-EVAL_BATCH_SIZE = 10  # as in the word-language-model recipe
+EVAL_BATCH_SIZE = 10  # as in the word language model of pytorch/examples
 
 
 @dataclass
 class Corpus:
-    """What the trainer needs to know about a text.  `vocabulary[i]` spells token id i; ids are int64 tensors (N,)."""
+    """A text as token ids.  `train` and `heldout` are int64 tensors (N,); `vocabulary[i]` is the token with id i."""
 
     name: str
     vocabulary: list
     train: torch.Tensor
     heldout: torch.Tensor
     separator: str  # between two tokens when ids are turned back into text
-    floor: float | None = None  # perplexity that no model can beat in the long run; None where nobody knows it
-    bigram_floor: float | None = None  # the same for a model that remembers one token only
+    floor: float | None = None  # the lowest possible perplexity; None for a text from a file
+    bigram_floor: float | None = None  # the same for a model that uses only the last token
 
     def __str__(self):
         text = (
@@ -38,31 +38,31 @@ class Corpus:
         )
         if self.floor:
             text += (
-                f"\nNo model can get below a perplexity of {self.floor:.3f}, and none that looks back one word "
-                f"only below {self.bigram_floor:.3f}."
+                f"\nNo model can get below a perplexity of {self.floor:.3f}, "
+                f"and a model that uses only the last word not below {self.bigram_floor:.3f}."
             )
         return text
 
     def fingerprint(self):
-        """Return a short hexadecimal number that differs from one text to another: of its vocabulary and its tokens."""
+        """Return a hash of the vocabulary and the tokens, 16 hexadecimal digits."""
         digest = hashlib.blake2b("\0".join(self.vocabulary).encode(), digest_size=8)
         digest.update(self.train.numpy().tobytes())
         digest.update(self.heldout.numpy().tobytes())
         return digest.hexdigest()
 
     def figures(self):
-        """Return what a summary says of it."""
+        """Return the entries of --summary_json that describe the text."""
         floors = {"floor_perplexity": self.floor, "bigram_floor_perplexity": self.bigram_floor}
         return floors | {"vocabulary": len(self.vocabulary)}
 
     def spell(self, ids):
-        """Turn token ids back into text."""
+        """Return the text of a list of token ids."""
         words = ("\n" if self.vocabulary[i] == END_OF_LINE else self.vocabulary[i] for i in ids)
         return self.separator.join(words)
 
 
 def generated_corpus(num_tokens, length, seed):
-    """Return a Corpus of `length` tokens from a source that `seed` determines; the last tenth is held out."""
+    """Return a Corpus of `length` tokens from a random source.  `seed` determines both.  The last tenth is held out."""
     source = MarkovSource(num_tokens, seed_for(seed, "source"))
     ids = source.sample(length, seed_for(seed, "sample"))
     train, heldout = _hold_out_the_end(ids)
@@ -78,14 +78,17 @@ def generated_corpus(num_tokens, length, seed):
 
 
 def corpus_from_file(path, tokens):
-    """Read a UTF-8 text; `tokens` is "char" or "word".  Raises PermanentError, in one line, for what is not a text."""
+    """Return a UTF-8 file as a Corpus.  `tokens` is "char" or "word".
+
+    Raises PermanentError, with a text of one line, if the file cannot be read or is not a text.
+    """
     try:
         with open(path, "rb") as file:
             data = file.read()
     except OSError as error:
         raise PermanentError(f"--corpus {path}: {error.strerror}") from None
     try:
-        text = data.decode("utf-8-sig")  # a byte order mark is not a letter
+        text = data.decode("utf-8-sig")  # -sig: without a byte order mark
     except UnicodeDecodeError as error:
         where = f"byte {error.start} is {data[error.start]:#04x}"
         raise PermanentError(f"--corpus {path}: not a UTF-8 text ({where})") from None
@@ -95,12 +98,13 @@ def corpus_from_file(path, tokens):
         raise PermanentError(f"--corpus {path}: there is no text in it")
     if tokens == "char":
         units = list(text)
-    else:  # the recipe's way: words between white space, and a token of its own for the end of a line
+    else:  # as in the word language model: words between white space, and a token for the end of each line
         units = [word for line in text.splitlines() for word in (*line.split(), END_OF_LINE)]
 
     train, heldout = _hold_out_the_end(units)
-    # The vocabulary is the training part's: a model that knew the held-out part's words would have seen the answers.
-    # In word mode a word must occur twice.  The others become <unk>, so that <unk> is seen, and learned, in training.
+    # The vocabulary has only tokens of the training part.  With those of the held-out part, the evaluation would use
+    # information about the text that the model must predict.
+    # A word must occur twice in the training part.  All other words become <unk>, so <unk> occurs in training too.
     seldom = 2 if tokens == "word" else 1
     known = [unit for unit, count in Counter(train).most_common() if count >= seldom]
     vocabulary = [UNKNOWN] + [unit for unit in known if unit != UNKNOWN]
@@ -119,18 +123,20 @@ def _hold_out_the_end(sequence):
 
 
 def streams(ids, num_streams):
-    """Cut a text (N,) into `num_streams` pieces that are read side by side; return (N // B, B), a stream per column.
+    """Cut a text (N,) into `num_streams` parts of equal length, and return them as the columns of a tensor (S, B).
 
-    What does not fill the last row is left out.  Source: the word-language-model recipe, batchify.
+    S is N // B.  The tokens at the end of the text that do not fill a row are left out.
+    Source: batchify in the word language model of pytorch/examples.
     """
     steps = len(ids) // num_streams
     return ids[: steps * num_streams].view(num_streams, steps).t().contiguous()
 
 
 def get_next_batch(stream_SB, bptt):
-    """Yield (data (T, B), target (T, B)) down the streams (S, B); the target is the data one step later.
+    """Yield pairs (data, target), each (T, B), from streams (S, B).  The target of a token is the next token.
 
-    Consecutive batches continue each other, so the hidden state carries over.  The last one may have fewer steps.
+    A batch begins where the batch before it has ended, so it can continue from its hidden state.  The last batch may
+    have fewer than T time steps.
     """
     for start in range(0, len(stream_SB) - 1, bptt):
         steps = min(bptt, len(stream_SB) - 1 - start)
@@ -138,9 +144,9 @@ def get_next_batch(stream_SB, bptt):
 
 
 def training_streams(corpus, batch_size, bptt):
-    """Return (train (., B), held-out (., B')) streams.
+    """Return the streams of the training part (S, B) and those of the held-out part (S', B').
 
-    Raises PermanentError if there is too little text for one batch.
+    B' is at most EVAL_BATCH_SIZE.  Raises PermanentError if the text is too short for one batch.
     """
     needed = batch_size * (bptt + 1)
     if len(corpus.train) < needed:

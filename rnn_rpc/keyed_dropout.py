@@ -1,9 +1,9 @@
 """Dropout whose masks depend on the number of the training step, and an LSTM that uses it.
 
-Runs in the trainer process and on the servers.  Without --dropout nothing here changes a number: KeyedLSTM is then
-torch's nn.LSTM, and KeyedDropout does nothing.
+Runs in the trainer process and on the servers.  Without --dropout, KeyedLSTM computes the same as torch's nn.LSTM, and
+KeyedDropout returns its input.
 
-Shapes: T = time steps, B = streams, L = layers, E = size of what goes in, H = hidden size.
+Shapes: T = time steps, B = streams, L = layers, E = input size, H = hidden size.
 """
 
 import torch
@@ -13,10 +13,10 @@ from glue.tensors import dropout_mask, seed_for
 
 
 class KeyedDropout(nn.Module):
-    """Dropout with the same mask for the same step, on every thread, every device, and after a restart.
+    """Dropout that has the same mask for the same training step, on every thread and device, and after a restart.
 
-    nn.Dropout draws from the process's one default generator, which all RPC threads share: with two calls under way
-    the masks would change from run to run.
+    nn.Dropout draws its masks from the default generator of the process, which all RPC threads share.  If two calls run
+    at the same time, chance decides which of them draws first, and the masks differ from run to run.
     """
 
     def __init__(self, p, seed):
@@ -25,14 +25,15 @@ class KeyedDropout(nn.Module):
         self.seed = seed
 
     def forward(self, x_TBH, step, first_stream=0):
-        """Return x with a fraction p of its elements zeroed, and the others scaled up; x itself in eval mode.
+        """Return x with a fraction p of its elements set to zero and the others scaled up; in evaluation, return x.
 
-        `first_stream` is the number of x's first stream in the batch: a part of the batch gets its part of the mask.
+        `step` is the number of the training step.  `first_stream` is the number of x's first stream in the batch, so
+        that a part of the batch gets the same part of the mask.
         """
         if not self.training or self.p == 0:
             return x_TBH
         time_steps, streams, size = x_TBH.shape
-        # Drawn stream by stream, so that what a stream gets does not depend on how many streams come after it.
+        # The streams are the first axis, so that the mask of a stream does not depend on the number of later streams.
         shape_BTH = (first_stream + streams, time_steps, size)
         mask_BTH = dropout_mask(shape_BTH, self.p, self.seed, step, dtype=x_TBH.dtype)
         mask_TBH = mask_BTH[first_stream:].transpose(0, 1)
@@ -40,10 +41,10 @@ class KeyedDropout(nn.Module):
 
 
 class KeyedLSTM(nn.Module):
-    """An nn.LSTM of several layers, with KeyedDropout between them.
+    """An LSTM of several layers, with KeyedDropout between them.  Each layer is an nn.LSTM of one layer.
 
-    nn.LSTM's own dropout takes the next numbers of the process's default generator in each call.  Mode `overlap` calls
-    the LSTM once for each micro-batch, so with that dropout it would have other masks than the other modes.
+    The dropout of nn.LSTM itself draws new numbers from the default generator in each call.  Mode `overlap` calls the
+    LSTM once for each micro-batch.  With that dropout, its masks would differ from those of the other modes.
     """
 
     def __init__(self, ninp, nhid, nlayers, dropout, seed):
@@ -54,11 +55,14 @@ class KeyedLSTM(nn.Module):
         self.drops = nn.ModuleList(KeyedDropout(dropout, seed_for(seed, layer)) for layer in range(1, nlayers))
 
     def forward(self, x_TBE, hidden, step=0, first_stream=0):
-        """(T, B, E), hidden -> (T, B, H), hidden.  `step` and `first_stream`: as KeyedDropout takes them."""
+        """Return the output (T, B, H) and the next hidden state, from an input (T, B, E) and a hidden state.
+
+        `step` and `first_stream` are those of KeyedDropout.forward.
+        """
         h_LBH, c_LBH = hidden
         last_h = []
         last_c = []
-        output = x_TBE  # and then (T, B, H), of one layer after the other
+        output = x_TBE  # after each layer (T, B, H)
         for layer, lstm in enumerate(self.layers):
             if layer > 0:
                 output = self.drops[layer - 1](output, step, first_stream)

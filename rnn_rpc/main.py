@@ -1,15 +1,16 @@
-"""A language model spread over workers: the LSTM in one process, embedding table and decoder on parameter servers.
+"""A language model in several processes: a trainer has the LSTM, parameter servers have the table and the decoder.
 
-    python main.py --world_size 2                 # one server; learns a generated text down to its entropy
-    python main.py --world_size 3 --mode overlap  # table and decoder on a server each; decoder and LSTM work at once
-    python main.py --corpus book.txt --tokens char --generate 200
-    python main.py --world_size 2 --rank 0        # one rank per terminal (then --rank 1), or per host
-    torchrun --nproc-per-node 2 main.py           # the same from torchrun's environment
+    python main.py --world_size 2                 # one server; learns a generated text
+    python main.py --world_size 3 --mode overlap  # two servers; the LSTM and the decoder work at the same time
+    python main.py --corpus book.txt --tokens char --generate 200   # learns a text of yours
+    python main.py --world_size 2 --rank 0        # one rank per terminal or host; start --rank 1 in another one
+    torchrun --nproc-per-node 2 main.py           # torchrun starts the ranks
 
-Rank 0 is `ps`, rank 1 `trainer`; with three ranks, 0 is `ps0` (table), 1 `trainer`, 2 `ps1` (decoder).
+Rank 0 is `ps`, and rank 1 is `trainer`.
+With three ranks, rank 0 is `ps0` (embedding table), rank 1 is `trainer`, and rank 2 is `ps1` (decoder).
 """
 
-import glue.before_torch  # noqa: F401  (first, see there)
+import glue.before_torch  # noqa: F401  (must be the first import; its docstring explains why)
 
 import math
 
@@ -25,7 +26,7 @@ from trainer import WARM_UP_STEPS, Trainer
 
 TRAINER_RANK = 1
 DEFAULT_LR = {"sgd": 2.0, "adam": 0.005}
-# A run that goes on from a checkpoint must have the same, and the same text.
+# A checkpoint can be resumed only with the same values of these flags, and with the same text.
 SETTINGS = ("seed", "embedding_dim", "hidden_dim", "num_layers", "optimizer", "world_size")
 
 
@@ -37,57 +38,58 @@ def worker_name(rank, args):
 
 
 def parse_args(argv=None):
-    """Return the command line as a namespace, or leave with status 2."""
+    """Return the command line as a namespace.  A wrong one ends the process with exit status 2."""
     parser = flags.argument_parser(__doc__, MODES, world_size=2)
     size = flags.positive_int
     count = flags.non_negative_int
     number = flags.non_negative_float
     positive = flags.positive_float
     text_flag = parser.add_argument_group("the text").add_argument
-    text_flag("--corpus", metavar="FILE", help="a UTF-8 text to learn; without it, one is generated")
+    text_flag("--corpus", metavar="FILE", help="a UTF-8 text to learn (if not given, a text is generated)")
     text_flag("--tokens", choices=["word", "char"], default="word", help="what a token of --corpus is")
-    text_flag("--vocabulary", type=size, default=30, metavar="V", help="words of the generated text")
+    text_flag("--vocabulary", type=size, default=30, metavar="V", help="vocabulary size of the generated text")
     text_flag("--corpus_tokens", type=size, default=300_000, metavar="N", help="length of the generated text")
-    text_flag("--generate", type=count, default=0, metavar="N", help="sample N tokens at the end")
+    text_flag("--generate", type=count, default=0, metavar="N", help="at the end, print N generated tokens")
     model_flag = parser.add_argument_group("the model").add_argument
     model_flag("--embedding_dim", type=size, default=64, metavar="E", help="size of a token's vector")
     model_flag("--hidden_dim", type=size, default=64, metavar="H", help="LSTM units per layer")
     model_flag("--num_layers", type=size, default=1, metavar="L", help="LSTM layers")
-    model_flag("--dropout", type=flags.fraction, default=0.0, metavar="P", help="of table and LSTM outputs")
+    model_flag("--dropout", type=flags.fraction, default=0.0, metavar="P", help="dropout of table and LSTM outputs")
     train_flag = parser.add_argument_group("training").add_argument
     train_flag("--epochs", type=size, default=6, metavar="N", help="passes over the text")
-    train_flag("--batch_size", type=size, default=20, metavar="B", help="streams of text that are read side by side")
-    train_flag("--bptt", type=size, default=35, metavar="T", help="time steps per batch: as far back as gradients go")
+    train_flag("--batch_size", type=size, default=20, metavar="B", help="parts of the text that are read side by side")
+    train_flag("--bptt", type=size, default=35, metavar="T", help="time steps per batch; gradients go no further back")
     train_flag(
-        "--optimizer", choices=list(owners.OPTIMIZERS), default="sgd", help="one of these on each owner of parameters"
+        "--optimizer", choices=list(owners.OPTIMIZERS), default="sgd", help="optimizer of each process with parameters"
     )
-    train_flag("--lr", type=positive, metavar="X", help=f"learning rate at the start (by optimizer: {DEFAULT_LR})")
-    train_flag("--clip", type=number, default=0.25, metavar="X", help="largest norm of all gradients together; 0: any")
-    train_flag("--log_interval", type=size, default=50, metavar="N", help="steps per point of the loss curve")
+    default_lr = ", ".join(f"{lr} with {optimizer}" for optimizer, lr in DEFAULT_LR.items())
+    train_flag("--lr", type=positive, metavar="X", help=f"learning rate at the start (if not given: {default_lr})")
+    train_flag("--clip", type=number, default=0.25, metavar="X", help="limit of the norm of all gradients; 0: no limit")
+    train_flag("--log_interval", type=size, default=50, metavar="N", help="training steps per point of the loss curve")
     args = parser.parse_args(argv)
 
     if args.vocabulary < 2:
         parser.error(f"--vocabulary {args.vocabulary}: a text of one word has nothing to learn")
     args.lr = args.lr or DEFAULT_LR[args.optimizer]
-    roles = "rank 0 is ps, rank 1 the trainer; with 3, rank 2 is a second server, for the decoder"
-    # Nothing of the above has to agree between ranks that are started one by one: only the trainer uses it.
+    roles = "rank 0 is ps, rank 1 the trainer; with 3 ranks, rank 2 is a second server, for the decoder"
+    # Only the trainer uses the flags above.  So they need not agree between ranks that are started one by one.
     flags.check_arguments(parser, args, min_world_size=2, max_world_size=3, roles=roles)
     return args
 
 
 def run_worker(rank, args, job):
-    """Run in every process: as the trainer, or as a server.  Source: tutorial part 2, run_worker."""
-    owners.set_device(job.device)  # of the layers that the trainer will make in this process
+    """Run one rank, the trainer or a server.  Source: tutorial part 2, run_worker."""
+    owners.set_device(job.device)  # for the layers that the trainer creates in this process
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
     if rank == TRAINER_RANK:
         run_trainer(args, job.device)
-    # A parameter server has nothing to do of its own: RPC threads serve what the trainer asks for.
+    # A parameter server has no code of its own to run.  Its RPC threads serve the trainer's calls.
     job.wait_for_all()
     rpc.shutdown()
 
 
 def run_trainer(args, device):
-    """Train for --epochs on all workers, and tell how well the model does.  Source: tutorial part 2, run_trainer."""
+    """Train for --epochs epochs, and report how good the model is.  Source: tutorial part 2, run_trainer."""
     result = report.Report("rnn_rpc", args)
     corpus = read_text(args)
     train_SB, heldout_SB = training_streams(corpus, args.batch_size, args.bptt)
@@ -123,14 +125,14 @@ def run_trainer(args, device):
 
 
 def read_text(args):
-    """Return the Corpus to learn."""
+    """Return the text to learn, as a Corpus."""
     if args.corpus:
         return corpus_from_file(args.corpus, args.tokens)
     return generated_corpus(args.vocabulary, args.corpus_tokens, args.seed)
 
 
 def make_trainer(args, ntoken, device):
-    """Make the model, its layers on the servers, and an optimizer on each worker that owns parameters."""
+    """Make the model, its layers on the servers, and an optimizer in each process that owns parameters."""
     ps = [worker_name(rank, args) for rank in range(args.world_size) if rank != TRAINER_RANK]
     sizes = (ntoken, args.embedding_dim, args.hidden_dim, args.num_layers)
     model = RNNModel(ps, *sizes, args.dropout, seed=args.seed, device=device)
@@ -138,7 +140,7 @@ def make_trainer(args, ntoken, device):
 
 
 def resume(trainer, args, settings):
-    """Go on from --checkpoint, where --resume asks for it."""
+    """If --resume is given, load --checkpoint."""
     state = checkpoint.resume(args, "rnn_rpc", settings)
     if state:
         trainer.load_state(state)

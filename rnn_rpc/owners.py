@@ -1,7 +1,7 @@
-"""What the trainer asks of each process that owns parameters, besides forward passes.
+"""Functions and methods that the trainer calls on each owner of parameters: for gradients, optimizers and checkpoints.
 
-Runs in every process: the servers own the embedding table and the decoder, and the trainer owns the LSTM.  The
-trainer calls the methods of RemoteLayer, and the functions below it, on the owners.
+Runs in every process: the servers own the embedding table and the decoder, and the trainer owns the LSTM.  The methods
+of RemoteLayer run on the servers.  The functions after it run on every owner, the trainer included.
 """
 
 import torch
@@ -9,27 +9,28 @@ import torch.distributed.autograd as dist_autograd
 from torch import nn, optim
 from torch.distributed.rpc import RRef
 
-# Where this process keeps its layers.  Its own main.py says so.  The trainer, which has the layers made here, does not
-# send a device: only this process knows which GPUs its host has, and which of them is its own.
+# The device of this process's layers.  main.py sets it in each process.  The trainer, which creates the layers by RPC,
+# sends no device, because the GPUs of a host, and this rank's GPU among them, are found on that host.
 device = torch.device("cpu")
 
 
 def set_device(own_device):
-    """Say where the layers that are made in this process from now on are."""
+    """Set the device of the layers that are created in this process after this call."""
     global device
     device = own_device
 
 
 def get_device():
-    """Return where this process keeps its layers."""
+    """Return the device of this process's layers."""
     return device
 
 
 class RemoteLayer(nn.Module):
-    """What both layers need because their caller is another process.
+    """The methods that the embedding table and the decoder both need because their caller is another process.
 
-    Thread-safety: nothing here takes a lock.  There is one trainer, and it never has a forward or backward pass under
-    way while it steps the optimizer, changes the mode, or loads a state; passes among themselves only read.
+    Thread-safety: no method takes a lock.  There is one trainer.  While it steps the optimizers, switches between
+    training and evaluation, or loads a state, no forward or backward pass is running.  Several forward and backward
+    passes may run at the same time, because they only read the parameters.
     """
 
     def __init__(self):
@@ -37,13 +38,14 @@ class RemoteLayer(nn.Module):
         self.device = get_device()
 
     def parameter_rrefs(self):
-        """Return one RRef per parameter, for DistributedOptimizer.  The RRefs travel, the parameters stay."""
+        """Return an RRef to each parameter, for DistributedOptimizer.  The parameters themselves are not sent."""
         return [RRef(parameter) for parameter in self.parameters()]
 
     def set_training(self, training):
-        """Switch dropout and gradients on or off in this process: the trainer's own train() and eval() do not reach it.
+        """Switch dropout and autograd on or off in this process, where the trainer's train() and eval() have no effect.
 
-        Not simply train(): that returns the module, and RPC would send a copy of it back.
+        The trainer does not call train() by RPC, because train() returns the module, and RPC would send a copy of it
+        back.
         """
         self.train(training)
 
@@ -52,15 +54,16 @@ class RemoteLayer(nn.Module):
         return {name: value.cpu() for name, value in self.state_dict().items()}
 
     def load_state(self, state):
-        """Put checkpointed parameters in place (into the same tensors: the optimizer knows them by identity)."""
+        """Copy parameters from a checkpoint into this layer's tensors (the optimizer refers to the same tensors)."""
         self.load_state_dict(state)
 
 
-# What follows are functions, which RPC sends by name, and not methods: gradients, and the optimizers that
-# DistributedOptimizer makes, are in objects of torch.  No lock: the trainer asks one thing at a time.
+# The functions below are no methods of a layer.  They use objects of torch: the gradients of an autograd context, and
+# the optimizers that DistributedOptimizer makes.  They need no lock, because the trainer waits for each of them before
+# its next call to the same owner.
 
-# The gradients of a training step live in its autograd context, on the process that owns the parameter.  get_gradients
-# gives the tensors themselves, not copies.
+# The gradients of a training step are in its autograd context, in the process that owns the parameter.
+# get_gradients() returns the tensors themselves, not copies.
 
 
 def gradient_norm(context_id):
@@ -69,38 +72,39 @@ def gradient_norm(context_id):
 
 
 def scale_gradients(context_id, factor):
-    """Multiply all gradients that this process holds in the context, in place: opt.step(context_id) reads the same."""
+    """Multiply in place all gradients that this process holds in the context; opt.step(context_id) uses the result."""
     for gradient in dist_autograd.get_gradients(context_id).values():
         gradient.mul_(factor)
 
 
 class SGD(optim.SGD):
-    """DistributedOptimizer would replace optim.SGD, but not this, by a deprecated class (row 8 of DIFFERENCES.md)."""
+    """DistributedOptimizer replaces optim.SGD, but not this class, by a deprecated one (row 8 of DIFFERENCES.md)."""
 
 
 class Adam(optim.Adam):
-    """DistributedOptimizer would replace optim.Adam, as it would optim.SGD."""
+    """DistributedOptimizer replaces optim.Adam in the same way, but not this class."""
 
 
 OPTIMIZERS = {"sgd": SGD, "adam": Adam}
 
 
 def _optimizer_of(optimizer_rref):
-    """Return this owner's torch.optim optimizer.
+    """Return the torch.optim optimizer of this process.
 
-    DistributedOptimizer can only step.  It has an RRef to an object on each owner, which has the optimizer inside.
+    DistributedOptimizer has only one method, step().  It has an RRef to an object of torch on each owner, and the
+    attribute `optim` of that object is the optimizer.
     """
     return optimizer_rref.local_value().optim
 
 
 def set_learning_rate(optimizer_rref, lr):
-    """Change the learning rate of the optimizer on this owner."""
+    """Set the learning rate of this process's optimizer."""
     for group in _optimizer_of(optimizer_rref).param_groups:
         group["lr"] = lr
 
 
 def optimizer_state(optimizer_rref):
-    """Return the state_dict of the optimizer on this owner, its tensors on the CPU."""
+    """Return the state_dict of this process's optimizer, with its tensors on the CPU."""
     packed = _optimizer_of(optimizer_rref).state_dict()
     on_cpu = {}
     for index, values in packed["state"].items():
@@ -110,5 +114,5 @@ def optimizer_state(optimizer_rref):
 
 
 def load_optimizer_state(optimizer_rref, state):
-    """Put a checkpointed state_dict in place (torch.optim moves the tensors to each parameter's device)."""
+    """Load a state_dict from a checkpoint (torch.optim moves its tensors to the device of each parameter)."""
     _optimizer_of(optimizer_rref).load_state_dict(state)

@@ -1,11 +1,13 @@
-"""The smallest programs of RPC, one after the other: a call, a backward pass through a call, and an optimizer step.
+"""Three short lessons: ways to call another process, a backward pass through a call, and an optimizer step.
 
-    python primer.py                            # two workers on this machine; every worker calls the next one
-    python primer.py --world_size 3 --rank 0    # or one rank per terminal: this one, then --rank 1 and --rank 2
+    python primer.py                            # starts two workers on this machine
+    python primer.py --world_size 3 --rank 0    # starts only rank 0; start ranks 1 and 2 in other terminals
 
-Sources: two examples in torch's documentation.  `backward_through_a_call` follows that of distributed autograd: two
-leaves that live on the caller, added by torch.add on another worker.  `run_ring` follows that of the distributed
-optimizer, where it is called `_run_process`.  DIFFERENCES.md says where they depart.
+Every worker runs the three lessons with its neighbour, which is the next worker (for the last worker, the first).
+
+Sources: two examples in torch's documentation.  `backward_through_a_call` follows the example of distributed autograd,
+in which another worker adds two tensors of the caller.  `run_ring` follows the example of the distributed optimizer,
+in which it is called `_run_process`.  Row 20 of DIFFERENCES.md lists the differences.
 """
 
 import argparse
@@ -20,65 +22,70 @@ import torch.multiprocessing as mp
 from torch import optim
 from torch.distributed.optim import DistributedOptimizer
 
-# RPC sends functions by name.  Each worker finds those of this file because it runs this same file.
+# RPC sends a function as its name.  A worker can call the functions below on another worker because both run this file.
 
 
 def random_tensor(seed):
-    """Return a leaf (3, 3) that lives on the worker where this runs.  Needs no lock: its generator is its own."""
+    """Return a new tensor (3, 3) that needs a gradient.  Runs on its owner.
+
+    Several workers may call it at the same time without a lock, because each call has a generator of its own.
+    """
     return torch.rand(3, 3, generator=torch.Generator().manual_seed(seed), requires_grad=True)
 
 
 def value_of(rref):
-    """Return a copy of what is behind an RRef.  Called on its owner, where local_value() is the tensor itself."""
+    """Return a copy of the tensor that an RRef refers to.  Runs on its owner, so local_value() is the tensor itself."""
     return rref.local_value().detach().clone()
 
 
 def three_ways_to_call(neighbour, say):
-    """Run torch.add(2, 3) on another worker; what differs is when the call returns, and what."""
+    """Run torch.add(2, 3) on another worker in three ways, which differ in when the call returns, and in its result."""
     two = torch.tensor(2)
     three = torch.tensor(3)
-    # Returns when the neighbour has computed, with the result.
+    # rpc_sync waits for the result, and returns it.
     answer = rpc.rpc_sync(neighbour, torch.add, args=(two, three))
     say(f"rpc_sync  -> {answer}")
-    # Returns at once, with a Future; wait() returns when the result has arrived here.  Work can be done in between.
+    # rpc_async returns a Future at once.  wait() waits for the result.  In between, this worker can do other work.
     future = rpc.rpc_async(neighbour, torch.add, args=(two, three))
     say(f"rpc_async -> {type(future).__name__}, wait() -> {future.wait()}")
-    # Returns at once, with a reference; the result stays at the neighbour until a worker asks for it with to_here().
+    # remote returns an RRef at once.  The result stays in the neighbour's process.  to_here() returns a copy of it.
     rref = rpc.remote(neighbour, torch.add, args=(two, three))
     say(f"remote    -> RRef owned by {rref.owner_name()}, to_here() -> {rref.to_here()}")
 
 
 def backward_through_a_call(neighbour, say):
-    """Let another worker add two tensors that live here, and run backward through that call."""
+    """Let another worker add two tensors of this worker, and run a backward pass through that call."""
     t1 = torch.rand((3, 3), requires_grad=True)
     t2 = torch.rand((3, 3), requires_grad=True)
-    # While a context is open, each call notes which tensors that need a gradient it has sent, and to which worker.
+    # Inside a context, autograd records the tensors that need a gradient and cross to another worker.
+    # The backward pass follows these records from worker to worker.
     with dist_autograd.context() as context_id:
         loss = rpc.rpc_sync(neighbour, torch.add, args=(t1, t2)).sum()
-        # The roots are a list, all on the calling worker.
+        # backward() takes a list of scalars of the calling worker.  The backward pass starts from them.
         dist_autograd.backward(context_id, [loss])
         gradients = dist_autograd.get_gradients(context_id)
-    # d loss / d t1 is 1 everywhere.  It is in the context, and not in .grad.
+    # d loss / d t1 is 1 everywhere.  This gradient is in the context, and not in t1.grad.
     say(f"backward  -> gradient of t1, its first row: {_row(gradients[t1])}; t1.grad is {t1.grad}")
 
 
 class SGD(optim.SGD):
-    """DistributedOptimizer replaces optim.SGD, but not this, by a deprecated class (row 8 of DIFFERENCES.md)."""
+    """DistributedOptimizer replaces optim.SGD, but not this class, by a deprecated one (row 8 of DIFFERENCES.md)."""
 
 
 def run_ring(neighbour, seeds, lr, say):
-    """Let two tensors of the neighbour, p and q, take one step of SGD there: p becomes p - lr * gradient."""
-    # Every iteration has a context of its own, which holds its gradients on every worker that it reaches.  backward
-    # leaves nothing in .grad, so there is no zero_grad(), and workers that train at once do not mix their gradients.
+    """Update two tensors of the neighbour, p and q, in its process by one step of SGD: p becomes p - lr * gradient."""
+    # Each training step has a context of its own.  The context has gradients on every worker that takes part.
+    # backward() does not write to .grad.  So there is no zero_grad(), and workers that train at the same time do not
+    # mix their gradients.
     with dist_autograd.context() as context_id:
         rref1 = rpc.remote(neighbour, random_tensor, args=(seeds[0],))
         rref2 = rpc.remote(neighbour, random_tensor, args=(seeds[1],))
         before = [rpc.rpc_sync(neighbour, value_of, args=(rref,)) for rref in (rref1, rref2)]
-        # to_here() copies the value, and autograd notes where it came from: backward sends the gradient back there.
+        # to_here() returns a copy.  Autograd records its owner, and backward() sends the gradient back to the owner.
         total = rref1.to_here() + 2 * rref2.to_here()
-        # The loss is a list of roots, all on the calling worker.  Here: d total.sum() / d rref1 = 1, / d rref2 = 2.
+        # The gradient of total.sum() is 1 for each element of rref1's tensor, and 2 for each element of rref2's.
         dist_autograd.backward(context_id, [total.sum()])
-        # An optimizer on each owner of these tensors, which steps with the gradients of this context.
+        # This makes an optimizer on each owner of these tensors.  It steps with the gradients of this context.
         dist_optim = DistributedOptimizer(SGD, [rref1, rref2], lr=lr)
         dist_optim.step(context_id)
         after = [rpc.rpc_sync(neighbour, value_of, args=(rref,)) for rref in (rref1, rref2)]
@@ -95,38 +102,38 @@ def _row(tensor):
 
 
 def run_worker(rank, args):
-    """Run one rank; all are equals.  Sets the process's number of threads, and turns off two notes of torch."""
+    """Run one rank.  All ranks do the same.  Sets this process's number of threads, and hides two messages of torch."""
     torch.set_num_threads(1)  # the ranks share the cores
-    warnings.filterwarnings("ignore", "You are using a Backend")  # torch's own use of Gloo
-    # DistributedOptimizer logs that Python's GIL may slow down a class like SGD above.
+    warnings.filterwarnings("ignore", "You are using a Backend")  # torch causes this warning in init_rpc
+    # DistributedOptimizer logs that Python's GIL may slow down an optimizer such as SGD above.
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
     name = f"worker{rank}"
     neighbour = f"worker{(rank + 1) % args.world_size}"
     rpc.init_rpc(name, rank=rank, world_size=args.world_size)
     torch.manual_seed(args.seed * args.world_size + rank)
-    seeds = torch.randint(2**31, (2,)).tolist()  # the neighbour makes the tensors, this worker says from which seed
+    seeds = torch.randint(2**31, (2,)).tolist()  # of the tensors that the neighbour makes for this worker
     lines = []
     three_ways_to_call(neighbour, lines.append)
     backward_through_a_call(neighbour, lines.append)
     run_ring(neighbour, seeds, args.lr, lines.append)
-    # All ranks write to one terminal: one write each, so that their lines stay together.
+    # All ranks print to one terminal.  Each prints all its lines at once, so that they stay together.
     print("".join(f"{name}: {line}\n" for line in lines), end="", flush=True)
-    rpc.shutdown()  # returns when all ranks have called it; until then this worker answers calls
+    rpc.shutdown()  # returns when all ranks have called it; until then this worker serves calls
 
 
 def parse_args():
-    # Without a usage text, a wrong command line is answered in one line.
+    # Without the usage text, the error message for a wrong command line is one line.
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--world_size", type=int, default=2, metavar="N", help="number of workers: 2 or more")
-    parser.add_argument("--rank", type=int, metavar="R", help="run only this rank here (default: all)")
-    parser.add_argument("--master_addr", default="localhost", metavar="HOST", help="where rank 0 runs")
-    parser.add_argument("--master_port", type=int, default=29500, metavar="P", help="a free port there")
-    parser.add_argument("--seed", type=int, default=1, metavar="S", help="of all random numbers")
+    parser.add_argument("--world_size", type=int, default=2, metavar="N", help="number of workers, 2 or more")
+    parser.add_argument("--rank", type=int, metavar="R", help="run only this rank (default: all ranks)")
+    parser.add_argument("--master_addr", default="localhost", metavar="HOST", help="the host of rank 0")
+    parser.add_argument("--master_port", type=int, default=29500, metavar="P", help="a free port of that host")
+    parser.add_argument("--seed", type=int, default=1, metavar="S", help="seed of all random numbers")
     parser.add_argument("--lr", type=float, default=0.05, metavar="X", help="learning rate")
     args = parser.parse_args()
     if args.world_size < 2:
-        parser.error(f"--world_size {args.world_size}: it must be 2 or more, for every worker calls another")
+        parser.error(f"--world_size {args.world_size}: it must be 2 or more, because each worker calls another one")
     if args.rank is not None and not 0 <= args.rank < args.world_size:
         parser.error(f"--rank {args.rank}: it must be from 0 to {args.world_size - 1}")
     if not 0 < args.lr < float("inf"):

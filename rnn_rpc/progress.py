@@ -1,6 +1,6 @@
-"""Tells how training goes: lines, a progress bar, curves, and the summary at the end.
+"""Reports the progress and the result of training: lines, a progress bar, curves, and a summary.
 
-Runs in the trainer process, called from main.py's run_trainer.
+Runs in the trainer process, called from run_trainer in main.py.
 """
 
 import math
@@ -9,18 +9,18 @@ from glue import report
 
 
 class Progress:
-    """What one run tells: after_step() and after_epoch() while it trains, tell_result() at the end."""
+    """The report of one run: call after_step() and after_epoch() during training, and tell_result() at the end."""
 
     def __init__(self, result, corpus, log_interval):
-        """`result`: a report.Report; `log_interval`: steps per point of the curve of losses."""
+        """`result`: a report.Report; `log_interval`: training steps per point of the loss curve."""
         self.result = result
         self.corpus = corpus
         self.log_interval = log_interval
-        self.losses = []  # of this epoch's steps: (summed loss in nats, tokens)
+        self.losses = []  # (summed loss in nats, tokens) of each training step of this epoch
         self.bar = None
 
     def start(self, trainer, epochs, steps_per_epoch):
-        """Say what there is to learn, and where training begins."""
+        """Print what the text is, and after which epoch training continues; start the progress bar."""
         self.result.say(str(self.corpus))
         if trainer.epoch:
             self.result.say(f"Going on after epoch {trainer.epoch}, held-out perplexity {trainer.heldout:.3f}.")
@@ -30,14 +30,14 @@ class Progress:
         self.bar.update(trainer.step)
 
     def after_step(self, step, summed_loss, tokens):
-        """Note one training step's loss."""
+        """Record the loss of one training step."""
         self.losses.append((summed_loss, tokens))
         self.bar.update()
         if step % self.log_interval == 0:
             self.result.scalar("loss/train", mean_loss(self.losses[-self.log_interval :]), step)
 
     def after_epoch(self, epoch, lr, heldout_perplexity):
-        """Tell the perplexity of the epoch's training steps, and beside it that of the held-out text."""
+        """Print and record the mean perplexity of the epoch's training steps, and the held-out perplexity."""
         train_perplexity = math.exp(mean_loss(self.losses))
         self.losses = []
         line = f"epoch {epoch:3d} | lr {lr:g} | train perplexity {train_perplexity:.3f}"
@@ -49,7 +49,7 @@ class Progress:
         self.result.scalar("perplexity/heldout", heldout_perplexity, epoch)
 
     def tell_result(self, trainer, meter, tokens_per_step):
-        """Write the summary and the picture, if they are asked for."""
+        """Write the summary and the picture, if the command line asks for them."""
         self.bar.close()
         tokens_per_second = None
         if meter.seconds:
@@ -70,5 +70,5 @@ class Progress:
 
 
 def mean_loss(losses):
-    """Return the nats per token of some steps, each a pair of summed loss and tokens."""
+    """Return the mean loss in nats per token.  `losses`: a pair (summed loss, tokens) for each training step."""
     return sum(loss for loss, _ in losses) / sum(tokens for _, tokens in losses)

@@ -1,7 +1,7 @@
-"""The two layers that live on a parameter server.
+"""The two layers that a parameter server owns: the embedding table and the decoder.
 
-Runs on `ps` (or `ps0` and `ps1`): the trainer creates the layers there with rpc.remote and calls their methods.  A
-server has no loop and no code of its own: RPC threads run what is called here.
+Runs on `ps` (or on `ps0` and `ps1`).  The trainer creates the layers with rpc.remote, and calls their methods.  RPC
+threads of the server run these calls, so a server needs no loop.
 
 Shapes: T = time steps, B = streams, E = embedding size, H = hidden size, V = vocabulary size.
 """
@@ -16,7 +16,7 @@ from owners import RemoteLayer
 
 
 class EmbeddingTable(RemoteLayer):
-    """Token ids -> vectors.  Source: tutorial part 2, EmbeddingTable."""
+    """A vector for each token id.  Source: tutorial part 2, EmbeddingTable."""
 
     def __init__(self, ntoken, ninp, dropout, seed):
         super().__init__()
@@ -26,15 +26,19 @@ class EmbeddingTable(RemoteLayer):
         self.to(self.device)
 
     def forward(self, input_TB, step=0):
-        """Look up (T, B) int64 ids: return (T, B, E).  `step` is the key of the dropout mask.  May run concurrently."""
-        # The trainer's torch.no_grad() does not reach this process either: without a training pass, build no graph.
+        """Return the vectors (T, B, E) of int64 ids (T, B).  `step` is the key of the dropout mask.
+
+        Several calls may run at the same time.
+        """
+        # The trainer's torch.no_grad() has no effect in this process.  Without this line, an evaluation would build a
+        # graph on the server.
         with torch.set_grad_enabled(self.training):
             emb_TBE = self.encoder(input_TB.to(self.device))
             return to_wire(self.drop(emb_TBE, step))
 
 
 class Decoder(RemoteLayer):
-    """Hidden vectors -> a score per word of the vocabulary.  Source: tutorial part 2, Decoder."""
+    """A score for each word of the vocabulary, from an output of the LSTM.  Source: tutorial part 2, Decoder."""
 
     def __init__(self, ntoken, nhid, dropout, seed):
         super().__init__()
@@ -45,19 +49,23 @@ class Decoder(RemoteLayer):
         self.to(self.device)
 
     def forward(self, output_TBH, step=0):
-        """Return the logits (T, B, V) of (T, B, H): V / H times as many bytes to send back.  May run concurrently."""
+        """Return the logits (T, B, V) of the LSTM's output (T, B, H): V / H times as many bytes as were received.
+
+        Several calls may run at the same time.
+        """
         with torch.set_grad_enabled(self.training):
             return to_wire(self.decode(output_TBH, step))
 
     def decode(self, output_TBH, step, first_stream=0):
-        """Return the logits on this process's device."""
+        """Return the logits (T, B, V) of (T, B, H), on this process's device."""
         return self.decoder(self.drop(output_TBH.to(self.device), step, first_stream))
 
     def loss(self, output_TBH, target_TB, step=0, first_stream=0):
-        """Modes `loss` and `overlap`: return the cross entropy of (T, B, H) against (T, B) ids, *summed* over T * B.
+        """Modes `loss` and `overlap`: return the cross entropy, *summed* over T * B.  The logits are not sent.
 
-        A sum, so that the losses of several parts of one batch simply add up; `first_stream` is the number of this
-        part's first stream in the batch.  The logits stay in this process.  May run concurrently.
+        `output_TBH` is the LSTM's output, `target_TB` has the ids of the next tokens.  The result is a sum and not a
+        mean, so that the losses of the parts of a batch can be added.  `first_stream` is the number of the first stream
+        of this part in the batch.  Several calls may run at the same time.
         """
         with torch.set_grad_enabled(self.training):
             logits_TBV = self.decode(output_TBH, step, first_stream)
@@ -65,5 +73,5 @@ class Decoder(RemoteLayer):
 
 
 def summed_cross_entropy(logits_TBV, target_TB):
-    """Return the cross entropy in nats, summed over T * B predictions; the classes are the logits' *last* axis."""
+    """Return the cross entropy in nats, summed over T * B predictions.  The classes are on the *last* axis."""
     return F.cross_entropy(logits_TBV.flatten(0, 1), target_TB.flatten(), reduction="sum")

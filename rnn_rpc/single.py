@@ -42,7 +42,7 @@ class RNNModel(nn.Module):
 
 
 def get_next_batch(prob, T, B, nbatches):
-    """Yield words of a new text (T, B), and the words that come after each of them (T, B)."""
+    """Yield nbatches pairs (data, target), each (T, B).  A word's target is the next word."""
     words = list(torch.randint(len(prob), (2, B)))
     while len(words) <= T * nbatches:
         words.append((words[-2] + torch.multinomial(prob, B, replacement=True)) % len(prob))
@@ -59,7 +59,7 @@ def run_trainer(seed):
     opt = optim.SGD(model.parameters(), lr=2.0)
     criterion = nn.CrossEntropyLoss()
     for epoch in range(8):
-        hidden = None  # the LSTM starts at zero
+        hidden = None  # the LSTM's state starts at zero
         for data, target in get_next_batch(prob, T=20, B=20, nbatches=200):
             output, hidden = model(data, hidden)
             loss = criterion(output.flatten(0, 1), target.flatten())
@@ -76,5 +76,5 @@ def run_trainer(seed):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=1, help="of all random numbers")
+    parser.add_argument("--seed", type=int, default=1, help="seed of all random numbers")
     run_trainer(parser.parse_args().seed)

@@ -1,6 +1,6 @@
-"""Trains the language model, and tells how well it did.
+"""The training step over all processes; also evaluation, text generation, and the state for a checkpoint.
 
-Runs in the trainer process (rank 1), called from main.py's run_trainer.  The servers only answer what it asks of them.
+Runs in the trainer process (rank 1), called from run_trainer in main.py.  The servers only serve its calls.
 
 Shapes: T = time steps (--bptt), B = streams (--batch_size), V = vocabulary size.
 """
@@ -17,39 +17,42 @@ from glue.report import check_finite
 from glue.tensors import seed_for
 from model import MODES
 
-WARM_UP_STEPS = 5  # the first steps open connections and touch fresh memory; they are not timed
-ANNEALING = 4.0  # the recipe divides the learning rate by this when held-out perplexity does not fall
+WARM_UP_STEPS = 5  # training steps that are not timed, because they open connections and use memory for the first time
+ANNEALING = 4.0  # divides the learning rate when held-out perplexity does not fall, as in torch's word language model
 
 
 class Trainer:
-    """The training loop's state: model, optimizer, and how far it has come.
+    """The model, its optimizer, and the progress of training.
 
-    Nothing here is called remotely.  Everything random in training is keyed by the step number (see KeyedDropout), so
-    `step` *is* the random state: that is all a checkpoint has to know to repeat it, on every worker.
+    No method of this class is called remotely.  The only random numbers of training are dropout masks, and these depend
+    on the number of the training step (see KeyedDropout).  So a checkpoint needs no state of a random generator, of any
+    process: the number `step` is enough.
     """
 
     def __init__(self, model, mode, optimizer, lr, clip, seed):
-        """Make an optimizer on each owner of the model's parameters."""
+        """Make an optimizer in each process that owns parameters of the model."""
         self.model = model
         self.loss = MODES[mode]
         self.lr = lr
         self.clip = clip
         self.seed = seed
-        # One torch.optim optimizer on each owner, over the parameters that live there.
+        # This makes a torch.optim optimizer in each process, for the parameters that the process owns.
         self.opt = DistributedOptimizer(owners.OPTIMIZERS[optimizer], model.parameter_rrefs(), lr=lr)
         self.optimizer_rrefs = {rref.owner_name(): rref for rref in self.opt.remote_optimizers}
         self.step = 0  # training steps so far
         self.epoch = 0  # epochs so far
         self.heldout = math.inf  # held-out perplexity after the last epoch
         self.best = math.inf  # the lowest so far
-        self.worst_loss = math.log(1000 * model.ntoken)  # in nats; beyond it a blind guess is a thousand times as good
+        self.worst_loss = math.log(1000 * model.ntoken)  # in nats: a perplexity of 1000 V; a blind guess has V
 
     def train_step(self, data_TB, target_TB, hidden):
-        """Forward, backward, clip, step, over all workers; return the summed loss in nats, and the next hidden state.
+        """Run one training step over all processes: forward pass, backward pass, clipping, optimizer step.
 
-        Raises PermanentError if training has diverged: the loss is no number, or far worse than a blind guess.
-        Source: tutorial part 2, the body of run_trainer's loop.  There is no zero_grad(): each context has gradients of
-        its own, on every worker, and they go when it ends.
+        Return the summed loss in nats, and the next hidden state.  There is no zero_grad(): each context has gradients
+        of its own in every process, and they are deleted when it ends.
+
+        Raises PermanentError if training has diverged: the loss is not finite, or far worse than that of a blind guess.
+        Source: tutorial part 2, the body of the loop in run_trainer.
         """
         with dist_autograd.context() as context_id:
             loss, (h_LBH, c_LBH) = self.loss(self.model, data_TB, target_TB, hidden, self.step)
@@ -60,15 +63,16 @@ class Trainer:
         self.step += 1
         summed_loss = loss.item()
         check_finite(summed_loss / target_TB.numel(), "loss", self.step, at_most=self.worst_loss)
-        # The next batch goes on from this state without its graph: else its backward pass would walk back through the
-        # graphs of all batches before, whose contexts have ended.
+        # The next batch continues from this state, but without its graph.  With the graph, its backward pass would
+        # continue into the graphs of all earlier batches, whose contexts have ended.
         return summed_loss, (h_LBH.detach(), c_LBH.detach())
 
     def clip_gradients(self, context_id):
-        """Scale all gradients, wherever they are, so that their common norm is at most `clip`; return the norm.
+        """Scale all gradients in all processes, so that their common norm is at most `clip`; return the old norm.
 
-        clip_grad_norm_ would see the LSTM's parameters only, and in their .grad what the last step left there: backward
-        writes into the context.  So every owner reports the norm of what it holds, and is told the one factor for all.
+        torch's clip_grad_norm_ would see the LSTM's parameters only.  And it would read their .grad, which has the
+        gradients of the previous training step, because backward() writes into the context.  So every owner returns
+        the norm of its own gradients.  If the common norm is too large, every owner gets the same factor to scale them.
         """
         futures = [rpc.rpc_async(owner, owners.gradient_norm, args=(context_id,)) for owner in self.optimizer_rrefs]
         norm = math.sqrt(sum(future.wait() ** 2 for future in futures))
@@ -79,15 +83,15 @@ class Trainer:
             torch.futures.wait_all(futures)
         return norm
 
-    # The rest is not part of a training step: it is done after an epoch, at the end, or for a checkpoint.
+    # The methods below are not part of a training step.  They run after an epoch, at the end, or for a checkpoint.
 
     def evaluate(self, batches, num_streams):
-        """Return the mean loss in nats per token on held-out batches, dropout off on every worker."""
+        """Return the mean loss in nats per token of held-out batches, with dropout off in every process."""
         self.model.eval()
         hidden = self.model.init_hidden(num_streams)
         summed_loss = 0.0
         tokens = 0
-        with torch.no_grad():  # this process; the servers build no graphs in eval mode
+        with torch.no_grad():  # for this process; the servers build no graph because eval() has reached them
             for data_TB, target_TB in batches:
                 loss, hidden = self.loss(self.model, data_TB, target_TB, hidden)
                 summed_loss += loss.item()
@@ -95,7 +99,10 @@ class Trainer:
         return check_finite(summed_loss / tokens, "held-out loss", self.step, at_most=self.worst_loss)
 
     def anneal(self, heldout_perplexity):
-        """Go on with a quarter of the learning rate when held-out perplexity has not fallen: the recipe's schedule."""
+        """Divide the learning rate by four if held-out perplexity is not the lowest so far.
+
+        Source: the word language model of pytorch/examples.
+        """
         self.heldout = heldout_perplexity
         if heldout_perplexity < self.best:
             self.best = heldout_perplexity
@@ -103,13 +110,13 @@ class Trainer:
             self.set_learning_rate(self.lr / ANNEALING)
 
     def set_learning_rate(self, lr):
-        """Tell every optimizer the new learning rate."""
+        """Set the learning rate of the optimizer in every process."""
         self.lr = lr
         for owner, optimizer_rref in self.optimizer_rrefs.items():
             rpc.rpc_sync(owner, owners.set_learning_rate, args=(optimizer_rref, lr))
 
     def generate(self, length):
-        """Sample `length` token ids, one step at a time: two RPCs each."""
+        """Return `length` token ids that the model generates one after the other, with two RPCs for each."""
         self.model.eval()
         generator = torch.Generator().manual_seed(seed_for(self.seed, "generate"))
         hidden = self.model.init_hidden(1)
@@ -123,7 +130,7 @@ class Trainer:
         return ids
 
     def state(self):
-        """Return everything that another run needs to go on: a dict of tensors, numbers, lists."""
+        """Return everything that a resumed run needs: a dict of tensors, numbers and lists."""
         optimizers = {}
         for owner, optimizer_rref in self.optimizer_rrefs.items():
             optimizers[owner] = rpc.rpc_sync(owner, owners.optimizer_state, args=(optimizer_rref,))
@@ -138,7 +145,7 @@ class Trainer:
         }
 
     def load_state(self, state):
-        """Go on from what state() returned, in any mode."""
+        """Continue from a `state` that state() has returned, in any mode."""
         self.model.load_state(state["model"])
         for owner, optimizer_rref in self.optimizer_rrefs.items():
             rpc.rpc_sync(owner, owners.load_optimizer_state, args=(optimizer_rref, state["optimizers"][owner]))

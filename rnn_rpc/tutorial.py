@@ -1,15 +1,15 @@
 """The tutorial on one page: a language model with its embedding and decoder on a parameter server.
 
-    python tutorial.py              # both ranks on this machine
-    python tutorial.py --rank 0     # rank 0 alone, the parameter server
-    python tutorial.py --rank 1     # rank 1, the trainer, in another terminal
+    python tutorial.py              # starts both ranks on this machine
+    python tutorial.py --rank 0     # starts only rank 0, the parameter server
+    python tutorial.py --rank 1     # starts only rank 1, the trainer, in another terminal
 
 It follows part 2 of PyTorch's tutorial "Getting Started with Distributed RPC Framework", in the
-edition that DIFFERENCES.md calls the newer text.  "Row 4" is number 4 in DIFFERENCES.md.
+edition that DIFFERENCES.md calls the newer text.  "Row 4" means number 4 in DIFFERENCES.md.
 
-Rank 0, `ps`, owns embedding table and decoder.  Rank 1, `trainer`, has the LSTM and the loop.
-RPC sends functions and classes by name.  Each rank finds them because it runs this same file.
-Shapes: T time steps, B streams of text read side by side, V words, E and H vector sizes.
+Rank 0, `ps`, owns the embedding table and the decoder.  Rank 1, `trainer`, has the LSTM and the
+training loop.  RPC sends functions and classes as names, and both ranks run this same file.
+Shapes: T time steps, B streams (parts of a text, read side by side), V words, E, H vector sizes.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from torch.distributed.rpc import RRef
 
 
 class EmbeddingTable(nn.Module):
-    def __init__(self, ntoken, ninp, seed):  # no dropout: row 18
+    def __init__(self, ntoken, ninp, seed):  # without dropout: row 18
         super().__init__()
-        # skip_init: the layer's usual first values would come from the process's one generator.
+        # skip_init leaves out torch's usual first values.  They would use the shared generator.
         self.encoder = nn.utils.skip_init(nn.Embedding, ntoken, ninp)
         nn.init.uniform_(self.encoder.weight, -0.1, 0.1, torch.Generator().manual_seed(seed))
 
     def forward(self, input):
-        """Words (T, B) -> (T, B, E)."""
+        """Return a vector for each word: (T, B) -> (T, B, E)."""
         return self.encoder(input)
 
 
@@ -46,30 +46,30 @@ class Decoder(nn.Module):
         nn.init.uniform_(self.decoder.weight, -0.1, 0.1, torch.Generator().manual_seed(seed))
 
     def forward(self, output):
-        """(T, B, H) -> scores (T, B, V)."""
+        """Return the scores of all V words: (T, B, H) -> (T, B, V)."""
         return self.decoder(output)
 
 
 def _call_method(method, rref, *args):
-    """Runs on the owner of rref.  Only the trainer calls it, one call at a time: no lock."""
+    """Runs on the owner of rref.  The trainer makes one call at a time, so no lock is needed."""
     return method(rref.local_value(), *args)
 
 
 def _remote_method(method, rref, *args):
-    """Return method(object, *args), run on the owner: rref.rpc_sync() would do as well (row 7)."""
+    """Run the method on the owner of rref.  rref.rpc_sync() would do the same (row 7)."""
     return rpc.rpc_sync(rref.owner(), _call_method, args=(method, rref, *args))
 
 
 def _parameter_rrefs(module):
-    """Return one RRef per parameter.  Runs on their owner; the RRefs travel, not the parameters."""
+    """Return one RRef per parameter.  Runs on their owner, and does not send their values."""
     return [RRef(param) for param in module.parameters()]
 
 
 class RNNModel(nn.Module):
     def __init__(self, ps, ntoken, ninp, nhid, nlayers):
         super().__init__()
-        # remote() does not wait: both constructors may run on ps at once, and share its one random
-        # generator.  Which of them draws first is chance, so each gets a seed of its own (row 14).
+        # remote() does not wait, so both constructors may run on ps at the same time, where they
+        # share one random generator.  With seeds of their own, a run is repeatable (row 14).
         table_seed, decoder_seed = torch.randint(2**31, (2,)).tolist()
         self.emb_table_rref = rpc.remote(ps, EmbeddingTable, args=(ntoken, ninp, table_seed))
         self.rnn = nn.LSTM(ninp, nhid, nlayers)
@@ -90,42 +90,42 @@ class RNNModel(nn.Module):
 
 
 class SGD(optim.SGD):
-    """DistributedOptimizer would use a deprecated class for optim.SGD, not for this one (row 8)."""
+    """DistributedOptimizer replaces optim.SGD by a deprecated class, but not this one (row 8)."""
 
 
 def get_next_batch(prob, T, B, nbatches):
-    """Yield nbatches pairs of data and target, each (T, B); a target is the word that follows."""
+    """Yield nbatches pairs (data, target), each (T, B).  A word's target is the next word."""
     words = list(torch.randint(len(prob), (2, B)))
     while len(words) <= T * nbatches:
-        # The next word is the last but one plus a random number with probabilities prob (row 19).
+        # The next word: the word before the last, plus a random number drawn from prob (row 19).
         words.append((words[-2] + torch.multinomial(prob, B, replacement=True)) % len(prob))
     text = torch.stack(words)
     yield from zip(text[:-1].split(T), text[1:].split(T), strict=True)
 
 
 def run_trainer(seed):
-    torch.manual_seed(seed)  # for the texts, the LSTM, and the two seeds that ps is sent
-    prob = torch.softmax(-torch.arange(10.0), dim=0)  # of the random numbers 0 to 9
-    lowest = torch.exp(-(prob * prob.log()).sum())  # exp(entropy), as perplexity is exp(mean loss)
+    torch.manual_seed(seed)  # for the texts, the LSTM, and the seeds of the table and the decoder
+    prob = torch.softmax(-torch.arange(10.0), dim=0)  # probabilities of the random numbers 0 to 9
+    lowest = torch.exp(-(prob * prob.log()).sum())  # exp(entropy); perplexity is exp(mean loss)
     heldout_data, heldout_target = next(get_next_batch(prob, T=1000, B=20, nbatches=1))
     model = RNNModel("ps", ntoken=10, ninp=16, nhid=32, nlayers=1)  # sizes: row 19
     # DistributedOptimizer makes an optimizer in each process that owns parameters.
     opt = DistributedOptimizer(SGD, model.parameter_rrefs(), lr=2.0)
     criterion = nn.CrossEntropyLoss()
     for epoch in range(8):
-        hidden = None  # the LSTM starts at zero
+        hidden = None  # the LSTM's state starts at zero
         for data, target in get_next_batch(prob, T=20, B=20, nbatches=200):
-            # RPCs inside a context are recorded, so that backward can follow them into ps.  Each
-            # context has gradients of its own, in the process that owns the parameter, and not in
-            # .grad: there is no zero_grad().
+            # Calls inside a context are recorded, so that backward() can continue in ps.  Each
+            # process keeps the gradients of its parameters in the context, not in .grad.  They
+            # are deleted when the context ends.  So there is no zero_grad().
             with dist_autograd.context() as context_id:
                 output, hidden = model(data, hidden)
                 loss = criterion(output.flatten(0, 1), target.flatten())  # DIFFERENCES.md, row 4
                 dist_autograd.backward(context_id, [loss])
                 opt.step(context_id)
-            # The next batch needs the state, but not its graph, whose context has ended.
+            # The next batch needs the state without its graph, because the context has ended.
             hidden = (hidden[0].detach(), hidden[1].detach())
-        # With dropout: model.eval() would not reach ps, because an RRef is no submodule (row 9).
+        # If there were dropout, model.eval() would not turn it off on ps (row 9).
         with torch.no_grad():
             output, _ = model(heldout_data, None)
             loss = criterion(output.flatten(0, 1), heldout_target.flatten())
@@ -133,27 +133,27 @@ def run_trainer(seed):
 
 
 def run_worker(rank, args):
-    """Run one rank.  Sets the process's number of threads, and turns off two notes of torch."""
+    """Run one rank.  Sets the process's number of threads, and hides two messages of torch."""
     torch.set_num_threads(1)  # the ranks share the cores
-    warnings.filterwarnings("ignore", "You are using a Backend")  # torch's own use of Gloo
-    # DistributedOptimizer logs that Python's GIL may slow down a class like SGD above.
+    warnings.filterwarnings("ignore", "You are using a Backend")  # caused by torch
+    # DistributedOptimizer logs that Python's GIL may slow down an optimizer such as SGD above.
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
     if rank == 1:
         rpc.init_rpc("trainer", rank=rank, world_size=args.world_size)
         run_trainer(args.seed)
     else:
         rpc.init_rpc("ps", rank=rank, world_size=args.world_size)
-        # parameter server does nothing: its RPC threads answer the trainer's calls
+        # The parameter server has no loop.  Its RPC threads serve the trainer's calls.
     rpc.shutdown()  # returns when both ranks have called it
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description="Rank 0 is the parameter server, 1 the trainer.")
     parser.add_argument("--world_size", type=int, default=2, choices=[2], help="number of ranks")
-    parser.add_argument("--rank", type=int, choices=[0, 1], help="run this one (default: both)")
+    parser.add_argument("--rank", type=int, choices=[0, 1], help="rank to run (default: both)")
     parser.add_argument("--master_addr", default="localhost", help="the host of rank 0")
-    parser.add_argument("--master_port", type=int, default=29500, help="a free port there")
-    parser.add_argument("--seed", type=int, default=1, help="of all random numbers")
+    parser.add_argument("--master_port", type=int, default=29500, help="a free port of that host")
+    parser.add_argument("--seed", type=int, default=1, help="seed of all random numbers")
     return parser.parse_args()
 
 
@@ -166,6 +166,6 @@ if __name__ == "__main__":
     else:
         run_worker(args.rank, args)  # one rank in this terminal
 
-# Limits: if a rank dies, spawned ranks end, but in terminals the other may wait for ever (main.py
-# ends it: glue/watch.py).  The port must be free (ranks that main.py spawns need none:
-# glue/meeting.py).  Nothing is saved (main.py --checkpoint FILE --resume: glue/checkpoint.py).
+# Limits: if a rank dies, spawned ranks end, but a rank in another terminal may wait forever (in
+# main.py it ends: glue/watch.py).  The port must be free (ranks that main.py spawns use any free
+# port: glue/meeting.py).  Nothing is saved (main.py --checkpoint FILE saves: glue/checkpoint.py).

@@ -1,4 +1,4 @@
-"""An RPC group that lasts as long as the tests: this process is `trainer`, three others serve it."""
+"""One RPC group for all tests of this folder: this process is `trainer`, and three other processes are servers."""
 
 import os
 import subprocess
@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch.distributed.rpc as rpc
 
-import pretend_device  # noqa: F401  (a device more, in time for the first backward pass)
+import pretend_device  # noqa: F401  (adds a device; must come before the first backward pass)
 from helpers import ROOT
 
-SERVERS = ("ps", "ps0", "ps1")  # the first for --world_size 2, the others for 3
+SERVERS = ("ps", "ps0", "ps1")  # `ps` for --world_size 2; `ps0` and `ps1` for --world_size 3
 SERVE = """
 import sys
 import torch.distributed.rpc as rpc
@@ -24,9 +24,9 @@ rpc.shutdown()
 
 @pytest.fixture(scope="session")
 def rpc_group(tmp_path_factory):
-    """One for all: torch keeps RRefs in one table per process, which knows the first group that the process was in."""
+    """Join the group, once for all tests, because RRefs do not work in a second RPC group of the same process."""
     store = tmp_path_factory.mktemp("rpc") / "store"
-    tcp = {"_transports": ["uv"], "_channels": ["basic"]}  # so that the kernel sees every byte, as with --transport tcp
+    tcp = {"_transports": ["uv"], "_channels": ["basic"]}  # as with --transport tcp: the kernel counts every byte
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", **tcp)
     with pytest.MonkeyPatch.context() as patch:
         for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):

@@ -1,4 +1,4 @@
-"""rnn_rpc's texts: the generated source's entropy is exact, and files are read, split and refused as documented."""
+"""The texts of rnn_rpc: the entropy of the generated source is exact, and files are read, split or refused."""
 
 import math
 
@@ -13,7 +13,7 @@ with package_on_path("rnn_rpc"):
 
 
 def test_floor_is_the_entropy_rate_by_another_way():
-    """Dense linear algebra instead of power iteration, and entropy from counted transitions of a long sample."""
+    """The other ways are dense linear algebra instead of power iteration, and the transitions in a long sample."""
     source = corpus.MarkovSource(num_tokens=6, seed=3, successors=3)
     states = 12
     transition = np.zeros((states, states))
@@ -28,7 +28,7 @@ def test_floor_is_the_entropy_rate_by_another_way():
     assert source.floor_perplexity() == pytest.approx(math.exp(entropy), rel=1e-9)
 
     ids = source.sample(200_000, seed=1).numpy()
-    state = (ids[:-2] % 2) * 6 + ids[1:-1]  # parity of the token before last, and the last one
+    state = (ids[:-2] % 2) * 6 + ids[1:-1]  # parity of the token before the last, and last token
     counts = np.zeros((states, 6))
     np.add.at(counts, (state, ids[2:]), 1)
     seen = counts[counts > 0]
@@ -65,7 +65,7 @@ def test_generated_corpus_repeats_and_its_words_differ():
 
 
 def test_streams_and_batches_follow_the_recipe():
-    """Difference 3: targets are the input one step later, not uninitialised memory; batches continue each other."""
+    """Difference 3: targets are the next tokens, not uninitialised memory.  Batches follow each other in the text."""
     stream = corpus.streams(torch.arange(26), 4)
     assert stream.shape == (6, 4) and stream[:, 1].tolist() == [6, 7, 8, 9, 10, 11]
     seen = list(corpus.get_next_batch(stream, bptt=2))
@@ -76,7 +76,7 @@ def test_streams_and_batches_follow_the_recipe():
 
 
 def test_words_of_a_file(tmp_path):
-    """Vocabulary from the training part; what is rare or unknown is <unk>, which training has seen too."""
+    """The vocabulary is that of the training part.  Rare and unknown words are <unk>, which occurs in training too."""
     path = tmp_path / "text"
     path.write_bytes("\ufeffa b a b\r\nrare ä ä a b\n".encode() * 1 + b"a b a b\n" * 20 + b"a stranger\n" * 5)
     text = corpus.corpus_from_file(str(path), "word")

@@ -1,6 +1,6 @@
-"""rnn_rpc computes what one plain process computes, and moves what it says it moves.
+"""rnn_rpc computes the same as one plain process, and sends as many bytes as its tensors have.
 
-main.run_trainer runs in this process; its servers are in processes of their own, started once for all cases.
+main.run_trainer runs in this process.  The servers are the other processes of the group in conftest.py.
 """
 
 import glob
@@ -30,17 +30,17 @@ with package_on_path("rnn_rpc"):
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
 MODES = list(model.MODES)
 BENCH = load_bench("rnn_rpc")
-SERVERS = ("ps", "ps0", "ps1")  # of conftest.py's group
+SERVERS = ("ps", "ps0", "ps1")  # of the group in conftest.py
 
 STEPS, V, E, H, LAYERS, T, B = 20, 12, 6, 8, 2, 7, 4
 SIZES = ["--vocabulary", V, "--embedding_dim", E, "--hidden_dim", H, "--num_layers", LAYERS, "--bptt", T]
-SIZES += ["--batch_size", B, "--epochs", 1, "--log_interval", 1, "--corpus_tokens", 626]  # 626: 20 batches to train on
+SIZES += ["--batch_size", B, "--epochs", 1, "--log_interval", 1, "--corpus_tokens", 626]  # 626: 20 training batches
 SGD = {"optimizer": "sgd", "lr": 5.0, "clip": 0.05}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def as_launched(rpc_group):
-    """What glue/launch.py does in a rank."""
+    """Make the modules importable by their names, as in a rank that glue/launch.py has started."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (owners, remote_layers):  # RPC pickles classes by their module's name
             patch.setitem(sys.modules, module.__name__, module)
@@ -48,7 +48,7 @@ def as_launched(rpc_group):
 
 
 def train(*flags, device="cpu"):
-    """Run main.py's trainer with these flags, all layers on one device; return its summary, where they ask for one."""
+    """Run main.run_trainer with these flags and all layers on `device`; with --summary_json, return the summary."""
     args = main.parse_args([str(flag) for flag in flags])
     for server in SERVERS:
         rpc.rpc_sync(server, owners.set_device, args=(torch.device(device),))
@@ -59,7 +59,7 @@ def train(*flags, device="cpu"):
 
 
 def one_process(optimizer="sgd", lr=5.0, clip=0.05, dropout=0.0, seed=1):
-    """Plain PyTorch, nothing remote; returns (losses, parameters by name)."""
+    """Train the same model in this process without RPC; return (losses, parameters by name)."""
     own = {part: tensors.seed_for(seed, part) for part in ("table", "decoder", "rnn")}
     torch.manual_seed(own["rnn"])
     assert LAYERS == 2
@@ -120,7 +120,7 @@ def assert_equal(one, other, tolerance):
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_one_process(tmp_path, mode, world_size):
-    """Every loss of 20 iterations, and every parameter after them."""
+    """The losses of 20 training steps are equal, and so are all parameters after them."""
     found = distributed(tmp_path, "--mode", mode, "--world_size", world_size, "--lr", SGD["lr"], "--clip", SGD["clip"])
     assert_equal(found, one_process(**SGD), tolerance=1e-6)
 
@@ -129,7 +129,7 @@ def test_equals_one_process(tmp_path, mode, world_size):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_one_process_on_the_cpu(tmp_path, mode, monkeypatch):
-    """All ranks on GPUs.  1e-4: a GPU adds up in another order, 20 steps long; and without TF32's shorter numbers."""
+    """All ranks are on GPUs, without TF32.  The tolerance is 1e-4, because a GPU adds in another order for 20 steps."""
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
 
     def run(*flags):
@@ -141,27 +141,26 @@ def test_equals_one_process_on_the_cpu(tmp_path, mode, monkeypatch):
 
 
 def test_the_global_norm_is_what_clips():
-    """The equality above is one of clipped runs: without clipping, or with the LSTM's gradients clipped alone, the
-    parameters would differ."""
+    """The runs above are clipped: without clipping, the parameters would differ."""
     clipped, unclipped = one_process(**SGD), one_process(**{**SGD, "clip": 0})
     assert not torch.allclose(clipped[1]["table"]["encoder.weight"], unclipped[1]["table"]["encoder.weight"], atol=1e-3)
-    assert clipped[0][0] == pytest.approx(math.log(V), abs=0.1)  # an untrained model gives each word the same chance
+    assert clipped[0][0] == pytest.approx(math.log(V), abs=0.1)  # untrained: all words are equally likely
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_dropout_and_adam_equal_one_process(tmp_path, mode, world_size):
-    """Dropout masks are keyed, so even a run with dropout repeats exactly, on any worker, in parts of a batch too."""
+    """Dropout masks depend on a key.  So a run with dropout is repeatable in any process, and in parts of a batch."""
     adam = {"optimizer": "adam", "lr": 0.01, "clip": 0.1, "dropout": 0.3}
     flags = [word for flag, value in adam.items() for word in (f"--{flag}", value)]
     found = distributed(tmp_path, "--mode", mode, "--world_size", world_size, *flags)
     assert_equal(found, one_process(**adam), tolerance=1e-6)
-    assert abs(found[0][-1] - one_process(**{**adam, "dropout": 0.0})[0][-1]) > 1e-3  # so the masks do count
+    assert abs(found[0][-1] - one_process(**{**adam, "dropout": 0.0})[0][-1]) > 1e-3  # so the masks have an effect
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_resumed_equals_uninterrupted(tmp_path, mode, capsys):
-    """Stopped after epoch 1 of 2 and resumed: parameters, optimizer state, dropout masks, learning rate all go on."""
+    """A run that ends after epoch 1 and is resumed until epoch 2 has the checkpoint of a run of 2 epochs."""
     flags = (*SIZES, "--mode", mode, "--optimizer", "adam", "--dropout", 0.3)
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
     train(*flags, "--epochs", 2, "--checkpoint", whole)
@@ -169,7 +168,7 @@ def test_resumed_equals_uninterrupted(tmp_path, mode, capsys):
     train(*flags, "--epochs", 2, "--checkpoint", parts, "--resume")
     assert "Going on after epoch 1" in capsys.readouterr().out
     one, other = (torch.load(path, weights_only=True)["state"] for path in (whole, parts))
-    # `overlap` adds two micro-batches' gradients in the order in which they arrive; the rest is the same to the bit.
+    # `overlap` adds the gradients of two micro-batches in the order of their arrival.  The other modes are exact.
     assert_same(one, other, tolerance=1e-6 if mode == "overlap" else 0)
 
 
@@ -208,7 +207,7 @@ def test_foreign_checkpoints_are_refused(tmp_path_factory, flags, words):
 @pytest.mark.parametrize("lr", [1000, 1e6])
 @pytest.mark.parametrize("mode", ["logits", "loss"])
 def test_divergence_ends_the_run(tmp_path, mode, lr):
-    """Difference 16: the first loss that is not finite, or a thousand times worse than a guess.  Nothing is written."""
+    """Difference 16: a loss that is not finite, or far worse than a blind guess, ends the run.  No file is written."""
     files = ("--summary_json", tmp_path / "summary.json", "--checkpoint", tmp_path / "c.pt")
     with pytest.raises(ValueError, match=r"^step \d+: the (held-out )?loss is [\w.+]+: .* lower --lr$"):
         train(*SIZES, "--mode", mode, "--lr", lr, "--clip", 0, *files)
@@ -216,7 +215,7 @@ def test_divergence_ends_the_run(tmp_path, mode, lr):
 
 
 def test_the_tutorials_sizes_run(tmp_path):
-    """Difference 17: DIFFERENCES.md's line, 10 epochs of 5 batches, as in the tutorial: too few to learn anything."""
+    """Difference 17: the command in DIFFERENCES.md has 10 epochs of 5 batches, too few to learn anything."""
     flags = "--vocabulary 10 --corpus_tokens 86 --embedding_dim 2 --hidden_dim 3 --num_layers 4 --dropout 0.5"
     flags += " --bptt 5 --batch_size 3 --epochs 10 --lr 0.05 --clip 0"
     assert flags in " ".join((ROOT / "rnn_rpc" / "DIFFERENCES.md").read_text().replace("\\\n", "").split())
@@ -224,12 +223,12 @@ def test_the_tutorials_sizes_run(tmp_path):
     assert summary["steps"] == 50 and summary["heldout_perplexity"] == pytest.approx(10, rel=0.2)
 
 
-# What a step sends, and what it leaves behind.
+# What a training step sends, and what remains in memory after it.
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_bytes_on_the_wire_are_what_the_tensors_weigh(tmp_path, mode):
-    """At most 3 % and 30 kB of envelopes come on top.  Here E = H = 200, V = 1,000."""
+    """Besides the tensors, the messages have at most 3 % and 30 kB.  E = H = 200, V = 1,000."""
     flags = ["--transport", "tcp", "--embedding_dim", 200, "--hidden_dim", 200, "--vocabulary", 1000, "--epochs", 1]
     flags += ["--corpus_tokens", BENCH.text_length(20), "--mode", mode, "--summary_json", tmp_path / "summary.json"]
     computed = BENCH.payload_bytes(mode, 1000)
@@ -243,12 +242,17 @@ TENSORS = "sum(issubclass(type(thing), __import__('torch').Tensor) for thing in 
 
 @pytest.mark.parametrize(("mode", "calls"), [("logits", 3), ("loss", 3), ("overlap", 4)])
 def test_a_step_makes_so_many_calls_and_leaves_nothing_behind(mode, calls, monkeypatch):
-    """Look-up, decoder (two in `overlap`), and the step of the server's optimizer.  (The trainer's own is a call to
-    itself, counted where it is served, which must be watched from before init_rpc: in a job, but not here.)
-    References, autograd contexts and tensors are as many after 3 steps as after 15, on both sides: nothing leaks."""
+    """A training step calls the look-up, the decoder (twice in `overlap`), and the server's optimizer.
+
+    The trainer also calls its own optimizer.  Such a call is counted in the process that serves it, and only if the
+    recording began before init_rpc.  That is so in a job, but not in this test.
+
+    In both processes, the numbers of references, autograd contexts and tensors are the same after 3 and after 15
+    training steps.  So there is no leak.
+    """
     trainer = main.Trainer(model.RNNModel(["ps"], V, E, H, LAYERS, seed=1), mode, "sgd", 1.0, clip=0, seed=1)
     text = corpus.streams(corpus.generated_corpus(V, 626, 1).train, B)
-    monkeypatch.setattr(api, "_enable_rpc_profiler", api._enable_rpc_profiler)  # to be as it was, afterwards
+    monkeypatch.setattr(api, "_enable_rpc_profiler", api._enable_rpc_profiler)  # restores it after the test
     recorder = trace.Recorder(0, ["trainer", *SERVERS])
     recorder.count_calls_made()
     counts, made = [], []

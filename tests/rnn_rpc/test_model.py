@@ -1,4 +1,7 @@
-"""rnn_rpc's differences from the tutorial that show inside the model.  One process: a worker may call itself."""
+"""rnn_rpc's differences from the tutorial that concern the model and one training step.
+
+In most tests the process `trainer` is also its own parameter server, because a worker may call itself.
+"""
 
 import math
 import sys
@@ -25,7 +28,7 @@ V, E, H, T, B = 10, 4, 6, 5, 3
 
 @pytest.fixture(scope="module", autouse=True)
 def as_launched(rpc_group):
-    """What glue/launch.py does in a rank.  Here `trainer` is its own parameter server."""
+    """Make the modules importable by their names, as in a rank that glue/launch.py has started."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (keyed_dropout, owners, remote_layers):  # RPC pickles classes by their module's name
             patch.setitem(sys.modules, module.__name__, module)
@@ -41,7 +44,7 @@ def new_trainer(clip=0.0, lr=0.1, rnn_model=None):
 
 
 def model_on_two_servers():
-    """Its table and its decoder are in two other processes."""
+    """Return a model whose table and decoder are in two other processes."""
     return model.RNNModel(["ps0", "ps1"], V, E, H, 2, 0.0, seed=1)
 
 
@@ -51,8 +54,10 @@ def batch():
 
 
 def test_the_loss_is_taken_over_the_vocabulary():
-    """Difference 4: CrossEntropyLoss wants the classes on axis 1. Of (T, B, V) logits that is the batch: the published
-    call runs, with targets of shape (T, V), and scores how well the model tells streams apart."""
+    """Difference 4: CrossEntropyLoss expects the classes on axis 1, which is the axis of the streams in (T, B, V).
+
+    The published call has targets of shape (T, V).  It raises no error, and its classes are the streams.
+    """
     model, (data_TB, target_TB) = new_model(), batch()
     logits_TBV, _ = model(data_TB, model.init_hidden(B))
     assert logits_TBV.shape == (T, B, V)
@@ -80,10 +85,10 @@ def test_modes_agree_for_every_number_of_streams(mode, num_streams):
 
 
 def test_eval_reaches_the_remote_layers():
-    """Difference 9: nn.Module's own eval() ends at the process boundary: an RRef is not a submodule."""
+    """Difference 9: the eval() of nn.Module has no effect in another process, because an RRef is not a submodule."""
     model = new_model(dropout=0.5)
     layers = [rref.local_value() for rref in (model.emb_table_rref, model.decoder_rref)]
-    nn.Module.train(model, False)  # what the tutorial's model would have done
+    nn.Module.train(model, False)  # as the tutorial's model would do in eval()
     assert all(layer.training for layer in layers)
     model.eval()
     assert not any(layer.training for layer in layers) and not model.rnn.training
@@ -98,7 +103,7 @@ def test_eval_reaches_the_remote_layers():
 
 
 def test_no_graph_is_built_on_a_server_in_eval_mode():
-    """Difference 10: torch.no_grad() on the trainer is not seen by the server's threads."""
+    """Difference 10: torch.no_grad() on the trainer has no effect on the server's threads."""
     model = new_model()
     table, data_TB = model.emb_table_rref.local_value(), batch()[0]
     assert table(data_TB).requires_grad
@@ -108,34 +113,34 @@ def test_no_graph_is_built_on_a_server_in_eval_mode():
 
 
 def test_switching_the_mode_sends_no_parameters():
-    """Difference 9: calling train() through the proxy would send the whole module back."""
+    """Difference 9: a call of train() by RPC would send the whole module back."""
     model = new_model()
     assert isinstance(model.decoder_rref.rpc_sync().train(), remote_layers.Decoder)
     assert model.decoder_rref.rpc_sync().set_training(True) is None
 
 
 def test_dropout_masks_depend_on_their_key_only():
-    """Difference 11: not on what other threads have drawn meanwhile, as nn.Dropout's do."""
+    """Difference 11: the masks of nn.Dropout also depend on what other threads have drawn from the generator."""
     x = torch.ones(20, 5, 20, requires_grad=True)
     keyed, plain = keyed_dropout.KeyedDropout(0.4, seed=3), nn.Dropout(0.4)
     torch.manual_seed(1)
     first, plain_first = keyed(x, 7), plain(x)
     torch.manual_seed(1)
-    torch.rand(1)  # another RPC thread's draw
+    torch.rand(1)  # as if another RPC thread had drawn a number
     assert torch.equal(keyed(x, 7), first) and not torch.equal(plain(x), plain_first)
     assert not torch.equal(keyed(x, 8), first)
     assert not torch.equal(keyed_dropout.KeyedDropout(0.4, seed=4)(x, 7), first)
-    for start in range(5):  # a part of the batch gets its part of the mask
+    for start in range(5):  # a part of the batch gets the same part of the mask
         assert torch.equal(keyed(x[:, start : start + 2], 7, start), first[:, start : start + 2])
     assert first.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
     assert (first == 0).float().mean().item() == pytest.approx(0.4, abs=0.05)
-    assert keyed(x.to("meta"), 7).shape == x.shape  # drawn on the CPU: another device needs no generator of its own
+    assert keyed(x.to("meta"), 7).shape == x.shape  # drawn on the CPU, so the other device needs no generator
     first.sum().backward()
     assert torch.equal(x.grad, first.detach())
 
 
 def test_the_lstm_is_torchs_own_layer_by_layer():
-    """From the same seed it has the same parameters, and without dropout it computes the same, gradients included."""
+    """With the same seed it has the same parameters.  Without dropout it computes the same results and gradients."""
     keyed = keyed_dropout.KeyedLSTM(E, H, 3, dropout=0.5, seed=5).eval()
     torch.manual_seed(5)
     plain = nn.LSTM(E, H, 3)
@@ -164,7 +169,7 @@ def test_dropout_is_between_the_lstms_layers_only_and_another_one_at_each():
 
 
 def test_a_servers_device_is_its_own(monkeypatch):
-    """Difference 6: its own command line says it, not the trainer's, which never sends one."""
+    """Difference 6: the server's own command line sets it.  The trainer does not send a device."""
     monkeypatch.setattr(owners, "device", torch.device("meta"))
     model = new_model()
     remote = [rref.local_value() for rref in model.parameter_rrefs()[:1] + model.parameter_rrefs()[-2:]]
@@ -177,7 +182,7 @@ def gradients_on(worker, context_id):
 
 
 def test_clipping_takes_the_norm_of_all_workers():
-    """Difference 12: clip_grad_norm_ would see the LSTM's parameters alone, and not this step's gradients."""
+    """Difference 12: clip_grad_norm_ would see the LSTM's parameters only, and gradients of the last training step."""
     rnn_model, (data_TB, target_TB) = model_on_two_servers(), batch()
     trainer = new_trainer(clip=0.01, rnn_model=rnn_model)
 
@@ -192,12 +197,12 @@ def test_clipping_takes_the_norm_of_all_workers():
         assert before > 0.02 and norm(context_id, ["trainer"]) < 0.9 * before
         assert trainer.clip_gradients(context_id) == pytest.approx(before, rel=1e-5)
         assert norm(context_id, ["ps0", "trainer", "ps1"]) == pytest.approx(0.01, rel=1e-3)
-        assert trainer.clip_gradients(context_id) == pytest.approx(0.01, rel=1e-3)  # small enough: left as they are
+        assert trainer.clip_gradients(context_id) == pytest.approx(0.01, rel=1e-3)  # small enough, so unchanged
         assert norm(context_id, ["ps0", "trainer", "ps1"]) == pytest.approx(0.01, rel=1e-3)
 
 
 def gradients_of_an_asynchronous_call(after_a_synchronous_one):
-    """Return how many gradients backward brings to the decoder's owner: of a weight and a bias, or none."""
+    """Return how many gradients the decoder's owner has after backward(): 2 (of weight and bias), or 0."""
     rnn_model, (_, target_TB) = model_on_two_servers(), batch()
     if after_a_synchronous_one:
         rnn_model.parameter_rrefs()
@@ -208,16 +213,19 @@ def gradients_of_an_asynchronous_call(after_a_synchronous_one):
 
 
 def test_the_first_asynchronous_call_through_an_rref_is_outside_the_autograd_context():
-    """Difference 7: there is no error, and no gradient on the decoder's owner. In training, parameter_rrefs comes first
-    and makes a synchronous call."""
-    # Three times each: the call is inside if the RRef's type arrives before this thread has asked to be told of it.
+    """Difference 7: there is no error, but the decoder's owner gets no gradient.
+
+    In training, parameter_rrefs makes a synchronous call before, so the later calls are in the context.
+    """
+    # Three times, because sometimes the type arrives so early that this thread makes the call, in the context.
     assert 0 in [gradients_of_an_asynchronous_call(after_a_synchronous_one=False) for _ in range(3)]
     assert [gradients_of_an_asynchronous_call(after_a_synchronous_one=True) for _ in range(3)] == [2, 2, 2]
 
 
 def test_the_step_puts_the_contexts_gradients_into_grad():
-    """Difference 8: backward leaves .grad alone; DistributedOptimizer's step fills it, and what it left there counts
-    for nothing in the next step, whose gradients take its place."""
+    """Difference 8: backward() does not change .grad.  DistributedOptimizer's step() replaces it by the gradients of
+    the context, so the gradients of an earlier training step have no effect.
+    """
     trainer, (data_TB, target_TB) = new_trainer(), batch()
     parameters = [rref.local_value() for rref in trainer.model.parameter_rrefs()]
     hidden, left = trainer.model.init_hidden(B), [None] * len(parameters)
@@ -236,7 +244,7 @@ def test_the_step_puts_the_contexts_gradients_into_grad():
 
 
 def test_annealing_divides_the_learning_rate_by_four():
-    """Difference 13: after each epoch whose held-out perplexity is not the lowest so far; on every owner."""
+    """Difference 13: in every process, after each epoch whose held-out perplexity is not the lowest so far."""
     trainer = new_trainer(lr=8.0)
     for heldout, lr in ((9.0, 8.0), (5.0, 8.0), (5.0, 2.0), (6.0, 0.5), (4.0, 0.5)):
         trainer.anneal(heldout)
@@ -245,7 +253,7 @@ def test_annealing_divides_the_learning_rate_by_four():
 
 
 def test_an_annealed_learning_rate_goes_on_after_a_resume():
-    """On every owner; and with it the perplexity that the next one is compared with."""
+    """A resume restores the learning rate in every process, and the lowest held-out perplexity so far."""
     annealed = new_trainer(lr=8.0)
     annealed.anneal(5.0)
     annealed.anneal(6.0)
@@ -259,7 +267,7 @@ def test_an_annealed_learning_rate_goes_on_after_a_resume():
 
 
 def test_an_evaluation_is_without_dropout_on_every_worker():
-    """Right after training too; and the hidden state goes on from batch to batch."""
+    """This holds right after training too.  The hidden state of a batch is the start of the next batch."""
     trained = [trainer.Trainer(new_model(dropout), "loss", "sgd", 0.1, 0.0, seed=1) for dropout in (0.5, 0.0)]
     losses = []
     for each in trained:
@@ -270,17 +278,17 @@ def test_an_evaluation_is_without_dropout_on_every_worker():
     with torch.no_grad():
         model = trained[1].model
         first, hidden = model.loss_on_trainer(data_TB, target_TB, model.init_hidden(B))
-        second, _ = model.loss_on_trainer(data_TB, target_TB, hidden)  # the second batch goes on where the first ended
+        second, _ = model.loss_on_trainer(data_TB, target_TB, hidden)  # continues from the first batch
     assert losses[1] == pytest.approx((first.item() + second.item()) / (2 * T * B), rel=1e-6)
 
 
 def test_a_generated_text_goes_on_from_its_own_past_and_without_dropout():
-    """Each token is drawn from the scores that a model without dropout gives after all the tokens before it."""
+    """Each token is drawn from the scores that a model without dropout computes from all tokens before it."""
     writer = trainer.Trainer(new_model(dropout=0.9), "logits", "sgd", 0.1, clip=0.0, seed=1)
     plain = new_model(dropout=0.0)
     for rnn_model in (writer.model, plain):
         for rref in rnn_model.parameter_rrefs():
-            rref.local_value().data.mul_(10)  # fresh scores are almost alike: a draw would hardly depend on them
+            rref.local_value().data.mul_(10)  # larger scores, so that the drawn tokens depend on them
     writer.model.train()
     ids = writer.generate(50)
 
@@ -298,7 +306,7 @@ def test_the_mean_loss_is_per_token_and_not_per_batch():
 
 
 def test_layers_start_from_seeds_of_their_own():
-    """Difference 14: two constructors side by side on one server would draw from one generator, in any order."""
+    """Difference 14: two constructors may run at the same time on one server, which has one default generator."""
     states = [new_model().state() for _ in range(2)]
     for part in ("table", "decoder", "rnn"):
         for name, value in states[0][part].items():

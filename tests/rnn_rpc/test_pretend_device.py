@@ -1,6 +1,6 @@
-"""rnn_rpc with all layers on the pretend device: every mode, checkpoint, resume, evaluation, sampling; and a mistake.
+"""rnn_rpc with all layers on the pretend device: every mode, checkpoint, resume, evaluation, generation, and mistakes.
 
-In the RPC group of the other tests, so over torch's own pickler.
+The tests use the RPC group of conftest.py, and so torch's own pickler.
 """
 
 import functools
@@ -25,9 +25,10 @@ train = functools.partial(equivalence.train, device=pretend_device.DEVICE)
     ("mode", "world_size"), [pytest.param("logits", 2, marks=pytest.mark.slow), ("loss", 2), ("overlap", 3)]
 )
 def test_a_run_that_goes_on_from_a_checkpoint_equals_one_on_the_cpu(tmp_path, mode, world_size, capsys):
-    """20 iterations, then as many again: parameters, Adam's state, dropout masks, held-out perplexity, sampled text.
+    """After 20 training steps, a resume, and 20 more, the checkpoints and the generated texts are equal.
 
-    To 1e-6, for the LSTM is another operator there; 1e-5 in `overlap`, which adds up in the order of arrival.
+    The tolerance is 1e-6, because the LSTM is a different operator on the pretend device.  It is 1e-5 in `overlap`,
+    which adds gradients in the order of their arrival.
     """
     flags = (*equivalence.SIZES, "--mode", mode, "--world_size", world_size, "--optimizer", "adam", "--dropout", 0.3)
     found, expected = tmp_path / "found.pt", tmp_path / "expected.pt"
@@ -48,6 +49,6 @@ def test_a_state_that_is_made_on_the_wrong_side_is_caught(monkeypatch):
 
 
 def test_a_tensor_that_is_sent_from_the_device_is_caught():
-    """By RPC's own pickler: had a to_wire been forgotten, the runs above would have failed."""
+    """RPC's pickler raises an error.  So the runs above would fail if a to_wire() were missing."""
     with pytest.raises(TypeError, match="it must travel by way of the CPU"):
         internal.serialize(torch.zeros(2, device=pretend_device.DEVICE))

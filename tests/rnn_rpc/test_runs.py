@@ -1,4 +1,4 @@
-"""rnn_rpc as a user meets it: commands, what they print and write, and what they refuse."""
+"""The commands of rnn_rpc: what they print and write, and which flags and files they refuse."""
 
 import json
 import re
@@ -24,9 +24,9 @@ def summary_of(tmp_path, *flags, timeout=120):
 
 
 def test_a_run_prints_that_it_learns(tmp_path):
-    """Differences 2, 5, 6: the tutorial calls a function that is not there, prints no loss, and needs a GPU."""
+    """Differences 2, 5, 6: the tutorial calls a function that does not exist, prints no loss, and needs a GPU."""
     plot = tmp_path / "curve.png"
-    trace = tmp_path / "trace.json"  # RPCs are counted in a run that is recorded
+    trace = tmp_path / "trace.json"  # with --trace, RPCs are counted
     text, summary = summary_of(tmp_path, *SMALL, "--clip", 0, "--generate", 15, "--plot", plot, "--trace", trace)
     epochs = EPOCH.findall(text)
     assert [epoch for epoch, *_ in epochs] == ["1", "2"] and float(epochs[1][3]) < float(epochs[0][3]) < 50
@@ -35,7 +35,7 @@ def test_a_run_prints_that_it_learns(tmp_path):
     assert re.search(r"^([a-z]{2} ){14}[a-z]{2}$", text, re.M)
     assert summary["scenario"] == "rnn_rpc" and summary["mode"] == "logits" and summary["vocabulary"] == 30
     assert 1 < summary["floor_perplexity"] < summary["bigram_floor_perplexity"] and summary["tokens_per_second"] > 0
-    assert summary["rpc_calls"] == 4 * summary["steps"]  # look-up, decoder, two optimizers, one of them its own
+    assert summary["rpc_calls"] == 4 * summary["steps"]  # look-up, decoder, and the optimizers of both processes
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -60,7 +60,7 @@ def test_unusable_texts_are_refused_in_one_line(tmp_path, content, words):
 
 
 def test_a_diverging_run_ends_with_one_line(tmp_path):
-    """A learning rate beyond all reason; three ranks, of which the trainer says why."""
+    """The learning rate is far too large.  With three ranks, the line is that of the trainer."""
     flags = ("--world_size", 3, "--mode", "overlap", "--corpus_tokens", 20_000, "--lr", 1000, "--clip", 0)
     done = run_main("rnn_rpc", *flags, "--summary_json", tmp_path / "summary.json")
     assert_one_line_error(done, 1, "rnn_rpc: rank 1 (trainer): step ", "the loss is ", "--lr")
@@ -85,7 +85,7 @@ def test_wrong_command_lines_are_refused(flags, words, capsys):
 
 @pytest.mark.slow
 def test_primer_steps_the_neighbours_tensors():
-    """Three workers, so that the one who calls a worker and the one whom it calls are not the same."""
+    """With three workers, the worker that a worker calls is not the worker by which it is called."""
     done = run_spawned("rnn_rpc/primer.py", "--world_size", 3, "--lr", 0.1)
     assert (done.returncode, done.stderr) == (0, "")
     for rank in range(3):
@@ -115,7 +115,7 @@ def test_primer_steps_the_neighbours_tensors():
     ],
 )
 def test_primer_refuses_what_means_nothing_to_it(flags, monkeypatch, capsys):
-    """One line, and status 2.  It took the flags of the full programs, and did nothing about them."""
+    """Flags of main.py that primer.py does not have, and wrong values, give one line and exit status 2."""
     primer = load_module(ROOT / "rnn_rpc" / "primer.py")
     monkeypatch.setattr("sys.argv", ["primer.py", *flags])
     with pytest.raises(SystemExit) as refused:

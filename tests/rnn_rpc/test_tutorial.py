@@ -1,4 +1,4 @@
-"""rnn_rpc/tutorial.py and single.py: as commands, and against a plain loop that is written here."""
+"""rnn_rpc/tutorial.py and single.py: they run as commands, and equal the plain training loop of this file."""
 
 import re
 import subprocess
@@ -20,11 +20,11 @@ EPOCH = re.compile(r"Training epoch (\d): perplexity ([\d.]+) \(lowest possible 
 
 
 class Enough(Exception):
-    """Raised in the place of a batch, to end a training loop after a number of updates."""
+    """Raised instead of the next batch, to end a training loop after a number of updates."""
 
 
 def trained(module, monkeypatch, updates):
-    """Run the module's run_trainer for some updates; return its batches and model, and the parameters at the start."""
+    """Run the module's run_trainer for some updates; return its batches, its model, and its first parameters."""
     batches, models, start = [], [], []
 
     class Recorded(module.RNNModel):
@@ -52,7 +52,7 @@ def trained(module, monkeypatch, updates):
 
 
 def parameters_of(model):
-    """Return copies of the table's, the LSTM's and the decoder's parameters, wherever they are."""
+    """Return copies of the parameters of the table, the LSTM and the decoder, local or remote."""
     if hasattr(model, "parameter_rrefs"):
         found = [rref.to_here() for rref in model.parameter_rrefs()]
     else:
@@ -64,7 +64,7 @@ def plain_loop(start, batches, published_loss=False):
     """Train nn.Embedding, nn.LSTM and nn.Linear from these parameters on these batches; return the parameters."""
     table, lstm, linear = nn.Embedding(10, 16), nn.LSTM(16, 32), nn.Linear(32, 10)
     parameters = [*table.parameters(), *lstm.parameters(), *linear.parameters()]
-    # nn.Linear and the tutorial's Decoder both give the weight first.
+    # In nn.Linear and in the tutorial's Decoder, the weight comes before the bias.
     for parameter, value in zip(parameters, start, strict=True):
         parameter.data.copy_(value)
     hidden = (torch.zeros(1, 20, 32), torch.zeros(1, 20, 32))
@@ -89,7 +89,7 @@ def largest_difference(ones, others):
 @pytest.mark.filterwarnings("ignore:You are using a Backend")
 @pytest.mark.parametrize("updates", [1, 10])
 def test_the_tutorial_equals_a_plain_loop(rpc_group, monkeypatch, updates):
-    """Its server is another process.  Without the flattening of row 4, as published, it would not be equal."""
+    """The server is another process.  With the published loss (row 4 of DIFFERENCES.md), they would not be equal."""
     monkeypatch.setitem(sys.modules, "tutorial", tutorial)  # RPC pickles its classes by their module's name
     batches, model, start = trained(tutorial, monkeypatch, updates)
     assert {rref.owner_name() for rref in model.parameter_rrefs()} == {"ps", "trainer"}
@@ -111,7 +111,7 @@ def test_single_and_tutorial_start_and_stay_the_same(rpc_group, monkeypatch):
 
 
 def test_the_lowest_perplexity_is_that_of_the_text():
-    """Counted in a long text: the entropy of the jump from the word before the last is what run_trainer prints."""
+    """In a long text, the differences from the word before the last have the probabilities that run_trainer uses."""
     torch.manual_seed(1)
     prob = torch.softmax(-torch.arange(10.0), dim=0)
     ((data, target),) = tutorial.get_next_batch(prob, T=10_000, B=20, nbatches=1)
@@ -119,7 +119,7 @@ def test_the_lowest_perplexity_is_that_of_the_text():
     jumps = (target[1:] - data[:-1]) % 10
     counted = torch.bincount(jumps.flatten(), minlength=10) / jumps.numel()
     torch.testing.assert_close(counted, prob, rtol=0, atol=0.005)
-    # A word is no help for the next: all the words that can be used are those before the last.
+    # The last word gives no information about the next one: all pairs of words are equally likely.
     pairs = torch.bincount((data * 10 + target).flatten(), minlength=100) / data.numel()
     torch.testing.assert_close(pairs, torch.full((100,), 0.01), rtol=0, atol=0.002)
 
@@ -133,7 +133,7 @@ def test_wrong_world_sizes_and_ranks_are_refused(flags, monkeypatch, capsys):
 
 
 def assert_learned(output):
-    """Eight epochs, and at the end within 5 % of the lowest perplexity, which is that of the ten jumps."""
+    """Check that there are eight epochs, and that the last perplexity is within 5 % of the lowest possible one."""
     epochs = EPOCH.findall(output)
     assert [epoch for epoch, _, _ in epochs] == list("01234567") and len(output.splitlines()) == 8
     last = float(epochs[-1][1])
