@@ -23,15 +23,16 @@ def make_env(env_id, render_mode=None):
         env = gym.make(env_id, disable_env_checker=True, **options)
     except (gym.error.Error, ImportError) as error:  # unknown, deprecated, or a missing simulator
         raise PermanentError(f"environment {env_id!r} cannot be made: {' '.join(str(error).split())}") from error
-    observed, acted = env.observation_space, env.action_space
+    observed = env.observation_space
+    acted = env.action_space
     if not (isinstance(observed, gym.spaces.Box) and len(observed.shape) == 1):
         env.close()
         raise PermanentError(
-            f"environment {env_id!r} observes {observed}; the policy needs a flat Box, one row of numbers"
+            f"environment {env_id!r} has the observation space {observed}; the policy needs a flat Box (one row)"
         )
     if not isinstance(acted, gym.spaces.Discrete):
         env.close()
-        raise PermanentError(f"environment {env_id!r} acts in {acted}; the policy needs a Discrete action space")
+        raise PermanentError(f"environment {env_id!r} has the action space {acted}; the policy needs a Discrete one")
     return env
 
 
