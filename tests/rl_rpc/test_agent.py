@@ -424,7 +424,7 @@ def test_actions_do_not_depend_on_how_calls_interleave(make_agent, mode, play):
         assert at_once.trajectories[ob_id].rewards == trajectory.rewards == [1.0] * 300
 
 
-def test_batched_answers_when_all_who_play_are_in_and_not_before(make_agent):
+def test_batched_answers_when_all_playing_observers_have_asked_and_not_before(make_agent):
     agent, state = make_agent(3, "batched"), np.zeros(4, dtype=np.float32)
     first = agent.select_action_batched(1, None, state)
     second = agent.select_action_batched(2, None, state)
