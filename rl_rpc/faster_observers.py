@@ -55,7 +55,7 @@ class BatchedObserver(Observer):
             state, last_reward, done = self.step(action)
             if done:
                 break
-        # One more RPC after the episode: it brings the last reward, and says that no state follows.
+        # One more RPC after the episode. It brings the last reward; the agent then waits for no state of this observer.
         rpc_sync(agent, agent_by_name.leave_batch, args=(self.id, last_reward))
 
 

@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 AGENT_NAME = "agent"
 OBSERVER_NAME = "obs{}"
-warnings.filterwarnings("ignore", "You are using a Backend")  # torch warns of its own rpc.shutdown
+warnings.filterwarnings("ignore", "You are using a Backend")  # rpc.shutdown itself causes it
 
 
 class Policy(torch.nn.Module):

@@ -23,7 +23,7 @@ from torch.distributions import Categorical
 NUM_STEPS = 500  # T in the shapes below; N is the number of observers
 AGENT_NAME = "agent"
 OBSERVER_NAME = "observer{}"
-warnings.filterwarnings("ignore", "You are using a Backend")  # torch warns of its own rpc.shutdown
+warnings.filterwarnings("ignore", "You are using a Backend")  # rpc.shutdown itself causes it
 
 
 class Policy(torch.nn.Module):
