@@ -155,7 +155,7 @@ class BatchedAgent(Agent):
             action, _ = draw_from_scores(scores, uniform)
             question.trajectory.states.append(question.state)
             question.trajectory.actions.append(action)
-            # Store state and action first: the observer's next call may arrive before set_result returns.
+            # This must come last, because the observer's next call may arrive before set_result returns.
             question.answer.set_result(action)
 
 
