@@ -1,8 +1,8 @@
-"""Acting by a policy in numpy: for the modes that are faster than the tutorial's, and for the greedy evaluation.
+"""The forward pass of the policy in numpy, which chooses the actions of the faster modes and of the greedy evaluation.
 
-Runs in the agent in `packed` and `batched`, in the observers in `rollout` and `async`, and in play.py.
+Runs in the agent (`packed`, `batched`), in the observers (`rollout`, `async`), and in play.py.
 
-Shapes: B = states answered together, D = observation features, H = hidden units, A = actions.
+Shapes: B = states that are answered together, D = observation features, H = hidden units, A = actions.
 """
 
 import math
@@ -13,28 +13,28 @@ import torch
 
 from policy import DTYPE, draw
 
-# Of Actor's operators, once training has diverged. The agent says so in one line, when it looks at the loss.
+# numpy warns if training has diverged. The agent then ends the run with one line, as soon as it computes the loss.
 warnings.filterwarnings("ignore", r"(overflow|invalid value) encountered in (dot|multiply|add)", module="actor")
 
 
 class Actor:
-    """Chooses actions by a Policy, for one state or a few: on the CPU by its forward pass written in numpy.
+    """Chooses actions by a Policy, for one state or a few. For a policy on the CPU it computes in numpy.
 
-    For one state, torch takes 45 µs, nearly all of it to call its operators; numpy takes 4 (RESULTS.md). There are no
-    gradients here: reinforce.py computes the log-probabilities again, for all steps at once.
+    For one state, torch takes 45 µs, nearly all of them to call its operators; numpy takes 4 µs (RESULTS.md). An Actor
+    makes no autograd graph: reinforce.py computes the log-probabilities again, for all steps in one forward pass.
     """
 
     def __init__(self, policy):
         self.policy = policy
         self.device = policy.affine1.weight.device
-        # Views of the parameters' own memory: what an optimizer or load_state_dict writes there is seen here.
-        # (Only policy.to(...) lets parameters move: make an Actor after that.)
+        # Views of the memory of the parameters. So an Actor always computes with the current weights, also after an
+        # optimizer or load_state_dict has changed them. (policy.to(...) may move the weights: make a new Actor then.)
         self.views = [p.detach().numpy().T for p in policy.parameters()] if self.device.type == "cpu" else None
 
     def scores(self, states, masks=None):
-        """Return Policy.scores of one state (D,) as a list of A floats, of states (B, D) as B such lists.
+        """Return Policy.scores: a list of A floats for one state (D,), or B such lists for states (B, D).
 
-        Both arguments are numpy arrays; there is a mask (H,) for each state, or none.
+        Both arguments are numpy arrays. masks has a dropout mask (H,) for each state; None means no dropout.
         """
         if self.views is None:
             states = torch.as_tensor(states, dtype=DTYPE, device=self.device)
@@ -52,16 +52,16 @@ class Actor:
         return x.tolist()
 
     def act(self, state, mask_H, uniform):
-        """Draw an action for one state (D,); return (the action, its probability). uniform: a float in [0, 1)."""
+        """Draw an action for one state (D,); return (the action, its probability). uniform is a float in [0, 1)."""
         return draw_from_scores(self.scores(state, mask_H), uniform)
 
     def act_greedily(self, state):
-        """Return the most probable action for one state (D,), dropout off."""
+        """Return the most probable action for one state (D,), without dropout."""
         scores = self.scores(state)
         return scores.index(max(scores))
 
 
 def draw_from_scores(scores, uniform):
-    """Return (action, its probability), drawn from the softmax of A scores, a list."""
+    """Draw an action from the softmax of the scores, a list of A floats; return (the action, its probability)."""
     top = max(scores)
     return draw([math.exp(score - top) for score in scores], uniform)

@@ -1,9 +1,10 @@
-"""The agent of the tutorial's mode, `step`: it has the observers play, answers them, and trains the policy.
+"""The agent of mode `step`, the tutorial's: it starts episodes, chooses the observers' actions, and trains the policy.
 
-Runs in rank 0. Its main thread calls run_episode and finish_episode in turn; the methods marked "called by observers"
-run on this process's RPC threads, for several observers at once. The agents of the other modes: faster_agents.py.
+Runs in rank 0. The main thread calls run_episode and finish_episode in turn. The methods whose docstrings begin with
+"Called by observers" run on RPC threads of this process, for several observers at once. The agents of the other modes
+are in faster_agents.py.
 
-Shapes: D = observation features, H = hidden units. ob_id = an observer's rank, an int.
+Shapes: D = observation features, H = hidden units, A = actions. ob_id is an observer's rank, an int.
 """
 
 from collections import Counter
@@ -24,7 +25,7 @@ from reinforce import Trajectory, reinforce_loss
 
 
 class Agent:
-    """Trainer and master, as in the tutorial: the policy, and an RRef to an Observer on every other rank."""
+    """Trainer and master, as in the tutorial: it owns the policy, and an RRef to an Observer in every other rank."""
 
     observer_class = Observer
     trajectory_class = Trajectory
@@ -32,7 +33,11 @@ class Agent:
     def __init__(
         self, observer_names, env_id="CartPole-v1", seed=1, gamma=0.99, lr=1e-2, threshold=None, device="cpu", lose=None
     ):
-        """`threshold`: the running reward that is solved; None: the environment's own. `lose`: see OpenCalls."""
+        """Make the policy, and an Observer in each process of `observer_names`.
+
+        threshold: the running reward above which the environment counts as solved; None: the environment's own.
+        lose: None, or what asks the job to go on without a lost observer; see OpenCalls.
+        """
         env = make_env(env_id)
         torch.manual_seed(seed_for(seed, 0))
         self.policy = Policy(*sizes(env)).to(device)
@@ -44,42 +49,43 @@ class Agent:
         self.running_reward = 0.0
         self.episodes = 0
         self.env_steps = 0
-        self.staleness = Counter()  # of the updates of mode `async`
+        self.staleness = Counter()  # used by mode `async`: {staleness: how many updates had it}
 
-        # A reference to ourselves that observers can call: passing it along copies the reference, not the agent.
+        # The observers get this reference and call the agent through it. The agent itself is not copied.
         self.agent_rref = RRef(self)
         self.ob_rrefs = {}
         for name in observer_names:
-            # remote() returns at once; the Observers are being made while we go on.
+            # remote() returns at once; the Observer is made meanwhile, in its own process.
             self.ob_rrefs[rpc.get_worker_info(name).id] = remote(name, self.observer_class, args=(env_id, seed))
-        # One for each observer, written by that observer's calls only. No entry is added while they run, which
-        # makes the methods safe that observers call without a lock.
+        # {ob_id: Trajectory}. The calls of an observer write to its own Trajectory only, and no entry is added while
+        # that observer plays. So the methods that observers call need no lock.
         self.trajectories = {}
         self.calls = OpenCalls(lose, self.forget)
 
     def run_episode(self):
-        """Let all observers play one episode, asking for every action; return when the last of them has finished."""
+        """Let all observers play one episode, in which they ask for each action; return when all have finished."""
         self.begin_trajectories(self.ob_rrefs)
         for ob_id, ob_rref in self.ob_rrefs.items():
-            # Runs Observer.run_episode in the observer's process, on a thread of RPC. timeout=0 is no limit: an episode
-            # may take any time. (--rpc_timeout still bounds each select_action.)
+            # This runs Observer.run_episode in the observer's process, on an RPC thread. timeout=0 means no limit,
+            # because an episode may take any time. (--rpc_timeout still limits each call of select_action.)
             future = ob_rref.rpc_async(timeout=0).run_episode(self.agent_rref, self.episodes + 1)
             self.calls.add(ob_id, future)
         self.calls.wait_for_all()
 
     def begin_trajectories(self, ob_ids):
-        """Make ready for an episode of these observers."""
+        """Prepare an episode of these observers: an empty Trajectory for each."""
         for ob_id in ob_ids:
-            # The random numbers of the episode. For this mode alone a generator for each observer would do; but in
-            # every mode the same episodes are played, so they must not depend on which process asks (noise.py).
+            # The random numbers of the episode. All modes play the same episodes, so these numbers must not depend on
+            # the process that makes them (noise.py). For this mode alone, one generator for each observer would do.
             noise = EpisodeNoise(self.seed, ob_id, self.episodes + 1, self.policy)
             self.trajectories[ob_id] = self.trajectory_class(noise)
 
     def select_action(self, ob_id, state):
-        """Called by observers. Keep the state (D,) and return the action for it, an int.
+        """Called by observers. Store the state (D,) and return an action for it, an int.
 
-        Called by all observers at once, without a lock: it writes to the caller's own trajectory, and an observer has
-        one call under way at a time. The policy is shared, but read only: finish_episode trains between episodes.
+        Several observers may call this at the same time. It needs no lock: it writes only to the caller's own
+        trajectory, and an observer sends one call at a time. All calls read the policy, but none changes it;
+        finish_episode does, after all observers have finished their episodes.
         """
         trajectory = self.trajectories[ob_id]
         uniform, mask_H = trajectory.noise.at(len(trajectory.actions))
@@ -92,15 +98,15 @@ class Agent:
         return action
 
     def report_reward(self, ob_id, reward):
-        """Called by observers. Keep the reward (float) of the last action. Unlocked, as select_action."""
+        """Called by observers. Store the reward (float) of the last action. It needs no lock, as select_action."""
         self.trajectories[ob_id].rewards.append(reward)
 
     def finish_episode(self):
-        """Train on what all observers did; return the lowest observer's reward. No RPC in here.
+        """Train on the episodes of all observers; return the lowest of their total rewards. Sends no RPC.
 
-        Source: tutorial part 1, Agent.finish_episode. Raises PermanentError if training diverged.
+        Source: tutorial part 1, Agent.finish_episode. Raises PermanentError if training has diverged.
         """
-        # In the order of ranks: so sums round alike in every run.
+        # In the order of the ranks, so that sums are rounded in the same way in every run.
         trajectories = [self.trajectories[ob_id] for ob_id in sorted(self.trajectories)]
         min_reward = self.count_episode(trajectories)
         loss = reinforce_loss(self.policy, trajectories, self.gamma)
@@ -111,28 +117,31 @@ class Agent:
         return min_reward
 
     def count_episode(self, trajectories):
-        """Count an episode and its steps; return the lowest observer's reward, which the running reward follows."""
+        """Count one episode of each of these observers and their environment steps, and update the running reward.
+
+        Return the lowest of their total rewards, which is the one that the running reward follows.
+        """
         self.episodes += 1
         self.env_steps += sum(len(trajectory.actions) for trajectory in trajectories)
         min_reward = min(sum(trajectory.rewards) for trajectory in trajectories)
         if self.episodes == 1:
-            # Starting from 0 as the tutorial does would count as solved where rewards are negative.
+            # The tutorial always starts at 0. Where rewards are negative, 0 can be above the threshold.
             self.running_reward = min(0.0, min_reward)
         self.running_reward = 0.05 * min_reward + (1 - 0.05) * self.running_reward
         return min_reward
 
     @property
     def solved(self):
-        """Whether the running reward is above the threshold. Nothing is solved by not playing."""
+        """Whether the running reward is above the threshold; False before the first episode."""
         return self.episodes > 0 and self.running_reward > self.reward_threshold
 
     def forget(self, ob_id):
-        """Go on without an observer that is lost. Should it wake up, its next call ends in a KeyError."""
+        """Go on without a lost observer. If its process runs again later, its next call fails with a KeyError."""
         self.ob_rrefs.pop(ob_id, None)
         self.trajectories.pop(ob_id, None)
 
     def state_dict(self):
-        """Return what a checkpoint holds: plain numbers and tensors."""
+        """Return the contents of a checkpoint: plain numbers and tensors."""
         return {
             "policy": self.policy.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -142,7 +151,7 @@ class Agent:
         }
 
     def load_state_dict(self, state):
-        """Go on from a checkpoint, of any mode and world size."""
+        """Continue from a checkpoint, which may be of any mode and any world size."""
         self.policy.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.episodes = state["episode"]

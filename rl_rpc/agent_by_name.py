@@ -1,20 +1,21 @@
-"""The agent as the observers of `packed` and `batched` call it: by the name of a function, without an RRef.
+"""The functions by which the observers of `packed` and `batched` call the agent, by name and without an RRef.
 
-Runs in rank 0, on RPC threads; called by faster_observers.py.
+Runs in rank 0, on RPC threads. Called by faster_observers.py.
 
-These modes exist to spend less time on calls.  A call through an RRef sends the reference along, and costs two messages
-more: the owner reports that it has received the reference, and gets an answer (docs/CONCEPTS.md, "What a call costs").
-A call by name has neither.  The price is that a process can have only one agent, because a name is not an object.
-Each function here may be called by all observers at once, under the same rules as the method of the same name.
+Modes `packed` and `batched` are made to spend less time on calls. A call through an RRef sends two messages more: the
+owner reports that the reference has arrived, and gets an answer (docs/CONCEPTS.md, "What a call costs"). A call of a
+function by its name does not send them. In return, a process can have only one agent, because a function's name does
+not say which object is meant.
+Several observers may call these functions at the same time. The docstrings of the methods that they call explain why.
 """
 
 import torch.distributed.rpc as rpc
 
-_agent = None  # of this process
+_agent = None  # the agent of this process
 
 
 def register(agent):
-    """Let these functions call `agent`, in place of the one before."""
+    """Make these functions call `agent`. It replaces an agent that was registered before."""
     global _agent
     _agent = agent
 

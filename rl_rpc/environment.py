@@ -1,6 +1,6 @@
-"""Making an environment, and refusing one that the policy cannot play.
+"""Makes an environment, and refuses one that does not fit the policy.
 
-Runs in the observers, which step the environment, in the agent, which needs its sizes, and in main.py's checks.
+Runs in the observers, which play in the environment; in the agent, which needs its sizes; and in main.py's checks.
 
 Shapes: D = observation features, A = number of actions.
 """
@@ -13,36 +13,38 @@ from glue import PermanentError
 def make_env(env_id, render_mode=None):
     """Return a gymnasium environment with a flat Box observation (D,) and a Discrete(A) action space.
 
-    Raises PermanentError, in one line, for an environment that does not exist, cannot be built here or does not fit.
+    Raises PermanentError, with one line of text, if the environment does not exist, cannot be made, or does not fit.
     Source: gymnasium.make replaces the tutorial's gym.make.
     """
     try:
-        # The passive checker only re-validates every observation; it costs time and prints warnings of its own.
-        # A render mode is passed on only if wanted: an environment of your own need not know the argument.
-        env = gym.make(env_id, disable_env_checker=True, **({"render_mode": render_mode} if render_mode else {}))
-    except (gym.error.Error, ImportError) as error:  # unknown, deprecated, or its simulator is not installed
+        # The environment checker only validates each observation again; it takes time and prints warnings.
+        # A render mode is passed on only if there is one, because some environments do not have this argument.
+        options = {"render_mode": render_mode} if render_mode else {}
+        env = gym.make(env_id, disable_env_checker=True, **options)
+    except (gym.error.Error, ImportError) as error:  # unknown, deprecated, or a missing simulator
         raise PermanentError(f"environment {env_id!r} cannot be made: {' '.join(str(error).split())}") from error
-    observed, acted = env.observation_space, env.action_space
+    observed = env.observation_space
+    acted = env.action_space
     if not (isinstance(observed, gym.spaces.Box) and len(observed.shape) == 1):
         env.close()
         raise PermanentError(
-            f"environment {env_id!r} observes {observed}; the policy needs a flat Box, one row of numbers"
+            f"environment {env_id!r} has the observation space {observed}; the policy needs a flat Box (one row)"
         )
     if not isinstance(acted, gym.spaces.Discrete):
         env.close()
-        raise PermanentError(f"environment {env_id!r} acts in {acted}; the policy needs a Discrete action space")
+        raise PermanentError(f"environment {env_id!r} has the action space {acted}; the policy needs a Discrete one")
     return env
 
 
 def sizes(env):
-    """Return (D, A): what the first and the last layer of the policy are made for."""
+    """Return (D, A), the number of observation features and of actions."""
     return env.observation_space.shape[0], int(env.action_space.n)
 
 
 def reward_threshold(env, chosen=None):
-    """Return the running reward that counts as solved: the one chosen by the user, else the environment's own.
+    """Return the running reward above which the environment counts as solved: `chosen`, or the environment's own.
 
-    Without either it is infinite: the job then runs for its --max_episodes.
+    If there is neither, it is infinite, and the job runs for --max_episodes episodes.
     """
     if chosen is not None:
         return chosen

@@ -1,9 +1,9 @@
-"""The agents of the faster modes, and MODES. Each is agent.py's plus one idea; its observer is in faster_observers.py.
+"""The agents of the faster modes, and MODES. Each adds one idea to agent.py; its observer is in faster_observers.py.
 
 Runs in rank 0, as Agent does.
 
-Shapes: B = observers answered together, T = steps of an episode, D = observation features, H = hidden units,
-A = actions. ob_id = an observer's rank, an int.
+Shapes: B = observers that are answered together, T = environment steps of an episode, D = observation features,
+H = hidden units, A = actions. ob_id is an observer's rank, an int.
 """
 
 import threading
@@ -24,7 +24,10 @@ from reinforce import Trajectory, log_probabilities, normalised_returns
 
 
 class PackedAgent(Agent):
-    """Mode `packed`: the last reward travels with the next state. The agent acts in numpy, which takes less time."""
+    """Mode `packed`: an observer sends each reward together with the next state.
+
+    This agent also computes the policy in numpy, which takes less time than torch (actor.py).
+    """
 
     observer_class = PackedObserver
 
@@ -34,7 +37,7 @@ class PackedAgent(Agent):
         agent_by_name.register(self)
 
     def run_episode(self):
-        """Let all observers play one episode; its last reward, which no state follows, is the call's answer."""
+        """Let all observers play one episode. Each call returns the last reward, which no state follows."""
         self.begin_trajectories(self.ob_rrefs)
         for ob_id, ob_rref in self.ob_rrefs.items():
             future = ob_rref.rpc_async(timeout=0).run_episode(self.agent_rref, self.episodes + 1)
@@ -43,7 +46,10 @@ class PackedAgent(Agent):
             self.report_reward(ob_id, last_reward)
 
     def select_action_packed(self, ob_id, last_reward, state):
-        """Called by observers. report_reward (None before the first step) and select_action in one, unlocked."""
+        """Called by observers. Do the work of report_reward and select_action in one call; return the action, an int.
+
+        last_reward is a float, or None before the first step. It needs no lock, for the same reasons as select_action.
+        """
         if last_reward is not None:
             self.report_reward(ob_id, last_reward)
         trajectory = self.trajectories[ob_id]
@@ -55,7 +61,10 @@ class PackedAgent(Agent):
 
 
 class Question(NamedTuple):
-    """What an observer of mode `batched` has asked: which action for this state (D,)? The answer is a Future."""
+    """A request of an observer in mode `batched`: the state (D,) for which it needs an action.
+
+    `answer` is a Future. RPC sends its value, the action, to the observer as soon as it is set.
+    """
 
     trajectory: Trajectory
     state: np.ndarray
@@ -63,30 +72,32 @@ class Question(NamedTuple):
 
 
 class BatchedAgent(Agent):
-    """Mode `batched`: all observers are answered from one forward pass, in numpy as in `packed`."""
+    """Mode `batched`: the agent answers all observers together, from one forward pass in numpy."""
 
     observer_class = BatchedObserver
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
         self.actor = Actor(self.policy)
-        self.batch_lock = threading.Lock()  # guards the next two
-        self.playing = set()  # ob_ids
-        self.waiting = {}  # ob_id: its Question
+        self.batch_lock = threading.Lock()  # protects `playing` and `waiting`
+        self.playing = set()  # the ob_ids of the observers that have not finished their episode
+        self.waiting = {}  # {ob_id: Question}, of the observers that wait for an action
         agent_by_name.register(self)
 
     def run_episode(self):
-        """Let all observers play one episode, in step with each other: all act, then all move on."""
+        """Let all observers play one episode. All get an action at the same time, then all take an environment step."""
         self.playing = set(self.ob_rrefs)
         super().run_episode()
 
     @rpc.functions.async_execution
     def select_action_batched(self, ob_id, last_reward, state):
-        """Called by observers. As select_action_packed, answered together with every observer that is still playing.
+        """Called by observers. As select_action_packed, but it returns a Future of the action.
 
-        async_execution: returning a Future frees this RPC thread at once, and the answer leaves when the Future is
-        completed, by whichever call brings in the last state. Blocking here instead would hold a thread per observer.
-        Locked: all observers enter their state in one table, and exactly one of them must find it complete.
+        With async_execution, this method returns a Future and its RPC thread is free at once. The call that brings the
+        last missing state completes the Futures of all observers; then RPC sends their answers. If the method waited
+        instead, it would block one RPC thread for each observer.
+        Several observers call this at the same time, and all of them write to `waiting`. It takes the lock, so that
+        exactly one call finds the batch complete.
         """
         if last_reward is not None:
             self.report_reward(ob_id, last_reward)
@@ -98,7 +109,10 @@ class BatchedAgent(Agent):
         return question.answer
 
     def leave_batch(self, ob_id, last_reward):
-        """Called by observers. This one's episode is over; the others may have been waiting for it alone. Locked."""
+        """Called by an observer whose episode is over. It takes the lock, as select_action_batched does.
+
+        The other observers may have been waiting for this one only; then this call answers them.
+        """
         self.report_reward(ob_id, last_reward)
         with self.batch_lock:
             self.playing.remove(ob_id)
@@ -106,7 +120,7 @@ class BatchedAgent(Agent):
         self._answer(batch)
 
     def forget(self, ob_id):
-        """Go on without an observer that is lost: nobody waits for it any more, in a batch neither."""
+        """Go on without a lost observer. If the other observers were waiting for it only, answer them."""
         super().forget(ob_id)
         with self.batch_lock:
             self.waiting.pop(ob_id, None)
@@ -115,7 +129,7 @@ class BatchedAgent(Agent):
         self._answer(batch)
 
     def _take_full_batch(self):
-        """Return the Questions in rank order if all who still play are waiting, else []. The caller holds the lock."""
+        """Return the Questions in rank order if all playing observers wait, else []. The caller must have the lock."""
         if len(self.waiting) < len(self.playing):
             return []
         batch = [self.waiting[ob_id] for ob_id in sorted(self.waiting)]
@@ -123,7 +137,10 @@ class BatchedAgent(Agent):
         return batch
 
     def _answer(self, batch):
-        """Answer all of `batch` from one forward pass. Unlocked: nobody can fill the next until these are answered."""
+        """Answer all Questions of `batch` from one forward pass; do nothing if it is empty.
+
+        It needs no lock: each of these observers waits, so the next batch cannot be complete before they are answered.
+        """
         if not batch:
             return
         uniforms = []
@@ -138,29 +155,30 @@ class BatchedAgent(Agent):
             action, _ = draw_from_scores(scores, uniform)
             question.trajectory.states.append(question.state)
             question.trajectory.actions.append(action)
-            question.answer.set_result(action)  # last: the observer's next call may be here before we go on
+            # This must come last, because the observer's next call may arrive before set_result returns.
+            question.answer.set_result(action)
 
 
 class PlayedTrajectory(Trajectory):
-    """A whole episode that an observer has played by itself."""
+    """An episode that an observer has played by itself."""
 
     def fill(self, states, actions, rewards, probabilities):
-        """Take over the answer of RolloutObserver.run_episode, which see."""
+        """Store the results of RolloutObserver.run_episode, whose docstring describes them."""
         self.states = states
         self.actions = actions
         self.rewards = rewards
         self.probabilities = probabilities
-        self.noise.masks(len(actions))  # drawn now, while other observers still play
+        self.noise.masks(len(actions))  # draws the masks now, while other observers still play
 
 
 class RolloutAgent(Agent):
-    """Mode `rollout`: the weights travel to the observers, once per episode."""
+    """Mode `rollout`: the agent sends the weights to the observers, once for each episode."""
 
     observer_class = RolloutObserver
     trajectory_class = PlayedTrajectory
 
     def run_episode(self):
-        """Let all observers play one episode by themselves, with a copy of the policy."""
+        """Let all observers play one episode by themselves, each with a copy of the policy."""
         weights = self.weights()
         self.begin_trajectories(self.ob_rrefs)
         for ob_id, ob_rref in self.ob_rrefs.items():
@@ -170,20 +188,20 @@ class RolloutAgent(Agent):
             self.trajectories[ob_id].fill(*played)
 
     def weights(self):
-        """Return a copy of the policy's weights: in `async` they change while they are still being sent."""
+        """Return a copy of the policy's weights. In `async` the policy may change while RPC still sends them."""
         return {name: to_wire(weight).clone() for name, weight in self.policy.state_dict().items()}
 
 
 class AsyncAgent(RolloutAgent):
-    """Mode `async`: nobody waits for anybody. Each observer's episode is one of its own, and one update."""
+    """Mode `async`: observers do not wait for each other. Each episode of an observer is one update of the policy."""
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
-        self.began = {}  # ob_id: how many updates there had been when its episode began
-        self.ended = None  # the ob_id whose episode is to be learned from
+        self.began = {}  # {ob_id: the number of updates before its episode began}
+        self.ended = None  # the ob_id of the episode that finish_episode learns from
 
     def run_episode(self):
-        """Return when one more episode is over; all observers play on, each with the weights of when it began."""
+        """Let observers without a running episode start one, with the current weights; return when any episode ends."""
         weights = self.weights()
         idle = self.ob_rrefs.keys() - self.calls.ob_ids
         self.begin_trajectories(idle)
@@ -195,7 +213,7 @@ class AsyncAgent(RolloutAgent):
         self.trajectories[self.ended].fill(*played)
 
     def finish_episode(self):
-        """Learn from the episode that has ended, played with the weights of when it began; return its reward."""
+        """Learn from the episode that has ended, which may have been played with older weights; return its reward."""
         trajectories = [self.trajectories[self.ended]]
         self.staleness[self.episodes - self.began[self.ended]] += 1
         reward = self.count_episode(trajectories)
@@ -208,9 +226,10 @@ class AsyncAgent(RolloutAgent):
 
 
 def clipped_loss(policy, trajectories, gamma):
-    """Return the loss of episodes that were played with older weights, a scalar tensor.
+    """Return a loss for episodes that were played with older weights, a scalar tensor.
 
-    REINFORCE does not learn from such episodes. Source: Schulman et al. 2017, Proximal Policy Optimization Algorithms.
+    REINFORCE does not always learn from such episodes (RESULTS.md, "Learning from old weights").
+    Source: Schulman et al. 2017, Proximal Policy Optimization Algorithms (PPO).
     """
     log_probs_T = log_probabilities(policy, trajectories)
     returns_T = normalised_returns(trajectories, gamma).to(log_probs_T.device)
@@ -221,15 +240,16 @@ def clipped_loss(policy, trajectories, gamma):
 
 
 def surrogate(ratio_T, returns_T):
-    """Return what to maximise for each step instead of log-probability times return: equation 7 of that paper.
+    """Return the clipped surrogate (T,) of PPO (equation 7 of the paper): for each step, the number to maximise.
 
-    The ratio says how much more probable the action has become since. It has the gradient of REINFORCE where it is 1;
-    beyond 0.8 and 1.2 there is nothing to gain any more, so that no old episode pulls the policy far.
+    ratio_T is the current probability of each action, divided by the probability with which it was drawn. Where the
+    ratio is 1, the gradient is that of REINFORCE. Where updates have already moved the ratio above 1.2 or below 0.8,
+    in the direction that the return asks for, the gradient is 0. So an old episode cannot change the policy by much.
     """
     return torch.minimum(ratio_T * returns_T, ratio_T.clamp(0.8, 1.2) * returns_T)
 
 
-# What `--mode` chooses: the class of the agent, whose run_episode and finish_episode are one step of training.
+# `--mode` chooses the class of the agent. Its run_episode and finish_episode together are one update.
 MODES = {
     "step": Agent,
     "packed": PackedAgent,

@@ -1,8 +1,9 @@
-"""The observers of the faster modes. Each is observer.py's plus one idea; its agent is in faster_agents.py.
+"""The observers of the faster modes. Each adds one idea to observer.py; its agent is in faster_agents.py.
 
-Runs in every process but rank 0, on an RPC thread, called by the agent as Observer is. (`async` has rollout's.)
+Runs in every process except rank 0, on an RPC thread. The agent makes and calls these observers as it does Observer.
+Modes `rollout` and `async` have the same observer.
 
-Shapes: T = steps of an episode, D = observation features.
+Shapes: T = environment steps of an episode, D = observation features, H = hidden units.
 """
 
 import numpy as np
@@ -17,45 +18,51 @@ from policy import Policy
 
 
 class PackedObserver(Observer):
-    """Mode `packed`: the last reward travels with the next state, which halves the RPCs."""
+    """Mode `packed`: each reward is sent together with the next state, so there is one RPC for each step, not two."""
 
     def run_episode(self, agent_rref, episode):
-        """Play one episode; return its last reward, which has no next state to travel with."""
-        agent = agent_rref.owner()  # calls by name take half the messages of calls through the RRef
+        """Play one episode; return its last reward, which no state follows."""
+        agent = agent_rref.owner()  # a call of a function by name takes half the messages of a call through the RRef
         state = self.reset(episode)
-        reward = None
+        last_reward = None
         for _ in range(MAX_STEPS):
-            action = rpc_sync(agent, agent_by_name.select_action_packed, args=(self.id, reward, state))
-            state, reward, done = self.step(action)
+            # One RPC: the reward of the last step and the state after it go to the agent, and the action comes back.
+            action = rpc_sync(agent, agent_by_name.select_action_packed, args=(self.id, last_reward, state))
+            # One environment step, in this process.
+            state, last_reward, done = self.step(action)
             if done:
                 break
-        return reward
+        return last_reward
 
 
 class BatchedObserver(Observer):
-    """Mode `batched`: plays as in `packed`, with an agent that answers all observers from one forward pass.
+    """Mode `batched`: as `packed`, but the agent answers all observers together, from one forward pass.
 
-    From here that is the same call: it only returns later, when the other observers' states are in too. What is new is
-    that the agent must be told that we stop, or the others would wait for our next state.
+    The loop is that of `packed`. The RPC takes longer, because the agent answers it only when all observers that still
+    play have asked. After its last step an observer calls leave_batch; otherwise the agent and the other observers
+    would wait for its next state.
     """
 
     def run_episode(self, agent_rref, episode):
-        """Play one episode."""
+        """Play one episode, then leave the batch."""
         agent = agent_rref.owner()
         state = self.reset(episode)
-        reward = None
+        last_reward = None
         for _ in range(MAX_STEPS):
-            action = rpc_sync(agent, agent_by_name.select_action_batched, args=(self.id, reward, state))
-            state, reward, done = self.step(action)
+            # One RPC, which also waits for the states of the other observers.
+            action = rpc_sync(agent, agent_by_name.select_action_batched, args=(self.id, last_reward, state))
+            # One environment step, in this process.
+            state, last_reward, done = self.step(action)
             if done:
                 break
-        rpc_sync(agent, agent_by_name.leave_batch, args=(self.id, reward))
+        # One more RPC after the episode. It brings the last reward; the agent then waits for no state of this observer.
+        rpc_sync(agent, agent_by_name.leave_batch, args=(self.id, last_reward))
 
 
 class RolloutObserver(Observer):
-    """Modes `rollout`, `async`: plays whole episodes with a copy of the policy, on the CPU.
+    """Modes `rollout` and `async`: plays whole episodes by itself, with a copy of the policy.
 
-    One state at a time is too little for a GPU to be faster, also where the agent's policy is on one.
+    The copy is always on the CPU. For one state at a time a GPU would not be faster.
     """
 
     def __init__(self, env_id, seed):
@@ -64,11 +71,12 @@ class RolloutObserver(Observer):
         self.actor = Actor(self.policy)
 
     def run_episode(self, weights, episode):
-        """Play one episode with the weights that come with the call; return what happened in it.
+        """Play one episode with the weights that come with the call; return its states, actions and rewards.
 
-        weights: Policy.state_dict(). Return states, a (T, D) float array, and lists of T: actions, rewards, and the
-        probabilities that the actions taken had, from which mode `async` sees how far the policy has moved since.
-        The random numbers are those that the agent would have drawn for us, so the actions are the same too.
+        weights: a Policy.state_dict(). Returns the states, a (T, D) float array, and three lists of T numbers: actions,
+        rewards, and the probability with which each action was drawn. Mode `async` compares these probabilities with
+        those of the current policy.
+        The random numbers are those that the agent uses in the other modes, so the actions are the same as well.
         """
         self.policy.load_state_dict(weights)
         noise = EpisodeNoise(self.seed, self.id, episode, self.policy)

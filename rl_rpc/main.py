@@ -1,14 +1,14 @@
-"""Reinforcement learning over RPC: an agent learns from observers that play in processes of their own.
+"""Reinforcement learning over RPC: an agent learns from observers, which play in other processes.
 
     python main.py                                # an agent and one observer; solves CartPole-v1
-    python main.py --world_size 3 --mode rollout  # an agent and two observers, fewest RPCs
-    python main.py --world_size 3 --rank 0        # one rank per terminal (then --rank 1, --rank 2), or per host
-    torchrun --nproc-per-node 3 main.py           # the same from torchrun's environment
+    python main.py --world_size 3 --mode rollout  # an agent and two observers, with the fewest RPCs
+    python main.py --world_size 3 --rank 0        # one rank per terminal or host (--rank 1 and --rank 2 in others)
+    torchrun --nproc-per-node 3 main.py           # all ranks, started by torchrun
 
-Rank 0 is the agent; every other rank is an observer with an environment of its own.
+Rank 0 is the agent. Every other rank is an observer with an environment of its own.
 """
 
-import glue.before_torch  # noqa: F401  (first, see there)
+import glue.before_torch  # noqa: F401  (must be the first import; its docstring has the reason)
 
 import os
 
@@ -22,66 +22,73 @@ from progress import Progress
 
 
 def worker_name(rank, args):
-    """Return the RPC name of a rank. Every name must be its own: the others address it by that."""
+    """Return the name by which the other ranks call this rank. No two ranks may have the same name."""
     return "agent" if rank == 0 else f"observer{rank}"
 
 
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__, MODES, world_size=2, on_lost=True)
     add = parser.add_argument_group("the scenario").add_argument
-    add("--env_id", default="CartPole-v1", metavar="ID", help="gymnasium environment: flat Box in, Discrete out")
-    add("--gamma", type=flags.fraction, default=0.99, metavar="G", help="how much to value future rewards")
+    add("--env_id", default="CartPole-v1", metavar="ID", help="gymnasium ID; flat Box states, Discrete actions")
+    add("--gamma", type=flags.fraction, default=0.99, metavar="G", help="discount factor of future rewards")
     add("--lr", type=flags.positive_float, default=1e-2, metavar="LR", help="Adam's learning rate")
-    add("--reward_threshold", type=float, metavar="R", help="running reward that is solved (the environment's own)")
-    add("--max_episodes", type=flags.positive_int, default=2000, metavar="N", help="stop here, solved or not")
-    add("--log_interval", type=flags.positive_int, default=10, metavar="N", help="episodes per line, checkpoint")
-    add("--eval_episodes", type=flags.non_negative_int, default=100, metavar="N", help="greedy ones, at the end")
+    add("--reward_threshold", type=float, metavar="R", help="solved above this running reward (None: environment's)")
+    add("--max_episodes", type=flags.positive_int, default=2000, metavar="N", help="end after N episodes in any case")
+    add(
+        "--log_interval",
+        type=flags.positive_int,
+        default=10,
+        metavar="N",
+        help="print a line and write the checkpoint every N episodes",
+    )
+    add("--eval_episodes", type=flags.non_negative_int, default=100, metavar="N", help="episodes of greedy evaluation")
     add("--save", metavar="FILE.pt", help="write the trained policy, for play.py")
     args = parser.parse_args(argv)
     try:
         make_env(args.env_id).close()
     except ValueError as error:
         parser.error(str(error))
-    # Shared memory answers fastest, by keeping a core busy per waiting rank: not where an observer needs that core.
+    # Shared memory (shm) answers fastest, but keeps a core busy for each rank that waits. In `rollout` and `async` the
+    # observers need the cores for their episodes. So if there are more ranks than cores, these modes use sockets (uv).
     observers_need_cores = args.mode in ("rollout", "async") and args.world_size > tensors.usable_cores()
     transport = "uv" if observers_need_cores else "shm"
     roles = "rank 0 is the agent, every other rank an observer"
-    agree = ("env_id",)  # ranks that are started one by one must have the same
-    # Observers act with a copy of the policy on the CPU: one state at a time is no work for a GPU.
+    agree = ("env_id",)  # ranks that are started one by one must have the same values of these flags
+    # Only the agent uses --device. The observers' copies of the policy compute one state at a time, on the CPU.
     flags.check_arguments(parser, args, 2, roles, agree=agree, device_ranks=[0], transport=transport)
     if args.save and not os.path.isdir(os.path.dirname(os.path.abspath(args.save))):
-        parser.error(f"--save {args.save}: that folder does not exist")  # said now, not after the training
+        parser.error(f"--save {args.save}: that folder does not exist")  # refused before the training, not after it
     return args
 
 
 def run_worker(rank, args, job):
-    """Run one rank: in every process. Source: tutorial part 1, run_worker."""
+    """Run one rank, the agent or an observer. Runs in every process. Source: tutorial part 1, run_worker."""
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
     if rank == 0:
         run_agent(args, job)
-    else:  # an observer: nothing to do of its own, it serves the agent's calls from an RPC thread
+    else:  # an observer: its main thread waits below, and an RPC thread serves the agent's calls
         job.on_lost(1)
     job.wait_for_all()
-    rpc.shutdown(graceful=args.on_lost == "stop")  # which would wait for the lost ones too
+    rpc.shutdown(graceful=args.on_lost == "stop")  # a graceful shutdown would wait for lost ranks too
 
 
 def run_agent(args, job):
-    """Play and learn until the policy is good enough, then show what it learned: in rank 0."""
+    """Play and learn until the policy is good enough, then evaluate it. Runs in rank 0."""
     agent = make_agent(args, job)
     progress = Progress(agent, args)
     progress.start()
     meter = Meter(args.transport)
     while not agent.solved and agent.episodes < args.max_episodes:
-        with meter.step():  # one update: an episode of every observer, in `async` of one of them
+        with meter.step():  # one update, from an episode of every observer (in `async` of one observer)
             agent.run_episode()
             last_reward = agent.finish_episode()
         progress.after_episode(last_reward)
-    agent.calls.wait_for_all()  # in `async` the others still play; what they play is not learned from
+    agent.calls.wait_for_all()  # in `async` other observers still play; these episodes are not used
     progress.tell_result(meter, job.lost)
 
 
 def make_agent(args, job):
-    """Return the agent of this mode, with its Observers on all other ranks."""
+    """Return the agent of this mode, which makes an Observer in every other rank."""
     agent = MODES[args.mode](
         [worker_name(rank, args) for rank in range(1, args.world_size)],
         env_id=args.env_id,
@@ -92,7 +99,7 @@ def make_agent(args, job):
         device=job.device,
         lose=job.lose if args.on_lost == "continue" else None,
     )
-    job.on_lost(1, agent.calls.drop)  # from here on, with --on_lost continue
+    job.on_lost(1, agent.calls.drop)  # with --on_lost continue, the job can lose observers from here on
     return agent
 
 

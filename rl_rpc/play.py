@@ -1,11 +1,11 @@
-"""Watch a trained policy play, with dropout off and always the most probable action.
+"""Let a trained policy play: always the most probable action, without dropout.
 
-    python main.py --mode rollout --save policy.pt
-    python play.py policy.pt --episodes 3               # prints each episode's reward
-    python play.py policy.pt --episodes 1 --gif out.gif # and draws it (needs: pip install "gymnasium[classic-control]")
+    python main.py --mode rollout --save policy.pt      # trains the policy
+    python play.py policy.pt --episodes 3               # prints the reward of each episode
+    python play.py policy.pt --episodes 1 --gif out.gif # also draws it: pip install "gymnasium[classic-control]"
 
-Runs alone, without RPC. A --checkpoint file of main.py can be played as well. main.py's evaluation at the end is
-play_greedily of this file.
+Runs in one process, without RPC. It also plays a --checkpoint file of main.py. The evaluation at the end of main.py
+is the function play_greedily of this file.
 """
 
 import argparse
@@ -34,7 +34,10 @@ def parse_args(argv=None):
 
 
 def load_policy(path):
-    """Return (policy, env_id) from a file of main.py's.  Executes nothing in it; raises PermanentError for another."""
+    """Return (policy, env_id) from a file that main.py has written.
+
+    It executes no code from the file. It raises PermanentError for a file that main.py has not written.
+    """
     settings, state = checkpoint.load(path, "rl_rpc")
     policy = Policy(*sizes(make_env(settings["env_id"])))
     policy.load_state_dict(state["policy"])
@@ -44,7 +47,7 @@ def load_policy(path):
 def main(argv=None):
     args = parse_args(argv)
     if args.gif:
-        # The frames go to a file and to no screen: without this the renderer complains on a machine that has none.
+        # The frames are written to a file. Without this, the renderer prints errors on a machine without a screen.
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     frames = []
     try:
@@ -57,21 +60,22 @@ def main(argv=None):
             print(f"Episode {episode}\tReward: {reward:.2f}", flush=True)
         if args.gif:
             write_gif(args.gif, frames, fps=env.metadata.get("render_fps", 30))
-    except (ValueError, ImportError, OSError, gymnasium.error.Error) as error:  # the last: no renderer installed
+    except (ValueError, ImportError, OSError, gymnasium.error.Error) as error:  # the last: no renderer
         sys.exit(f"rl_rpc/play.py: {' '.join(str(error).split())}")
 
 
 def play_episode(env, choose_action, seed=None, max_steps=10_000, on_step=None):
-    """Play one episode on a local environment; return its total reward.
+    """Play one episode in `env`, an environment of this process; return its total reward.
 
-    choose_action: state (D,) float array -> action, an int in [0, A). on_step is called after the reset and every step.
+    choose_action gets a state, a (D,) float array, and returns an action, an int in [0, A). on_step is called before
+    each environment step.
     """
     state, _ = env.reset(seed=seed)
     total = 0.0
     for _ in range(max_steps):
         if on_step is not None:
             on_step()
-        # Discrete spaces may start at another number than 0; the policy always counts from 0.
+        # The first action of a Discrete space need not be 0. The policy always counts from 0.
         state, reward, terminated, truncated, _ = env.step(env.action_space.start + choose_action(state))
         total += float(reward)
         if terminated or truncated:
@@ -80,15 +84,15 @@ def play_episode(env, choose_action, seed=None, max_steps=10_000, on_step=None):
 
 
 def play_greedily(policy, env_id, episodes, seed):
-    """Return the rewards of `episodes` episodes in which the most probable action is always taken, dropout off."""
-    actor = Actor(copy.deepcopy(policy).cpu())  # one state at a time: a GPU would only add its launch times
+    """Play `episodes` episodes, always with the most probable action and without dropout; return their rewards."""
+    actor = Actor(copy.deepcopy(policy).cpu())  # for one state at a time the CPU is faster than a GPU
     env = make_env(env_id)
     return [play_episode(env, actor.act_greedily, seed_for(seed, "evaluation", n)) for n in range(episodes)]
 
 
 def write_gif(path, frames, fps):
-    """Write an animation. frames: list of (height, width, 3) uint8 arrays, as env.render() gives them."""
-    from PIL import Image  # only here: playing without --gif needs neither Pillow nor a renderer
+    """Write an animation. frames is a list of (height, width, 3) uint8 arrays, which env.render() returns."""
+    from PIL import Image  # imported in this function, because only --gif needs Pillow
 
     pictures = [Image.fromarray(frame) for frame in frames]
     checkpoint.write_aside(

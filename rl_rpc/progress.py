@@ -1,6 +1,6 @@
-"""Tells how training goes: lines, a progress bar, curves, checkpoints, and at the end what the policy has learned.
+"""What a run prints and writes: lines, a progress bar, curves, checkpoints, and the evaluation at the end.
 
-Runs in rank 0, called from main.py's run_agent.
+Runs in rank 0. Called by run_agent in main.py.
 """
 
 import math
@@ -11,17 +11,17 @@ from play import play_greedily
 
 
 class Progress:
-    """What one run tells: start(), after_episode() while it trains, and tell_result() at the end."""
+    """The output of one run. Call start(), then after_episode() after each update, and tell_result() at the end."""
 
     def __init__(self, agent, args):
         self.agent = agent
         self.args = args
         self.result = report.Report("rl_rpc", args)
-        # What a run that goes on from a checkpoint must have in common with the run that wrote it.
+        # A run that continues from a checkpoint must have the same settings as the run that wrote it.
         self.settings = {"seed": args.seed, "env_id": args.env_id}
 
     def start(self):
-        """Go on from a checkpoint if so asked; say until when this will run."""
+        """With --resume, load the checkpoint. Print when this run will end."""
         agent = self.agent
         state = checkpoint.resume(self.args, "rl_rpc", self.settings)
         if state:
@@ -36,7 +36,7 @@ class Progress:
         self.bar = self.result.progress()
 
     def after_episode(self, last_reward):
-        """Note one episode; every --log_interval of them, say it and write the checkpoint."""
+        """Record one episode. After every --log_interval episodes, print a line and write the checkpoint."""
         agent = self.agent
         self.result.scalar("reward/last", last_reward, agent.episodes)
         self.result.scalar("reward/running", agent.running_reward, agent.episodes)
@@ -48,12 +48,12 @@ class Progress:
             self.save(self.args.checkpoint)
 
     def save(self, path):
-        """Write a checkpoint if there is a path. play.py can play it as well."""
+        """Write a checkpoint to `path`, unless it is None. play.py can read it too."""
         if path:
             checkpoint.save(path, "rl_rpc", self.settings, self.agent.state_dict())
 
     def tell_result(self, meter, lost):
-        """Save, say how far the agent has come, let its policy play greedily, and write the summary."""
+        """Write the checkpoint and the policy, print the result, evaluate the policy, and write the summary."""
         agent = self.agent
         self.bar.close()
         self.save(self.args.checkpoint)
@@ -87,11 +87,11 @@ class Progress:
         )
 
     def evaluate(self):
-        """Say what the greedy policy reaches in --eval_episodes; return its mean reward, or None without any."""
+        """Let the greedy policy play --eval_episodes episodes; print and return the mean reward (None for 0)."""
         episodes = self.args.eval_episodes
         if not episodes:
             return None
-        # Better than training's own average: there, 60 % of the hidden units are missing at every step.
+        # Usually above the average in training, in which dropout removes 60 % of the hidden units.
         rewards = play_greedily(self.agent.policy, self.args.env_id, episodes, self.args.seed)
         mean = statistics.mean(rewards)
         reached = f"mean reward {mean:.2f}, lowest {min(rewards):.2f}"

@@ -1,11 +1,12 @@
-"""REINFORCE: what an episode was, and the loss by which the policy learns from it. There is no RPC in this file.
+"""REINFORCE: the record of an episode, and the loss by which the policy learns from it. There is no RPC in this file.
 
 Runs in the agent (rank 0), on its main thread.
 
-REINFORCE in two lines: play an episode with actions drawn from the policy; then make each action taken more probable
-in proportion to its return, the discounted sum of the rewards that followed it (less than average: less probable).
+REINFORCE plays an episode with actions that are drawn from the policy. Then it makes each of these actions more
+probable, in proportion to its return: the discounted sum of the rewards that followed it. The returns are normalised,
+so an action with a return below the average becomes less probable.
 
-Shapes: T = steps of all episodes together, D = observation features, H = hidden units.
+Shapes: T = environment steps of all episodes together, D = observation features, H = hidden units.
 """
 
 import numpy as np
@@ -18,7 +19,7 @@ EPS = np.finfo(np.float32).eps.item()
 
 
 class Trajectory:
-    """What one observer saw, did and earned in one episode, with the random numbers that it was played with."""
+    """The states, actions and rewards of one observer's episode, and `noise`, the random numbers that it uses."""
 
     def __init__(self, noise):
         self.noise = noise
@@ -28,17 +29,18 @@ class Trajectory:
 
 
 def reinforce_loss(policy, trajectories, gamma):
-    """Return REINFORCE's loss, a scalar tensor: - sum over all steps of log-probability times normalised return."""
+    """Return REINFORCE's loss, a scalar: minus the sum, over all steps, of log-probability times normalised return."""
     log_probs_T = log_probabilities(policy, trajectories)
     returns_T = normalised_returns(trajectories, gamma).to(log_probs_T.device)
     return -(log_probs_T * returns_T).sum()
 
 
 def log_probabilities(policy, trajectories):
-    """Return the log-probability (T,) that the policy gives to each action that was taken, with a graph.
+    """Return the log-probabilities (T,) of the actions that were taken, with an autograd graph.
 
-    In the tutorial these are kept step by step, each with a graph of its own. Here they are computed again from
-    states, actions and dropout masks in one forward pass: the same numbers and the same gradients, in every mode.
+    The tutorial keeps the log-probability of each step, with a graph of its own, until the episode ends. This function
+    computes all of them in one forward pass, from the states, actions and dropout masks. The numbers and the gradients
+    are the same, and so is the code for all modes.
     """
     device = policy.affine1.weight.device
     states_TD = np.concatenate([trajectory.states for trajectory in trajectories])
@@ -50,18 +52,18 @@ def log_probabilities(policy, trajectories):
 
 
 def normalised_returns(trajectories, gamma):
-    """Return the return of each step (T,), less their mean, divided by their standard deviation."""
+    """Return the returns (T,) of all steps, minus their mean and divided by their standard deviation."""
     returns = []
-    for trajectory in trajectories:  # counted within each observer's episode; nothing flows from one into the next
+    for trajectory in trajectories:  # a return contains rewards of its own observer's episode only
         returns += discounted(trajectory.rewards, gamma)
     returns_T = torch.tensor(returns, dtype=DTYPE)
-    if len(returns) > 1:  # the deviation of a single number is NaN, and one NaN would end all learning
+    if len(returns) > 1:  # the standard deviation of one number is NaN, which would spread to every weight
         returns_T = (returns_T - returns_T.mean()) / (returns_T.std() + EPS)
     return returns_T
 
 
 def discounted(rewards, gamma):
-    """Return the return of every step of one episode: its reward plus gamma times the next step's return."""
+    """Return the returns of one episode, a list: each is the step's reward plus gamma times the next step's return."""
     returns = []
     g = 0.0
     for reward in reversed(rewards):

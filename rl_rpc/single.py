@@ -1,4 +1,4 @@
-"""The job of tutorial.py in one process, without RPC: one observer, as with --world_size 2."""
+"""What tutorial.py does with one observer (--world_size 2), in one process and without RPC."""
 
 import argparse
 

@@ -1,8 +1,8 @@
 """PyTorch's tutorial "Getting started with Distributed RPC Framework", part 1, newer edition.
 
-The agent (rank 0) owns a policy and trains it. Each observer (every other rank) owns a CartPole and
-asks the agent for each action. A "row" below is a numbered point of DIFFERENCES.md: what the
-tutorial does there, and why it is done differently here.
+The agent (rank 0) owns a policy and trains it. Each observer (every other rank) owns a CartPole
+environment, and asks the agent for each action. Comments such as "row 7" refer to the numbered
+points of DIFFERENCES.md, which explain where and why this program departs from the tutorial.
 
     python tutorial.py --world_size 3            # an agent and two observers, on this machine
     python tutorial.py --world_size 3 --rank 0   # the agent; ranks 1 and 2 in two other terminals
@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 AGENT_NAME = "agent"
 OBSERVER_NAME = "obs{}"
-warnings.filterwarnings("ignore", "You are using a Backend")  # torch warns of its own rpc.shutdown
+warnings.filterwarnings("ignore", "You are using a Backend")  # rpc.shutdown itself causes it
 
 
 class Policy(torch.nn.Module):
@@ -31,7 +31,7 @@ class Policy(torch.nn.Module):
     def forward(self, x, generator):
         """Return the probabilities (1, 2) of the two actions in a state (1, 4)."""
         x = self.affine1(x)
-        # nn.Dropout does the same, but cannot be told which generator to draw from (row 9).
+        # nn.Dropout does the same, but it has no argument for a random generator (row 9).
         kept = torch.rand(x.shape, generator=generator) >= 0.6
         return torch.softmax(self.affine2(torch.relu(x * kept / 0.4)), dim=1)
 
@@ -43,14 +43,14 @@ class Observer:
         self.env.reset(seed=1000 * seed + self.id)  # a seed for each observer (row 7)
 
     def run_episode(self, agent_rref):
-        """Play one episode. Only the agent calls this, one call at a time: nothing to lock."""
+        """Play one episode. Only the agent calls this, one call at a time, so it needs no lock."""
         state, _ = self.env.reset()  # a numpy array (4,), which is cheaper to send than a tensor
         for _ in range(10000):
             # send the state to the agent to get an action, and apply it to the environment
             action = agent_rref.rpc_sync().select_action(self.id, state)
             state, reward, terminated, truncated, _ = self.env.step(action)
-            # Report the reward, and wait for the answer. Two calls under way at once would run on
-            # two threads of the agent, so a reward could be kept after a later one.
+            # Report the reward, and wait for the answer. Without waiting, two reports could run on
+            # two threads of the agent at the same time, and be stored in the wrong order.
             agent_rref.rpc_sync().report_reward(self.id, reward)
             if terminated or truncated:  # the pole has fallen, or 500 steps are over (row 1)
                 break
@@ -60,10 +60,10 @@ class Agent:
     def __init__(self, world_size, seed):
         ob_ids = range(1, world_size)
         self.ob_rrefs = [rpc.remote(OBSERVER_NAME.format(i), Observer, (seed,)) for i in ob_ids]
-        self.agent_rref = rpc.RRef(self)  # a reference to send; the agent itself stays here
+        self.agent_rref = rpc.RRef(self)  # sent to the observers in place of the agent itself
         self.rewards = {ob_id: [] for ob_id in ob_ids}
         self.saved_log_probs = {ob_id: [] for ob_id in ob_ids}
-        # From one generator for all, the order of calls would decide who draws which number (row 9)
+        # One generator for each observer: the order of their calls must not matter (row 9).
         self.generators = {i: torch.Generator().manual_seed(1000 * seed + i) for i in ob_ids}
         torch.manual_seed(1000 * seed)
         self.policy = Policy()
@@ -72,26 +72,26 @@ class Agent:
         self.reward_threshold = gym.make("CartPole-v1").spec.reward_threshold
 
     def select_action(self, ob_id, state):
-        """Return the action (int) for a state (4,). All observers call this at once, without a lock
-        (row 10): each has its own lists and generator, and nothing changes the policy meanwhile."""
+        """Return the action (int) for a state (4,). Several observers call this at once. It needs
+        no lock (row 10): each has its own lists and generator, and no call changes the policy."""
         probs = self.policy(torch.from_numpy(state).unsqueeze(0), self.generators[ob_id])
-        # Categorical(probs) does the same, but cannot be told which generator to draw from.
+        # Categorical(probs).sample() does the same, but has no argument for a generator.
         action = torch.multinomial(probs, 1, generator=self.generators[ob_id]).item()
         self.saved_log_probs[ob_id].append(probs[0, action].log())
         return action
 
     def report_reward(self, ob_id, reward):
-        """Keep the reward of the last action. All observers call this; no lock, as above."""
+        """Store the reward of the last action. It needs no lock, for the same reasons."""
         self.rewards[ob_id].append(reward)
 
     def run_episode(self):
-        # Each call runs Observer.run_episode in an observer's process, on a thread of RPC.
+        # Each call runs Observer.run_episode in an observer's process, on an RPC thread.
         # timeout=0 means no limit: an episode may take longer than the default of 60 s (row 5).
         futs = [obs.rpc_async(timeout=0).run_episode(self.agent_rref) for obs in self.ob_rrefs]
         torch.futures.wait_all(futs)  # until all observers have finished this episode
 
     def finish_episode(self, gamma):
-        """Train on what all observers did; return the lowest observer's reward. No RPC in here."""
+        """Train on the episodes of all observers; return the lowest total reward. No RPC."""
         min_reward = min(sum(rewards) for rewards in self.rewards.values())
         self.running_reward = 0.05 * min_reward + (1 - 0.05) * self.running_reward
         log_probs, returns = [], []
@@ -117,12 +117,12 @@ class Agent:
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--world_size", type=int, default=2, help="the agent and its observers")
-    parser.add_argument("--rank", type=int, help="run only this rank; else all of them, here")
-    parser.add_argument("--master_addr", default="localhost", help="where rank 0 runs")
-    parser.add_argument("--master_port", type=int, default=29500, help="a free port there")
-    parser.add_argument("--max_episodes", type=int, default=2000, help="stop after these (row 6)")
-    parser.add_argument("--log_interval", type=int, default=10, help="episodes between two logs")
-    parser.add_argument("--gamma", type=float, default=0.99, help="value of future rewards")
+    parser.add_argument("--rank", type=int, help="run only this rank (none: all ranks)")
+    parser.add_argument("--master_addr", default="localhost", help="host of rank 0")
+    parser.add_argument("--master_port", type=int, default=29500, help="a free port of that host")
+    parser.add_argument("--max_episodes", type=int, default=2000, help="stop after so many (row 6)")
+    parser.add_argument("--log_interval", type=int, default=10, help="episodes per printed line")
+    parser.add_argument("--gamma", type=float, default=0.99, help="discount of future rewards")
     parser.add_argument("--seed", type=int, default=1, help="random seed for reproducibility")
     args = parser.parse_args()
     if args.world_size < 2:
@@ -136,7 +136,7 @@ def parse_args():
 
 def run_worker(rank, args):
     """Run one rank: the agent or an observer."""
-    torch.set_num_threads(1)  # the cores are shared by as many processes as there are ranks
+    torch.set_num_threads(1)  # all ranks of this machine share its cores
     name = AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
     rpc.init_rpc(name, rank=rank, world_size=args.world_size)
     if rank == 0:
@@ -154,11 +154,11 @@ def run_worker(rank, args):
                 break
         if agent.running_reward <= threshold:
             print(f"Not solved after {args.max_episodes} episodes.")
-    # Block until all RPCs have finished: observers passively wait here for the agent's commands.
+    # Blocks until all RPCs have finished. While an observer waits, it serves the agent's calls.
     rpc.shutdown()
 
 
-# RPC sends functions and classes by name: every rank finds them in this file, its main module.
+# RPC sends Observer by name, and finds it because every rank runs this file as its main module.
 if __name__ == "__main__":
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr
@@ -168,6 +168,6 @@ if __name__ == "__main__":
     else:
         run_worker(args.rank, args)  # one rank in this terminal
 
-# The limits. When a rank dies, the others end if they were spawned, and hang if in terminals. A
-# taken port ends the run. Nothing is saved to resume from. main.py does these: glue/watch.py,
-# meeting.py, checkpoint.py. Each step is two round trips: faster_agents.py has modes with fewer.
+# Limits: when a rank dies, the other ranks end if they were spawned, and hang if each is in a
+# terminal. A port in use ends the run. Nothing is saved. Each environment step takes two RPCs. What
+# the full program does instead: glue/watch.py, meeting.py, checkpoint.py and faster_agents.py.

@@ -1,11 +1,11 @@
 """PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions", CartPole.
 
-The agent (rank 0) answers all observers (the other ranks) from one forward pass, as soon as the
-last of them has asked. A "row" is a point of DIFFERENCES.md. The mode `batched` of agent.py goes
-further: there observers may end their episodes at different times.
+The agent (rank 0) waits until all observers (the other ranks) have asked for an action, and answers
+them from one forward pass. "Row 22" is a point of DIFFERENCES.md. In mode `batched` of main.py,
+which continues this program, observers may also end their episodes at different times.
 
-    python tutorial_batch.py --plot times.png            # 1 to 4 observers, one number at a time
-    python tutorial_batch.py --world_size 3 --rank 0     # 2 observers: ranks 1 and 2, elsewhere
+    python tutorial_batch.py --plot times.png            # one job each with 1, 2, 3 and 4 observers
+    python tutorial_batch.py --world_size 3 --rank 0     # 2 observers, in other terminals: 1 and 2
 """
 
 import argparse
@@ -20,10 +20,10 @@ import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
 from torch.distributions import Categorical
 
-NUM_STEPS = 500  # T; and N below is the number of observers
+NUM_STEPS = 500  # T in the shapes below; N is the number of observers
 AGENT_NAME = "agent"
 OBSERVER_NAME = "observer{}"
-warnings.filterwarnings("ignore", "You are using a Backend")  # torch warns of its own rpc.shutdown
+warnings.filterwarnings("ignore", "You are using a Backend")  # rpc.shutdown itself causes it
 
 
 class Policy(torch.nn.Module):
@@ -41,13 +41,13 @@ class Policy(torch.nn.Module):
 
 class Observer:
     def __init__(self, seed):
-        self.id = rpc.get_worker_info().id - 1  # observers count from 0, as the rows of a batch do
+        self.id = rpc.get_worker_info().id - 1  # observers count from 0, as batch rows do
         self.env = gym.make("CartPole-v1")
         self.env.reset(seed=1000 * seed + self.id)  # a seed for each observer (row 7)
 
     def run_episode(self, agent_rref, batch, gamma):
-        """Take NUM_STEPS steps; begin again where an episode ends before, so that each batch has a
-        state of each observer. Only the agent calls this, one call at a time: nothing to lock."""
+        """Take NUM_STEPS steps. When an episode ends before, reset the environment, so that each
+        batch has a state of every observer. The agent sends one call at a time, so no lock."""
         agent = agent_rref.rpc_sync()
         select_action = agent.select_action_batch if batch else agent.select_action
         state, _ = self.env.reset()
@@ -58,7 +58,7 @@ class Observer:
             state, reward, terminated, truncated, _ = self.env.step(action)
             rewards.append(reward)
             if terminated or truncated or step + 1 == NUM_STEPS:
-                for i in range(step, start_step, -1):  # make each reward the return of its step
+                for i in range(step, start_step, -1):  # turn rewards into returns
                     rewards[i - 1] += gamma * rewards[i]
                 start_step = step + 1
                 state, _ = self.env.reset()
@@ -69,19 +69,19 @@ class Agent:
     def __init__(self, world_size, batch, seed):
         names = [OBSERVER_NAME.format(rank) for rank in range(1, world_size)]
         self.ob_rrefs = [rpc.remote(name, Observer, args=(seed,)) for name in names]
-        self.agent_rref = rpc.RRef(self)  # a reference to send; the agent itself stays here
+        self.agent_rref = rpc.RRef(self)  # sent to the observers in place of the agent itself
         self.batch = batch
         torch.manual_seed(seed)
         self.policy = Policy()
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=1e-2)
         self.running_reward = 0
-        self.lock = threading.Lock()  # guards the next two, which all observers' calls share
+        self.lock = threading.Lock()  # for the next two, which the calls of all observers use
         self.states = {}
         self.future_actions = torch.futures.Future()
 
     def select_action(self, ob_id, state):
-        """Without batching: return the action (int) for a state (4,). All observers call this at
-        once, without a lock: each has its own list, and the policy changes between episodes."""
+        """Without batching: return the action (int) for a state (4,). Several observers call this
+        at once. It needs no lock: each has its own list, and no call changes the policy."""
         m = Categorical(self.policy(state.unsqueeze(0)))
         action = m.sample()  # (1,)
         self.saved_log_probs[ob_id].append(m.log_prob(action))
@@ -89,9 +89,9 @@ class Agent:
 
     @rpc.functions.async_execution
     def select_action_batch(self, ob_id, state):
-        """With batching: return a Future of the action (int) for a state (4,). All observers call
-        this at once. No thread waits: the answer is sent when its Future has a value."""
-        with self.lock:  # one call finds its batch complete, and nothing waits for an RPC in here
+        """With batching: return a Future of the action (int) for a state (4,). Several observers
+        call this at once. No thread waits: RPC sends the answer when the Future has a value."""
+        with self.lock:  # so that exactly one call finds the batch complete
             future_action = self.future_actions.then(lambda actions: actions.wait()[ob_id])
             self.states[ob_id] = state
             if len(self.states) == len(self.ob_rrefs):
@@ -103,36 +103,36 @@ class Agent:
                     actions = m.sample()  # (N,)
                     self.saved_log_probs.append(m.log_prob(actions))
                     future_actions.set_result(actions.tolist())
-                except Exception as error:  # or nobody would ever answer the others (row 24)
+                except Exception as error:  # sent to all observers, which wait for it (row 24)
                     future_actions.set_exception(error)
         return future_action
 
     def run_episode(self, gamma):
         """Let all observers take NUM_STEPS steps, then train on them; return the average reward."""
         self.saved_log_probs = [] if self.batch else [[] for _ in self.ob_rrefs]
-        # timeout=0 is none: an episode may take longer than the 60 s of an RPC (row 5)
+        # timeout=0 means no limit: an episode may take longer than the default of 60 s (row 5).
         observers = [ob_rref.rpc_async(timeout=0) for ob_rref in self.ob_rrefs]
         futs = [ob.run_episode(self.agent_rref, self.batch, gamma) for ob in observers]
         rewards = torch.tensor(torch.futures.wait_all(futs))  # (N, T)
         if self.batch:
             probs = torch.stack(self.saved_log_probs, dim=1)  # (N, T)
-        else:  # (N, T) as well; the page multiplies (N, T, 1) by (T, N) here (row 23)
+        else:  # (N, T) as well; the page multiplies (N, T, 1) by (T, N) (row 23)
             probs = torch.stack([torch.cat(saved) for saved in self.saved_log_probs])
         policy_loss = -probs * rewards / len(futs)
         policy_loss.sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        ep_reward = rewards[:, 0].mean().item()  # what followed the first step
+        ep_reward = rewards[:, 0].mean().item()  # the mean return of the first steps
         self.running_reward = 0.5 * ep_reward + 0.5 * self.running_reward
         return ep_reward
 
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--world_size", type=int, default=5, help="without --rank: from 2 to this")
+    parser.add_argument("--world_size", type=int, default=5, help="without --rank: from 2 to N")
     parser.add_argument("--rank", type=int, help="run only this rank of one job")
-    parser.add_argument("--master_addr", default="localhost", help="where rank 0 runs")
-    parser.add_argument("--master_port", type=int, default=29500, help="a free port there")
+    parser.add_argument("--master_addr", default="localhost", help="host of rank 0")
+    parser.add_argument("--master_port", type=int, default=29500, help="a free port of that host")
     parser.add_argument("--num_episode", type=int, default=10, help="number of timed episodes")
     parser.add_argument("--gamma", type=float, default=1.0, help="discount factor")
     parser.add_argument("--seed", type=int, default=1, help="random seed")
@@ -144,16 +144,16 @@ def parse_args():
 
 
 def run_worker(rank, args, world_size, times):
-    """Run one rank. Sets nothing global but the number of torch's threads in this process."""
-    torch.set_num_threads(1)  # the cores are shared by as many processes as there are ranks
+    """Run one rank: the agent, or an observer. `times` is a queue for what the agent measures."""
+    torch.set_num_threads(1)  # all ranks of this machine share its cores
     name = AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
     rpc.init_rpc(name, rank=rank, world_size=world_size)
     if rank == 0:
         delays = []
         for batch in [True, False]:
             agent = Agent(world_size, batch, args.seed)
-            agent.run_episode(args.gamma)  # not timed: the first step of an optimizer loads modules
-            start = time.perf_counter()  # not the start of the processes, as in the page (row 25)
+            agent.run_episode(args.gamma)  # not timed: an optimizer's first step imports modules
+            start = time.perf_counter()  # the processes have started already (row 25)
             for _ in range(args.num_episode):
                 last = agent.run_episode(args.gamma)
             delays.append(time.perf_counter() - start)
@@ -161,11 +161,11 @@ def run_worker(rank, args, world_size, times):
             print(f"Last reward: {last:.2f}\tAverage reward: {average:.2f}\tbatch: {batch}")
         print(f"{world_size}, {delays[0]}, {delays[1]}")
         times.put(delays)
-    # Block until all RPCs have finished: observers passively wait here for the agent's commands.
+    # Blocks until all RPCs have finished. While an observer waits, it serves the agent's calls.
     rpc.shutdown()
 
 
-# RPC sends Observer by name, and finds it because every rank runs this file as its main program.
+# RPC sends Observer by name, and finds it because every rank runs this file as its main module.
 if __name__ == "__main__":
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr
@@ -187,6 +187,6 @@ if __name__ == "__main__":
     else:
         run_worker(args.rank, args, args.world_size, times)
 
-# The limits. When an observer dies, the others wait for its state: until they are ended, where all
-# were spawned, or for the 60 s of an RPC, in terminals. A taken port ends it. Nothing is saved.
-# main.py --mode batched goes on without a lost observer (--on_lost continue, Agent.forget).
+# Limits: when an observer dies, the others wait for its state. Spawned ranks are then ended; ranks
+# in terminals wait for the 60 s of an RPC. A port in use ends the run. Nothing is saved.
+# main.py --mode batched --on_lost continue goes on without a lost observer (BatchedAgent.forget).

@@ -1,4 +1,7 @@
-"""What rl_rpc/EXERCISES.md asks for and the package does not have: run where it is named, no test of its own."""
+"""The checks of exercises 1 and 2 of rl_rpc/EXERCISES.md. The page has the commands that run them.
+
+Before these exercises are solved the checks fail, so pytest does not collect this file by itself.
+"""
 
 import os
 import subprocess
@@ -10,8 +13,8 @@ import torch.distributed.rpc as rpc
 
 from helpers import ROOT, load_module
 
-judge = load_module(ROOT / "tests" / "rl_rpc" / "test_agent.py")
-make_agent = judge.make_agent
+agent_tests = load_module(ROOT / "tests" / "rl_rpc" / "test_agent.py")
+make_agent = agent_tests.make_agent
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
 
 OPTIONS = {"_transports": ["uv"], "rpc_timeout": 20}
@@ -35,10 +38,10 @@ CLOSED = "__import__('sys').modules['__main__'].closed"
 
 @pytest.fixture
 def two_processes(tmp_path, monkeypatch):
-    """This process is the agent's; return a function that evaluates an expression in the observer's."""
+    """Make this process the agent and start an observer; yield a function that evaluates an expression in it."""
     for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(variable, "lo")
-    for module in (judge.observer, judge.faster_observers):  # RPC pickles classes by their module's name
+    for module in (agent_tests.observer, agent_tests.faster_observers):  # RPC pickles classes by their module's name
         monkeypatch.setitem(sys.modules, module.__name__, module)
     environment = os.environ | {"PYTHONPATH": str(ROOT / "rl_rpc"), "TORCH_CPP_LOG_LEVEL": "FATAL"}
     command = [sys.executable, "-W", "ignore", "-c", OBSERVE, str(tmp_path / "store")]
@@ -54,21 +57,21 @@ def two_processes(tmp_path, monkeypatch):
 
 
 def test_last_reference(two_processes):
-    """An observer that the agent dismisses is deleted in its own process, and has closed its environment."""
-    agent = judge.faster_agents.MODES["rollout"](["observer1"])
+    """When the agent dismisses an observer, it is deleted in its own process, and closes its environment."""
+    agent = agent_tests.faster_agents.MODES["rollout"](["observer1"])
     agent.run_episode()
     assert two_processes(OBSERVERS) == 1 and two_processes(CLOSED) == []
     agent.dismiss(1)
     deadline = time.monotonic() + 10
     while two_processes(OBSERVERS) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert two_processes(OBSERVERS) == 0, "somebody still holds a reference"
+    assert two_processes(OBSERVERS) == 0, "a reference to the observer still exists"
     assert two_processes(CLOSED) == ["CartPole-v1"]
-    agent.run_episode()  # with nobody left to play there is nothing to wait for
+    agent.run_episode()  # there is no observer left, so this returns at once
 
 
 def test_late_rewards(make_agent):
-    """Mode `late` plays and learns as every other mode, and no observer reports a reward while it plays."""
+    """Mode `late` plays and learns as the other modes, and no observer reports a reward during an episode."""
     agent = make_agent(1, "late")
-    agent.report_reward = None  # whoever calls it now fails
-    judge.test_with_one_observer_every_mode_is_the_single_process_loop(lambda observers, mode: agent, "late")
+    agent.report_reward = None  # a call of it fails
+    agent_tests.test_with_one_observer_every_mode_is_the_single_process_loop(lambda observers, mode: agent, "late")

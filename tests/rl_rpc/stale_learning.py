@@ -1,10 +1,11 @@
-"""What old weights do to REINFORCE, and what helps: the table "Learning from old weights" of rl_rpc/RESULTS.md.
+"""Measures how REINFORCE and three variants learn from old weights: "Learning from old weights" in rl_rpc/RESULTS.md.
 
-    python tests/rl_rpc/stale_learning.py                            # some ten minutes
+    python tests/rl_rpc/stale_learning.py                            # about ten minutes
     python tests/rl_rpc/stale_learning.py --observers 4 --seeds 2
 
-Mode `async` without its processes: one process plays T observers that are equally fast. Each plays with the weights of
-when it began, and each end of an episode is an update, in the order in which they end. So a seed repeats.
+It simulates mode `async` in one process, with T observers that are equally fast. An observer plays an episode with the
+weights that were current when the episode began. Each end of an episode is one update, in the order of these ends. So
+a run with the same seed repeats exactly.
 """
 
 import argparse
@@ -29,7 +30,7 @@ GAMMA = 0.99
 
 
 def weighted_loss(policy, trajectories, gamma):
-    """Return REINFORCE's loss with each step weighed by how much more probable its action has become, at most by 1."""
+    """Return REINFORCE's loss, with each step weighted by (probability now / probability when drawn), at most by 1."""
     log_probs_T = log_probabilities(policy, trajectories)
     returns_T = normalised_returns(trajectories, gamma)
     played = [probability for trajectory in trajectories for probability in trajectory.probabilities]
@@ -44,7 +45,7 @@ VARIANTS = [(0.01, PLAIN), (0.003, PLAIN), (0.01, WEIGHTED), (0.01, CLIPPED), (0
 
 
 def play(env, actor, seed, ob_id, episode):
-    """Return the trajectory of one observer's episode, played with the weights as they are now."""
+    """Play one observer's episode with the current weights; return its trajectory."""
     noise = EpisodeNoise(seed, ob_id, episode, actor.policy)
     states = []
     actions = []
@@ -67,7 +68,10 @@ def play(env, actor, seed, ob_id, episode):
 
 
 def learn(observers, seed, lr, loss_function, max_episodes):
-    """Return (whether CartPole was solved, after how many episodes, the staleness of each of their updates)."""
+    """Train with `observers` simulated observers.
+
+    Return (whether CartPole was solved, the number of episodes, the staleness of each update).
+    """
     env = make_env("CartPole-v1")
     torch.manual_seed(seed_for(seed, 0))
     policy = Policy(*sizes(env))
@@ -79,7 +83,7 @@ def learn(observers, seed, lr, loss_function, max_episodes):
     def play_from(now, ob_id):
         episode = len(staleness) + 1
         trajectory = play(env, actor, seed, ob_id, episode)
-        return now + len(trajectory.actions), ob_id, episode, trajectory  # a step is the unit of time
+        return now + len(trajectory.actions), ob_id, episode, trajectory  # the unit of time is one environment step
 
     playing = [play_from(0, ob_id) for ob_id in range(1, observers + 1)]
     heapq.heapify(playing)

@@ -1,4 +1,4 @@
-"""The agent's and the policy's own logic, without processes, and what differs from the tutorial (DIFFERENCES.md)."""
+"""The logic of the agent and the policy, in one process, and the differences from the tutorial (DIFFERENCES.md)."""
 
 import pickle
 import sys
@@ -31,9 +31,9 @@ equivalence = load_module(ROOT / "tests" / "rl_rpc" / "test_equivalence.py")
 
 
 class Handle:
-    """What stands for an RRef: calls run here, a synchronous one in the calling thread, others in one of their own.
+    """A replacement of RRef. Calls run in this process: rpc_sync in the calling thread, rpc_async in a new thread.
 
-    What they say to each other is pickled, as RPC does it; a handle itself goes by reference.
+    Arguments and results are pickled, as RPC does it, except a Handle, which is passed as it is.
     """
 
     def __init__(self, value):
@@ -80,7 +80,7 @@ def over_the_wire(value):
 
 @pytest.fixture
 def make_agent(monkeypatch):
-    """Agents without RPC: observers are objects of this process, behind a Handle each."""
+    """Return a function that makes an agent without RPC: each observer is an object of this process, in a Handle."""
 
     def make(observers, mode="step", **settings):
         made = []
@@ -99,7 +99,7 @@ def make_agent(monkeypatch):
         names = [str(rank) for rank in range(1, observers + 1)]
         agent = faster_agents.MODES[mode](names, **settings)
         agent.begin_trajectories(agent.ob_rrefs)
-        agent.playing = set(agent.ob_rrefs)  # of mode `batched`
+        agent.playing = set(agent.ob_rrefs)  # used by mode `batched`
         return agent
 
     return make
@@ -129,7 +129,7 @@ def parameters_after(agent, steps_by_observer):
 # ---- the modes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [*equivalence.MODES, "async"])  # which waits for nobody, but there is nobody
+@pytest.mark.parametrize("mode", [*equivalence.MODES, "async"])  # with one observer, `async` has no old weights
 def test_with_one_observer_every_mode_is_the_single_process_loop(make_agent, mode):
     rewards, parameters = equivalence.single_process_reinforce(seed=1, episodes=15)
     agent, played = make_agent(1, mode), []
@@ -143,7 +143,7 @@ def test_with_one_observer_every_mode_is_the_single_process_loop(make_agent, mod
 
 
 class Endless(gym.Env):
-    """Its episodes have no end of their own, and each step earns its number."""
+    """An environment whose episodes do not end. The reward of each step is the number of the step."""
 
     observation_space, action_space = gym.spaces.Box(0, 100, (3,)), gym.spaces.Discrete(2)
 
@@ -158,7 +158,7 @@ class Endless(gym.Env):
 
 @pytest.fixture
 def endless():
-    """Returns the id of an environment that a time limit of so many steps ends; None: nothing ends it."""
+    """Return a function that registers Endless with a time limit (None: without), and returns the id."""
     registered = []
 
     def register(max_episode_steps):
@@ -173,7 +173,7 @@ def endless():
 
 @pytest.mark.parametrize("mode", faster_agents.MODES)
 def test_a_time_limit_ends_an_episode_in_every_mode(make_agent, endless, mode):
-    """And every mode files the same: each state that was acted on, and each action's reward, the last one's too."""
+    """Every mode stores the same: the state before each action, and the reward of each action, also of the last."""
     agent = make_agent(1, mode, env_id=endless(7))
     agent.run_episode()
     (trajectory,) = agent.trajectories.values()
@@ -184,7 +184,7 @@ def test_a_time_limit_ends_an_episode_in_every_mode(make_agent, endless, mode):
 
 @pytest.mark.parametrize(("observers", "steps"), [(1, 5_100), (11, 500)])
 def test_every_observer_plays_its_whole_episode(make_agent, endless, observers, steps):
-    """Published code: all observers together play 5,000 steps, so each of eleven plays 454, and 475 is out of reach."""
+    """In the published code all observers share 5,000 steps: each of eleven plays 454, and cannot reach 475."""
     agent = make_agent(observers, env_id=endless(steps))
     agent.run_episode()
     assert [len(trajectory.rewards) for trajectory in agent.trajectories.values()] == [steps] * observers
@@ -192,7 +192,7 @@ def test_every_observer_plays_its_whole_episode(make_agent, endless, observers, 
 
 @pytest.mark.parametrize("mode", faster_agents.MODES)
 def test_an_episode_that_nothing_ends_is_ended(make_agent, endless, monkeypatch, mode):
-    """After 10,000 steps, as in the newer text; here after 20, which takes less time."""
+    """It ends after 10,000 steps, as in the newer text. The test uses 20 steps, to take less time."""
     assert observer.MAX_STEPS == faster_observers.MAX_STEPS == 10_000
     for module in (observer, faster_observers):
         monkeypatch.setattr(module, "MAX_STEPS", 20)
@@ -203,7 +203,7 @@ def test_an_episode_that_nothing_ends_is_ended(make_agent, endless, monkeypatch,
 
 
 def test_the_first_failure_ends_the_episode_while_others_still_play(make_agent):
-    """Tutorial: futures are waited for in rank order, so an error is heard when all of lower rank have ended."""
+    """The tutorial waits in rank order, so an error is noticed only when all observers of lower rank have ended."""
     agent, over, ended = make_agent(3), threading.Event(), []
 
     def play_for_ever(*_):
@@ -221,7 +221,7 @@ def test_the_first_failure_ends_the_episode_while_others_still_play(make_agent):
 
 
 def test_async_learns_from_each_episode_when_it_arrives_and_waits_for_nobody(make_agent):
-    """The third observer hangs in its first episode; the others' episodes are learned from, one by one."""
+    """While the third observer hangs in its first episode, the agent learns from each episode of the others."""
     agent, over = make_agent(3, "async", seed=1), threading.Event()
     hanging, plain = agent.ob_rrefs[3].value, agent.ob_rrefs[3].value.run_episode
     hanging.run_episode = lambda *args: over.wait(20) and plain(*args)
@@ -236,7 +236,7 @@ def test_async_learns_from_each_episode_when_it_arrives_and_waits_for_nobody(mak
     while 3 in agent.calls.ob_ids:
         agent.run_episode()
         agent.finish_episode()
-    stalest = agent.episodes - 1  # of the last update: there had been none when the third observer's episode began
+    stalest = agent.episodes - 1  # the third observer's episode began before the first update, and is used by the last
     assert stalest >= 9 and max(agent.staleness) == stalest and agent.staleness[stalest] == 1
     assert sum(agent.staleness.values()) == agent.episodes
     agent.calls.wait_for_all()
@@ -244,7 +244,7 @@ def test_async_learns_from_each_episode_when_it_arrives_and_waits_for_nobody(mak
 
 
 def test_weights_are_copied_before_they_are_sent(make_agent):
-    """Between processes they are read from this one's memory, some time after the call; in `async` it learns on."""
+    """RPC reads the weights some time after the call began. In `async` the agent may change them before that."""
     agent = make_agent(1, "rollout")
     weights = agent.weights()
     before = weights["affine1.weight"].clone()
@@ -254,7 +254,7 @@ def test_weights_are_copied_before_they_are_sent(make_agent):
 
 
 def test_old_episodes_are_learned_from_by_the_clipped_surrogate():
-    """At a ratio of 1 its gradient is REINFORCE's; where the policy has moved far enough already, there is none."""
+    """At a ratio of 1 its gradient is that of REINFORCE. If the policy has moved far enough already, it is 0."""
     ratio = torch.tensor([1.0, 1.3, 0.7, 1.3, 0.7, 1.19, 0.81], dtype=torch.float64, requires_grad=True)
     returns = torch.tensor([2.0, 2.0, -2.0, -2.0, 2.0, 2.0, -2.0], dtype=torch.float64)
     faster_agents.surrogate(ratio, returns).sum().backward()
@@ -262,7 +262,7 @@ def test_old_episodes_are_learned_from_by_the_clipped_surrogate():
 
 
 def test_the_ratio_of_an_old_episode_is_the_probability_now_to_the_one_then(make_agent):
-    """The better half of the actions has become 1.1 times as probable; all else as REINFORCE's loss is written."""
+    """The actions with the higher returns are now 1.1 times as probable. The expected loss is computed by hand."""
     agent = make_agent(1, "async")
     trajectory = agent.trajectories[1]
     states = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
@@ -270,7 +270,7 @@ def test_the_ratio_of_an_old_episode_is_the_probability_now_to_the_one_then(make
     now = agent.policy(torch.as_tensor(states).double(), masks)[:, 0].tolist()
     then = [now[0] / 1.1, now[1] / 1.1, now[2], now[3]]
     trajectory.fill(states, [0] * 4, [1.0] * 4, then)
-    returns = np.array(reinforce.discounted([1.0] * 4, agent.gamma))  # the first two are the higher ones
+    returns = np.array(reinforce.discounted([1.0] * 4, agent.gamma))  # the first two are above the mean
     returns = (returns - returns.mean()) / returns.std(ddof=1)
     expected = -(1.1 * returns[:2].sum() + returns[2:].sum())
     loss = faster_agents.clipped_loss(agent.policy, [trajectory], agent.gamma)
@@ -278,7 +278,7 @@ def test_the_ratio_of_an_old_episode_is_the_probability_now_to_the_one_then(make
 
 
 def test_an_episode_of_this_very_policy_gives_reinforces_gradient(make_agent):
-    """So with one observer, whose episodes are never old, `async` learns what `rollout` does."""
+    """So with one observer, whose weights are never old, `async` learns the same as `rollout`."""
     agent = make_agent(1, "async")
     agent.run_episode()
     gradients = []
@@ -291,7 +291,7 @@ def test_an_episode_of_this_very_policy_gives_reinforces_gradient(make_agent):
 
 @pytest.mark.parametrize("mode", faster_agents.MODES)
 def test_only_async_clips(make_agent, monkeypatch, mode):
-    """The bits of the modes without old weights do not depend on the surrogate; those of `async` do."""
+    """The weights of `async` depend on the surrogate; those of the other modes do not."""
 
     def trained():
         agent = make_agent(1, mode)
@@ -305,7 +305,7 @@ def test_only_async_clips(make_agent, monkeypatch, mode):
 
 
 def test_async_learns_from_the_probabilities_that_the_observer_acted_with(make_agent):
-    """An episode whose actions have all become less probable since then is not worth its plain loss."""
+    """If the actions were more probable when they were drawn, the loss is not that of REINFORCE."""
     losses = []
     for loss_function in (reinforce.reinforce_loss, faster_agents.clipped_loss):
         agent = make_agent(1, "async")
@@ -324,17 +324,17 @@ def test_every_rank_has_a_name_of_its_own():
 
 
 def test_observers_see_different_environments_and_draws():
-    """Tutorial: every observer seeded its environment with the same --seed."""
+    """In the tutorial, all observers seed their environments with the same --seed."""
     policy, first_draws = policy_module.Policy(), set()
     for ob_id in range(1, 6):
         for episode in range(1, 6):
             first_draws.add(np.random.default_rng(noise_module.environment_seed(1, ob_id, episode)).random())
             first_draws.add(noise_module.EpisodeNoise(1, ob_id, episode, policy).at(0)[0])
-    assert len(first_draws) == 50  # and an observer's actions are not drawn as its environment is
+    assert len(first_draws) == 50  # also the seed of an environment differs from that of the actions
 
 
 def test_returns_do_not_leak_from_one_observer_into_another(make_agent, monkeypatch):
-    """Tutorial: the running return R went on through the concatenated rewards of all observers."""
+    """In the tutorial, the return R is computed over the joined rewards of all observers."""
     seen = []
     original = reinforce.discounted
     monkeypatch.setattr(reinforce, "discounted", lambda r, g: seen.append(original(r, g)) or seen[-1])
@@ -350,7 +350,7 @@ def test_discounted_returns_are_the_definition(rewards, gamma):
 
 
 def test_the_last_reward_is_the_lowest_observers_and_not_divided(make_agent):
-    """Tutorial (older text, published code): an episode's steps were shared out between the observers."""
+    """In the older text and the published code, the steps of an episode are divided among the observers."""
     agent = make_agent(3)
     for ob_id, steps in ((1, 30), (2, 12), (3, 20)):
         play_through(agent, ob_id, steps)
@@ -370,7 +370,7 @@ def test_the_threshold_is_within_reach_with_any_number_of_observers(make_agent):
 
 
 def test_negative_rewards_do_not_count_as_solved_at_once(make_agent):
-    """Tutorial: the running reward starts at 0, which is above Acrobot's threshold of -100."""
+    """In the tutorial, the running reward starts at 0, which is above Acrobot's threshold of -100."""
     agent = make_agent(1, env_id="Acrobot-v1")
     assert not agent.solved
     for _ in range(500):
@@ -381,13 +381,13 @@ def test_negative_rewards_do_not_count_as_solved_at_once(make_agent):
 
 
 def test_an_episode_of_one_step_leaves_the_policy_finite(make_agent):
-    """The standard deviation of one return is NaN, and so would every weight be."""
+    """The standard deviation of one return is NaN. Without a check, every weight would become NaN."""
     for weight in parameters_after(make_agent(1), {1: 1}):
         assert torch.isfinite(weight).all()
 
 
 def test_importing_main_parses_and_seeds_and_starts_nothing(monkeypatch):
-    """Tutorial: argparse ran at import, and so did mp.spawn (texts) or the seeding (published code)."""
+    """In the tutorial, argparse runs at import, and also mp.spawn (texts) or the seeding (published code)."""
     monkeypatch.setattr(sys, "argv", ["something_else.py", "--no_such_flag"])
     monkeypatch.setattr(torch.multiprocessing, "spawn", None)
     before = torch.random.get_rng_state(), threading.active_count()
@@ -410,7 +410,7 @@ def test_transport_follows_the_mode():
 
 @pytest.mark.parametrize(("mode", "play"), [("step", play_through), ("packed", play_through_packed)])
 def test_actions_do_not_depend_on_how_calls_interleave(make_agent, mode, play):
-    """Tutorial: all observers drew from one shared generator, and the interpreter's lock was said to make that safe."""
+    """In the tutorial, all observers draw from one generator. The published code relies on the interpreter lock."""
     one_by_one, at_once = make_agent(4, mode), make_agent(4, mode)
     for ob_id in one_by_one.trajectories:
         play(one_by_one, ob_id, 300)
@@ -424,7 +424,7 @@ def test_actions_do_not_depend_on_how_calls_interleave(make_agent, mode, play):
         assert at_once.trajectories[ob_id].rewards == trajectory.rewards == [1.0] * 300
 
 
-def test_batched_answers_when_all_who_play_are_in_and_not_before(make_agent):
+def test_batched_answers_when_all_playing_observers_have_asked_and_not_before(make_agent):
     agent, state = make_agent(3, "batched"), np.zeros(4, dtype=np.float32)
     first = agent.select_action_batched(1, None, state)
     second = agent.select_action_batched(2, None, state)
@@ -432,7 +432,7 @@ def test_batched_answers_when_all_who_play_are_in_and_not_before(make_agent):
     third = agent.select_action_batched(3, None, state)
     actions = {1: first.wait(), 2: second.wait(), 3: third.wait()}
     assert {ob_id: [a] for ob_id, a in actions.items()} == {i: t.actions for i, t in agent.trajectories.items()}
-    # One leaves while the others wait: they are answered at once; then the last one plays on alone.
+    # If one observer leaves while the others wait, they are answered at once. At the end one observer plays alone.
     waiting = [agent.select_action_batched(ob_id, 1.0, state) for ob_id in (1, 2)]
     agent.leave_batch(3, 1.0)
     assert all(answer.done() for answer in waiting)
@@ -445,7 +445,7 @@ def test_batched_answers_when_all_who_play_are_in_and_not_before(make_agent):
 
 
 class Guarded(dict):
-    """The table of a batch: entries come and go, and are counted, under the lock only."""
+    """A dictionary that may be used only while the lock is held."""
 
     def __init__(self, lock):
         super().__init__()
@@ -469,8 +469,8 @@ class Guarded(dict):
 
 
 @pytest.mark.parametrize("leave", ["leave_batch", "forget"])
-def test_the_table_of_a_batch_is_touched_under_its_lock(make_agent, leave):
-    """Two calls that found it complete at once would both answer it."""
+def test_the_table_of_a_batch_is_used_only_under_its_lock(make_agent, leave):
+    """Without the lock, two calls could find the batch complete at the same time, and both answer it."""
     agent, state = make_agent(3, "batched"), np.zeros(4, dtype=np.float32)
     agent.waiting = Guarded(agent.batch_lock)
     answers = [agent.select_action_batched(ob_id, None, state) for ob_id in (1, 2)]
@@ -483,7 +483,7 @@ def test_the_table_of_a_batch_is_touched_under_its_lock(make_agent, leave):
 
 
 def test_one_row_and_many_rows_choose_the_same_actions():
-    """What float64 is for: rounding that depends on the number of rows, or on who computes, stays below 1e-14."""
+    """The reason for float64: numpy, torch, one row and many rows are rounded differently, but by less than 1e-14."""
     torch.manual_seed(0)
     policy = policy_module.Policy(num_actions=3)
     actor, noise = actor_module.Actor(policy), noise_module.EpisodeNoise(3, 1, 1, policy)
@@ -502,7 +502,7 @@ def test_one_row_and_many_rows_choose_the_same_actions():
 
 
 def test_an_actor_sees_what_is_written_into_its_policys_weights():
-    """It reads the parameters' own memory; a copy of them would go on with the weights of the day it was made."""
+    """An Actor reads the memory of the parameters. A copy of them would become old with the first update."""
     torch.manual_seed(0)
     policy, other, state = policy_module.Policy(), policy_module.Policy(), np.ones(4, dtype=np.float32)
     actor = actor_module.Actor(policy)
@@ -588,7 +588,7 @@ def test_environments_that_do_not_fit_are_refused_in_one_line(env_id, word):
 
 
 class OffsetCorridor(gym.Env):
-    """Walk right five times. Its actions are 3 (left) and 4 (right), and it has no step limit."""
+    """An episode ends after five steps to the right. The actions are 3 (left) and 4 (right); there is no step limit."""
 
     observation_space = gym.spaces.Box(-100, 100, (1,))
     action_space = gym.spaces.Discrete(2, start=3)
@@ -608,7 +608,7 @@ def test_actions_that_do_not_start_at_zero_and_episodes_that_never_end(make_agen
     try:
         player = make_agent(1, env_id="OffsetCorridor-v0").ob_rrefs[1].value
         player.reset(1)
-        state, reward, done = player.step(1)  # to the right: the environment's own number for it is 4
+        state, reward, done = player.step(1)  # to the right, which is action 4 of the environment
         assert (state.tolist(), reward, done) == ([1.0], 1.0, False)
         env = environment.make_env("OffsetCorridor-v0")
         assert environment.reward_threshold(env) == float("inf")
@@ -620,7 +620,7 @@ def test_actions_that_do_not_start_at_zero_and_episodes_that_never_end(make_agen
 
 
 def test_the_greedy_evaluation_plays_another_episode_each_time(monkeypatch):
-    """The same start over and over would be one episode's reward, told as the mean of many."""
+    """If all episodes began with the same state, the mean would be the reward of a single episode."""
     seeds, policy = [], policy_module.Policy()
 
     def play_episode(env, choose_action, seed):
@@ -635,8 +635,8 @@ def test_the_greedy_evaluation_plays_another_episode_each_time(monkeypatch):
 
 @pytest.mark.parametrize(("flag", "value"), [("--seed", "2"), ("--env_id", "Acrobot-v1")])
 def test_a_checkpoint_of_another_seed_or_environment_is_refused(make_agent, monkeypatch, tmp_path, flag, value):
-    """The rest of the run would have been played with other random numbers, or with a policy that does not fit."""
-    make_agent(1)  # for the names that it replaces
+    """Otherwise the rest of the run would have other random numbers, or a policy that does not fit."""
+    make_agent(1)  # it replaces names of torch's RPC, which is what this test needs
     monkeypatch.setattr(main_module, "worker_name", lambda rank, args: str(rank))
     file = tmp_path / "agent.pt"
     job = SimpleNamespace(device=torch.device("cpu"), on_lost=lambda first, callback: None, lost={})

@@ -1,4 +1,4 @@
-"""The four modes, and a plain single-process REINFORCE loop, learn the same thing from the same seed."""
+"""With the same seed, the four synchronous modes and a plain REINFORCE loop in one process learn the same."""
 
 import itertools
 import json
@@ -22,10 +22,10 @@ EPISODE_LINE = re.compile(r"^Episode (\d+)\tLast reward: (-?[\d.]+)\tAverage rew
 
 
 def single_process_reinforce(seed, episodes, observers=1, gamma=0.99):
-    """REINFORCE without RPC, written out as in textbooks; return (lowest reward of each episode, parameters).
+    """Run REINFORCE without RPC, as in textbooks; return (lowest reward of each episode, parameters).
 
-    It keeps a graph per step and its own returns loop, as the tutorial does; it shares only the random numbers (and the
-    initial weights that follow from the seed) with the code under test.
+    It keeps a graph for each step, as the tutorial does, and has its own loop for the returns. With the code under test
+    it shares only the random numbers, and the initial weights, which follow from the seed.
     """
     torch.manual_seed(tensors.seed_for(seed, 0))
     network = policy.Policy()
@@ -64,11 +64,11 @@ def single_process_reinforce(seed, episodes, observers=1, gamma=0.99):
 def play(folder, mode, world_size=4, *flags, episodes=EPISODES, name=None):
     """Run main.py; return (its lines, its checkpoint, its summary)."""
     path, summary = folder / f"{name or mode}.pt", folder / f"{name or mode}.json"
-    if world_size > 2:  # more ranks than cores, and whatever else runs on a machine that tests: wait without spinning
+    if world_size > 2:  # there may be more ranks than free cores, so they must not keep a core busy while they wait
         flags += ("--transport", "uv")
     flags += ("--mode", mode, "--world_size", world_size, "--max_episodes", episodes, "--log_interval", 1)
     flags += ("--eval_episodes", 0, "--checkpoint", path, "--summary_json", summary)
-    flags += ("--trace", folder / f"{name or mode}.trace.json")  # which has RPCs counted
+    flags += ("--trace", folder / f"{name or mode}.trace.json")  # with --trace, RPCs are counted
     done = run_main("rl_rpc", *flags)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     state = torch.load(path, weights_only=True, map_location="cpu")["state"]
@@ -94,7 +94,7 @@ def assert_is_the_single_process_loop(lines, state, reference):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Three observers, fifteen episodes, once in each mode: {mode: (lines, checkpoint, summary)}."""
+    """Run three observers for fifteen episodes in each mode; return {mode: (lines, checkpoint, summary)}."""
     folder = tmp_path_factory.mktemp("runs")
     return {mode: play(folder, mode) for mode in MODES}
 
@@ -111,7 +111,7 @@ def test_every_mode_is_the_single_process_loop(runs, reference, mode):
 
 
 def test_all_modes_play_and_learn_the_same_with_three_observers(runs):
-    """Equal weights to the bit after 15 episodes: one differing action anywhere would have changed them."""
+    """The weights are equal to the bit after 15 episodes. A single different action would have changed them."""
     lines, expected, _ = runs["step"]
     assert len(lines) == EPISODES and expected["env_steps"] > EPISODES * 3 * 8
     for mode in MODES[1:]:
@@ -120,21 +120,21 @@ def test_all_modes_play_and_learn_the_same_with_three_observers(runs):
 
 
 def test_rpc_calls_by_mode(runs):
-    """Of one run, made and served by the agent; torch's own questions are not in it."""
+    """The number of RPCs of a run that the agent has made and served, without those that torch makes itself."""
     (steps,) = {summary["env_steps"] for _, _, summary in runs.values()}
-    commands = 3 * EPISODES
+    episodes = 3 * EPISODES  # of all three observers
     assert {mode: summary["rpc_calls"] for mode, (_, _, summary) in runs.items()} == {
-        "step": commands + 2 * steps,
-        "packed": commands + steps,
-        "batched": commands + steps + 3 * EPISODES,
-        "rollout": commands,
+        "step": episodes + 2 * steps,
+        "packed": episodes + steps,
+        "batched": episodes + steps + episodes,  # leave_batch, once for each episode
+        "rollout": episodes,
     }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["step", "batched"])
 def test_a_repeated_run_repeats_exactly(tmp_path, runs, mode):
-    """Three observers on two cores interleave differently each time."""
+    """The calls of three observers arrive in another order in each run."""
     lines, state, _ = play(tmp_path, mode)
     assert lines == runs[mode][0]
     assert_equal_to_the_bit(state, runs[mode][1])
@@ -158,6 +158,6 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_in_another_mode_too(tmp_
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 @pytest.mark.parametrize("mode", MODES)
 def test_cuda_plays_the_same_episodes_as_the_cpu(tmp_path, reference, mode):
-    """Actions are equal (float64: rounding does not choose one); the weights are the loop's on the CPU."""
+    """The actions are equal, because float64 rounding does not change one. The weights are close to the CPU's."""
     lines, state, _ = play(tmp_path, mode, 4, "--device", "cuda")
     assert_is_the_single_process_loop(lines, state, reference)

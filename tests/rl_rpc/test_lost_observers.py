@@ -1,4 +1,4 @@
-"""--on_lost continue: the agent goes on with the observers that are left, in every mode."""
+"""With --on_lost continue, the agent goes on without a lost observer, in every mode."""
 
 import json
 import os
@@ -19,7 +19,7 @@ STATE = np.zeros(4, dtype=np.float32)
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_others_play_and_learn_on_without_an_observer(make_agent, mode):
-    """One of three fails within its second episode; `lose` is where the job would find out that it is gone."""
+    """One of three observers fails during its second episode. `lose` stands for the job, which drops the observer."""
     lost = []
 
     def lose(ob_id, error):
@@ -41,23 +41,23 @@ def test_the_others_play_and_learn_on_without_an_observer(make_agent, mode):
     agent.calls.wait_for_all()
     assert lost == [(2, "injected fault")] and agent.episodes == 13
     assert set(agent.trajectories) == set(agent.ob_rrefs) == {1, 3} and not agent.calls.ob_ids
-    assert agent.calls.drop(1) == ""  # with no episode under way there is nothing to throw away
+    assert agent.calls.drop(1) == ""  # no episode runs, so none is thrown away
 
 
 def test_a_lost_observer_leaves_the_batch_that_others_wait_in(make_agent):
     agent = make_agent(3, "batched")
     first, second = (agent.select_action_batched(ob_id, None, STATE) for ob_id in (1, 2))
     assert not first.done() and not second.done()
-    agent.forget(3)  # which had not asked yet
+    agent.forget(3)  # observer 3 has not asked yet
     assert first.done() and second.done()
     agent.select_action_batched(1, 1.0, STATE)
-    agent.forget(1)  # which waits itself: its state is in no batch any more
+    agent.forget(1)  # observer 1 waits for an answer: its state must leave the batch
     assert agent.select_action_batched(2, 1.0, STATE).done()
     assert len(agent.trajectories[2].actions) == 2
 
 
 def test_late_calls_of_a_dropped_observer_are_refused(make_agent):
-    """As of one that was stopped for longer than the job's patience, and has just woken up."""
+    """A stopped observer, which was dropped after 8 s, may be continued later and call the agent again."""
     step, packed, batched = (make_agent(2, mode) for mode in ("step", "packed", "batched"))
     calls = (
         lambda: step.select_action(2, STATE),
@@ -74,10 +74,10 @@ def test_late_calls_of_a_dropped_observer_are_refused(make_agent):
 
 
 def test_a_late_episode_of_a_dropped_observer_is_not_taken(make_agent):
-    """A whole episode, in `rollout` and `async`, well played or failed: its future ends, and nobody takes it."""
+    """In `rollout` and `async`: if a dropped observer returns an episode or an error later, it is not used."""
     played, failed = torch.futures.Future(), torch.futures.Future()
     for future in (played, failed):
-        agent = make_agent(2, "rollout", lose=lambda *_: pytest.fail("a dropped observer was lost once more"))
+        agent = make_agent(2, "rollout", lose=lambda *_: pytest.fail("a dropped observer was reported again"))
         first = torch.futures.Future()
         agent.calls.add(1, first)
         agent.calls.add(2, future)
@@ -85,7 +85,7 @@ def test_a_late_episode_of_a_dropped_observer_is_not_taken(make_agent):
         if future is played:
             future.set_result("an episode of a dropped observer")
         else:
-            future.set_exception(ValueError("it woke up, and its next call was refused"))
+            future.set_exception(ValueError("a late call was refused"))
         first.set_result("an episode")
         assert list(agent.calls.as_completed()) == [(1, "an episode")]
         assert set(agent.trajectories) == set(agent.ob_rrefs) == {1} and not agent.calls.ob_ids
@@ -95,13 +95,13 @@ def test_a_late_episode_of_a_dropped_observer_is_not_taken(make_agent):
 
 
 def play_and_lose(tmp_path, way, mode, number, *, lost=(2,), episodes=60):
-    """Kill or stop observers of three in the middle of a run; return (summary, what the run said)."""
+    """Kill or stop some of three observers during a run; return (exit statuses, lines on stderr, output, summary)."""
     summary = tmp_path / "summary.json"
     flags = ["--on_lost", "continue", "--mode", mode, "--max_episodes", str(episodes), "--log_interval", "1"]
     flags += ["--transport", "uv", "--eval_episodes", "1", "--summary_json", str(summary)]
     with Job("rl_rpc", way, flags, fault=(0, "none", 0)) as job:
         assert job.wait_for_text("Episode 3", 90), job.text()
-        for pid in [job.pid_of(rank) for rank in lost]:  # all found before the first is gone
+        for pid in [job.pid_of(rank) for rank in lost]:  # find all of them before the first is killed
             os.kill(pid, number)
         statuses, text = job.wait(90), job.text()
         assert way == "terminals" or not job.survivors()
@@ -115,7 +115,7 @@ CASES = [
     for way in ("spawned", "terminals")
     for mode in ("step", "batched", "async")
     for number in (signal.SIGKILL, signal.SIGSTOP)
-    # Every way once; the other modes, without processes: above. tests/tools/soak_lost.py has the rest.
+    # Each way once. The first test tries all modes without processes, and tests/tools/soak_lost.py all combinations.
     if (way, number) == ("spawned", signal.SIGKILL) or (way, mode) == ("terminals", "async")
 ]
 

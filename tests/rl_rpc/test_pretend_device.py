@@ -1,7 +1,7 @@
-"""rl_rpc with the agent's policy on the pretend device: every mode, checkpoint, resume and evaluation; and a mistake.
+"""rl_rpc with the agent's policy on the pretend device (tests/harness/pretend_device.py), which stands for a GPU.
 
-main.run_agent in this process, with the observers of test_agent.py, which are reached through a pickler; and once as a
-job of several processes.
+Every mode is tested, with checkpoint, resume and evaluation. main.run_agent runs in this process, with the observers of
+test_agent.py, whose arguments and results are pickled as RPC does it. One test runs a job of several processes.
 """
 
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ EPISODES = 8
 @pytest.fixture
 def run_agent(make_agent, monkeypatch, tmp_path):
     """Return a function that runs main.py's agent with two observers on a device; it returns the checkpoint's state."""
-    make_agent(1)  # for the names that it replaces
+    make_agent(1)  # it replaces names of torch's RPC, which is what this fixture needs
     monkeypatch.setattr(main, "worker_name", lambda rank, args: str(rank))
     monkeypatch.setattr(torch, "tensor", pretend_device.tensor_by_copy)
 
@@ -38,7 +38,7 @@ def run_agent(make_agent, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("mode", test_agent.equivalence.MODES)
 def test_every_mode_plays_and_learns_what_it_does_on_the_cpu(run_agent, mode, capsys):
-    """To the last digit, of what is printed and of what is saved, and with an interruption after half of it."""
+    """What is printed and what is saved are equal to the last digit, also after an interruption in the middle."""
     expected = run_agent("cpu", mode, "--max_episodes", str(EPISODES))
     said = capsys.readouterr().out
     run_agent(pretend_device.DEVICE, mode, "--max_episodes", str(EPISODES // 2))
@@ -51,7 +51,7 @@ def test_every_mode_plays_and_learns_what_it_does_on_the_cpu(run_agent, mode, ca
 
 
 def test_a_job_on_the_device_equals_one_process_on_the_cpu():
-    """Over RPC.  Only the agent uses the device."""
+    """This job uses RPC. Only the agent uses the device."""
     flags = ("--mode", "rollout", "--world_size", 3, "--max_episodes", 5, "--eval_episodes", 0, "--log_interval", 1)
     done = run_on_pretend_device("rl_rpc", *flags)
     assert (done.returncode, done.stderr) == (0, "") and "devices: pretend:0 cpu cpu\n" in done.stdout
@@ -61,7 +61,7 @@ def test_a_job_on_the_device_equals_one_process_on_the_cpu():
 
 
 def test_the_policy_is_on_the_device_while_it_plays(run_agent, monkeypatch):
-    """So that the equality above is not one of two runs on the CPU."""
+    """Otherwise the equality tests above could compare two runs on the CPU."""
     where, plain = set(), test_agent.agent_module.reinforce_loss
 
     def reinforce_loss(policy, trajectories, gamma):
@@ -81,7 +81,7 @@ def test_weights_that_are_sent_from_the_device_are_caught(run_agent, monkeypatch
 
 
 def test_a_checkpoint_of_device_tensors_is_caught(make_agent, tmp_path):
-    """glue.checkpoint copies to the CPU what it saves; this is what it would be without."""
+    """glue.checkpoint copies tensors to the CPU before it saves them. This test saves one without this copy."""
     policy = make_agent(1, device=pretend_device.DEVICE).policy
     with pytest.raises(TypeError, match="was pickled"):
         torch.save(policy.state_dict(), tmp_path / "policy.pt")

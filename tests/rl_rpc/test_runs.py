@@ -1,4 +1,4 @@
-"""rl_rpc as a user meets it: commands, what they print and write, and what they refuse."""
+"""The commands of rl_rpc: what they print and write, and which command lines they refuse."""
 
 import json
 import re
@@ -18,11 +18,11 @@ with package_on_path("rl_rpc"):
 
 
 def test_default_command_prints_what_the_tutorial_prints(tmp_path):
-    """World size 2, mode step; and the run ends after --max_episodes (the tutorial's loop had no bound)."""
+    """World size 2, mode step. The run ends after --max_episodes; the tutorial's loop has no such limit."""
     summary_path, plot, saved = tmp_path / "summary.json", tmp_path / "curve.png", tmp_path / "saved.pt"
     flags = ("--max_episodes", 12, "--eval_episodes", 2, "--checkpoint", saved)
     outputs = ("--summary_json", summary_path, "--plot", plot, "--logdir", tmp_path / "logs")
-    outputs += ("--trace", tmp_path / "trace.json")  # which has RPCs counted
+    outputs += ("--trace", tmp_path / "trace.json")  # with --trace, RPCs are counted
     done = run_main("rl_rpc", *flags, *outputs)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -33,9 +33,9 @@ def test_default_command_prints_what_the_tutorial_prints(tmp_path):
     summary = json.loads(summary_path.read_text())
     assert summary["scenario"] == "rl_rpc" and summary["mode"] == "step" and summary["episodes"] == 12
     assert summary["solved"] is False and summary["eval_mean_reward"] > 0 and summary["env_steps_per_second"] > 0
-    assert summary["rpc_calls"] == 12 + 2 * summary["env_steps"]  # made: one per episode; served: two per step
+    assert summary["rpc_calls"] == 12 + 2 * summary["env_steps"]  # one made for each episode, two served for each step
     assert plot.read_bytes().startswith(b"\x89PNG") and any((tmp_path / "logs").iterdir())
-    # And it is the single-process loop with one observer.
+    # The run equals the single-process loop with one observer.
     rewards, parameters = equivalence.single_process_reinforce(seed=1, episodes=12)
     assert f"Last reward: {rewards[9]:.2f}\t" in lines[1]
     state = torch.load(saved, weights_only=True)["state"]
@@ -45,7 +45,7 @@ def test_default_command_prints_what_the_tutorial_prints(tmp_path):
 
 @pytest.mark.slow
 def test_solves_cartpole_saves_and_plays(tmp_path, capsys):
-    """Some 70,000 steps; the seed decides in how many episodes, and the rounding of the CPU at hand does."""
+    """It takes some 70,000 environment steps. The number depends on the seed, and on the rounding of the CPU."""
     summary_path, policy = tmp_path / "summary.json", tmp_path / "policy.pt"
     done = run_main("rl_rpc", "--mode", "rollout", "--save", policy, "--summary_json", summary_path, timeout=280)
     assert (done.returncode, done.stderr) == (0, "")
@@ -58,7 +58,7 @@ def test_solves_cartpole_saves_and_plays(tmp_path, capsys):
 
 
 def test_training_that_diverges_ends_the_run_in_one_line(tmp_path):
-    """Tutorial: Categorical complains of NaNs, in several lines and a traceback."""
+    """In the tutorial, Categorical reports NaNs, in several lines and a traceback."""
     summary = tmp_path / "summary.json"
     flags = ("--mode", "rollout", "--lr", 1e300, "--max_episodes", 50, "--summary_json", summary)
     done = run_main("rl_rpc", *flags)
@@ -68,13 +68,13 @@ def test_training_that_diverges_ends_the_run_in_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_gif_or_one_line_that_says_what_is_missing(tmp_path):
-    """In a process of its own: the renderer writes to stderr from C."""
+    """It runs in a separate process, because the renderer writes to stderr from C."""
     policy, gif = tmp_path / "policy.pt", tmp_path / "out.gif"
     with package_on_path("rl_rpc"):
         from glue import checkpoint
         from policy import Policy
     checkpoint.save(policy, "rl_rpc", {"env_id": "CartPole-v1"}, {"policy": Policy().state_dict()})
-    screen = {"XDG_RUNTIME_DIR": "", "DISPLAY": "", "WAYLAND_DISPLAY": ""}  # none here
+    screen = {"XDG_RUNTIME_DIR": "", "DISPLAY": "", "WAYLAND_DISPLAY": ""}  # no screen
     played = run_script("rl_rpc/play.py", policy, "--episodes", 1, "--gif", gif, env=screen)
     try:
         import pygame  # noqa: F401  (gymnasium's renderer)
@@ -94,7 +94,7 @@ def test_play_refuses_what_is_not_a_policy(tmp_path):
     for path in (damaged, foreign, tmp_path / "missing.pt"):
         with pytest.raises(SystemExit) as refused:
             play_module.main([str(path)])
-        (line,) = refused.value.code.splitlines()  # which sys.exit prints, with status 1
+        (line,) = refused.value.code.splitlines()  # sys.exit prints it, and exits with status 1
         assert path.name in line and "--resume" not in line
 
 
@@ -129,7 +129,7 @@ gym.register("Breaks-v0", BreaksForTheSecond)
 
 @pytest.fixture
 def run_in(tmp_path):
-    """Run main.py with an environment of one's own, named as module:ID; it needs nothing but to be importable."""
+    """Return a function that runs main.py with an environment of a user's module, named as module:ID."""
     (tmp_path / "own_environments.py").write_text(ENVIRONMENTS)
 
     def run(env_id, *flags):
@@ -141,17 +141,17 @@ def run_in(tmp_path):
 
 @pytest.mark.slow
 def test_an_episode_may_take_longer_than_the_rpc_timeout(run_in):
-    """Tutorial: run_episode is an RPC like any other, so an episode of more than 60 s is cut off."""
+    """In the tutorial, run_episode has the default timeout, so an episode of more than 60 s fails."""
     done = run_in("Slow-v0", "--rpc_timeout", 3, "--max_episodes", 1)
     assert (done.returncode, done.stderr) == (0, "")
     assert "threshold of -30" in done.stdout and "Solved" not in done.stdout
-    assert "Episode 1\tLast reward: -40.00\tAverage reward: -40.00" in done.stdout  # starts there, and not at 0
+    assert "Episode 1\tLast reward: -40.00\tAverage reward: -40.00" in done.stdout  # it does not start at 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["step", "batched"])
-def test_an_error_of_the_second_observer_is_heard_while_the_first_still_plays(run_in, mode):
-    """Its episodes have 10,000 steps; in `batched` it would wait for ever for the one that failed."""
+def test_an_error_of_the_second_observer_is_reported_while_the_first_still_plays(run_in, mode):
+    """The first observer's episode has 10,000 steps. In `batched` it waits for the second, which has failed."""
     done = run_in("Breaks-v0", "--world_size", 3, "--mode", mode)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "rank 2 (observer2): ValueError: this environment is broken" in done.stderr.splitlines()[0]
@@ -178,7 +178,7 @@ def test_wrong_command_lines_are_refused_in_one_line(flags, word, capsys):
 
 
 def assert_cause(done, pattern):
-    """The agent says why, once; the observers that it takes along say at most a line each. No traceback."""
+    """Check that the agent prints the cause in one line, and each observer at most one line, without a traceback."""
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     cause, *others = done.stderr.strip().splitlines()
     assert cause.startswith("rl_rpc: rank 0 (agent): ") and re.search(pattern, cause), cause

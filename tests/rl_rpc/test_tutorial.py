@@ -1,4 +1,4 @@
-"""rl_rpc/tutorial.py and single.py: what they compute, beside a plain loop; and how they run as commands."""
+"""rl_rpc/tutorial.py and single.py: their results are compared with a plain loop, and their commands are run."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ LINE = re.compile(r"^Episode (\d+)\tLast reward: ([\d.]+)\tAverage reward: ([\d.
 
 
 def make_agent(path, world_size, *settings, handle=test_agent.Handle):
-    """Return the Agent of a program without RPC: observers are objects of this process, behind a Handle each."""
+    """Return the Agent of a program, without RPC: each observer is an object of this process, in a Handle."""
     module = load_module(ROOT / path)
 
     def remote(name, cls, args):
@@ -29,9 +29,9 @@ def make_agent(path, world_size, *settings, handle=test_agent.Handle):
 
 
 def reinforce(seed, episodes, observers, leak=False, gamma=0.99):
-    """REINFORCE in one process; return (lowest reward of each episode, parameters).
+    """Run REINFORCE in one process; return (lowest reward of each episode, parameters).
 
-    `leak`: the return runs on through the rewards of all observers, as in the published code and texts.
+    With `leak`, returns are computed over the joined rewards of all observers, as in the published code and texts.
     """
     torch.manual_seed(1000 * seed)
     first, last = torch.nn.Linear(4, 128), torch.nn.Linear(128, 2)
@@ -85,14 +85,14 @@ def test_tutorial_is_the_plain_loop_and_repeats_whatever_the_threads_do(observer
     assert lowest == expected
     assert distance(agent, parameters) < 1e-5
     _, leaked = reinforce(1, 1, observers, leak=True)
-    if episodes == 1 and observers == 3:  # the tutorial's way: a return that runs on into the next observer's episode
+    if episodes == 1 and observers == 3:  # as in the tutorial, with rewards of the next observer's episode
         assert distance(agent, leaked) > 1e-3
 
 
 def test_tutorial_draws_do_not_depend_on_the_order_of_the_observers_calls():
     def actions_of_observer_1(order, shared):
         agent = make_agent(PATH, 3, 1)
-        if shared:  # the tutorial's way: all draw from the process's one generator
+        if shared:  # as in the tutorial: all observers draw from one generator
             agent.generators = dict.fromkeys([1, 2], torch.Generator().manual_seed(1))
         state = gym.make("CartPole-v1").reset(seed=1)[0]
         chosen = {1: [], 2: []}
@@ -171,7 +171,7 @@ def test_tutorial_in_terminals_and_spawned_alone_in_a_folder_with_a_space(tmp_pa
 
 @pytest.mark.slow
 def test_tutorial_learns():
-    """A policy that has not learned keeps the pole up for about 22 steps."""
+    """An untrained policy keeps the pole up for about 22 steps."""
     done = run_spawned(PATH, "--max_episodes", 100, "--log_interval", 100, timeout=250)
     assert (done.returncode, done.stderr) == (0, "")
     assert float(LINE.findall(done.stdout)[-1][2]) > 40

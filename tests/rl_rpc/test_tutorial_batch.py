@@ -1,4 +1,4 @@
-"""rl_rpc/tutorial_batch.py: what it computes, beside a plain loop and the page's way; and how it runs as a command."""
+"""rl_rpc/tutorial_batch.py: its results are compared with a plain loop and with the page's code; its command is run."""
 
 import re
 import threading
@@ -20,14 +20,14 @@ TIMES = re.compile(r"^(\d+), [\d.]+, [\d.]+$", re.M)
 
 def answer_of(method, args):
     answer = method(*map(over_the_wire, args))
-    return over_the_wire(answer.wait() if hasattr(answer, "wait") else answer)  # a Future made by then() as well
+    return over_the_wire(answer.wait() if hasattr(answer, "wait") else answer)  # also for a Future that then() has made
 
 
-test_tutorial.test_agent.answer_of = answer_of  # of this file's own copy of that module
+test_tutorial.test_agent.answer_of = answer_of  # this file has a copy of that module for itself
 
 
 class InTurn(Handle):
-    """What is called asynchronously runs to its end at once, so observers play one after the other."""
+    """A Handle whose rpc_async runs the call to its end before it returns, so observers play one after the other."""
 
     def rpc_async(self, timeout):
         def call(method, args):
@@ -44,7 +44,7 @@ def make_agent(observers, batch):
 
 
 def reinforce(episodes, observers, batch, steps=500):
-    """REINFORCE as the page has it, in one process: a window of 500 steps of each observer; return the parameters."""
+    """Run the page's REINFORCE in one process, over 500 steps of each observer; return the parameters."""
     torch.manual_seed(1)
     policy = torch.nn.Sequential(
         torch.nn.Linear(4, 128), torch.nn.Dropout(0.6), torch.nn.ReLU(), torch.nn.Linear(128, 2)
@@ -60,7 +60,7 @@ def reinforce(episodes, observers, batch, steps=500):
         losses = []
         chosen = [everyone] * steps if batch else [[number] for number in everyone for _ in range(steps)]
         log_probs = [[] for _ in envs]
-        for answered in chosen:  # these observers act together
+        for answered in chosen:  # the numbers of the observers that are answered together
             x = torch.stack([torch.from_numpy(states[number]) for number in answered])
             distribution = torch.distributions.Categorical(torch.softmax(policy(x), dim=1))
             actions = distribution.sample()
@@ -73,7 +73,7 @@ def reinforce(episodes, observers, batch, steps=500):
                     states[number] = envs[number].reset()[0]
                     played[number].append([])
         for number in everyone:
-            returns = [float(left) for one in played[number] for left in range(len(one), 0, -1)]  # a reward of 1 a step
+            returns = [float(left) for one in played[number] for left in range(len(one), 0, -1)]  # rewards are 1
             losses.append(-(torch.stack(log_probs[number]) * torch.tensor(returns)).sum())
         optimizer.zero_grad()
         (sum(losses) / observers).backward()
@@ -91,7 +91,7 @@ def test_batch_page_is_the_plain_loop(batch, observers, episodes):
 
 
 def test_batch_page_credits_each_observer_with_its_own_rewards():
-    """Without batching the published code multiplies (N, T, 1) by (T, N): each step, with every observer's rewards."""
+    """Without batching, the published code multiplies (N, T, 1) by (T, N): each step by all observers' rewards."""
     probs_NT1 = torch.rand(3, 5, 1, requires_grad=True)
     rewards_NT = torch.rand(3, 5)
     product = -probs_NT1 * rewards_NT.t()
@@ -101,7 +101,7 @@ def test_batch_page_credits_each_observer_with_its_own_rewards():
     torch.testing.assert_close(credited, rewards_NT.sum(0).expand(3, 5))  # the sum over all observers
     assert (credited - rewards_NT).abs().min() > 0
 
-    # Here: one observer earns, the other does not; steps of the latter must not change the policy.
+    # tutorial_batch.py: one observer gets rewards and the other none. Steps of the second must not change the policy.
     agent = make_agent(2, False)
     agent.ob_rrefs = [InTurn(Player(number, number == 0)) for number in range(2)]
     agent.run_episode(1.0)
@@ -109,7 +109,7 @@ def test_batch_page_credits_each_observer_with_its_own_rewards():
 
 
 class Player:
-    """An observer that reports one made-up log-probability per step, and earns 1 in each step or nothing."""
+    """An observer with one made-up log-probability for each step, and a reward of 1 in each step, or of 0."""
 
     def __init__(self, number, earns):
         self.number, self.reward = number, float(earns)
@@ -123,7 +123,7 @@ class Player:
 
 
 def ask_together(agent, states, rounds=1):
-    """Each observer asks for an action, all at once, in a thread of its own; return their answers by round."""
+    """Let all observers ask for actions at the same time, each in its own thread; return {observer: its answers}."""
     answers = [[] for _ in states]
 
     def ask(ob_id):
@@ -153,7 +153,7 @@ def test_batch_page_gives_each_observer_the_action_for_its_own_state():
 
 
 def test_batch_page_tells_all_observers_of_an_error():
-    """In the published code the last to ask gets it, and the others wait until their RPCs time out."""
+    """In the published code the last observer that asks gets it, and the others wait until their RPCs time out."""
     agent = make_agent(3, True)
 
     def diverged(x_N4):
@@ -163,7 +163,7 @@ def test_batch_page_tells_all_observers_of_an_error():
     answers = ask_together(agent, [torch.zeros(4)] * 3)
     assert all("nan" in str(error) for (error,) in answers)
 
-    class Published:  # it completes the Future of the batch only where nothing fails
+    class Published:  # it completes the Future of the batch only if there is no error
         def __init__(self):
             self.batch, self.asked = torch.futures.Future(), 0
 
@@ -182,7 +182,7 @@ def test_batch_page_tells_all_observers_of_an_error():
 
 
 def test_batch_page_does_not_write_into_what_autograd_keeps():
-    """The published code fills one tensor in place: on a GPU .cuda() copies it, on a CPU its backward pass fails."""
+    """The published code writes all states into one tensor. On a GPU .cuda() copies it; on a CPU backward() fails."""
     layer, states = torch.nn.Linear(4, 2), torch.zeros(3, 4)
     kept = []
     for step in range(2):
@@ -200,7 +200,7 @@ def test_batch_page_does_not_write_into_what_autograd_keeps():
 
 @pytest.mark.slow
 def test_batch_page_learns():
-    """A policy that has not learned keeps the pole up for about 22 steps."""
+    """An untrained policy keeps the pole up for about 22 steps."""
     agent = make_agent(4, True)
     for _ in range(10):
         agent.run_episode(1.0)
