@@ -220,7 +220,7 @@ def calls(rank):
         time.sleep(0.02)
     see_that("memory of one process grows", (many, rpc.rpc_sync("b", counted_alive)) == (5, 0))
     layers.eval()  # ours
-    see_that("`model.eval()` was called here", rpc.rpc_sync("b", in_training))
+    see_that("`model.eval()` was called in one process", rpc.rpc_sync("b", in_training))
     rpc.shutdown()
 
 
@@ -323,7 +323,7 @@ def own_rref(rank):
     if rank == 1:
         time.sleep(60)
     rref = rpc.remote("a", time.sleep, args=(0.3,), timeout=0.1)
-    see_that("of an RRef to an own object", still_waits(lambda: rref.to_here(timeout=0.5), 2))
+    see_that("of an RRef to an object of the same process", still_waits(lambda: rref.to_here(timeout=0.5), 2))
 
 
 def unused_result(rank):
