@@ -129,7 +129,7 @@ def test_every_concept_leads_to_a_line_of_code():
     """But for those that are said to be about what lies outside of it."""
     paragraphs = re.findall(r"^\*\*(.+?)\*\*(.*?)(?=\n\n|\Z)", CONCEPTS, re.DOTALL | re.MULTILINE)
     without = [title for title, text in paragraphs if not LINK.search(text)]
-    outside = ("`shutdown` waits for everybody", "The same by hand", "A network", "A machine")
+    outside = ("`shutdown` waits for all ranks", "The same by hand", "A network", "A machine")
     assert len(paragraphs) >= 25
     assert all(title.startswith(outside) for title in without), without
 
