@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# The whole repository in one command, from nothing but Python 3.10+ and a package registry.
+# Install what is needed, and run programs of this repository. This needs Python 3.10 or later, and a package registry.
 #
 #   ./run_all.sh                  run the four scenarios until each has learned; pictures and summaries in results/
 #   ./run_all.sh rl|rnn|ddp|ps    run one of them
-#   ./run_all.sh test [full]      run the tests (full: the slow ones too)
+#   ./run_all.sh test [full]      run the quick tests, or all tests (full)
 #   ./run_all.sh bench            run the four benchmarks
-#   ./run_all.sh exercise rl 2    print an exercise (rl_rpc/EXERCISES.md, the second), and check the code as it stands
+#   ./run_all.sh exercise rl 2    print the second exercise of rl_rpc/EXERCISES.md, and check your code
 #   ./run_all.sh exercise list    list all exercises, and which of them you have done
 set -euo pipefail
 cd "$(dirname "$0")"
 
-# An active environment (venv, conda) is used as it is and only completed; otherwise .venv is made here.
-use_environment() { # requirements file
+# Use the active environment (venv or conda) if there is one, else .venv in this folder. Install the missing packages.
+use_environment() { # argument: a requirements file
     if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
         python=python
     else
@@ -19,11 +19,11 @@ use_environment() { # requirements file
         [ -x .venv/bin/python ] || python3 -m venv .venv
         python=.venv/bin/python
     fi
-    echo "Installing $1 (the first time: some minutes) ..."
+    echo "Installing the packages of $1 (the first time this takes some minutes) ..."
     "$python" -m pip install --quiet --disable-pip-version-check -r "$1"
 }
 
-run_scenario() { # name, then the command
+run_scenario() { # arguments: a name, then the words of a command
     local name=$1
     shift
     echo && echo "== $name: python $*"
@@ -38,7 +38,7 @@ rnn() { run_scenario rnn rnn_rpc/main.py --world_size 2 --seed 1; }
 ddp() { run_scenario ddp ddp_rpc/main.py --world_size 4 --seed 1; }
 ps() { run_scenario ps param_server/main.py --world_size 3 --mode replica --dataset synthetic --epochs 3 --seed 1; }
 
-# Two files at once: a job under test waits more than it works.
+# Two test files run at the same time, because the jobs that they start spend most of their time waiting.
 run_tests() { "$python" -m pytest -rs -n 2 --dist loadfile "$@"; }
 
 print_table() {
@@ -73,9 +73,9 @@ all | rl | rnn | ddp | ps)
     mkdir -p results
     failed=""
     for scenario in $scenarios; do "$scenario"; done
-    # shellcheck disable=SC2086  # a list of words
+    # shellcheck disable=SC2086  # $scenarios is a list of words
     print_table $scenarios
-    [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }
+    [ -z "$failed" ] || { echo "These scenarios failed:$failed" >&2; exit 1; }
     ;;
 test)
     use_environment tests/requirements.txt

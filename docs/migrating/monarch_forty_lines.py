@@ -20,7 +20,7 @@ class Counter(Actor):  # runs one call at a time
         self.count = 0
 
     @endpoint
-    def add(self, a, b):  # only an actor's endpoints are called: a function becomes one of them
+    def add(self, a, b):  # only endpoints of an actor can be called, so add is one
         return a + b, here()
 
     @endpoint
@@ -35,8 +35,8 @@ class Counter(Actor):  # runs one call at a time
 
 if __name__ == "__main__":
     print("The main thread is", here())
-    process = this_host().spawn_procs(per_host={"workers": 1})  # one process; "workers" is our name
-    counter = process.spawn("counter", Counter)  # returns at once, while the Counter is made
+    process = this_host().spawn_procs(per_host={"workers": 1})  # one process; "workers" is any name
+    counter = process.spawn("counter", Counter)  # returns before the Counter is made
     total, place = counter.add.call_one(torch.ones(2), 1).get()  # returns a Future; get() waits
     print("rpc_sync: ", total, "from", place)
     future = counter.add.call_one(torch.ones(2), 2)
@@ -46,4 +46,4 @@ if __name__ == "__main__":
         count, place = counter.increment.call_one().get()
         print("remote:    the Counter counts", count, "in", place)
     print("to_here:   a copy of its count is", counter.get_count.call_one().get())
-    process.stop("done").get()  # ends the process; without it, the end of this program does
+    process.stop("done").get()  # ends the process (the end of this program would end it too)

@@ -1,7 +1,8 @@
 """The job of param_server/tutorial.py in Monarch, with the tutorial's network, data and batches.
 
 Autograd does not pass through an actor's methods. So a trainer computes with a copy of the
-weights: it gets weights from the server, and sends gradients to it, one call for each batch.
+weights. For each batch it makes one call, which sends gradients to the server and returns the
+new weights.
 
 pip install torchmonarch torch torchvision
 python monarch_parameter_server.py                        # the server and two trainers
@@ -39,7 +40,7 @@ class Net(nn.Module):
 
 
 class ParameterServer(Actor):
-    """Holds the weights. An actor runs one call at a time: no lock is needed."""
+    """Holds the weights. An actor runs one call at a time, so it needs no lock."""
 
     def __init__(self, args):
         torch.set_num_threads(1)
@@ -77,13 +78,13 @@ class ParameterServer(Actor):
 
 class Trainer(Actor):
     def __init__(self, server, args):
-        rank = context().actor_instance.rank.rank + 1  # trainers count from 0, ranks from 1
+        rank = context().actor_instance.rank.rank + 1  # Monarch counts from 0, the tutorial from 1
         torch.set_num_threads(1)
         torch.manual_seed(args.seed + rank)  # dropout
         self.server = server
         order = torch.Generator().manual_seed(args.seed + rank)
         train_set = load_digits(args, train=True)
-        share = range(rank - 1, len(train_set), args.world_size - 1)  # of this trainer
+        share = range(rank - 1, len(train_set), args.world_size - 1)  # this trainer's images
         train_set = Subset(train_set, share)
         self.train_loader = DataLoader(train_set, batch_size=32, shuffle=True, generator=order)
 
@@ -125,10 +126,10 @@ def load_digits(args, train):
 
 def parse_args():
     parser = argparse.ArgumentParser(description="Parameter server in Monarch")
-    parser.add_argument("--world_size", type=int, default=3, help="server and trainers (3)")
-    parser.add_argument("--seed", type=int, default=1, help="of everything random (1)")
+    parser.add_argument("--world_size", type=int, default=3, help="the server and the trainers (3)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of all random numbers (1)")
     parser.add_argument("--dataset", choices=["mnist", "synthetic"], default="mnist")
-    parser.add_argument("--data_dir", default="data", help="folder of MNIST (data)")
+    parser.add_argument("--data_dir", default="data", help="folder for the files of MNIST (data)")
     args = parser.parse_args()
     args.data_dir = os.path.abspath(args.data_dir)  # an actor has another working directory
     if args.world_size < 2:
@@ -138,12 +139,12 @@ def parse_args():
 
 if __name__ == "__main__":
     args = parse_args()
-    number = len(load_digits(args, train=True))  # also downloads it, once
+    number = len(load_digits(args, train=True))  # also downloads MNIST, before the actors read it
     server_procs = this_host().spawn_procs(per_host={"servers": 1})
     server = server_procs.spawn("parameter_server", ParameterServer, args)
     trainer_procs = this_host().spawn_procs(per_host={"trainers": args.world_size - 1})
     trainers = trainer_procs.spawn("trainers", Trainer, server, args)  # one in each process
-    trainers.is_ready.call().get()  # call() calls all of them
+    trainers.is_ready.call().get()  # call() calls all actors
     started = time.perf_counter()
     all_losses = trainers.run_training_loop.call().get()
     seconds = time.perf_counter() - started

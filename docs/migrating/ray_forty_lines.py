@@ -16,12 +16,12 @@ def here():
 
 
 @ray.remote
-def add(a, b):  # a task: Ray chooses the process, and may choose another one for the next call
+def add(a, b):  # a task: Ray chooses a process for each call
     return a + b, here()
 
 
 @ray.remote
-class Counter:  # an actor: it has a process of its own, which runs one call at a time
+class Counter:  # an actor: an object in a process of its own, which runs one call at a time
     def __init__(self):
         self.count = 0
 
@@ -37,14 +37,14 @@ if __name__ == "__main__":
     # Starts Ray's own processes on this machine. ray.init(address="auto") joins a running cluster.
     ray.init(include_dashboard=False, logging_level="ERROR")
     print("The main thread is", here())
-    total, place = ray.get(add.remote(torch.ones(2), 1))  # remote() returns at once, get() waits
+    total, place = ray.get(add.remote(torch.ones(2), 1))  # remote() returns at once; get() waits
     print("rpc_sync: ", total, "from", place)
     future = add.remote(torch.ones(2), 2)
     total, place = ray.get(future)
     print("rpc_async:", total, "from", place)
-    counter = Counter.remote()  # returns a handle at once, while the actor's process starts
+    counter = Counter.remote()  # returns a handle before the actor's process has started
     for _ in range(2):
         count, place = ray.get(counter.increment.remote())
         print("remote:    the Counter counts", count, "in", place)
     print("to_here:   a copy of its count is", ray.get(counter.get_count.remote()))
-    ray.shutdown()  # ends the Counter, and Ray on this machine; it waits for nobody
+    ray.shutdown()  # ends the Counter and Ray's processes, without waiting for calls

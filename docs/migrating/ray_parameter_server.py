@@ -1,7 +1,7 @@
 """The job of param_server/tutorial.py in Ray, with the tutorial's network, data and batches.
 
-Ray has no autograd across processes. So a trainer computes with a copy of the weights: it gets
-weights from the server, and sends gradients to it, one call for each batch.
+Ray has no autograd across processes. So a trainer computes with a copy of the weights. For each
+batch it makes one call, which sends gradients to the server and returns the new weights.
 
 pip install ray torch torchvision
 python ray_parameter_server.py                        # the server and two trainers
@@ -38,9 +38,9 @@ class Net(nn.Module):
         return F.log_softmax(self.fc2(x), dim=1)  # (B, 10)
 
 
-@ray.remote(num_cpus=0)  # starts on a machine with any number of cores
+@ray.remote(num_cpus=0)  # so that it starts on a machine with any number of cores
 class ParameterServer:
-    """Holds the weights. An actor runs one call at a time: no lock is needed."""
+    """Holds the weights. An actor runs one call at a time, so it needs no lock."""
 
     def __init__(self, args):
         torch.set_num_threads(1)
@@ -79,7 +79,7 @@ class Trainer:
         self.server = server
         order = torch.Generator().manual_seed(args.seed + rank)
         train_set = load_digits(args, train=True)
-        share = range(rank - 1, len(train_set), args.world_size - 1)  # of this trainer
+        share = range(rank - 1, len(train_set), args.world_size - 1)  # this trainer's images
         train_set = Subset(train_set, share)
         self.train_loader = DataLoader(train_set, batch_size=32, shuffle=True, generator=order)
 
@@ -116,10 +116,10 @@ def load_digits(args, train):
 
 def parse_args():
     parser = argparse.ArgumentParser(description="Parameter server in Ray")
-    parser.add_argument("--world_size", type=int, default=3, help="server and trainers (3)")
-    parser.add_argument("--seed", type=int, default=1, help="of everything random (1)")
+    parser.add_argument("--world_size", type=int, default=3, help="the server and the trainers (3)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of all random numbers (1)")
     parser.add_argument("--dataset", choices=["mnist", "synthetic"], default="mnist")
-    parser.add_argument("--data_dir", default="data", help="folder of MNIST (data)")
+    parser.add_argument("--data_dir", default="data", help="folder for the files of MNIST (data)")
     args = parser.parse_args()
     args.data_dir = os.path.abspath(args.data_dir)  # an actor has another working directory
     if args.world_size < 2:
@@ -129,7 +129,7 @@ def parse_args():
 
 if __name__ == "__main__":
     args = parse_args()
-    number = len(load_digits(args, train=True))  # also downloads it, once
+    number = len(load_digits(args, train=True))  # also downloads MNIST, before the actors read it
     ray.init(include_dashboard=False, logging_level="ERROR")
     server = ParameterServer.remote(args)
     trainers = [Trainer.remote(rank, server, args) for rank in range(1, args.world_size)]

@@ -1,11 +1,12 @@
-"""Provoke what docs/TROUBLESHOOTING.md explains, with torch alone.
+"""Cause the failures that docs/TROUBLESHOOTING.md explains, with torch alone.
 
-Print a dict {piece of the symptom: the text that was seen}.
+Print a dict {piece of the symptom's text in the page: the text that was seen}.  For a failure without a message, the
+text is "seen" if it happened as the page describes, and "" if it did not.
 
-    python tests/repository/symptoms.py [SCENE ...]        # all scenes, but for nameless_host
+    python tests/repository/symptoms.py [SCENE ...]        # without arguments: all scenes except nameless_host
 
-A scene is a group of its own, of two processes: "a", which does what goes wrong, and "b", which serves.  Several scenes
-run at once.  What is silent is told as "seen" where it happened as the page says.
+A scene is an RPC group of two processes: "a" causes the failure, and "b" serves its calls.  Several scenes run at the
+same time.
 """
 
 import contextlib
@@ -62,7 +63,7 @@ class OurError(Exception):
 
 
 def only_here():
-    """Stand in for a function that the other side's main module does not have."""
+    """Do nothing.  Process b deletes this function from its main module, so that a call cannot find it."""
 
 
 def first():
@@ -93,7 +94,7 @@ def sum_over_ranks():
 
 
 def listens_at():
-    """Return every (address, port) where this process listens, but for its store."""
+    """Return every (address, port) at which this process listens, except that of its store."""
     sockets = [each for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
     return [tuple(each.laddr) for each in sockets if each.laddr.port != int(os.environ["MASTER_PORT"])]
 
@@ -130,25 +131,26 @@ def in_training():
 
 
 def nested(depth):
-    """Call the other process, which calls this one, and so on: each level keeps an RPC thread waiting."""
+    """Call the other process, which calls this one, and so on, `depth` times.  Each level blocks an RPC thread."""
     other = "b" if rpc.get_worker_info().name == "a" else "a"
     return rpc.rpc_sync(other, nested, args=(depth - 1,), timeout=0.5) if depth else 0
 
 
-def see(symptom, call):
-    """Note what `call` raises."""
+def note_error(symptom, call):
+    """Call `call()`, and note the exception that it raises."""
     try:
         call()
     except BaseException as error:
         SEEN[symptom] = f"{type(error).__name__}: {error}"
 
 
-def see_that(symptom, truth):
-    SEEN[symptom] = "seen" if truth else ""
+def note_event(symptom, happened):
+    """Note whether a failure without a message has happened."""
+    SEEN[symptom] = "seen" if happened else ""
 
 
 def still_waits(call, seconds):
-    """True if `call` has not returned after so many seconds, nor raised."""
+    """Return True if, after this many seconds, `call` has neither returned nor raised an exception."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -157,7 +159,7 @@ def still_waits(call, seconds):
 
 @contextlib.contextmanager
 def stderr_of_cpp(symptom):
-    """Note what torch's C++ side logs."""
+    """Note what the C++ part of torch writes to stderr inside the block."""
     with tempfile.TemporaryFile("w+") as file:
         kept = os.dup(2)
         os.dup2(file.fileno(), 2)
@@ -178,7 +180,7 @@ def join(rank, name=None, **options):
 
 
 def calls(rank):
-    see("RPC has not been initialized", lambda: rpc.rpc_sync("b", gradients, args=(0,)))
+    note_error("RPC has not been initialized", lambda: rpc.rpc_sync("b", gradients, args=(0,)))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         join(rank)
@@ -187,46 +189,46 @@ def calls(rank):
         del sys.modules["__main__"].only_here
         rpc.shutdown()
         return
-    time.sleep(0.2)  # until b has forgotten it
+    time.sleep(0.2)  # until b has deleted only_here
     rref = rpc.remote("b", Agent)
-    see("ran for more than set timeout", lambda: rpc.rpc_sync("b", time.sleep, args=(0.5,), timeout=0.1))
-    see("Can't get attribute", lambda: rpc.rpc_sync("b", only_here))
-    see("local object '…<lambda>'", lambda: rpc.rpc_sync("b", lambda: 1))
-    see("_thread.lock", lambda: rpc.rpc_sync("b", fail, args=(threading.Lock(),)))
-    see("positional argument", lambda: rpc.rpc_sync("b", gradients, args=(0, 1)))
-    see("could not find destination name", lambda: rpc.rpc_sync("c", gradients, args=(0,)))
-    see("OurError: On WorkerInfo", lambda: rpc.rpc_sync("b", fail, args=(OurError("a reason"),)))
-    see("'Agent' object has no attribute", lambda: rpc.rpc_sync("b", copy.copy, args=(Agent(),)).rpc_sync())
-    see("localValue() on user", lambda: rref.local_value())
-    see("Can not pickle rref", lambda: pickle.dumps(rref))
-    see("RPC is already initialized", lambda: join(rank))
-    see("RRef creation", use_rref_that_came_late)
-    failed = rpc.remote("b", fail, args=(ValueError("a reason"),))  # raises nothing here
+    note_error("ran for more than set timeout", lambda: rpc.rpc_sync("b", time.sleep, args=(0.5,), timeout=0.1))
+    note_error("Can't get attribute", lambda: rpc.rpc_sync("b", only_here))
+    note_error("local object '…<lambda>'", lambda: rpc.rpc_sync("b", lambda: 1))
+    note_error("_thread.lock", lambda: rpc.rpc_sync("b", fail, args=(threading.Lock(),)))
+    note_error("positional argument", lambda: rpc.rpc_sync("b", gradients, args=(0, 1)))
+    note_error("could not find destination name", lambda: rpc.rpc_sync("c", gradients, args=(0,)))
+    note_error("OurError: On WorkerInfo", lambda: rpc.rpc_sync("b", fail, args=(OurError("a reason"),)))
+    note_error("'Agent' object has no attribute", lambda: rpc.rpc_sync("b", copy.copy, args=(Agent(),)).rpc_sync())
+    note_error("localValue() on user", lambda: rref.local_value())
+    note_error("Can not pickle rref", lambda: pickle.dumps(rref))
+    note_error("RPC is already initialized", lambda: join(rank))
+    note_error("RRef creation", use_rref_of_late_object)
+    failed = rpc.remote("b", fail, args=(ValueError("a reason"),))  # raises no exception
     try:
         failed.to_here()
     except ValueError as error:
-        see_that("`remote` raises no error", "a reason" in str(error))
+        note_event("`remote` raises no error", "a reason" in str(error))
     torch.futures.wait_all([rpc.rpc_async("b", first), rpc.rpc_async("b", second)])
-    see_that("calls finish in another order", rpc.rpc_sync("b", get_finished) == ["second", "first"])
+    note_event("calls finish in another order", rpc.rpc_sync("b", get_finished) == ["second", "first"])
     SEEN["returns an exception as its result"] = repr(rpc.rpc_sync("b", reject))
-    see("only supports CPU tensors", lambda: rpc.rpc_sync("b", torch.neg, args=(torch.ones(1, device="meta"),)))
+    note_error("only supports CPU tensors", lambda: rpc.rpc_sync("b", torch.neg, args=(torch.ones(1, device="meta"),)))
     autograd()
     held = [rpc.remote("b", Counted) for _ in range(5)]
-    [each.to_here() for each in held]  # they are made, and the copies here are gone again
+    [each.to_here() for each in held]  # now all objects have been made; the copies are deleted at once
     many = rpc.rpc_sync("b", counted_alive)
     held.clear()
     deadline = time.monotonic() + 5
     while rpc.rpc_sync("b", counted_alive) and time.monotonic() < deadline:
         time.sleep(0.02)
-    see_that("memory of one process grows", (many, rpc.rpc_sync("b", counted_alive)) == (5, 0))
-    layers.eval()  # ours
-    see_that("`model.eval()` was called here", rpc.rpc_sync("b", in_training))
+    note_event("memory of one process grows", (many, rpc.rpc_sync("b", counted_alive)) == (5, 0))
+    layers.eval()  # those of process a
+    note_event("`model.eval()` was called in one process", rpc.rpc_sync("b", in_training))
     rpc.shutdown()
 
 
-def use_rref_that_came_late():
+def use_rref_of_late_object():
     rref = rpc.remote("b", time.sleep, args=(0.3,), timeout=0.1)
-    while True:  # the first time it may still be answered
+    while True:  # the first calls may still get an answer
         rref.to_here()
 
 
@@ -248,16 +250,18 @@ def autograd():
         with dist_autograd.context() as context_id:
             return body(context_id)
 
-    see("modified by an inplace operation", lambda: in_context(step_between))
-    see("graphTask_", lambda: in_context(lambda context_id: forward_there().backward()))
+    note_error("modified by an inplace operation", lambda: in_context(step_between))
+    note_error("graphTask_", lambda: in_context(lambda context_id: forward_there().backward()))
     roots = rpc.rpc_sync("b", forward, args=(torch.ones(2, 3),))
-    see("all roots need to be scalar", lambda: in_context(lambda now: dist_autograd.backward(now, [roots])))
-    see("graph a second time", lambda: in_context(backward_twice))
+    note_error("all roots need to be scalar", lambda: in_context(lambda now: dist_autograd.backward(now, [roots])))
+    note_error("graph a second time", lambda: in_context(backward_twice))
     loss = in_context(lambda context_id: forward_there())
-    see("Autograd context no longer valid", lambda: in_context(lambda now: dist_autograd.backward(now, [loss])))
+    note_error("Autograd context no longer valid", lambda: in_context(lambda now: dist_autograd.backward(now, [loss])))
     ended = in_context(lambda context_id: context_id)
-    see("Could not find autograd context", lambda: dist_autograd.get_gradients(ended))
-    see("has no attribute 'owner'", lambda: DistributedOptimizer(torch.optim.SGD, list(layers.parameters()), lr=0.1))
+    note_error("Could not find autograd context", lambda: dist_autograd.get_gradients(ended))
+    note_error(
+        "has no attribute 'owner'", lambda: DistributedOptimizer(torch.optim.SGD, list(layers.parameters()), lr=0.1)
+    )
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         DistributedOptimizer(torch.optim.SGD, [RRef(parameter) for parameter in layers.parameters()], lr=0.1)
@@ -270,7 +274,7 @@ def autograd():
     parameter = nn.Parameter(torch.ones(2, 3))
     lost = in_context(lambda now: gradient_of_sent(parameter, parameter, now))
     found = in_context(lambda now: gradient_of_sent(parameter, parameter.view_as(parameter), now))
-    see_that("Parameter or Module that was sent", lost is None and found is not None)
+    note_event("Parameter or Module that was sent", lost is None and found is not None)
 
     def from_another_thread(context_id):
         losses, weight = [], torch.ones(1, requires_grad=True)
@@ -280,23 +284,23 @@ def autograd():
         dist_autograd.backward(context_id, [losses[0] * weight.sum()])
         return weight in dist_autograd.get_gradients(context_id), rpc.rpc_sync("b", gradients, args=(context_id,))
 
-    see_that("loss stays where it was", in_context(from_another_thread) == (True, 0))
+    note_event("loss stays where it was", in_context(from_another_thread) == (True, 0))
 
 
 def one_name(rank):
-    see("is not unique", lambda: join(rank, name="observer"))
+    note_error("is not unique", lambda: join(rank, name="observer"))
 
 
 def taken_port(rank):
     with socket.create_server(("0.0.0.0", 0)) as other:
         os.environ["MASTER_PORT"] = str(other.getsockname()[1])
         if rank == 0:
-            see("code: -98", lambda: join(rank))
+            note_error("code: -98", lambda: join(rank))
 
 
 def alone(rank):
     if rank == 0:
-        see_that("`init_rpc` does not return", still_waits(lambda: join(rank), 1))
+        note_event("`init_rpc` does not return", still_waits(lambda: join(rank), 1))
 
 
 def killed(rank):
@@ -307,15 +311,15 @@ def killed(rank):
     waiting = rpc.rpc_async("b", time.sleep, args=(30,))
     time.sleep(0.2)
     os.kill(victim, signal.SIGKILL)
-    see("`eof (this error", waiting.wait)
-    see_that("`shutdown` does not return", still_waits(rpc.shutdown, 2))
+    note_error("`eof (this error", waiting.wait)
+    note_event("`shutdown` does not return", still_waits(rpc.shutdown, 2))
 
 
 def no_thread_left(rank):
     join(rank, num_worker_threads=2)
     if rank == 1:
         time.sleep(60)
-    see_that("does not even time out", still_waits(lambda: rpc.rpc_sync("b", nested, args=(9,), timeout=0.5), 2))
+    note_event("does not even time out", still_waits(lambda: rpc.rpc_sync("b", nested, args=(9,), timeout=0.5), 2))
 
 
 def own_rref(rank):
@@ -323,7 +327,7 @@ def own_rref(rank):
     if rank == 1:
         time.sleep(60)
     rref = rpc.remote("a", time.sleep, args=(0.3,), timeout=0.1)
-    see_that("of an RRef to an own object", still_waits(lambda: rref.to_here(timeout=0.5), 2))
+    note_event("of an RRef to an object of the same process", still_waits(lambda: rref.to_here(timeout=0.5), 2))
 
 
 def unused_result(rank):
@@ -333,7 +337,7 @@ def unused_result(rank):
     with dist_autograd.context() as context_id:
         used, _unused = (rpc.rpc_sync("b", forward, args=(torch.ones(2, 3),)).sum() for _ in range(2))
         waits = still_waits(lambda: dist_autograd.backward(context_id, [used]), 2)
-        see_that("`dist_autograd.backward` does not return", waits)
+        note_event("`dist_autograd.backward` does not return", waits)
 
 
 def collective(rank):
@@ -343,7 +347,7 @@ def collective(rank):
         time.sleep(60)
     future = rpc.rpc_async("b", sum_over_ranks, timeout=0)
     waited = still_waits(future.wait, 1)
-    see_that("an RPC and a collective", waited and sum_over_ranks() == future.wait() == 2)
+    note_event("an RPC and a collective", waited and sum_over_ranks() == future.wait() == 2)
 
 
 def second_group(rank):
@@ -351,7 +355,7 @@ def second_group(rank):
         join(rank)
         if rank == 0:
             rref = rpc.remote("b", Agent)
-            see("no longer running", lambda rref=rref: rpc.rpc_sync("b", type, args=(rref,)))
+            note_error("no longer running", lambda rref=rref: rpc.rpc_sync("b", type, args=(rref,)))
             if group == 1:
                 assert "no longer running" not in SEEN
         meeting.wait()
@@ -360,10 +364,10 @@ def second_group(rank):
 
 
 def stranger(rank):
-    """Something else connects to b's ports, which ends b; b's C++ says so on its stderr."""
-    said = f"{tempfile.gettempdir()}/stderr_of_b_{os.environ['MASTER_PORT']}"
+    """A program that does not use RPC connects to b's ports.  Then b ends, and its C++ part writes why to stderr."""
+    log_path = f"{tempfile.gettempdir()}/stderr_of_b_{os.environ['MASTER_PORT']}"
     if rank == 1:
-        with open(said, "w") as file:
+        with open(log_path, "w") as file:
             os.dup2(file.fileno(), 2)
         meeting.wait()
         join(rank)
@@ -373,50 +377,50 @@ def stranger(rank):
     waiting = rpc.rpc_async("b", time.sleep, args=(60,), timeout=0)
     sockets = []
     for address in rpc.rpc_sync("b", listens_at):
-        with contextlib.suppress(OSError):  # b may be gone already
+        with contextlib.suppress(OSError):  # b may have ended already
             sockets.append(socket.create_connection(address))
             sockets[-1].sendall(b"GET / HTTP/1.1\r\n\r\n")
-    with contextlib.suppress(RuntimeError):  # eof: b is gone
+    with contextlib.suppress(RuntimeError):  # eof, because b has ended
         waiting.wait()
-    with open(said) as file:
+    with open(log_path) as file:
         SEEN["std::bad_alloc"] = file.read()
-    os.remove(said)
+    os.remove(log_path)
 
 
 def without_rpc(rank):
-    del torch._C._rpc_init  # as in a torch that was built without it
+    del torch._C._rpc_init  # as in a build of torch without RPC
     for name in [name for name in sys.modules if name.startswith("torch.distributed.rpc")]:
         del sys.modules[name]
     import torch.distributed.rpc as bare
 
-    see("module 'torch.distributed.rpc'", lambda: bare.rpc_sync)
+    note_error("module 'torch.distributed.rpc'", lambda: bare.rpc_sync)
 
 
 def nameless_host(rank):
-    """Run with `unshare --uts` by the test: a host whose own name does not resolve."""
+    """A host whose own name does not resolve.  The test runs this with `unshare --uts`, because it renames the host."""
     socket.sethostname("elsewhere.invalid")
     with stderr_of_cpp("Failed to look up the IP address"):
         join(rank)
         rpc.shutdown()
 
 
-def play(scene, rank, port, answers):
+def run_scene(scene, rank, port, answers):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)  # not before the fork: now and then torch then aborts, "Invalid thread pool"
+    torch.set_num_threads(1)  # not before the fork: torch then sometimes aborts with "Invalid thread pool"
     scene(rank)
     if rank == 0:
         answers.send(SEEN)
-    os._exit(0)  # some scenes end where shutdown would wait for ever
+    os._exit(0)  # after some scenes shutdown would wait for ever
 
 
-def start(scene):
-    """Start a scene; return its two processes, and where rank 0 will tell what it has seen."""
+def start_scene(scene):
+    """Start a scene.  Return its two processes, and the end of a pipe through which rank 0 sends what it has seen."""
     global meeting
     fork = multiprocessing.get_context("fork")
-    meeting = fork.Barrier(2)  # of the two processes of this scene
+    meeting = fork.Barrier(2)  # for the two processes of this scene
     port = free_port()
     answers, sent = fork.Pipe(duplex=False)
-    processes = [fork.Process(target=play, args=(scene, rank, port, sent)) for rank in range(2)]
+    processes = [fork.Process(target=run_scene, args=(scene, rank, port, sent)) for rank in range(2)]
     for process in processes:
         process.start()
     sent.close()
@@ -426,18 +430,18 @@ def start(scene):
 def main():
     scenes = [globals()[name] for name in sys.argv[1:]]
     if scenes:
-        play_at_once(scenes)
-    else:  # all of them at once would be too many processes for a small machine
-        play_at_once([calls, one_name, taken_port, alone, killed, no_thread_left, without_rpc])
-        play_at_once([own_rref, unused_result, collective, second_group, stranger])
+        run_at_once(scenes)
+    else:  # all scenes at the same time would be too many processes for a small machine
+        run_at_once([calls, one_name, taken_port, alone, killed, no_thread_left, without_rpc])
+        run_at_once([own_rref, unused_result, collective, second_group, stranger])
     print(json.dumps(SEEN))
 
 
-def play_at_once(scenes):
-    started = [start(scene) for scene in scenes]
+def run_at_once(scenes):
+    started = [start_scene(scene) for scene in scenes]
     for processes, answers in started:
         multiprocessing.connection.wait([answers, processes[0].sentinel])
-        SEEN.update(answers.recv() if answers.poll() else {})  # else it died: the rows will say what is missing
+        SEEN.update(answers.recv() if answers.poll() else {})  # {} if it has died: then the tests of its rows fail
         for process in processes:
             process.kill()
 

@@ -1,4 +1,4 @@
-"""What docs/MIGRATING.md says of Monarch, asserted in Monarch.  test_migrating.py runs it in a Python that has it."""
+"""Assert what docs/MIGRATING.md states about Monarch.  test_migrating.py runs this in a Python that has Monarch."""
 
 import asyncio
 import os
@@ -44,7 +44,7 @@ class Counter(Actor):
         return other.increment.call_one().get()
 
     @endpoint
-    def increment_the_named_one(self):
+    def increment_actor_by_name(self):
         return get_or_spawn_controller("ps", Counter).get().increment.call_one().get()
 
 
@@ -63,7 +63,7 @@ class Gate(Actor):
 class AsyncCounter(Actor):
     def __init__(self):
         self.waiting = 0
-        self.all_are_there = asyncio.Event()
+        self.all_have_arrived = asyncio.Event()
 
     @endpoint
     async def increment(self):
@@ -77,8 +77,8 @@ class AsyncCounter(Actor):
     async def meet(self, number):
         self.waiting += 1
         if self.waiting == number:
-            self.all_are_there.set()
-        await self.all_are_there.wait()
+            self.all_have_arrived.set()
+        await self.all_have_arrived.wait()
         return self.waiting
 
 
@@ -90,7 +90,7 @@ class Doubling(Actor):
 
 def spawn(cls):
     """Return (the actor, its process)."""
-    process = this_host().spawn_procs(per_host={"gpus": 1})  # distributed tensors need this name, also on a CPU
+    process = this_host().spawn_procs(per_host={"gpus": 1})  # distributed tensors need the name "gpus", also on a CPU
     return process.spawn("actor", cls), process
 
 
@@ -108,7 +108,7 @@ def check_calls():
     assert [future.get() for future in futures] == [1, 2, 3]  # one at a time, in order
     named = get_or_spawn_controller("ps", Counter).get()
     assert named.increment.call_one().get() == 1
-    assert counter.increment_the_named_one.call_one().get() == 2
+    assert counter.increment_actor_by_name.call_one().get() == 2
     error = raised_by(counter.fail.call_one())
     assert isinstance(error, ActorError) and "KeyError: 'no such key'" in str(error)
     assert isinstance(raised_by(counter.sleep.call_one(1), timeout=0.1), TimeoutError)
@@ -129,9 +129,9 @@ def check_autograd_of_distributed_tensors():
     actor, process = spawn(Doubling)
     with process.activate():
         x = torch.ones(2, 3, requires_grad=True)
-        (3 * x).sum().backward()  # torch's operations, on a tensor of the other process
+        (3 * x).sum().backward()  # operations of torch on a tensor in the other process
         assert monarch.fetch_shard(x.grad).result(timeout=60).tolist() == [[3.0] * 3] * 2
-        assert not actor.double.rref(x).requires_grad  # the Python of an actor
+        assert not actor.double.rref(x).requires_grad  # Python code of an actor
 
 
 def check_calling_back():
@@ -147,10 +147,10 @@ def check_ends():
     process.stop("checked").get()
     deadline = time.monotonic() + 30
     while os.path.exists(f"/proc/{pid}"):
-        assert time.monotonic() < deadline, f"process {pid} goes on"
+        assert time.monotonic() < deadline, f"process {pid} has not ended"
         time.sleep(0.05)
     failures = []
-    monarch.actor.unhandled_fault_hook = failures.append  # Monarch's own ends this program
+    monarch.actor.unhandled_fault_hook = failures.append  # Monarch's own hook ends this program
     counter, _ = spawn(Counter)
     os.kill(counter.pid.call_one().get(), signal.SIGKILL)
     assert type(raised_by(counter.increment.call_one())).__name__ == "SupervisionError"

@@ -1,4 +1,4 @@
-"""What docs/MIGRATING.md says of Ray, asserted in Ray.  test_migrating.py runs it in a Python that has it."""
+"""Assert what docs/MIGRATING.md states about Ray.  test_migrating.py runs this in a Python that has Ray."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ class Counter:
 class AsyncCounter:
     def __init__(self):
         self.waiting = 0
-        self.all_are_there = asyncio.Event()
+        self.all_have_arrived = asyncio.Event()
 
     async def increment(self):
         return 1
@@ -53,8 +53,8 @@ class AsyncCounter:
     async def meet(self, number):
         self.waiting += 1
         if self.waiting == number:
-            self.all_are_there.set()
-        await self.all_are_there.wait()
+            self.all_have_arrived.set()
+        await self.all_have_arrived.wait()
         return self.waiting
 
 
@@ -69,7 +69,7 @@ def raised_by(ref, timeout=30):
 def wait_until_gone(pid):
     deadline = time.monotonic() + 30
     while os.path.exists(f"/proc/{pid}") and open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline, f"process {pid} goes on"
+        assert time.monotonic() < deadline, f"process {pid} has not ended"
         time.sleep(0.05)
 
 

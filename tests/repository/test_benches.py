@@ -13,9 +13,9 @@ PAYLOADS = ["nothing", "array of 4 floats", "tensor of 1 KB", "tensor of 1 MB"]
 
 
 def test_a_call_through_an_rref_costs_twice_the_messages(tmp_path):
-    """A request and its answer.  With an RRef the owner says that it has got it, and is answered.
+    """A call by name sends a request and an answer.  With an RRef the owner also confirms it, and gets an answer.
 
-    The first call through a proxy is a second one: of which type is the object?
+    The first call through a proxy makes one more call, which asks for the type of the object.
     """
     out = tmp_path / "messages.json"
     done = run_script("bench/calls.py", "--messages", "--json", out)
@@ -62,7 +62,7 @@ def test_the_agent_answers_every_request(tmp_path):
     for name, (figures,) in rows.items():
         assert all(value > 0 for value in figures.values())
         assert figures["observer_p50_ms"] <= figures["observer_p95_ms"]
-        # The agent's own rate leaves the way there and back out.
+        # The agent's own rate does not include the time of the messages.
         assert figures["agent_requests_per_second"] > figures["requests_per_second"]
         assert re.search(rf"^{name} +[\d,]+ \(", done.stdout, re.M)
 

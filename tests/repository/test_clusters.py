@@ -1,4 +1,4 @@
-"""docs/CLUSTERS.md: each package gets what it needs from the scripts and the manifest, and the tables are true."""
+"""docs/CLUSTERS.md: each package gets the arguments that it needs from the scripts and the manifest."""
 
 import json
 import os
@@ -34,14 +34,14 @@ def environment_of(row):
 
 
 def run_with_stand_ins(script, folder):
-    """Run a script where each launcher is a stand-in; return the words of every call, with variables filled in."""
+    """Run a script with stand-ins for the launchers.  Return the words of every call, with the values of variables."""
     log = folder / "log"
     for name in COMMANDS:
         stand_in = folder / name
         record = f"import json, sys; print(json.dumps(['{name}', *sys.argv[1:]]), file=open({str(log)!r}, 'a'))"
         answer = "; print('node1\\nnode2\\nnode3')" if name == "scontrol" else ""
         program = shlex.join([sys.executable, "-c", record + answer])
-        stand_in.write_text(f'#!/bin/sh\nexec {program} "$@"\n')  # a "#!" line could not have the spaces of a path
+        stand_in.write_text(f'#!/bin/sh\nexec {program} "$@"\n')  # the path in a "#!" line cannot contain spaces
         stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
     environment = SLURM_JOB | {"PATH": f"{folder}:/usr/bin:/bin"}
     done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], capture_output=True, text=True, env=environment)
@@ -50,7 +50,7 @@ def run_with_stand_ins(script, folder):
 
 
 def parse(words, monkeypatch, environ):
-    """Let the package whose main.py stands in a command parse the words after it, in this environment."""
+    """Return the arguments that the main.py in this command parses from the words after it, in this environment."""
     (at,) = [number for number, word in enumerate(words) if word.endswith("main.py")]
     package, script = words[at].split("/")
     assert (ROOT / package / script).is_file()
@@ -94,7 +94,7 @@ def test_every_command_that_a_script_leads_to_parses(number, tmp_path, monkeypat
 
 
 def check_torchrun(words):
-    """torchrun's own parser takes these words, and variables of the script have become something."""
+    """Assert that torchrun's own parser accepts these words, and that the script's variables have values."""
     from torch.distributed.run import get_args_parser
 
     args = get_args_parser().parse_args(words)
@@ -125,7 +125,7 @@ def test_the_line_that_says_who_started_a_rank(monkeypatch, capsys):
 
 
 def test_the_manifest_gives_every_pod_its_rank(monkeypatch):
-    """The operator's part, as in its pkg/controller.v1/pytorch/envvar.go: master first, the port of the named one."""
+    """The test sets the variables that the operator sets in its pkg/controller.v1/pytorch/envvar.go."""
     manifest = yaml.safe_load(MANIFEST)
     assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     replicas = manifest["spec"]["pytorchReplicaSpecs"]

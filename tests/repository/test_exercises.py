@@ -1,4 +1,4 @@
-"""The exercises: each check fails on the code that the exercise starts from, and passes with its solution."""
+"""Exercises: the check of each fails on the code from which it starts, and passes with its solution."""
 
 import concurrent.futures
 import re
@@ -16,7 +16,7 @@ EXERCISES = {f"{p}-{number}": each for p in PACKAGES for number, each in enumera
 
 
 def copy_to(folder):
-    """Copy what the exercises change and run; return the folder."""
+    """Copy the files that the exercises change and run into `folder`, and return it."""
     for name in (*PACKAGES, "bench", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "pictures"))
     shutil.copy(ROOT / "pyproject.toml", folder)
@@ -25,24 +25,24 @@ def copy_to(folder):
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_a_solution_fits_the_code(name, tmp_path):
-    """And written into what it was taken out of, it gives the code back, to the letter."""
+    """If the solution is removed from the code and applied again, the code is the same as before."""
     each, root = EXERCISES[name], copy_to(tmp_path)
     before = {path: path.read_bytes() for path in root.glob("*/*.py")}
-    taken_out = each.start(root)
+    was_removed = each.start(root)
     assert each.solve(root) and not each.solve(root)
-    assert ({path: path.read_bytes() for path in before} == before) == taken_out
+    assert ({path: path.read_bytes() for path in before} == before) == was_removed
 
 
 def start_and_solved(each, folder):
-    """Return two copies: what the exercise starts from, and its solution."""
+    """Return two copies: the code from which the exercise starts, and the code with its solution."""
     start, solved = copy_to(folder / "start"), copy_to(folder / "solved")
-    each.start(start)  # False: the code as published has nothing of the solution
-    each.solve(solved)  # False: it has it
+    each.start(start)  # returns False if the published code does not contain the solution
+    each.solve(solved)  # returns False if the published code contains it already
     return start, solved
 
 
 def run_check(each, root):
-    """Run the check in a process that has torch loaded; return (status, what it printed)."""
+    """Run the check in a fork of a process that has loaded torch.  Return (status, output)."""
     python, m, pytest_, *words = each.command()
     assert (m, pytest_) == ("-m", "pytest")
     out = root / "out.txt"
@@ -62,7 +62,7 @@ def test_a_check_fails_at_the_start_and_passes_with_the_solution(name, tmp_path)
 
 
 def command(root, *words):
-    """Run what ./run_all.sh exercise WORDS runs; return (status, what it printed)."""
+    """Run the command of ./run_all.sh exercise WORDS.  Return (status, output)."""
     done = subprocess.run(
         [sys.executable, "tests/tools/exercise.py", *words], cwd=root, stdout=subprocess.PIPE, text=True, timeout=120
     )
@@ -81,12 +81,12 @@ def test_the_command_prints_the_exercise_and_the_verdict(tmp_path):
 
 
 def states_in(out):
-    """Return {name: state} of what `exercise list` printed."""
+    """Return {name: state} from the output of `exercise list`."""
     return dict(re.findall(r"^(\w+ \d)  .* {2,}(\S.*)$", out, re.MULTILINE))
 
 
 NAMES = list(exercise.all_exercises())
-# Stands for pytest, so that the list's own logic is tested in seconds: it notes each check, and some of them pass.
+# Replaces pytest, so that the tests of the list take seconds.  It logs each check, and passes those of passes.txt.
 STAND_IN = """
 import pathlib, sys
 with open("checks.txt", "a") as file:
@@ -97,7 +97,7 @@ sys.exit(pathlib.Path("passes.txt").read_text() not in " ".join(sys.argv))
 
 @pytest.fixture
 def listed(tmp_path):
-    """A copy in a git repository; `listed()` returns ({name: state}, the checks that were run for it)."""
+    """A copy in a git repository.  `listed()` returns ({name: state}, the checks that were run)."""
     root = copy_to(tmp_path)
     (root / "pytest.py").write_text(STAND_IN)
     (root / "passes.txt").write_text("no check")
@@ -127,7 +127,7 @@ def test_where_nothing_is_changed_no_exercise_is_done_and_no_check_is_run(listed
 def test_a_solved_exercise_is_done_and_stays_done_when_the_code_is_put_back(listed):
     command(listed.root, "rl", "3", "start")
     states, checks = listed()
-    fails = "not done: its check fails"  # exercise 2 is about the same file; 4 is as published in it
+    fails = "not done: its check fails"  # exercise 2 is about the same file
     assert states == dict.fromkeys(NAMES, "not done") | {"rl 2": fails, "rl 3": fails}
     assert [words.split()[-1] for words in checks] == ["late_rewards", "answers"]
     (listed.root / "passes.txt").write_text("batched or answers")
@@ -144,7 +144,7 @@ def test_the_published_solution_is_not_taken_for_the_readers(listed):
 
 
 def test_an_exercise_that_was_given_up_is_not_done(listed):
-    """Its check passes again when the published solution is back in the code."""
+    """The reader has restored the published code, so the check passes again."""
     (listed.root / "passes.txt").write_text("batched or answers")
     command(listed.root, "rl", "3", "start")
     put_back(listed.root)

@@ -1,7 +1,7 @@
-"""docs/MIGRATING.md: its terms exist, its excerpts are the programs' lines, and its programs print what it shows.
+"""docs/MIGRATING.md: its terms exist, its excerpts are lines of the programs, and the programs print what it shows.
 
-Ray and Monarch are not required.  Their programs run where RAY_PYTHON and MONARCH_PYTHON name interpreters that have
-them (and torch and torchvision), or where this interpreter has them.
+Ray and Monarch are not required.  Their programs are run if RAY_PYTHON and MONARCH_PYTHON name interpreters that have
+them (and torch and torchvision), or if this interpreter has them.  Otherwise these tests are skipped.
 """
 
 import argparse
@@ -31,11 +31,11 @@ SHOWN = dict(zip(["ray_forty", "monarch_forty", "ray_server", "monarch_server"],
 MODULES = {"rpc": "torch.distributed.rpc", "dist": "torch.distributed", "dist_autograd": "torch.distributed.autograd"}
 LIBRARIES = {"ray": ("RAY_PYTHON", "ray"), "monarch": ("MONARCH_PYTHON", "monarch.actor")}
 
-# --------------------------------------------------------------------------------------------- what needs only torch
+# ------------------------------------------------------------------------------------- tests that need only torch
 
 
 def resolve(name):
-    """Return the object of a dotted name. Modules on the way are imported."""
+    """Return the object with this dotted name, and import the modules in which it is."""
     first, *rest = name.split(".")
     path = MODULES.get(first, first)
     found = importlib.import_module(path)
@@ -87,12 +87,12 @@ def test_network_and_data_are_those_of_the_tutorial(library):
 def test_an_excerpt_has_the_programs_lines_in_their_order(excerpt, path):
     lines = iter(line.strip() for line in path.read_text().splitlines())
     for line in excerpt.splitlines():
-        assert line.strip() in lines, line  # `in` goes on where the last line was found
+        assert line.strip() in lines, line  # `in` continues after the line that was found last
 
 
 def test_backward_in_two_calls_trains_like_one_backward():
     def call(method, *arguments):
-        """Call it with copies, and return a copy, as between processes."""
+        """Call `method` with copies, and return a copy of the result, as a call between processes does."""
         return pickle.loads(pickle.dumps(method(*pickle.loads(pickle.dumps(arguments)))))
 
     page = {"torch": torch, "F": F, "call": call}
@@ -132,21 +132,22 @@ def python_with(library):
 
 def run(library, program, *flags, folder):
     """Run a program in an empty folder, in the library's Python; return what it prints."""
-    command = [python_with(library), str(PROGRAMS / program), *map(str, flags)]  # an absolute path stays as it is
+    path = PROGRAMS / program  # `program` itself, if it is an absolute path
+    command = [python_with(library), str(path), *map(str, flags)]
     environ = os.environ | {"PYTHONUNBUFFERED": "1"}
     with open(folder / "out", "w+") as out, open(folder / "err", "w+") as err:
         process = subprocess.Popen(command, stdout=out, stderr=err, cwd=folder, env=environ, start_new_session=True)
         try:
             status = process.wait(240)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # nobody of it is left
+            with contextlib.suppress(ProcessLookupError):  # all of its processes have ended
                 os.killpg(process.pid, signal.SIGKILL)
     assert status == 0, (folder / "err").read_text()
     return (folder / "out").read_text()
 
 
 def masked(text):
-    """What differs between runs: processes, threads and measured numbers."""
+    """Replace what differs between runs: processes, threads and measured numbers."""
     text = re.sub(r"process \d+, thread \d+", "process P, thread T", text)
     return re.sub(r"\d+\.\d+|\d+(?= images/s)", "N", text).strip()
 
@@ -173,13 +174,13 @@ def test_two_trainers_learn_and_print_what_the_page_shows(library, tmp_path):
 
 
 def losses_of_one_trainer(seed=1):
-    """Every twentieth loss of the same job in one process."""
+    """Return every twentieth loss of the same training in one process."""
     tutorial = load_module(ROOT / "param_server" / "tutorial.py")
     args = argparse.Namespace(dataset="synthetic", seed=seed)
     torch.manual_seed(seed)
     server = tutorial.Net()
     torch.manual_seed(seed + 1)
-    net = tutorial.Net()  # the trainer makes one, too, before its first dropout
+    net = tutorial.Net()  # as the trainer does before its first dropout, so that the random numbers are the same
     optimizer = torch.optim.SGD(net.parameters(), lr=0.03)
     net.load_state_dict(server.state_dict())
     order = torch.Generator().manual_seed(seed + 1)

@@ -1,4 +1,4 @@
-"""The root README and its pages: programs run as printed, tables and links say what the code does."""
+"""The root README and its pages: programs run as printed, and tables and links agree with the code."""
 
 import ast
 import os
@@ -25,7 +25,7 @@ LINK = re.compile(r"\[`([\w.]+)`\]\(([\w/.]+\.py)\)")
 
 
 def masked(output):
-    """Process ids as P0, P1, ... in the order in which they come; threads only as the main thread or another."""
+    """Replace process ids by P0, P1, ... in the order in which they occur, and thread ids by "main" or "another"."""
     pids = {}
 
     def mask(found):
@@ -49,7 +49,7 @@ def test_the_forty_lines_run_and_print_what_the_page_shows(tmp_path):
 
 
 def test_the_moving_picture_is_as_wide_as_the_page_and_small():
-    """tests/tools/draw_pictures.py moving: larger, it would be shrunk there, and its letters with it."""
+    """`tests/tools/draw_pictures.py moving` makes it.  GitHub would shrink a wider picture, and its letters too."""
     (path,) = re.findall(r"\((\S+\.gif)\)", README)
     with Image.open(ROOT / path) as picture:
         assert picture.width == 830 and picture.n_frames > 100
@@ -89,7 +89,7 @@ def test_the_tree_of_processes():
 
 
 def names_in(path):
-    """Every function, class and method of a file, as Name or Class.name."""
+    """Return the names of all functions and classes of a file, and of methods as Class.name."""
     found = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -116,20 +116,20 @@ def test_a_walk_through_a_step_quotes_lines_of_the_code(package):
 
 
 def test_a_file_that_is_named_is_there():
-    """In every page, and in the comments and docstrings of what is run."""
+    """This holds for every page, and for the comments and docstrings of the programs."""
     code = [path for folder in (*PACKAGES, "bench", "docs") for path in (ROOT / folder).glob("**/*.py")]
     ours = {path.name for path in [*code, *(ROOT / "tests").glob("**/*.py")]}
-    others = {"forty.py", "recipe.py", "random.py"}  # a user's own
-    others |= {"parameter_server.py", "rpc_parameter_server.py"}  # the published code's
+    others = {"forty.py", "recipe.py", "random.py"}  # files of a user
+    others |= {"parameter_server.py", "rpc_parameter_server.py"}  # files of the published code
     for path in [*PAGES, *code]:
         assert set(re.findall(r"\b\w+\.py\b", path.read_text())) <= ours | others, path
 
 
 def test_every_concept_leads_to_a_line_of_code():
-    """But for those that are said to be about what lies outside of it."""
+    """The paragraphs in `outside` are excepted, because they are not about code of this repository."""
     paragraphs = re.findall(r"^\*\*(.+?)\*\*(.*?)(?=\n\n|\Z)", CONCEPTS, re.DOTALL | re.MULTILINE)
     without = [title for title, text in paragraphs if not LINK.search(text)]
-    outside = ("`shutdown` waits for everybody", "The same by hand", "A network", "A machine")
+    outside = ("`shutdown` waits for all ranks", "The same by hand", "A network", "A machine")
     assert len(paragraphs) >= 25
     assert all(title.startswith(outside) for title in without), without
 
@@ -143,7 +143,7 @@ def test_the_pages_are_within_one_hop_of_the_readme(page):
 
 
 def apply_worked_diff(folder):
-    """Return the main.py of a copy of rl_rpc that has the diff's flag."""
+    """Copy rl_rpc, apply the diff to the copy, and return the path of its main.py."""
     (diff,) = re.findall(r"^```diff\n(.*?)^```", CONTRIBUTING, re.DOTALL | re.MULTILINE)
     shutil.copytree(ROOT / "rl_rpc", folder / "rl_rpc", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(["git", "init", "-q", folder], check=True)
@@ -187,5 +187,5 @@ def test_the_recipe_for_a_machine_with_other_users():
     namespace, *lines = done.stdout.splitlines()
     assert namespace != os.readlink("/proc/self/ns/net")
     interfaces = [line.split()[0] for line in lines if re.search(r"\d/\d", line)]
-    assert interfaces == ["lo"], "nothing but a loopback of its own"
+    assert interfaces == ["lo"], "the namespace has other interfaces than loopback"
     assert "Greedy policy over 1 episodes" in done.stdout

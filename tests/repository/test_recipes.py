@@ -1,4 +1,4 @@
-"""docs/RECIPES.md: every program runs as it stands on the page, and prints what stands below it."""
+"""docs/RECIPES.md: every program runs as printed on the page, and prints the output that is shown below it."""
 
 import ast
 import os
@@ -21,7 +21,7 @@ PIPELINE = 9
 
 
 def masked(output):
-    """The one rule of what may differ from run to run: a number of seconds, with a decimal point."""
+    """Replace what may differ from run to run: a number of seconds with a decimal point."""
     return re.sub(r"\b\d+\.\d+ s\b", "… s", output)
 
 
@@ -29,18 +29,19 @@ def masked(output):
 def store(monkeypatch):
     """A store in this process, at the address that the environment names.
 
-    Forked processes end at once.  If rank 0 had the store, it could be gone before the others have left `shutdown`.
+    A forked process ends immediately after `shutdown`.  If rank 0 ran the store, the store could end before the other
+    ranks have left `shutdown`.
     """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # so rank 0 makes none: as under torchrun
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # then rank 0 makes no store, as under torchrun
     return store
 
 
 @pytest.fixture
 def printed(store, tmp_path, monkeypatch):
-    """Return a function that runs a recipe, in forks of a process that has loaded torch, and returns its output."""
+    """Return a function that runs a recipe and returns its output, in forks of a process that has loaded torch."""
 
     def run(number):
         program = RECIPES[number][2]
@@ -92,7 +93,7 @@ def meet(x):
 
 
 def test_both_stages_of_the_pipeline_work_at_the_same_time(printed, monkeypatch):
-    """In place of its computing, each stage waits until the other has begun with a neighbouring micro-batch."""
+    """Instead of computing, each stage waits until the other has begun with the next or the previous micro-batch."""
     program = RECIPES[PIPELINE][2]
     program = program.replace("import os\n", "import datetime\nimport itertools\nimport os\n", 1)
     program = program.replace("layer = ", MEET + "\n\nlayer = ", 1).replace("time.sleep(0.05 * len(x))", "meet(x)")

@@ -1,4 +1,4 @@
-"""The repository itself: the shared glue is the same everywhere, each package stands alone, READMEs tell the truth."""
+"""The repository: all copies of the glue are equal, each package works alone, and commands in the pages are valid."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ PAGES = [page for folder in ("", "docs", *PACKAGES) for page in (ROOT / folder).
 
 
 def glue_of(package):
-    """Everything below a package's glue/: path -> bytes."""
+    """Return {path: bytes} of all files in a package's glue/."""
     folder = ROOT / package / "glue"
     files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
@@ -60,7 +60,7 @@ def test_what_github_reads_fits_its_schema(file, schema):
 def test_every_job_of_the_workflow_installs_and_runs_what_is_there():
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"]
     assert sorted(jobs) == ["nightly", "released"]
-    assert jobs["released"]["strategy"]["matrix"]["python"][0] == "3.10"  # in quotes: as a number it would be 3.1
+    assert jobs["released"]["strategy"]["matrix"]["python"][0] == "3.10"  # in quotes; the number would be read as 3.1
     for job in jobs.values():
         commands = " ".join(step.get("run", "") for step in job["steps"])
         for path in re.findall(r"\S+requirements\.txt", commands):
@@ -80,7 +80,7 @@ def test_a_package_copied_out_alone_runs_from_anywhere(package, tmp_path):
 
 
 def commands_in(readme):
-    """(package, script, words) of every command of this repository in the README's code blocks."""
+    """Yield (package, script, words) of every command of this repository in the page's code blocks."""
     text = readme.read_text().replace("\\\n", " ")
     for line in text.splitlines():
         line = line.strip().strip("`").removeprefix("$ ")
@@ -108,14 +108,14 @@ def test_the_commands_in_the_pages_parse(readme):
             continue  # refused where there is no GPU
         if "--resume" in words and "--checkpoint" not in words:
             raise AssertionError((readme, words))
-        complaint = io.StringIO()
-        with package_on_path(package), contextlib.redirect_stderr(complaint):
+        stderr = io.StringIO()
+        with package_on_path(package), contextlib.redirect_stderr(stderr):
             import main
 
             try:
                 main.parse_args(words)
             except SystemExit as ended:
-                assert ended.code == 0, (words, complaint.getvalue())
+                assert ended.code == 0, (words, stderr.getvalue())
         count += 1
     assert count >= (0 if readme.name != "README.md" else 4 if readme.parent == ROOT else 3), readme
 

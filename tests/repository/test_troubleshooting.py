@@ -1,4 +1,4 @@
-"""docs/TROUBLESHOOTING.md: the text of each row is what is seen, wherever it can be provoked here."""
+"""docs/TROUBLESHOOTING.md: cause the failure of each row, and compare its text with the row, where this is possible."""
 
 import concurrent.futures
 import json
@@ -19,22 +19,26 @@ from helpers import ROOT, read_whole, run_main, run_script, start_main
 from jobs import Job, free_port
 
 PAGE = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()
-ROWS = {int(row): seen for row, seen in re.findall(r"^\| (\d+) \| (.+?) \| .*\| .+ \|$", PAGE, re.MULTILINE)}
-MAKERS = {}  # a piece of a row's symptom -> what makes it happen, and returns the text that is seen
+ROWS = {int(row): symptom for row, symptom in re.findall(r"^\| (\d+) \| (.+?) \| .*\| .+ \|$", PAGE, re.MULTILINE)}
+MAKERS = {}  # a piece of a row's symptom -> a function that causes the failure, and returns the text that was seen
 
 
 def makes(symptom):
+    """Register the decorated function in MAKERS."""
     return lambda make: MAKERS.setdefault(symptom, make)
 
 
 def number_of(symptom):
-    (number,) = [number for number, seen in ROWS.items() if symptom in seen]
+    (number,) = [number for number, cell in ROWS.items() if symptom in cell]
     return number
 
 
-def agrees(seen, text):
-    """Whether the text holds all that stands between backticks in a row; … is anything, a line's end is a space."""
-    pieces = [re.split("…", quoted) for quoted in re.findall(r"`([^`]+)`", seen)]
+def agrees(cell, text):
+    """Return whether `text` contains everything in backticks in a row's cell.
+
+    "…" matches any text, and a line break in `text` counts as a space.
+    """
+    pieces = [re.split("…", quoted) for quoted in re.findall(r"`([^`]+)`", cell)]
     spaced = " ".join(text.split())
     return all(re.search(".*?".join(map(re.escape, piece)), spaced) for piece in pieces)
 
@@ -59,7 +63,7 @@ TORCH = (
     "ran for more than set timeout",
     "RRef creation",
     "`remote` raises no error",
-    "of an RRef to an own object",
+    "of an RRef to an object of the same process",
     "`eof (this error",
     "std::bad_alloc",
     "Can't get attribute",
@@ -85,7 +89,7 @@ TORCH = (
     "loss stays where it was",
     "Parameter or Module that was sent",
     "`dist_autograd.backward` does not return",
-    "`model.eval()` was called here",
+    "`model.eval()` was called in one process",
     "has no attribute 'owner'",
     "functional optimizers",
     "memory of one process grows",
@@ -104,16 +108,17 @@ def torchs_own():
 
 @pytest.mark.parametrize("symptom", TORCH)
 def test_what_torch_says(symptom, torchs_own):
-    text, seen = torchs_own[symptom], ROWS[number_of(symptom)]
-    if text != "seen":  # what is silent has happened as the row says
-        # Row "eof" also names what comes later, in an order that nobody knows.
-        assert text and agrees(seen.partition("; over TCP")[0], text), (seen, text)
+    text, cell = torchs_own[symptom], ROWS[number_of(symptom)]
+    if text != "seen":  # "seen" means that a failure without a message has happened as the row describes
+        # The row on `eof` also has texts that come later, in no fixed order. They are not compared.
+        assert text and agrees(cell.partition("; over TCP")[0], text), (cell, text)
 
 
-# ----------------------------------------------------------------------------------------- ours: one command each
+# ------------------------------------------------------------ messages of the packages: rows that need one command
 
 
-def said(package, *flags, status=1, **options):
+def output_of(package, *flags, status=1, **options):
+    """Run main.py, check its exit status, and return what it printed to stdout and stderr."""
     done = run_main(package, *flags, **options)
     assert done.returncode == status, (done.returncode, done.stderr)
     return done.stdout + done.stderr
@@ -125,7 +130,7 @@ def without_main_guard(tmp_path):
     script.write_text(
         textwrap.dedent("""
             import multiprocessing
-            multiprocessing.get_context("spawn").Process(target=print).start()  # what torch.multiprocessing.spawn uses
+            multiprocessing.get_context("spawn").Process(target=print).start()  # as torch.multiprocessing.spawn does
         """)
     )
     return subprocess.run([sys.executable, script], capture_output=True, text=True).stderr
@@ -135,65 +140,67 @@ def without_main_guard(tmp_path):
 def no_gpu(_):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    return said("rl_rpc", "--device", "cuda", status=2)
+    return output_of("rl_rpc", "--device", "cuda", status=2)
 
 
 @makes("--resume needs --checkpoint")
 def no_checkpoint(_):
-    return said("rl_rpc", "--resume", status=2)
+    return output_of("rl_rpc", "--resume", status=2)
 
 
 @makes("did not come within --join_timeout 1 s: nothing answers")
 def no_rank_0(_):
     flags = ["--world_size", 2, "--rank", 1, "--master_port", free_port(), "--join_timeout", 1]
-    return said("rl_rpc", *flags)
+    return output_of("rl_rpc", *flags)
 
 
 @makes("cannot listen on 127.0.0.1")
 def taken_port(_):
     with socket.create_server(("127.0.0.1", 0)) as other:
-        return said("rl_rpc", "--world_size", 2, "--rank", 0, "--master_port", other.getsockname()[1])
+        return output_of("rl_rpc", "--world_size", 2, "--rank", 0, "--master_port", other.getsockname()[1])
 
 
 @makes("is not rank 0 (agent)")
 def a_stranger_listens(_):
     with socket.create_server(("127.0.0.1", 0)) as other:
         flags = ["--world_size", 2, "--rank", 1, "--master_port", other.getsockname()[1], "--join_timeout", 1]
-        return said("rl_rpc", *flags)
+        return output_of("rl_rpc", *flags)
 
 
 @makes("Name or service not known")
 def no_such_host(_):
-    return said("rl_rpc", "--world_size", 2, "--rank", 1, "--master_addr", "no-such-host.invalid", "--join_timeout", 1)
+    return output_of(
+        "rl_rpc", "--world_size", 2, "--rank", 1, "--master_addr", "no-such-host.invalid", "--join_timeout", 1
+    )
 
 
 @makes("Cannot assign requested address")
 def another_machines_address(_):
-    return said("rl_rpc", "--world_size", 2, "--rank", 0, "--master_addr", "192.0.2.9", "--join_timeout", 1)
+    return output_of("rl_rpc", "--world_size", 2, "--rank", 0, "--master_addr", "192.0.2.9", "--join_timeout", 1)
 
 
 @makes("training has diverged")
 def diverged(_):
-    return said("rl_rpc", "--lr", "1e300", "--max_episodes", 50)
+    return output_of("rl_rpc", "--lr", "1e300", "--max_episodes", 50)
 
 
 @makes("is not a readable checkpoint")
 def nonsense_for_a_checkpoint(tmp_path):
     (tmp_path / "c.pt").write_text("nonsense")
-    return said("rl_rpc", "--resume", "--checkpoint", tmp_path / "c.pt")
+    return output_of("rl_rpc", "--resume", "--checkpoint", tmp_path / "c.pt")
 
 
 @makes("was made with --env_id")
 def another_environment(tmp_path):
     flags = ["--checkpoint", tmp_path / "c.pt", "--eval_episodes", 0, "--max_episodes", 1]
-    said("rl_rpc", *flags, status=0)
-    return said("rl_rpc", *flags, "--resume", "--env_id", "Acrobot-v1")
+    output_of("rl_rpc", *flags, status=0)
+    return output_of("rl_rpc", *flags, "--resume", "--env_id", "Acrobot-v1")
 
 
 @makes("MNIST is not in")
 def no_way_to_mnist(tmp_path):
     (tmp_path / "file").touch()
-    return said("param_server", "--data_dir", tmp_path / "file" / "below")
+    return output_of("param_server", "--data_dir", tmp_path / "file" / "below")
 
 
 QUICK = list(MAKERS)
@@ -201,31 +208,31 @@ QUICK = list(MAKERS)
 
 @pytest.mark.parametrize("symptom", QUICK)
 def test_what_a_command_says(symptom, tmp_path):
-    seen = ROWS[number_of(symptom)]
+    cell = ROWS[number_of(symptom)]
     text = MAKERS[symptom](tmp_path)
-    assert agrees(seen, text), (seen, text)
+    assert agrees(cell, text), (cell, text)
 
 
-# ----------------------------------------------------------------------------------------- ours: several processes
+# ------------------------------------------------------- messages of the packages: rows that need several processes
 
 
 @makes("rank 1 (observer1), rank 2 (observer2) did not come")
 def no_observers(_):
-    return said("rl_rpc", "--world_size", 3, "--rank", 0, "--master_port", free_port(), "--join_timeout", 1)
+    return output_of("rl_rpc", "--world_size", 3, "--rank", 0, "--master_port", free_port(), "--join_timeout", 1)
 
 
 @makes("it was started with seed 7")
 def another_seed(_):
-    return strangers_meet(["--rank", 1, "--seed", 7])
+    return stderr_of_ranks(["--rank", 1, "--seed", 7])
 
 
 @makes("it is there already")
 def a_number_twice(_):
-    return strangers_meet(["--rank", 1], ["--rank", 1])
+    return stderr_of_ranks(["--rank", 1], ["--rank", 1])
 
 
-def strangers_meet(*others):
-    """Start rank 0 of a job that never gets complete, and these others; return what all of them say."""
+def stderr_of_ranks(*others):
+    """Start rank 0 of a job in which a rank is missing, and ranks with these flags.  Return the stderr of all."""
     place = ["--world_size", 3, "--master_port", free_port(), "--join_timeout", 6]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         ended = list(pool.map(lambda flags: run_main("rl_rpc", *place, *flags), [["--rank", 0], *others]))
@@ -233,7 +240,7 @@ def strangers_meet(*others):
 
 
 def rank_that_gets(number, way, rank):
-    """Send a signal to one rank of a job that is under way; return what all of them write to stderr."""
+    """Send a signal to one rank of a running job.  Return what all ranks write to stderr."""
     with Job("rl_rpc", way, ["--max_episodes", "1000000", "--reward_threshold", "1e9"]) as job:
         assert job.wait_for_text("Episode 10", 90)
         os.kill(job.pid_of(rank), number)
@@ -253,7 +260,7 @@ def killed(_):
 
 @makes("lost rank 0 (agent): it failed")
 def the_agent_fails(_):
-    return said("rl_rpc", "--lr", "1e300", "--max_episodes", 50)
+    return output_of("rl_rpc", "--lr", "1e300", "--max_episodes", 50)
 
 
 @makes("is a loopback address, and there are ranks on")
@@ -273,7 +280,8 @@ def a_host_without_a_name(_):
     if os.geteuid() != 0:
         pytest.skip("needs root, to give a process another host name")
     command = ["unshare", "--uts", sys.executable, ROOT / "tests" / "repository" / "symptoms.py", "nameless_host"]
-    loud = os.environ | {"TORCH_CPP_LOG_LEVEL": "WARNING"}  # our programs silence these lines of torch's
+    # torch logs these lines at this level. The packages of this repository set a higher one.
+    loud = os.environ | {"TORCH_CPP_LOG_LEVEL": "WARNING"}
     done = subprocess.run(command, capture_output=True, text=True, env=loud)
     return json.loads(done.stdout)["Failed to look up the IP address"]
 
@@ -292,25 +300,25 @@ def a_name_that_leads_to_oneself(tmp_path):
     if reason := two_hosts.why_not():
         pytest.skip(reason)
     gloo = on_two_hosts(tmp_path, "Gloo connectFullMesh failed", [{}, {}])
-    told = [{"GLOO_SOCKET_IFNAME": device} for device in two_hosts.DEVICES]
-    return gloo + on_two_hosts(tmp_path, "ECONNREFUSED", told)
+    variables = [{"GLOO_SOCKET_IFNAME": device} for device in two_hosts.DEVICES]
+    return gloo + on_two_hosts(tmp_path, "ECONNREFUSED", variables)
 
 
 def on_two_hosts(folder, awaited, variables):
-    """Run plain torch on two hosts, each with variables of its own, until it says what is awaited; return all of it."""
+    """Run PLAIN on two hosts, with a dict of variables for each, until it prints `awaited`.  Return its output."""
     (folder / "plain.py").write_text(PLAIN)
-    with two_hosts.TwoHosts() as hosts, open(folder / "said", "w") as file:
+    with two_hosts.TwoHosts() as hosts, open(folder / "log", "w") as file:
         ranks, deadline = [], time.monotonic() + 60
         for rank, own in enumerate(variables):
             environ = os.environ | {"MASTER_ADDR": two_hosts.ADDRESSES[0], "MASTER_PORT": "29500"} | own
             command = hosts.on(rank, [sys.executable, str(folder / "plain.py"), str(rank)])
             ranks.append(subprocess.Popen(command, stdout=file, stderr=file, env=environ))
-        while awaited not in read_whole(folder / "said") and time.monotonic() < deadline:
+        while awaited not in read_whole(folder / "log") and time.monotonic() < deadline:
             time.sleep(0.1)
         for rank in ranks:
             rank.kill()
             rank.wait()
-    return read_whole(folder / "said")
+    return read_whole(folder / "log")
 
 
 PORTS = """
@@ -333,7 +341,7 @@ def test_the_range_of_ports_that_the_row_of_containers_names(tmp_path):
     setting = f"ip link set lo up && echo {low} {high} > /proc/sys/net/ipv4/ip_local_port_range"
     inside = ["unshare", "--map-root-user", "--net", "sh", "-c", f'{setting} && exec "$@"', "sh"]
     if can := subprocess.run([*inside, "true"], capture_output=True, text=True).stderr:
-        pytest.skip(f"no network namespace with a range of its own can be made here: {can}")
+        pytest.skip(f"no network namespace with its own range of ports can be made on this machine: {can}")
     command = [*inside, sys.executable, tmp_path / "ports.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     ports = [int(port) for port in done.stdout.split()]
@@ -347,15 +355,15 @@ SLOW = [symptom for symptom in MAKERS if symptom not in QUICK]
 @pytest.mark.slow
 @pytest.mark.parametrize("symptom", SLOW)
 def test_what_several_processes_say(symptom, tmp_path):
-    seen = ROWS[number_of(symptom)]
+    cell = ROWS[number_of(symptom)]
     text = MAKERS[symptom](tmp_path)
-    assert agrees(seen, text), (seen, text)
+    assert agrees(cell, text), (cell, text)
 
 
 def test_every_row_is_made_or_says_that_it_is_not():
     made = {number_of(symptom) for symptom in MAKERS} | {number_of(symptom) for symptom in TORCH}
-    assert made | {number for number, seen in ROWS.items() if NOT_MADE.search(seen)} == set(ROWS)
-    assert not made & {number for number, seen in ROWS.items() if NOT_MADE.search(seen)}
+    assert made | {number for number, cell in ROWS.items() if NOT_MADE.search(cell)} == set(ROWS)
+    assert not made & {number for number, cell in ROWS.items() if NOT_MADE.search(cell)}
 
 
 # -------------------------------------------------------------------------------------------------------------- --check
@@ -366,14 +374,14 @@ def test_the_example_of_check_is_what_it_prints():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         done = run_main("rl_rpc", "--world_size", 3, "--check", "--master_port", port)
-    told = textwrap.dedent(example).splitlines()
-    labels = [line[:13] for line in told]
+    expected = textwrap.dedent(example).splitlines()
+    labels = [line[:13] for line in expected]
     assert [line[:13] for line in done.stdout.splitlines()] == labels
 
-    def masked(line):  # what differs from machine to machine
+    def masked(line):  # without what differs from machine to machine
         line = re.sub(r"^(host +)\S+, which resolves to \S+|^(GPUs +)\d+ \(.*?\)|^(torch +)[\w.+]+", r"\1\2\3", line)
         return re.sub(r"\(\w+\): choose|\b\d+\b", "", line)
 
-    assert [masked(line) for line in done.stdout.splitlines()] == [masked(line) for line in told]
+    assert [masked(line) for line in done.stdout.splitlines()] == [masked(line) for line in expected]
     table = re.findall(r"^\| ([\w ]+) \| [^|]+ \| [\d, ]+ \|$", PAGE, re.MULTILINE)
     assert {label.strip() for label in labels if label.strip() != "next"} == set(table)

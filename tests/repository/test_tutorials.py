@@ -1,4 +1,4 @@
-"""The programs on one page can be read from top to bottom, and copied out alone."""
+"""The programs on one page: their length, and what they import."""
 
 import ast
 import re
@@ -10,13 +10,13 @@ from helpers import PACKAGES, ROOT
 
 LIBRARIES = {"torch", "torchvision", "gymnasium", "numpy", "matplotlib"}
 MOST_LINES = {"tutorial.py": 170, "tutorial_batch.py": 170, "single.py": 80}
-# These would become unclear in fewer lines.
+# With fewer lines these programs would be unclear.
 LONGER = {
     "ddp_rpc/tutorial.py": 171,
     "rl_rpc/tutorial.py": 173,
     "rnn_rpc/tutorial.py": 171,
-    "param_server/tutorial.py": 218,  # the network, and digits of two kinds
-    "param_server/tutorial_batch.py": 222,  # the measurement and its picture
+    "param_server/tutorial.py": 218,  # it has the network, and two kinds of digits
+    "param_server/tutorial_batch.py": 222,  # it has the measurement and its picture
     "rl_rpc/tutorial_batch.py": 192,
 }
 PROGRAMS = [path for name in MOST_LINES for path in sorted(ROOT.glob(f"*/{name}")) if path.parent.name in PACKAGES]
@@ -43,14 +43,15 @@ def test_a_program_on_one_page_is_on_one_page_and_needs_nothing_but_libraries(pa
             imported.add(node.module.partition(".")[0])
     assert imported <= LIBRARIES | set(sys.stdlib_module_names)
     if path.name == "single.py":
-        assert "rpc" not in text.partition('"""')[2].partition('"""')[2]  # after the docstring, which may name it
+        # Only the docstring may contain the word.
+        assert "rpc" not in text.partition('"""')[2].partition('"""')[2]
     else:
         assert all(call in text for call in ("mp.spawn(", "rpc.init_rpc(", "rpc.shutdown("))
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_lines_that_rpc_adds_are_those_of_the_programs(package):
-    """The README's lines of `diff single.py tutorial.py`."""
+    """Compare the output of `diff single.py tutorial.py` in the README with the two programs."""
     folder = ROOT / package
     (block,) = re.findall(r"^```diff\n(.*?)^```", (folder / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     single, tutorial = ((folder / name).read_text().splitlines() for name in ("single.py", "tutorial.py"))
