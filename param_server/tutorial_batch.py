@@ -96,7 +96,7 @@ class Trainer:
         self.generator = torch.Generator().manual_seed(seed + rpc.get_worker_info().id)
 
     def get_next_batch(self):
-        """Yield images (B, 3, H, W), which are patterns with noise, and labels (B, classes) [B6]."""
+        """Yield images (B, 3, H, W), patterns with noise, and labels (B, classes) [B6]."""
         for _ in range(self.num_batches):
             indices = torch.randint(0, num_classes, (batch_size,), generator=self.generator)
             noise = torch.randn(batch_size, 3, image_h, image_w, generator=self.generator)
