@@ -34,8 +34,8 @@ class Net(nn.Module):
         `dropout_key`: numbers and strings that alone determine the dropout masks. Each batch has its own key, so it
         gets the same masks in every trainer, and after --resume. Without a key, or in eval mode, nothing is dropped.
         """
-        # Mark x as stored in the order (B, H, W, C), "channels last". The convolutions then compute in that layout. On a
-        # CPU this is about 15 % faster. With one channel no data is moved.
+        # Mark x as stored in the order (B, H, W, C), "channels last". The convolutions then compute in that layout. On
+        # a CPU this is about 15 % faster. With one channel no data is moved.
         x = x.squeeze(1).unsqueeze(-1).movedim(-1, 1)
         x = F.relu(self.conv1(x))  # (B, 32, 26, 26)
         x = F.max_pool2d(self.conv2(x), 2)  # (B, 64, 12, 12)

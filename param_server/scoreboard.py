@@ -209,15 +209,16 @@ class Scoreboard:
         elif self.later and not any(self.assignments.values()):
             self.evaluate()
             self.report.say(f"Epoch {self.epoch + 1}, update {self.updates}: Accuracy {self.accuracy:.4f}")
-        tasks = {}
+        answers = {}
         if self.epoch < self.args.epochs:
             lr = self.learning_rate()
             self.assign_batches()
             self.server.start_assignments(lr)
-            tasks = {who: Assignment(self.epoch, lr, batches.copy()) for who, batches in self.assignments.items()}
+            for trainer, batches in self.assignments.items():
+                answers[trainer] = Assignment(self.epoch, lr, batches.copy())
         self.started = time.perf_counter()
         for trainer, future in waiting.items():
-            future.set_result(tasks.get(trainer))
+            future.set_result(answers.get(trainer))
 
     def is_everybody_here(self):
         """Return whether all living trainers, at least one, wait for an assignment.  Called under the lock."""
@@ -328,8 +329,9 @@ def get_accuracy(net, images, labels, batch_size=500):
     reach the network on the server, whose dropout stays on.
     """
     net.eval()
-    device, right = next(net.parameters()).device, 0
+    device = next(net.parameters()).device
+    correct = 0
     with all_cores():  # no trainer computes now
         for batch, target in zip(images.split(batch_size), labels.split(batch_size), strict=True):
-            right += (net(normalised(batch.to(device))).argmax(dim=1).cpu() == target).sum().item()
-    return right / len(labels)
+            correct += (net(normalised(batch.to(device))).argmax(dim=1).cpu() == target).sum().item()
+    return correct / len(labels)
