@@ -1,4 +1,7 @@
-"""What param_server/EXERCISES.md asks for and the package does not have: run where it is named, no test of its own."""
+"""The checks of exercises 3 and 4 in param_server/EXERCISES.md.
+
+The package does not have what they ask for. So these tests are not part of the test suite: only the exercises run them.
+"""
 
 import json
 import statistics
@@ -9,7 +12,7 @@ from helpers import ROOT, load_module
 
 judge = load_module(ROOT / "tests" / "param_server" / "test_equivalence.py")
 one_thread_per_rank = judge.one_thread_per_rank
-WEIGHTS = 1_199_882  # of the network: a push sends a gradient of as many, and as many weights come back
+WEIGHTS = 1_199_882  # of the network: a push sends as many gradients, and gets as many weights
 FLAGS = ("--mode", "replica", "--world_size", 2, "--transport", "tcp")
 
 
@@ -21,7 +24,7 @@ def train(folder, steps, *flags):
 
 
 def test_bfloat16_gradients(tmp_path):
-    """Half the bytes on the way up, all of them on the way down; and it learns what it learns without."""
+    """Gradients have half the bytes, weights have all of them, and the losses are nearly the same."""
     losses, weights, summary = train(tmp_path, judge.STEPS)
     assert summary["wire_bytes_per_step"] < 1.1 * (2 + 4) * WEIGHTS
     expected_losses, expected = judge.one_process(judge.STEPS, batch_size=8)
@@ -30,9 +33,9 @@ def test_bfloat16_gradients(tmp_path):
 
 
 def test_largest_gradients(tmp_path):
-    """A hundredth of the gradient on the way up; what is not sent is not lost, so it learns what it learns without."""
+    """A hundredth of each gradient is sent at once, the rest later, and the losses are nearly the same."""
     steps = 100
     losses, _, summary = train(tmp_path, steps)
-    assert summary["wire_bytes_per_step"] < 1.1 * (0.08 + 4) * WEIGHTS  # 4 bytes for a number, 4 for its place
+    assert summary["wire_bytes_per_step"] < 1.1 * (0.08 + 4) * WEIGHTS  # 4 bytes for a number, 4 for its position
     expected_losses, _ = judge.one_process(steps, batch_size=8)
     assert statistics.mean(losses[-20:]) == pytest.approx(statistics.mean(expected_losses[-20:]), abs=0.06)

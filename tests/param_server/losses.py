@@ -1,4 +1,4 @@
-"""Trainers that are lost, drawn from a number; what `--on_lost continue` promises is checked by images that count.
+"""Cases of lost trainers, drawn from a number.  They check the promise of `--on_lost continue` by counting images.
 
 Used by test_lost.py and tests/tools/soak_lost.py.
 """
@@ -27,7 +27,7 @@ IMAGES, BATCH, TRAINERS, EPOCHS = 1200, 4, 4, 3
 
 
 def draw_case(number):
-    """One case from a seed: (mode, {trainer from 0: (kind, seconds since training began)})."""
+    """Return one case, drawn from a seed: (mode, {trainer from 0: (kind, seconds since training began)})."""
     draw = random.Random(number)
     mode = list(MODES)[number % len(MODES)]
     victims = draw.sample(range(TRAINERS), draw.randint(1, TRAINERS - 1))
@@ -35,7 +35,7 @@ def draw_case(number):
 
 
 def run_case(mode, faults, flags=(), lost_after=4.0, pause=0.004):
-    """Run it and check; return the job's summary."""
+    """Run a case and check what it printed and counted; return the job's summary."""
     servers = 2 if "two" in mode else 3 if "three" in mode else 1
     spec = ",".join(f"{servers + victim}:{kind}:{at}" for victim, (kind, at) in faults.items())
     with tempfile.NamedTemporaryFile("r") as summary_file:
@@ -61,5 +61,5 @@ def run_case(mode, faults, flags=(), lost_after=4.0, pause=0.004):
         if "local" not in mode and "sync" not in mode:
             assert float(fewest) == float(most) == 1.0, told
     memory = [float(each[3]) for each in counted]
-    assert memory[-1] - memory[0] < 16, told  # MB of rank 0
+    assert memory[-1] - memory[0] < 16, told  # memory of rank 0 in MB
     return summary

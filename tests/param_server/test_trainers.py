@@ -1,4 +1,4 @@
-"""Mode `replica`'s loop, with its servers in the same process: of which weights a gradient is, and what is counted."""
+"""The training loop of mode `replica`, with its servers in this process: weights of each gradient, and counts."""
 
 import re
 import threading
@@ -20,7 +20,7 @@ with package_on_path("param_server"):
 
 test_checkpoints = load_module(ROOT / "tests" / "param_server" / "test_checkpoints.py")
 Here, SmallNet = test_checkpoints.test_server.Here, test_checkpoints.SmallNet
-BATCHES, LR = 10, 0.5  # of an epoch; a rate at which a gradient of other weights is another one
+BATCHES, LR = 10, 0.5  # per epoch; a rate so high that gradients of different weights differ clearly
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def small(monkeypatch):
 
 
 class Slow(Here):
-    """A push arrives when its sender waits for the answer, not before."""
+    """Replaces an RRef: a push arrives only when its sender waits for the answer."""
 
     def rpc_async(self, timeout=None):
         return SlowCalls(self, wait=False)
@@ -55,7 +55,7 @@ class SlowPush:
 
 
 def train(monkeypatch, batches, *flags, reference=Here):
-    """Run a job in this process, each trainer on a thread of its own; return (the first server, all weights)."""
+    """Run a job in this process, each trainer on a thread of its own; return (first server, all weights)."""
     args = main.parse_args(["--dataset", "synthetic", "--mode", "replica", "--lr", str(LR), *map(str, flags)])
     device = torch.device("cpu")
     if args.num_servers == 1:
@@ -78,13 +78,13 @@ def train(monkeypatch, batches, *flags, reference=Here):
 
 
 def one_process(batches, late=0, epochs=1, momentum=0.0, rates=(LR, LR)):
-    """The plain loop, each gradient of the weights as they were `late` updates ago; return (losses, weights)."""
+    """Train in a plain loop, with gradients of the weights `late` updates ago; return (losses, weights)."""
     torch.manual_seed(1)
     net = SmallNet()
     past = [torch.nn.utils.parameters_to_vector(net.parameters()).detach()]
     losses, velocity = [], 0.0
     for epoch in range(epochs):
-        start = len(past) - 1  # an epoch begins with weights of now
+        start = len(past) - 1  # an epoch begins with the current weights
         for _, data, target in batches.of(epoch, range(batches.per_epoch)):
             torch.nn.utils.vector_to_parameters(past[max(start, len(past) - 1 - late)], net.parameters())
             loss = F.nll_loss(net(data), target)
@@ -102,7 +102,7 @@ def one_process(batches, late=0, epochs=1, momentum=0.0, rates=(LR, LR)):
         (("--momentum", 0.5, "--num_servers", 2), {"momentum": 0.5}, {0: 20}),
         (("--lr_step", 1), {"rates": (LR, LR / 10)}, {0: 20}),
         (("--sync_every", 3), {}, {0: 8}),  # pushes of 3, 3, 3 and 1 batches
-        (("--overlap",), {"late": 1}, {0: 2, 1: 18}),  # the first of an epoch is not late
+        (("--overlap",), {"late": 1}, {0: 2, 1: 18}),  # the first gradient of an epoch is not late
         (("--overlap", "--num_servers", 2), {"late": 1}, {0: 2, 1: 18}),
         (("--consistency", "sync", "--num_servers", 3), {}, {0: 20}),
         (("--evaluations", 3), {}, {0: 20}),
@@ -134,12 +134,12 @@ def test_overlap_tells_a_staleness_of_one_but_for_the_first_gradient(monkeypatch
     assert staleness_figures(first.scoreboard.stale) == {"staleness_mean": 0.9, "staleness_max": 1}
     _, of_the_newest = one_process(small)
     _, of_the_last = one_process(small, late=1)
-    assert (of_the_newest - of_the_last).abs().max() > 1e-2  # the two would not be taken for each other
+    assert (of_the_newest - of_the_last).abs().max() > 1e-2  # the two differ clearly
 
 
 def test_overlap_waits_for_its_last_push_before_it_asks_for_more(monkeypatch, small, capsys):
     first, weights = train(monkeypatch, small, "--overlap", "--world_size", 2, "--log_interval", 1, reference=Slow)
-    assert capsys.readouterr().out.count("training batch") == BATCHES  # none was assigned a second time
+    assert capsys.readouterr().out.count("training batch") == BATCHES  # no batch was assigned a second time
     _, expected = one_process(small, late=1)
     assert first.scoreboard.images_applied == [4 * BATCHES] and first.scoreboard.updates == BATCHES
     torch.testing.assert_close(weights, expected, rtol=0, atol=1e-4)
