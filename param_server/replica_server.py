@@ -155,7 +155,7 @@ class ReplicaServer:
         return answers
 
     def is_update_complete(self):
-        """Return whether the pushes for the next update are here: one of each trainer in `sync`, otherwise any one."""
+        """Return whether the next update has all its pushes: one of each trainer in `sync`, otherwise any one."""
         if self.sync:
             return bool(self.unapplied) and self.scoreboard.at_work() <= self.unapplied.keys()
         return bool(self.unapplied)

@@ -48,10 +48,10 @@ class Work:
 class Scoreboard:
     """The progress of one job.
 
-    The batches of an epoch are assigned to the living trainers. A batch is removed from its trainer's assignment when
-    it has been applied to the weights. If a trainer is lost, the rest of its assignment is assigned to the living
-    trainers, after these have done their own. Batches that are left in a checkpoint are assigned to the trainers of the
-    run that resumes it. The content of a batch does not depend on the trainer that does it.
+    The batches of an epoch are assigned to the living trainers, which are those that were not lost. A batch is removed
+    from its trainer's assignment when it has been applied to the weights. If a trainer is lost, the rest of its
+    assignment is assigned to the living trainers, after these have done their own. Batches that are left in a checkpoint
+    are assigned to the trainers of the run that resumes it. The content of a batch does not depend on its trainer.
 
     `server` must have capture(), restore(state), start_assignments(lr), forget(trainer), and `model`, which has the
     weights that were captured last.
@@ -122,7 +122,7 @@ class Scoreboard:
         Raise RuntimeError if the trainer was lost (it may only have been stopped for a while), or has nothing to do.
         """
         if trainer not in self.living:
-            raise RuntimeError(f"trainer_{trainer} was lost; its batches were assigned to other trainers")
+            raise RuntimeError(f"trainer_{trainer} was lost; its batches go to other trainers")
         batches = self.batches_left_of(trainer)
         if not batches:
             raise RuntimeError(f"trainer_{trainer} sent a gradient after the last batch of its assignment")
