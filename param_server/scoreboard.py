@@ -49,9 +49,9 @@ class Scoreboard:
     """The progress of one job.
 
     The batches of an epoch are assigned to the living trainers, which are those that were not lost. A batch is removed
-    from its trainer's assignment when it has been applied to the weights. If a trainer is lost, the rest of its
-    assignment is assigned to the living trainers, after these have done their own. Batches that are left in a checkpoint
-    are assigned to the trainers of the run that resumes it. The content of a batch does not depend on its trainer.
+    from its trainer's assignment when it has been applied to the weights. If a trainer is lost, the others get the rest
+    of its assignment, after they have done their own. Batches that are left in a checkpoint are assigned to the
+    trainers of the run that resumes it. The content of a batch does not depend on the trainer that does it.
 
     `server` must have capture(), restore(state), start_assignments(lr), forget(trainer), and `model`, which has the
     weights that were captured last.
