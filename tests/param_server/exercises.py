@@ -10,8 +10,8 @@ import pytest
 
 from helpers import ROOT, load_module
 
-judge = load_module(ROOT / "tests" / "param_server" / "test_equivalence.py")
-one_thread_per_rank = judge.one_thread_per_rank
+equivalence = load_module(ROOT / "tests" / "param_server" / "test_equivalence.py")
+one_thread_per_rank = equivalence.one_thread_per_rank
 WEIGHTS = 1_199_882  # of the network: a push sends as many gradients, and gets as many weights
 FLAGS = ("--mode", "replica", "--world_size", 2, "--transport", "tcp")
 
@@ -19,17 +19,17 @@ FLAGS = ("--mode", "replica", "--world_size", 2, "--transport", "tcp")
 def train(folder, steps, *flags):
     """Train with one trainer; return (losses, weights, summary)."""
     summary = folder / "summary.json"
-    losses, weights = judge.distributed(folder, steps, *FLAGS, "--summary_json", summary, *flags)
+    losses, weights = equivalence.distributed(folder, steps, *FLAGS, "--summary_json", summary, *flags)
     return losses[1], weights, json.loads(summary.read_text())
 
 
 def test_bfloat16_gradients(tmp_path):
     """Gradients have half the bytes, weights have all of them, and the losses are nearly the same."""
-    losses, weights, summary = train(tmp_path, judge.STEPS)
+    losses, weights, summary = train(tmp_path, equivalence.STEPS)
     assert summary["wire_bytes_per_step"] < 1.1 * (2 + 4) * WEIGHTS
-    expected_losses, expected = judge.one_process(judge.STEPS, batch_size=8)
+    expected_losses, expected = equivalence.one_process(equivalence.STEPS, batch_size=8)
     assert losses == pytest.approx(expected_losses, abs=0.02) and losses != expected_losses
-    judge.assert_same_weights(weights, expected, tolerance=2e-3)
+    equivalence.assert_same_weights(weights, expected, tolerance=2e-3)
 
 
 def test_largest_gradients(tmp_path):
@@ -37,5 +37,5 @@ def test_largest_gradients(tmp_path):
     steps = 100
     losses, _, summary = train(tmp_path, steps)
     assert summary["wire_bytes_per_step"] < 1.1 * (0.08 + 4) * WEIGHTS  # 4 bytes for a number, 4 for its position
-    expected_losses, _ = judge.one_process(steps, batch_size=8)
+    expected_losses, _ = equivalence.one_process(steps, batch_size=8)
     assert statistics.mean(losses[-20:]) == pytest.approx(statistics.mean(expected_losses[-20:]), abs=0.06)

@@ -139,10 +139,10 @@ def test_a_job_that_ended_in_an_evaluation_goes_on_with_it(tmp_path, monkeypatch
     assert test_server.wait_for_checkpoint(interrupted.servers[0])["progress"]["left"] == []
 
     resumed = Players(monkeypatch, servers, *flags, "--resume", "--world_size", servers + 2 - one_is_lost).play()
-    said = capsys.readouterr().out
-    assert f"Going on from update {updates}, epoch 1" in said
-    told = [re.sub(r" [\d,]+ images/s,", "", line) for line in (of_epoch_1, of_epoch_2, said)]
-    assert re.findall("^Epoch .*", told[2], re.M) == told[:2]
+    printed = capsys.readouterr().out
+    assert f"Going on from update {updates}, epoch 1" in printed
+    lines = [re.sub(r" [\d,]+ images/s,", "", line) for line in (of_epoch_1, of_epoch_2, printed)]
+    assert re.findall("^Epoch .*", lines[2], re.M) == lines[:2]
     assert resumed.scoreboard.images_applied == [4 * BATCHES] * 2 == uninterrupted.scoreboard.images_applied
     assert_same_state(broken, whole)
 

@@ -92,12 +92,12 @@ def test_a_restart_gets_past_an_evaluation_in_which_the_server_was_killed(tmp_pa
     flags = (*flags, "--on_lost", "continue", "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", updates)
     job = (losses.IMAGES, 0.004, 4.0, f"0:evaluation:0{more}", *flags, "--summary_json", summary_file)
     done = run_script("tests/param_server/counting_job.py", *job, timeout=150)
-    told = done.stdout + done.stderr
-    assert done.returncode == 0 and f"Going on from update {updates}, epoch 1" in done.stdout, told
-    assert ("lost rank 3 (trainer_3): killed by SIGKILL" in told) == bool(more), told
+    output = done.stdout + done.stderr
+    assert done.returncode == 0 and f"Going on from update {updates}, epoch 1" in done.stdout, output
+    assert ("lost rank 3 (trainer_3): killed by SIGKILL" in output) == bool(more), output
     summary = json.loads(summary_file.read_text())
-    assert summary["images_applied"] == [losses.IMAGES] * 2 and summary["updates"] == 2 * updates, told
-    assert re.findall(r"^Epoch (\d)", done.stdout, re.M) == ["1", "2"], told
-    counted = re.findall(r"counted (\d+) never, min (\S+), max (\S+),", told)
+    assert summary["images_applied"] == [losses.IMAGES] * 2 and summary["updates"] == 2 * updates, output
+    assert re.findall(r"^Epoch (\d)", done.stdout, re.M) == ["1", "2"], output
+    counted = re.findall(r"counted (\d+) never, min (\S+), max (\S+),", output)
     each = 0.25 if mode == "sync" else 1.0
-    assert [(int(never), float(least), float(most)) for never, least, most in counted] == [(0, each, each)] * 2, told
+    assert [(int(never), float(least), float(most)) for never, least, most in counted] == [(0, each, each)] * 2, output

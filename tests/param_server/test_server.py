@@ -290,16 +290,16 @@ def test_lr_step_divides_the_learning_rate():
     """By 10 every two epochs, both for the trainers and for the server."""
     server = remote_server.ParameterServer(arguments("--lr", 0.5, "--lr_step", 2, "--epochs", 6, "--world_size", 2))
     data, target = batch(1)
-    told, used = [], []
+    assigned, used = [], []
     while assignment := server.scoreboard.next_assignment(1, 1, {}).value():
         before = server.model.fc2.bias.detach().clone()
         F.nll_loss(server.forward(1, data), target).backward()
         gradient = server.model.fc2.bias.grad.clone()
         server.apply_gradients(1)
-        told.append(assignment.lr)
+        assigned.append(assignment.lr)
         used.append(((before - server.model.fc2.bias).norm() / gradient.norm()).item())
-    assert told == pytest.approx([0.5, 0.5, 0.05, 0.05, 0.005, 0.005])
-    assert used == pytest.approx(told, rel=1e-3)
+    assert assigned == pytest.approx([0.5, 0.5, 0.05, 0.05, 0.005, 0.005])
+    assert used == pytest.approx(assigned, rel=1e-3)
 
 
 # ------------------------------------------------------------------------- consistency of replicas
@@ -606,7 +606,7 @@ def test_a_second_request_for_batches_is_refused():
 # ------------------------------------------------------------------------- several servers, one checkpoint
 
 
-class Here:
+class FakeRRef:
     """Replaces an RRef: calls go to an object in this process, at once.  `sent`: (method, arguments) of each call."""
 
     def __init__(self, target):
@@ -622,13 +622,13 @@ class Here:
 
 
 class Calls:
-    def __init__(self, here, wait):
-        self.here, self.wait = here, wait
+    def __init__(self, rref, wait):
+        self.rref, self.wait = rref, wait
 
     def __getattr__(self, name):
         def call(*args):
-            self.here.sent.append((name, args))
-            answer = getattr(self.here.target, name)(*args)
+            self.rref.sent.append((name, args))
+            answer = getattr(self.rref.target, name)(*args)
             if not isinstance(answer, torch.futures.Future):  # @rpc.functions.async_execution: is one
                 future = torch.futures.Future()
                 future.set_result(answer)
@@ -647,7 +647,7 @@ def servers_in_this_process(monkeypatch, count, *flags):
     else:
         servers = [several_servers.FirstServer(args, device)]
         servers += [several_servers.RangeServer(index, args, device) for index in range(1, count)]
-    references = [Here(server) for server in servers]
+    references = [FakeRRef(server) for server in servers]
     monkeypatch.setattr(several_servers, "server_rref", references.__getitem__)
     servers[0].scoreboard.resume()
     return servers

@@ -19,7 +19,7 @@ with package_on_path("param_server"):
     from glue.report import staleness_figures
 
 test_checkpoints = load_module(ROOT / "tests" / "param_server" / "test_checkpoints.py")
-Here, SmallNet = test_checkpoints.test_server.Here, test_checkpoints.SmallNet
+FakeRRef, SmallNet = test_checkpoints.test_server.FakeRRef, test_checkpoints.SmallNet
 BATCHES, LR = 10, 0.5  # per epoch; a rate so high that gradients of different weights differ clearly
 
 
@@ -30,11 +30,11 @@ def small(monkeypatch):
     monkeypatch.setattr(scoreboard, "load_digits", lambda *_, **__: (images[:20], torch.arange(20) % 10))
     for module in (replica_server, replica_trainer, several_servers):
         monkeypatch.setattr(module, "Net", SmallNet)
-    monkeypatch.setattr(replica_server.rpc, "RRef", Here)
+    monkeypatch.setattr(replica_server.rpc, "RRef", FakeRRef)
     return mnist_data.Batches(images, torch.arange(len(images)) % 10, batch_size=4, seed=1)
 
 
-class Slow(Here):
+class Slow(FakeRRef):
     """Replaces an RRef: a push arrives only when its sender waits for the answer."""
 
     def rpc_async(self, timeout=None):
@@ -43,7 +43,7 @@ class Slow(Here):
 
 class SlowCalls(test_checkpoints.test_server.Calls):
     def push(self, *what):
-        return SlowPush(self.here.target, what)
+        return SlowPush(self.rref.target, what)
 
 
 class SlowPush:
@@ -54,7 +54,7 @@ class SlowPush:
         return self.server.push(*self.what).wait()
 
 
-def train(monkeypatch, batches, *flags, reference=Here):
+def train(monkeypatch, batches, *flags, reference=FakeRRef):
     """Run a job in this process, each trainer on a thread of its own; return (first server, all weights)."""
     args = main.parse_args(["--dataset", "synthetic", "--mode", "replica", "--lr", str(LR), *map(str, flags)])
     device = torch.device("cpu")
@@ -114,8 +114,8 @@ def test_one_trainer_computes_what_one_process_does(monkeypatch, small, capsys, 
     more = ("--world_size", servers + 1, "--epochs", 2, "--log_interval", 1)
     first, weights = train(monkeypatch, small, *flags, *more)
     losses, expected_weights = one_process(small, epochs=2, **expected)
-    told = re.findall(rf"^Rank {servers} training batch \d+ loss (\S+)$", capsys.readouterr().out, re.M)
-    assert [float(loss) for loss in told] == pytest.approx(losses, abs=1e-4)
+    printed = re.findall(rf"^Rank {servers} training batch \d+ loss (\S+)$", capsys.readouterr().out, re.M)
+    assert [float(loss) for loss in printed] == pytest.approx(losses, abs=1e-4)
     torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-4)
     assert first.scoreboard.stale == stale and first.scoreboard.images_applied == [4 * BATCHES] * 2
 
@@ -125,8 +125,8 @@ def test_the_accuracy_is_measured_as_often_as_is_asked_for(monkeypatch, small, c
     first, _ = train(monkeypatch, small, *flags)
     updates, accuracies = first.scoreboard.report.curves["test accuracy"]
     assert updates == [3, 6, 9, 10, 13, 16, 19, 20] and all(0 <= accuracy <= 1 for accuracy in accuracies)
-    told = re.findall(r"^Epoch (\d), update (\d+): Accuracy \d\.\d{4}$", capsys.readouterr().out, re.M)
-    assert told == [("1", "3"), ("1", "6"), ("1", "9"), ("2", "13"), ("2", "16"), ("2", "19")]
+    printed = re.findall(r"^Epoch (\d), update (\d+): Accuracy \d\.\d{4}$", capsys.readouterr().out, re.M)
+    assert printed == [("1", "3"), ("1", "6"), ("1", "9"), ("2", "13"), ("2", "16"), ("2", "19")]
 
 
 def test_overlap_tells_a_staleness_of_one_but_for_the_first_gradient(monkeypatch, small):
