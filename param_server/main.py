@@ -1,15 +1,15 @@
 """Trainers that share one network through a parameter server, on MNIST.
 
-python param_server/main.py --world_size 3               a server and two trainers, all spawned here
-python param_server/main.py --world_size 3 --rank 0      one rank per terminal or host: rank 0 is the server ...
-python param_server/main.py --world_size 3 --rank 1      ... every other rank a trainer (all with --master_addr HOST)
-torchrun --nproc-per-node 3 param_server/main.py         the same, started by torchrun
+python param_server/main.py --world_size 3               starts a server and two trainers on this machine
+python param_server/main.py --world_size 3 --rank 0      starts one rank, for one rank per terminal or host: the server
+python param_server/main.py --world_size 3 --rank 1      starts a trainer (on other hosts: with --master_addr HOST)
+torchrun --nproc-per-node 3 param_server/main.py         starts the server and two trainers with torchrun
 
---mode remote (the tutorial's): the network runs on the server; trainers send images and get predictions
---mode replica: trainers compute on a copy of their own; they push gradients, and get fresh weights for them
+--mode remote (the tutorial's): the network runs on the server. Trainers send images and get predictions.
+--mode replica: each trainer computes with a copy of the network. It pushes gradients and gets new weights.
 """
 
-import glue.before_torch  # noqa: F401  (first, see there)
+import glue.before_torch  # noqa: F401  (must come first: see that file)
 
 import torch
 import torch.distributed.rpc as rpc
@@ -26,7 +26,7 @@ from rpc_names import trainers, worker_name
 from scoreboard import write_result
 from several_servers import make_range_server, run_range_loop
 
-# What runs the steps of training in each mode: a trainer's loop.  The tutorial's mode is the first.
+# The training loop that a trainer runs in each mode.  The first mode is the tutorial's.
 MODES = {"remote": run_training_loop, "replica": run_replica_loop}
 REPLICA = ("consistency", "max_staleness", "sync_every", "num_servers", "overlap")
 AGREE = ("dataset", "epochs", "max_batches", "batch_size", "lr", "lr_step", "momentum", "no_dropout", *REPLICA)
@@ -35,27 +35,30 @@ AGREE = ("dataset", "epochs", "max_batches", "batch_size", "lr", "lr_step", "mom
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__, MODES, world_size=3, on_lost=True)
     add = parser.add_argument_group("training").add_argument
-    add("--dataset", choices=["mnist", "synthetic"], default="mnist", help="synthetic: digits drawn from the seed")
-    add("--data_dir", default="data", metavar="DIR", help="where MNIST's four files are, or are downloaded to")
-    add("--epochs", type=positive_int, default=1, metavar="N", help="passes over the data, all trainers together")
-    add("--max_batches", type=non_negative_int, default=0, metavar="N", help="end epochs after N per trainer; 0: all")
-    add("--batch_size", type=positive_int, default=32, metavar="B", help="images per trainer and batch")
+    add("--dataset", choices=["mnist", "synthetic"], default="mnist", help="synthetic: digits drawn by the program")
+    add("--data_dir", default="data", metavar="DIR", help="folder of MNIST, which is downloaded if it is missing")
+    add("--epochs", type=positive_int, default=1, metavar="N", help="passes over the data by all trainers together")
+    add("--max_batches", type=non_negative_int, default=0, metavar="N", help="batches per epoch and trainer; 0: all")
+    add("--batch_size", type=positive_int, default=32, metavar="B", help="images in a trainer's batch")
     add("--lr", type=positive_float, default=0.03, metavar="X", help="learning rate")
-    add("--lr_step", type=non_negative_int, default=0, metavar="E", help="divide it by 10 every E epochs; 0: never")
-    add("--momentum", type=fraction, default=0.0, metavar="X", help="of the SGD on the server")
-    add("--no_dropout", action="store_true", help="deterministic training, for comparisons")
-    add("--log_interval", type=positive_int, default=100, metavar="N", help="batches between two printed losses")
-    add("--evaluations", type=positive_int, default=1, metavar="N", help="times per epoch the accuracy is measured")
+    add("--lr_step", type=non_negative_int, default=0, metavar="E", help="divide --lr by 10 every E epochs; 0: never")
+    add("--momentum", type=fraction, default=0.0, metavar="X", help="momentum of the server's SGD")
+    add("--no_dropout", action="store_true", help="train without dropout, to compare runs")
+    add("--log_interval", type=positive_int, default=100, metavar="N", help="print a loss every N batches of a trainer")
+    add("--evaluations", type=positive_int, default=1, metavar="N", help="accuracy measurements per epoch")
     add("--checkpoint_every", type=positive_int, default=500, metavar="N", help="updates between two checkpoints")
-    split = "remote: GPUs to split the network over (1 or 2: --device cuda; 0: --device cpu)"
+    split = "remote: number of GPUs for the network (1 or 2 means --device cuda, 0 means --device cpu)"
     add("--num_gpus", type=int, choices=[0, 1, 2], help=split)
     add = parser.add_argument_group("replica").add_argument
-    consistency = "apply each gradient at once; hold back who runs ahead; average one gradient of each trainer"
+    consistency = (
+        "async: no trainer waits for another; bounded: a trainer that is more than --max_staleness ahead waits; "
+        "sync: each update is the mean of one gradient of each trainer"
+    )
     add("--consistency", choices=["async", "bounded", "sync"], default="async", help=consistency)
-    add("--max_staleness", type=non_negative_int, metavar="S", help="bounded: pushes to run ahead (default: 4)")
+    add("--max_staleness", type=non_negative_int, metavar="S", help="bounded: the largest lead, in pushes (default: 4)")
     add("--sync_every", type=positive_int, default=1, metavar="K", help="batches between two pushes")
     add("--num_servers", type=positive_int, default=1, metavar="M", help="servers that share the weights")
-    add("--overlap", action="store_true", help="compute the next batch while a push is under way: one step staler")
+    add("--overlap", action="store_true", help="compute the next batch while a push is under way: one update staler")
     args = parser.parse_args(argv)
 
     for flag in REPLICA:
@@ -64,13 +67,13 @@ def parse_args(argv=None):
     if args.max_staleness is not None and args.consistency != "bounded":
         parser.error("--max_staleness is for --consistency bounded")
     if args.overlap and (args.consistency == "sync" or args.sync_every > 1):
-        parser.error("--overlap is for pushes after every batch, async or bounded: sync waits for the newest weights")
+        parser.error("--overlap needs a push after every batch (no --sync_every), and --consistency async or bounded")
     if args.mode == "replica" and args.num_gpus is not None:
-        parser.error("--num_gpus is for --mode remote; replicas take --device cuda")
+        parser.error("--num_gpus is for --mode remote; with --mode replica use --device cuda")
     if args.num_gpus is not None:
         args.device = "cuda" if args.num_gpus else "cpu"
-    roles = f"first {args.num_servers} server{'s' * (args.num_servers > 1)}, then a trainer or more"
-    device_ranks = [0] if args.mode == "remote" else None  # there the network is on the server, all of it
+    roles = f"{args.num_servers} server{'s' * (args.num_servers > 1)} and at least one trainer"
+    device_ranks = [0] if args.mode == "remote" else None  # in `remote` the whole network is on the server
     size = args.num_servers + 1
     flags.check_arguments(parser, args, min_world_size=size, roles=roles, agree=AGREE, device_ranks=device_ranks)
     if args.num_gpus is None:
@@ -82,11 +85,12 @@ def parse_args(argv=None):
 
 
 def run_worker(rank, args, job):
-    """Run one rank: the tutorial's run_parameter_server or run_worker."""
-    # The work is the trainers': in `remote` it runs on the server, one RPC thread for each; in `replica` on them.
+    """Run one rank, a server or a trainer.  Source: tutorial, `run_parameter_server` and `run_worker`."""
+    # At most as many threads compute at once as there are trainers: in `remote` one RPC thread of the server for each
+    # trainer, in `replica` the trainers' own main threads.
     share_cores(min(job.ranks_here, len(trainers(args))))
-    # Each rank makes what it serves or reads before RPC begins: so no call can come too early, whatever fails is told
-    # by the rank where it fails, and no RPC's time limit runs while somebody downloads.
+    # Each rank makes its server or reads its data before RPC begins. So no call arrives too early, an error is reported
+    # by the rank in which it happens, and no RPC can time out during a download.
     if rank < args.num_servers:
         server = make_server(rank, args, job.device)
         if rank == 0:
@@ -97,17 +101,17 @@ def run_worker(rank, args, job):
     job.wait_for_all()
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
     job.on_lost(args.num_servers, server.scoreboard.drop if rank == 0 else None)
-    if rank >= args.num_servers:  # a server has no loop: RPC threads answer trainers while its main thread waits below
+    if rank >= args.num_servers:  # a server has no loop: RPC threads serve the trainers, the main thread waits below
         train = run_range_loop if args.num_servers > 1 else MODES[args.mode]
         train(rank, args, batches, job.device)
     job.wait_for_all()
     if rank == 0:
         write_result(server.scoreboard, lost=sorted(job.lost))
-    rpc.shutdown(graceful=args.on_lost == "stop")  # it gathers from the dead, too
+    rpc.shutdown(graceful=args.on_lost == "stop")  # a graceful shutdown would wait for lost ranks, too
 
 
 def make_server(rank, args, device):
-    """Make what this process serves, from its own command line; return it."""
+    """Make the server of this process from its own command line, and return it."""
     if args.mode == "remote":
         return make_parameter_server(args)
     if args.num_servers == 1:

@@ -1,9 +1,9 @@
-"""MNIST as one tensor, and each epoch's batches of it.
+"""MNIST as one tensor, and the batches of each epoch.
 
-Runs in every process: trainers read the training images, rank 0 the test images.
+Runs in the trainers, which read the training images, and in rank 0, which reads the test images.
 
-torchvision's dataset under a DataLoader decodes and normalises each image anew in every epoch: 1.7 ms for a batch of
-32.  So the set stays one uint8 tensor (47 MB), and a batch is an index and a division: 0.05 ms.
+A DataLoader with torchvision's dataset decodes and normalises each image again in every epoch, which takes 1.7 ms for a
+batch of 32.  In this file the data set is one uint8 tensor (47 MB). A batch is indexed and normalised in 0.05 ms.
 
 Shapes: N images in the set, B in a batch; an image is 28 x 28.
 """
@@ -23,7 +23,7 @@ from drawn_digits import draw_digits
 from glue import PermanentError
 from glue.tensors import seed_for
 
-MEAN, STD = 0.1307, 0.3081  # of MNIST's training images, scaled to 0..1; the tutorial's own numbers
+MEAN, STD = 0.1307, 0.3081  # of MNIST's training images, scaled to 0..1; the tutorial uses the same
 FILES = {
     True: ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     False: ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -33,12 +33,12 @@ FILES = {
 def load_digits(dataset, data_dir, seed, train):
     """Return (images (N, 28, 28) uint8, labels (N,) int64) of --dataset.
 
-    Raises PermanentError, with one line for the user, where there are none.
+    Raise PermanentError, with one line for the user, if they are missing or damaged.
     """
     if dataset == "synthetic":
         return draw_digits(20_000 if train else 4_000, seed_for(seed, "train" if train else "test"))
     _download_if_missing(data_dir)
-    from torchvision.datasets.mnist import read_image_file, read_label_file  # a second to import, and needed only here
+    from torchvision.datasets.mnist import read_image_file, read_label_file  # takes a second: imported if needed
 
     images_path, labels_path = (_find(data_dir, name) for name in FILES[train])
     images_N28, labels_N = _read(read_image_file, images_path), _read(read_label_file, labels_path)
@@ -54,15 +54,15 @@ def load_digits(dataset, data_dir, seed, train):
 
 
 def normalised(images_B28):
-    """Return uint8 images (B, 28, 28) as the network wants them: float32 (B, 1, 28, 28), mean 0, deviation 1."""
+    """Return uint8 images (B, 28, 28) as float32 (B, 1, 28, 28) with mean 0 and standard deviation 1."""
     return images_B28.unsqueeze(1).float().sub_(255 * MEAN).div_(255 * STD)
 
 
 class Batches:
-    """The training images, as each epoch's numbered batches: the same ones, whoever trains on them."""
+    """The training images as numbered batches.  In all trainers a number means the same batch of an epoch."""
 
     def __init__(self, images, labels, batch_size, seed, device="cpu"):
-        """Of `images` (N, 28, 28) uint8 and `labels` (N,), a copy goes to `device`."""
+        """`images`: (N, 28, 28) uint8; `labels`: (N,).  Both are copied to `device`."""
         self.images, self.labels = images.to(device), labels.to(device)
         self.batch_size, self.seed = batch_size, seed
         self.per_epoch = math.ceil(len(images) / batch_size)
@@ -70,8 +70,9 @@ class Batches:
     def of(self, epoch, numbers):
         """Yield (number, images (B, 1, 28, 28) float32, labels (B,)) of these batches of an epoch.
 
-        An epoch's order is drawn from the seed, once for all, and cut into batches 0, 1, 2, ...  So batches 0 to T - 1,
-        one for each of T trainers, are together exactly the first batch of one process whose batch is T times as large.
+        The seed determines the order of the images in an epoch. This order is cut into batches 0, 1, 2, ...  So the
+        batches 0 to T - 1, one for each of T trainers, are together the first batch of one process whose batch size is
+        T times as large.
         """
         generator = torch.Generator().manual_seed(seed_for(self.seed, "epoch", epoch))
         order = torch.randperm(len(self.images), generator=generator)
@@ -81,13 +82,13 @@ class Batches:
 
 
 def _find(folder, name):
-    """Return the path of one of MNIST's files, plain or .gz, where a person or torchvision would have put it."""
+    """Return the path of one of MNIST's files, plain or .gz, in `folder` or torchvision's folder below it, or None."""
     candidates = (os.path.join(folder, below, name + end) for below in ("", "MNIST/raw") for end in ("", ".gz"))
     return next(filter(os.path.isfile, candidates), None)
 
 
 def _download_if_missing(folder):
-    """Let torchvision download MNIST into `folder` once, whichever process comes first, also of other terminals."""
+    """Let torchvision download MNIST into `folder`, in one process only, also if other jobs start at the same time."""
 
     def complete():
         return all(_find(folder, name) for names in FILES.values() for name in names)
@@ -97,29 +98,27 @@ def _download_if_missing(folder):
     try:
         os.makedirs(folder, exist_ok=True)
         with open(os.path.join(folder, ".download_lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it when this process ends, however it ends
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel when this process ends in any way
             if not complete():
                 from torchvision.datasets import MNIST
 
                 print(f"Downloading MNIST to {folder}", flush=True)
                 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                     MNIST(folder, download=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: torchvision, out of mirrors
+    except (OSError, RuntimeError) as error:  # RuntimeError: torchvision, if no mirror answers
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         ways = "Two ways out: --data_dir DIR with its four IDX files, plain or .gz; or --dataset synthetic"
         raise PermanentError(f"MNIST is not in {folder} and cannot be downloaded ({reason}). {ways}") from None
 
 
 def _read(read, path):
-    """Return what torchvision's function `read` makes of an IDX file, plain or .gz."""
+    """Return the tensor of an IDX file, plain or .gz.  `read`: torchvision's function for this kind of file."""
     try:
         if not path.endswith(".gz"):
             return read(path)
-        with gzip.open(path) as packed, tempfile.NamedTemporaryFile() as plain:  # torchvision reads plain files only
+        with gzip.open(path) as packed, tempfile.NamedTemporaryFile() as plain:  # torchvision cannot read .gz
             shutil.copyfileobj(packed, plain)
             plain.flush()
             return read(plain.name)
-    except Exception as error:  # each layer has its own for a file that is cut or foreign
-        raise PermanentError(
-            f"{path} is not a file of MNIST's, or is damaged: {' '.join(str(error).split())}"
-        ) from None
+    except Exception as error:  # gzip, torchvision and torch raise different errors
+        raise PermanentError(f"{path} is not a file of MNIST, or is damaged: {' '.join(str(error).split())}") from None

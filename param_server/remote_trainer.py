@@ -1,7 +1,7 @@
 """Mode `remote`, the trainer's side: the tutorial's TrainerNet and training loop.
 
-Runs in each process `trainer_1`, `trainer_2`, ...  A trainer has data and the loop; the network and its optimizer are
-on the server.
+Runs in each trainer's process (`trainer_1`, `trainer_2`, ...).  A trainer has the data and the training loop.  The
+network and its optimizer are on the server.
 
 Shapes: B images in a batch.
 """
@@ -25,11 +25,11 @@ class TrainerNet(nn.Module):
         super().__init__()
         self.rank = rank
         self.device = device
-        # An RRef: a reference to an object in another process, which lives at least as long as somebody holds one.
+        # An RRef is a reference to an object in another process. The object lives as long as there is an RRef to it.
         self.param_server_rref = rpc.remote("parameter_server", get_parameter_server)
 
     def get_global_param_rrefs(self):
-        """Return RRefs to all parameters to optimize: only the server's, as this module has none of its own."""
+        """Return an RRef to each parameter to optimize.  All of them are on the server: this module has none."""
         return self.param_server_rref.rpc_sync().get_param_rrefs()
 
     def forward(self, x):
@@ -39,23 +39,23 @@ class TrainerNet(nn.Module):
 
 
 def run_training_loop(rank, args, batches, device):
-    """Train until the Scoreboard says that the work is done.  Source: tutorial, `run_training_loop`."""
+    """Train until the Scoreboard has no more assignments.  Source: tutorial, `run_training_loop`."""
     meter = Meter(args.transport)
     net = TrainerNet(rank, device)
     opt = DistributedOptimizer(ServerSGD, net.get_global_param_rrefs(), trainer=rank)
-    # An RRef that arrives as an RPC's answer can be used like any other.
+    # This RRef was the result of an RPC. It can be used like any other RRef.
     scoreboard_rref = net.param_server_rref.rpc_sync().get_scoreboard()
 
-    # timeout=0: no limit. This call waits for the slowest trainer, and for the evaluation.
+    # timeout=0: no time limit, because this call waits for the slowest trainer and for the evaluation.
     while assignment := scoreboard_rref.rpc_sync(timeout=0).next_assignment(rank, batches.per_epoch, meter.figures()):
         for step, (batch, data, target) in enumerate(batches.of(assignment.epoch, assignment.batches)):
-            # The context collects this batch's gradients on every process it touched, apart from all other batches'.
-            # That is why there is no zero_grad, and why trainers do not mix up their gradients.
+            # In each process that takes part, the context keeps this batch's gradients apart from those of all other
+            # batches. So no zero_grad is needed, and the gradients of different trainers are not added up.
             with meter.step(), dist_autograd.context() as cid:
                 model_output = net(data)
                 loss = F.nll_loss(model_output, target)
                 check_finite(loss.item(), "loss", batch)
-                dist_autograd.backward(cid, [loss])  # from here through the RPC into the server's graph
+                dist_autograd.backward(cid, [loss])  # continues on the server, behind the RPC
                 opt.step(cid)
             if step % args.log_interval == 0:
                 scoreboard_rref.rpc_sync().record_loss(rank, batch, loss.item())

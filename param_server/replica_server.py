@@ -1,8 +1,10 @@
-"""Mode `replica`, the server's side: all weights, to which trainers push gradients and which they pull.
+"""Mode `replica`, the server's side: it has the weights. Trainers push gradients to it, and pull the weights from it.
 
-Runs in the process `parameter_server`, called by the trainers over RPC.  Several servers: several_servers.py.
-Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.  All weights are one
-tensor: eight would be eight messages' overhead per step, and one of them is 98 % of the network.
+Runs in the process `parameter_server`, where the trainers call it over RPC.  For several servers: several_servers.py.
+Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
+
+The network's eight parameters are joined into one tensor.  Eight tensors would cost eight times the overhead in each
+message, and could not be distributed evenly over several servers, because one of them has 98 % of all weights.
 
 Shapes: P weights in the whole network (1,199,882).
 """
@@ -26,28 +28,29 @@ replica_server = None  # the one ReplicaServer of this process
 
 
 def make_replica_server(args, device):
-    """Make this process's ReplicaServer, from its own command line, and return it.  Before RPC begins."""
+    """Make this process's ReplicaServer from its own command line, and return it.  Called before init_rpc."""
     global replica_server
     replica_server = ReplicaServer(args, device)
     return replica_server
 
 
 def get_replica_server():
-    """Return this process's ReplicaServer.  May be called by all trainers at once: it only reads."""
+    """Return this process's ReplicaServer.  It only reads, so it needs no lock."""
     return replica_server
 
 
 @dataclass
 class Push(Work):
-    """What a trainer sends: the gradient of one or more batches, and the Work that it is of."""
+    """What a trainer sends: the gradient of one or more batches, and which batches these were (see Work)."""
 
     gradient: torch.Tensor  # (P,)
 
 
 class FlatSGD:
-    """Weights that are one tensor, of the whole network or of a part of it, and SGD on them.
+    """The weights of the network, or of a part of it, as one tensor, and SGD that updates them.
 
-    No tensor is changed in place, so an answer that is on its way, or a checkpoint, keeps what it was given uncopied.
+    Each update makes a new tensor. So an answer that is being sent, or a checkpoint that is being written, can keep the
+    old tensor without a copy.
     """
 
     def __init__(self, weights_P, momentum):
@@ -56,9 +59,9 @@ class FlatSGD:
         self.velocity = torch.zeros_like(weights_P) if momentum else torch.empty(0)
 
     def step(self, pushes, lr):
-        """Step once, as torch.optim.SGD does, by the gradient of a push or the mean of several."""
+        """Update the weights as torch.optim.SGD does, with the gradient of one push or the mean of several."""
         gradient_P = pushes[0].gradient
-        if len(pushes) > 1:  # the mean over all images, as one process on the joined batch has it
+        if len(pushes) > 1:  # the mean over all images: that of one process on the joined batch
             images = sum(push.images for push in pushes)
             gradient_P = sum(push.gradient * (push.images / images) for push in pushes)
         if self.momentum:
@@ -67,24 +70,25 @@ class FlatSGD:
         self.weights = torch.sub(self.weights, gradient_P, alpha=lr)
 
     def state(self):
-        """Return (weights (P,), momentum (P,) or (0,)), as they cross the wire."""
+        """Return (weights (P,), momentum (P,) or (0,)), ready to be sent."""
         return to_wire(self.weights), to_wire(self.velocity)
 
     def load(self, weights_P, velocity_P):
-        """Take a copy of the weights and the momentum of a checkpoint."""
+        """Copy the weights and the momentum of a checkpoint."""
         self.weights = weights_P.to(self.weights.device, copy=True)
         if len(velocity_P):
             self.velocity = velocity_P.to(self.weights.device, copy=True)
 
 
 class ReplicaServer:
-    """The weights, the SGD that changes them, and the decision who waits for whom.
+    """The weights, the SGD that updates them, and the decision which trainer has to wait.
 
-    --consistency says when a push is applied, and when it is answered:
+    --consistency determines when a push is applied, and when it is answered:
 
-    async    applied at once, answered at once
-    bounded  applied at once, answered when the trainer is at most --max_staleness pushes ahead of the slowest
-    sync     applied when one of each trainer is here, as their average; answered then
+    async    A push is applied and answered at once.
+    bounded  It is applied at once. It is answered when its trainer is at most --max_staleness pushes ahead of the
+             slowest trainer.
+    sync     When each trainer has pushed, the mean of these pushes is applied, and all of them are answered.
     """
 
     def __init__(self, args, device):
@@ -93,34 +97,34 @@ class ReplicaServer:
         self.sync = args.consistency == "sync"
         self.lead = {"async": math.inf, "bounded": args.max_staleness, "sync": 0}[args.consistency]
         torch.manual_seed(args.seed)
-        self.model = Net().to(device)  # the start; later to evaluate
+        self.model = Net().to(device)  # has the first weights; later it is used to evaluate
         self.sgd = FlatSGD(parameters_to_vector(self.model.parameters()).detach(), args.momentum)
-        # Held while the weights, or what follows, are read or changed.  No RPC is waited for while it is held: answers
-        # arrive on the same threads that serve calls; if the other calls waited for the lock on all of these, the
-        # answer that lets go of it could never come.
+        # Held while the weights, or the variables below, are read or changed.  Never wait for an RPC while holding it:
+        # answers arrive on the same RPC threads that serve calls.  If calls that wait for this lock blocked all these
+        # threads, the answer could not arrive, and the lock would never be released.
         self.lock = threading.Lock()
-        self.clock = collections.Counter()  # trainer -> its pushes since it got its assignment
-        self.unapplied = {}  # trainer -> its Push that is here, and in no update yet
+        self.clock = collections.Counter()  # trainer -> number of its pushes in this assignment
+        self.unapplied = {}  # trainer -> its Push that was received, but not applied
         self.unanswered = {}  # trainer -> Future of the answer to its push
         self.scoreboard = Scoreboard(args, self)
 
     # ---------------------------------------------------------------------- called by the trainers, over RPC
 
     def get_scoreboard(self):
-        """Return an RRef to the job's Scoreboard.  Reads only: needs no lock."""
+        """Return an RRef to the job's Scoreboard.  It only reads, so it needs no lock."""
         return rpc.RRef(self.scoreboard)
 
     def pull(self):
-        """Return the weights of now, as answer() has them.  May be called by all trainers at once (locked)."""
+        """Return the current version and weights: see answer().  May be called by all trainers at once (locked)."""
         with self.lock:
             return self.answer()
 
     @rpc.functions.async_execution
     def push(self, push):
-        """Take in a Push; the answer is the weights, as answer() has them, when --consistency lets the trainer go on.
+        """Receive a Push.  Answer with answer() when --consistency allows that this trainer continues.
 
-        The caller gets it when somebody completes this Future, so that a trainer that is held back occupies no RPC
-        thread. May be called by all trainers at once (locked).
+        Because of async_execution, the trainer gets its answer when the returned Future is completed, by this call or a
+        later one.  Until then no RPC thread is blocked.  May be called by all trainers at once (locked).
         """
         future = torch.futures.Future()
         with self.lock:
@@ -130,11 +134,11 @@ class ReplicaServer:
         complete(answers)
         return future
 
-    # ---------------------------------------------------------------------- what happens to a push; under the lock
+    # ---------------------------------------------------------------------- called while this class holds its lock
 
     def take_in(self, push):
-        """Note a push.  Raises RuntimeError where the trainer was lost, or still waits for an answer."""
-        self.scoreboard.batch_of(push.trainer)  # refuses a trainer that was lost
+        """Record a push.  Raise RuntimeError if the trainer was lost, or if its last push is not answered yet."""
+        self.scoreboard.batch_of(push.trainer)  # raises if this trainer was lost
         if push.trainer in self.unanswered:
             raise RuntimeError(f"trainer_{push.trainer} pushed a gradient before its last push was answered")
         push.gradient = push.gradient.to(self.device)
@@ -142,7 +146,7 @@ class ReplicaServer:
         self.clock[push.trainer] += 1
 
     def go_on(self):
-        """Make an update if it is complete; return (Future, answer) of each push that need not wait any longer."""
+        """Make the next update if its pushes are complete.  Return (Future, answer) of each push to answer now."""
         if self.is_update_complete():
             self.make_update()
         answers = []
@@ -151,14 +155,14 @@ class ReplicaServer:
         return answers
 
     def is_update_complete(self):
-        """Return whether all pushes are here that belong to the next update: any one, or with sync one of each."""
+        """Return whether the next update has all its pushes: one of each trainer in `sync`, otherwise any one."""
         if self.sync:
             return bool(self.unapplied) and self.scoreboard.at_work() <= self.unapplied.keys()
         return bool(self.unapplied)
 
     def make_update(self):
-        """Change the weights by the pushes that are here."""
-        pushes = [self.unapplied[trainer] for trainer in sorted(self.unapplied)]  # one order, whoever came first
+        """Update the weights with all pushes that were received and not applied yet."""
+        pushes = [self.unapplied[trainer] for trainer in sorted(self.unapplied)]  # by rank: sums repeat to the bit
         self.unapplied.clear()
         checkpoint_due = self.scoreboard.count_update(pushes)
         self.apply(pushes)
@@ -166,31 +170,31 @@ class ReplicaServer:
             self.save_soon()
 
     def apply(self, pushes):
-        """Step once, by all of these pushes."""
+        """Make one optimizer step with these pushes."""
         self.sgd.step(pushes, self.lr)
 
     def trainers_to_answer(self):
-        """Return the trainers that wait for an answer, and are not too far ahead of the slowest."""
-        # The slowest is never held back, and nobody waits for a trainer whose assignment is done: no deadlock.
+        """Return the trainers that wait for an answer and may get it, because they are not too far ahead."""
+        # No deadlock: the slowest trainer never waits, and no trainer waits for one whose assignment is done.
         at_work = self.scoreboard.at_work()
         slowest = min((self.clock[trainer] for trainer in at_work), default=0)
         ahead = {trainer: self.clock[trainer] - slowest if trainer in at_work else 0 for trainer in self.unanswered}
         return [trainer for trainer in self.unanswered if ahead[trainer] <= self.lead]
 
     def answer(self):
-        """Return (version, weights (P,)).  The version of weights: how many updates have made them."""
+        """Return (version, weights (P,)).  The version is the number of updates so far."""
         return self.scoreboard.updates, to_wire(self.sgd.weights)
 
     # ---------------------------------------------------------------------- called by the Scoreboard, in this process
 
     def start_assignments(self, lr):
-        """Begin with the assignments that the Scoreboard has made.  All trainers are waiting."""
-        with self.lock:  # a trainer may be lost at any moment
+        """Set the learning rate, and count pushes from 0.  All trainers are waiting for this."""
+        with self.lock:  # because a trainer may be lost at any moment
             self.lr = lr
             self.clock.clear()
 
     def forget(self, trainer):
-        """Strike a trainer that is lost off the living: what is here of it and not applied never will be."""
+        """Remove a lost trainer from the living ones, and discard its push if it is not applied yet."""
         with self.lock:
             self.scoreboard.living.remove(trainer)
             self.unapplied.pop(trainer, None)
@@ -199,22 +203,22 @@ class ReplicaServer:
         complete(answers)
 
     def capture(self):
-        """Return what a checkpoint needs, and lay it under the model.  All trainers are waiting."""
+        """Return the content of a checkpoint, and load its weights into the model.  All trainers are waiting."""
         state = self.checkpoint_of(*self.sgd.state())
         self.model.load_state_dict(state["model"])
         return state
 
     def restore(self, state):
-        """Go on from what capture() returned.  Before RPC begins."""
+        """Continue from what capture() returned.  Called before init_rpc."""
         self.model.load_state_dict(state["model"])
         self.sgd.load(parameters_to_vector(self.model.parameters()).detach(), state["momentum"])
 
     def save_soon(self):
-        """Let the Scoreboard's writer save the weights of now.  Under the lock."""
+        """Let the Scoreboard's writer thread save the current weights.  Called under the lock."""
         self.scoreboard.save_soon(functools.partial(self.checkpoint_of, *self.sgd.state()))
 
     def checkpoint_of(self, weights_P, velocity_P):
-        """Return what a checkpoint keeps of weights and momentum; the weights by name, as views of these."""
+        """Return the content of a checkpoint.  The weights are by name, as views of weights_P."""
         check_finite(weights_P.sum(), "sum of the weights", self.scoreboard.updates)
         by_name = {}
         start = 0
@@ -225,6 +229,6 @@ class ReplicaServer:
 
 
 def complete(answers):
-    """Answer these pushes: (Future, answer) of each.  Not under the lock."""
+    """Answer these pushes, given as (Future, answer).  Not called under the lock, because this sends messages."""
     for future, answer in answers:
         future.set_result(answer)

@@ -1,6 +1,7 @@
-"""Mode `replica`, the trainer's side: compute on a copy of the network, push gradients, take fresh weights.
+"""Mode `replica`, the trainer's side: compute with a copy of the network, push gradients, get new weights.
 
-Runs in each trainer process.  What crosses the wire is of the weights' size, not of the batch's as in mode `remote`.
+Runs in each trainer's process.  A message is as large as all weights of the network. (In mode `remote` it is as large
+as a batch.)
 
 Shapes: P weights in the whole network; B images in a batch.
 """
@@ -18,66 +19,66 @@ from replica_server import Push, get_replica_server
 
 
 class Replica:
-    """A trainer's copy of the network, and its connection to the server of the weights."""
+    """A trainer's copy of the network, and its connection to the server."""
 
     def __init__(self, rank, server_rref, device):
         self.rank = rank
         self.server_rref = server_rref
         self.device = device
         self.net = Net().to(device)
-        self.version = 0  # of the weights, as the server last gave them
+        self.version = 0  # of the weights that the server has sent last
         self.weights_P = None
-        self.answer = None  # Future of the answer to a push, until it is taken
+        self.answer = None  # Future of the answer to the last push, until wait_for_answer() has taken it
 
     def pull(self):
-        """Take the current weights."""
+        """Get the current weights."""
         self.take(self.server_rref.rpc_sync().pull())
 
     def make_push(self, images, batches):
-        """Return a Push of the gradients of so many images and batches since the last one."""
+        """Return a Push of all gradients since the last one: of so many images, in so many batches."""
         push = Push(self.rank, self.version, images, batches, gradient=to_wire(self.gradient()))
         self.net.zero_grad()
         return push
 
     def send(self, push):
-        """Send a push and return at once.  wait_for_answer() waits for what it brings."""
-        # timeout=0: no limit. The server may hold the answer back until slower trainers have caught up.
+        """Send a push and return at once.  wait_for_answer() waits for the weights that come back."""
+        # timeout=0: no time limit, because the server may answer only when slower trainers have caught up.
         self.answer = self.server_rref.rpc_async(timeout=0).push(push)
 
     def wait_for_answer(self):
-        """Wait for the weights that the last push brings, unless they are here already, and compute with them."""
+        """Wait for the answer to the last push, and load its weights.  Return at once if this was done already."""
         if self.answer is not None:
             self.take(self.answer.wait())
             self.answer = None
 
     def take(self, answer):
-        """Compute with the weights of an answer: see ReplicaServer.answer."""
+        """Load the weights of an answer into the network: see ReplicaServer.answer."""
         self.version, weights_P = answer
         self.weights_P = weights_P.to(self.device)
-        vector_to_parameters(self.weights_P, self.net.parameters())  # as views: no copy
+        vector_to_parameters(self.weights_P, self.net.parameters())  # the parameters become views of weights_P: no copy
 
     def step_locally(self, lr):
-        """Between two pushes (--sync_every): step from the server's weights by the gradients since then."""
+        """Between two pushes (--sync_every): subtract lr times all gradients since the last push from its weights."""
         vector_to_parameters(torch.sub(self.weights_P, self.gradient(), alpha=lr), self.net.parameters())
 
     def gradient(self):
-        """Return all gradients (P,).  A new tensor each time: RPC may still be reading the last."""
+        """Return all gradients (P,), as a new tensor each time, because RPC may still be sending the last one."""
         return parameters_to_vector(param.grad for param in self.net.parameters())
 
 
 def run_replica_loop(rank, args, batches, device):
-    """Train with one server until the Scoreboard says that the work is done."""
+    """Train with one server, until the Scoreboard has no more assignments."""
     train_replica(Replica(rank, rpc.remote("parameter_server", get_replica_server), device), args, batches)
 
 
 def train_replica(replica, args, batches):
-    """Train until the Scoreboard says that the work is done."""
+    """Train until the Scoreboard has no more assignments."""
     rank = replica.rank
     meter = Meter(args.transport)
-    # The scoreboard is the server's. An RRef that arrives as an RPC's answer can be used like any other.
+    # The Scoreboard is on rank 0. This RRef was the result of an RPC. It can be used like any other RRef.
     scoreboard_rref = replica.server_rref.rpc_sync().get_scoreboard()
 
-    # timeout=0: no limit. This call waits for the slowest trainer, and for the evaluation.
+    # timeout=0: no time limit, because this call waits for the slowest trainer and for the evaluation.
     while assignment := scoreboard_rref.rpc_sync(timeout=0).next_assignment(rank, batches.per_epoch, meter.figures()):
         replica.pull()
         images_seen = 0  # since the last push
@@ -93,7 +94,7 @@ def train_replica(replica, args, batches):
                 is_last = step + 1 == len(assignment.batches)
                 if batches_done == args.sync_every or is_last:
                     push = replica.make_push(images_seen, batches_done)
-                    if args.overlap:  # the last push was under way while this gradient was computed
+                    if args.overlap:  # while this gradient was computed, the last push was under way
                         replica.wait_for_answer()
                     replica.send(push)
                     if not args.overlap:

@@ -1,4 +1,7 @@
-"""Who is who, in every process: rank 0 to --num_servers - 1 are servers, every later one is a trainer."""
+"""The ranks' roles and RPC names: ranks 0 to --num_servers - 1 are servers, all other ranks are trainers.
+
+Runs in every process.
+"""
 
 
 def worker_name(rank, args):

@@ -1,8 +1,8 @@
-"""What the job has done so far: updates, what is left of the epoch, staleness, accuracy, checkpoints.
+"""The progress of a job: assignments of batches to trainers, updates, staleness, accuracy, checkpoints.
 
-Lives on rank 0, one for the job, beside the parameter server.  The trainers call next_assignment and record_loss; the
-server calls batch_of, at_work and count_update.  It works alike for both modes, and does not know how the weights are
-kept.
+A job has one Scoreboard, in the process of rank 0, where the first server is.  The trainers call next_assignment and
+record_loss over RPC.  The server calls batch_of, at_work and count_update.  The Scoreboard is the same for both modes,
+and does not depend on how the server stores the weights.
 """
 
 import collections
@@ -22,13 +22,13 @@ from glue.tensors import all_cores
 from mnist_data import load_digits, normalised
 from rpc_names import trainers
 
-# A run that goes on from a checkpoint must have the same.
+# Flags that a run with --resume must have in common with the run that wrote the checkpoint.
 SETTINGS = ("seed", "mode", "dataset", "batch_size", "max_batches", "sync_every")
 
 
 @dataclass
 class Assignment:
-    """What a trainer is to do next."""
+    """The batches that a trainer does next."""
 
     epoch: int  # from 0
     lr: float
@@ -37,10 +37,10 @@ class Assignment:
 
 @dataclass
 class Work:
-    """What a gradient is of."""
+    """Describes a gradient: what it was computed from."""
 
     trainer: int
-    version: int  # of the weights that it was computed on: how many updates had made them
+    version: int  # of the weights: the number of updates before they were read
     images: int
     batches: int
 
@@ -48,41 +48,42 @@ class Work:
 class Scoreboard:
     """The progress of one job.
 
-    An epoch's batches are assigned to the trainers that are there; a batch is struck from its trainer's assignment when
-    it is applied to the weights. What is left when all have done theirs, of a trainer that was lost, is assigned again
-    to the living; so is what is left in a checkpoint, to those that go on from it. No result depends on which
-    trainer has which batch.
+    The batches of an epoch are assigned to the living trainers, which are those that were not lost. A batch is removed
+    from its trainer's assignment when it has been applied to the weights. If a trainer is lost, the others get the rest
+    of its assignment, after they have done their own. Batches that are left in a checkpoint are assigned to the
+    trainers of the run that resumes it. The content of a batch does not depend on the trainer that does it.
 
-    `server` gives capture(), restore(state), start_assignments(lr), forget(trainer), and `model`, as last captured.
+    `server` must have capture(), restore(state), start_assignments(lr), forget(trainer), and `model`, which has the
+    weights that were captured last.
 
-    Checkpoints are written by a thread of their own, in the order in which they became due: a disk may be slow, and
-    nobody has to wait for it but the end of an epoch.
+    A separate thread, the writer, writes the checkpoints in the order in which they became due. So training does not
+    wait for a slow disk, except at the end of an epoch.
     """
 
     def __init__(self, args, server):
         self.args = args
         self.server = server
         self.settings = {name: vars(args)[name] for name in SETTINGS}
-        self.lock = threading.Lock()  # for what two trainers may touch at once
-        # What a checkpoint keeps:
+        self.lock = threading.Lock()  # for what several trainers' calls may use at the same time
+        # These are in a checkpoint:
         self.epoch = 0
         self.updates = 0
-        self.stale = collections.Counter()  # staleness -> how many gradients had it
+        self.stale = collections.Counter()  # staleness -> number of gradients that had it
         self.accuracy = None
-        self.images_applied = []  # to the weights, by epoch
-        # Trainer -> numbers of the batches that it has still to do.  None: this epoch's are not assigned yet.
+        self.images_applied = []  # number of images applied to the weights, for each epoch
+        # Trainer -> numbers of the batches that it still has to do.  None: the epoch's batches are not assigned yet.
         self.assignments = None
-        self.later = []  # numbers of the batches of this epoch that come after the next evaluation
-        # Since this process started:
+        self.later = []  # numbers of this epoch's batches after the next evaluation
+        # These count from the start of this process:
         self.living = set(trainers(args))
         self.images = 0
         self.seconds = 0.0
-        self.started = None  # when the trainers got their assignments
+        self.started = None  # time at which the trainers got their assignments
         self.batches_per_epoch = None
-        self.figures = {}  # trainer -> what its Meter says
+        self.figures = {}  # trainer -> the figures of its Meter
         self.waiting = {}  # trainer -> Future of its next Assignment
         self.writer = concurrent.futures.ThreadPoolExecutor(max_workers=1)
-        self.last_save = None  # Future of the checkpoint that the writer was given last
+        self.last_save = None  # Future of the last checkpoint that was given to the writer
         self.test_images, self.test_labels = load_digits(args.dataset, args.data_dir, args.seed, train=False)
         self.report = report.Report("param_server", args)
         self.bar = self.report.progress(unit="image")
@@ -91,11 +92,11 @@ class Scoreboard:
 
     @rpc.functions.async_execution
     def next_assignment(self, trainer, batches_per_epoch, figures):
-        """Return an Assignment once all living trainers are here, or None: the work is done.
+        """Answer with an Assignment when all living trainers have called this, or with None if the work is done.
 
-        `figures`: what its steps have cost so far (Meter.figures). The caller gets the answer when somebody completes
-        this Future, so that waiting trainers hold no RPC thread. May be called by all trainers at once (locked); the
-        trainer that comes last evaluates, in its own call, while all others wait.
+        `figures`: what this trainer's training steps have cost so far (Meter.figures). Because of async_execution,
+        trainers that wait for the answer block no RPC thread. May be called by all trainers at once (locked). The last
+        trainer's call also runs the evaluation, while all others wait.
         """
         answer = torch.futures.Future()
         with self.lock:
@@ -108,7 +109,7 @@ class Scoreboard:
         return answer
 
     def record_loss(self, trainer, batch, loss):
-        """Print the tutorial's line for one batch.  May be called by all trainers at once (locked)."""
+        """Print the loss of one batch, in the tutorial's words.  May be called by all trainers at once (locked)."""
         with self.lock:
             self.report.say(f"Rank {trainer} training batch {batch} loss {loss}")
             self.report.scalar("loss", loss, self.updates)
@@ -116,23 +117,26 @@ class Scoreboard:
     # ---------------------------------------------------------------------- called by the server, in this process
 
     def batch_of(self, trainer):
-        """Return the (epoch, batch) that a trainer is at.  A process that was stopped, and wakes up, is refused."""
+        """Return the (epoch, batch) that a trainer is working on.
+
+        Raise RuntimeError if the trainer was lost (it may only have been stopped for a while), or has nothing to do.
+        """
         if trainer not in self.living:
-            raise RuntimeError(f"trainer_{trainer} was lost; its work has gone to the others")
+            raise RuntimeError(f"trainer_{trainer} was lost; its batches go to other trainers")
         batches = self.batches_left_of(trainer)
         if not batches:
-            raise RuntimeError(f"trainer_{trainer} has done its batches, and sent the work of one more")
+            raise RuntimeError(f"trainer_{trainer} sent a gradient after the last batch of its assignment")
         return self.epoch, batches[0]
 
     def at_work(self):
-        """Return the living trainers whose assignments are not done.  Under the server's lock."""
+        """Return the living trainers whose assignments are not done.  Called under the server's lock."""
         return {trainer for trainer in self.living if self.batches_left_of(trainer)}
 
     def count_update(self, works):
-        """Note one update of the weights, by gradients of these Works; return whether a checkpoint is due.
+        """Count one update of the weights, with the gradients of these Works.  Return whether a checkpoint is due.
 
-        Called under the server's lock, before anybody can read the weights after it. If a checkpoint is due, the server
-        calls save_soon().
+        Called under the server's lock, so that no trainer can read the new weights before. If a checkpoint is due, the
+        server calls save_soon().
         """
         for work in works:
             del self.assignments[work.trainer][: work.batches]
@@ -144,7 +148,7 @@ class Scoreboard:
         return self.is_checkpoint_due()
 
     def is_checkpoint_due(self):
-        """Return True every --checkpoint_every updates, if the last one is written.  Raises what went wrong with it."""
+        """Return True every --checkpoint_every updates, unless one is being written.  Raise the last one's error."""
         if self.last_save:
             if not self.last_save.done():
                 return False
@@ -152,35 +156,35 @@ class Scoreboard:
         return bool(self.args.checkpoint) and self.updates % self.args.checkpoint_every == 0
 
     def save_soon(self, get_weights):
-        """Let the writer save the progress of this moment, and the weights of this moment, which get_weights() returns.
+        """Let the writer save the current progress, and the current weights, which get_weights() returns later.
 
-        Called where neither can change: under the server's lock, or while all trainers wait.
+        Called when neither can change: under the server's lock, or while all trainers wait.
         """
         self.last_save = self.writer.submit(self.save, self.progress(), get_weights)
 
     # ---------------------------------------------------------------------- called by the job
 
     def drop(self, trainer):
-        """Go on without a trainer that was lost; return what becomes of its work."""
-        self.server.forget(trainer)  # from here on nothing that it sends is applied
+        """Continue without a trainer that was lost.  Return words on what happens to its batches, for the message."""
+        self.server.forget(trainer)  # after this, none of its gradients is applied
         left = len(self.batches_left_of(trainer))
         self.go_on_if_everybody_is_here()
         return f"batches of this epoch that go to the others: {left}" if left else ""
 
     def resume(self):
-        """Go on from --checkpoint, if --resume says so.  Before RPC begins."""
+        """Continue from --checkpoint, if --resume was given.  Called before init_rpc."""
         state = checkpoint.resume(self.args, "param_server", self.settings)
         if state is None:
             return
         try:
-            progress = state["progress"] if "progress" in state else state["books"]  # as older versions called it
+            progress = state["progress"] if "progress" in state else state["books"]  # its name in older versions
             self.epoch = progress["epoch"]
             self.updates = progress["updates"]
             self.stale = progress["stale"]
             self.accuracy = progress["accuracy"]
             self.images_applied = progress["images_applied"]
             if progress["left"] is not None:
-                self.assignments = {None: progress["left"]}  # nobody's
+                self.assignments = {None: progress["left"]}  # belongs to no trainer yet
             self.server.restore(state)
         except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
             raise PermanentError(f"cannot go on from {self.args.checkpoint}: {error}") from error
@@ -192,7 +196,7 @@ class Scoreboard:
     # ---------------------------------------------------------------------- between two assignments
 
     def go_on_if_everybody_is_here(self):
-        """Once all living trainers wait: end the epoch if it is over, and give them their next assignments."""
+        """If all living trainers are waiting: end the epoch if it is over, and answer with the next assignments."""
         with self.lock:
             if not self.is_everybody_here():
                 return
@@ -205,26 +209,27 @@ class Scoreboard:
         elif self.later and not any(self.assignments.values()):
             self.evaluate()
             self.report.say(f"Epoch {self.epoch + 1}, update {self.updates}: Accuracy {self.accuracy:.4f}")
-        tasks = {}
+        answers = {}
         if self.epoch < self.args.epochs:
             lr = self.learning_rate()
             self.assign_batches()
             self.server.start_assignments(lr)
-            tasks = {who: Assignment(self.epoch, lr, batches.copy()) for who, batches in self.assignments.items()}
+            for trainer, batches in self.assignments.items():
+                answers[trainer] = Assignment(self.epoch, lr, batches.copy())
         self.started = time.perf_counter()
         for trainer, future in waiting.items():
-            future.set_result(tasks.get(trainer))
+            future.set_result(answers.get(trainer))
 
     def is_everybody_here(self):
-        """Return whether all living trainers wait for an assignment, and there are any.  Under the lock."""
+        """Return whether all living trainers, at least one, wait for an assignment.  Called under the lock."""
         return bool(self.living) and self.living <= self.waiting.keys()
 
     def finish_epoch(self):
-        """Evaluate, tell, and turn the page.  All trainers wait for this."""
+        """Evaluate, print the epoch's result, save a checkpoint, and start the next epoch.  All trainers wait."""
         weights = self.evaluate()
         self.epoch += 1
         self.assignments = None
-        # Nothing was trained yet where this goes on from a checkpoint of the epoch's last update.
+        # No seconds: this run was resumed after the last update of the epoch, and has trained nothing yet.
         speed = f"{self.images / self.seconds:,.0f} images/s, " if self.seconds else ""
         figures = report.staleness_figures(self.stale)
         staleness = f"staleness mean {figures['staleness_mean']:.2f} max {figures['staleness_max']}"
@@ -234,20 +239,20 @@ class Scoreboard:
             self.last_save.result()
 
     def evaluate(self):
-        """Measure the accuracy on the test images; return the weights, as capture() gave them.  All trainers wait."""
+        """Measure the accuracy on the test images.  Return the result of capture().  All trainers wait."""
         weights = self.server.capture()
         self.accuracy = get_accuracy(self.server.model, self.test_images, self.test_labels)
         self.report.scalar("test accuracy", self.accuracy, self.updates)
         return weights
 
     def assign_batches(self):
-        """Share what is left of the epoch, or a new epoch, among the living: up to the next evaluation."""
+        """Assign the epoch's remaining batches, up to the next evaluation, to the living trainers."""
         left = self.batches_left()
         if left is None:
             left = self.batches_of_an_epoch()
             self.images_applied.append(0)
         part = math.ceil(len(self.batches_of_an_epoch()) / self.args.evaluations)
-        end = (left[0] // part + 1) * part  # of the part that the first batch belongs to
+        end = (left[0] // part + 1) * part  # of the part that has the first remaining batch
         now = [batch for batch in left if batch < end]
         self.later = [batch for batch in left if batch >= end]
         living = sorted(self.living)
@@ -269,17 +274,17 @@ class Scoreboard:
     # ---------------------------------------------------------------------- what is left, and what is saved
 
     def batches_left_of(self, trainer):
-        """Return the numbers of the batches that a trainer has still to do."""
+        """Return the numbers of the batches that a trainer still has to do."""
         return (self.assignments or {}).get(trainer, [])
 
     def batches_left(self):
-        """Return the batches of this epoch that are not applied yet, or None if it has not begun."""
+        """Return the numbers of this epoch's batches that are not applied yet, or None if it has not begun."""
         if self.assignments is None:
             return None
         return sorted(itertools.chain(self.later, *self.assignments.values()))
 
     def progress(self):
-        """Return a copy of what a checkpoint keeps."""
+        """Return a copy of the progress, for a checkpoint."""
         return {
             "epoch": self.epoch,
             "updates": self.updates,
@@ -290,19 +295,22 @@ class Scoreboard:
         }
 
     def save(self, progress, get_weights):
-        """Write --checkpoint.  Runs on the writer's thread."""
+        """Write --checkpoint.  Runs on the writer thread."""
         state = {"progress": progress} | get_weights()
         checkpoint.save(self.args.checkpoint, "param_server", self.settings, state)
 
 
 def write_result(done, lost):
-    """Say and write the result of the job: rank 0, after every living trainer has finished.  `done`: the Scoreboard."""
+    """Write --summary_json and --plot; return the summary.  `done`: the Scoreboard.
+
+    Called on rank 0, after all living trainers have finished.
+    """
     done.bar.close()
     figures = {"dataset": done.args.dataset, "test_accuracy": done.accuracy, "updates": done.updates, "lost": lost}
     figures["images_per_second"] = round(done.images / done.seconds, 1) if done.seconds else None
     figures["images_applied"] = done.images_applied
     figures |= report.staleness_figures(done.stale)
-    for name in ("rpc_calls_per_step", "wire_bytes_per_step"):  # the mean over the trainers, if they have it
+    for name in ("rpc_calls_per_step", "wire_bytes_per_step"):  # the mean over the trainers; None if it was not counted
         values = [measured[name] for measured in done.figures.values()]
         figures[name] = None if None in values else round(statistics.mean(values), 2)
     curves = {
@@ -315,13 +323,15 @@ def write_result(done, lost):
 
 @torch.no_grad()
 def get_accuracy(net, images, labels, batch_size=500):
-    """Return the fraction of images (N, 28, 28) uint8 that `net` reads right.
+    """Return the fraction of images (N, 28, 28) uint8 that `net` classifies correctly.
 
-    Here, where it is: eval() of the tutorial's TrainerNet does not reach the network behind the RRef, and its dropout.
+    Runs in the process that has the network. In the tutorial, eval() is called on the trainers' TrainerNet. It does not
+    reach the network on the server, whose dropout stays on.
     """
     net.eval()
-    device, right = next(net.parameters()).device, 0
-    with all_cores():  # nobody trains now
+    device = next(net.parameters()).device
+    correct = 0
+    with all_cores():  # no trainer computes now
         for batch, target in zip(images.split(batch_size), labels.split(batch_size), strict=True):
-            right += (net(normalised(batch.to(device))).argmax(dim=1).cpu() == target).sum().item()
-    return right / len(labels)
+            correct += (net(normalised(batch.to(device))).argmax(dim=1).cpu() == target).sum().item()
+    return correct / len(labels)

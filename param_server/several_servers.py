@@ -1,12 +1,14 @@
-"""Mode `replica` with several servers (--num_servers): each holds a range of the weights.  Both sides of the wire.
+"""Mode `replica` with several servers (--num_servers): each server has a range of the weights.
 
-FirstServer runs in the process `parameter_server`; it decides, as with one server, who waits for whom.  RangeServer
-runs in `parameter_server_1`, `parameter_server_2`, ...  RangeReplica runs in the trainers.
+This file has both sides.  FirstServer runs in the process `parameter_server`.  It decides when a push is applied and
+answered, as a single server does.  RangeServer runs in `parameter_server_1`, `parameter_server_2`, ...  RangeReplica
+runs in the trainers.
 
-A push is in parts then, and a trainer may die when only some have arrived.  So all servers but the first hold their
-part, until the first one, which gets its part last, has applied it; then they do the same, from its log.  The trainers
-carry the log: each answer to a push contains its end, which the trainer brings to the other servers as it asks for
-their weights.  So a push is applied by every server or by none, and by all in the same order.
+A trainer cuts each push into parts, one for each server, and it may die when only some parts have arrived.  So each
+RangeServer *holds* its part, and does not apply it.  The first server gets its part last, applies it when --consistency
+allows this, and records the update in a log.  Its answer to a push contains the newest entries of the log.  The trainer
+sends these entries to the other servers, together with its request for their weights, and they apply the same updates.
+So a push is applied by all servers or by none, and all servers apply the updates in the same order.
 
 Shapes: P weights in the whole network, R of them in one server's range.
 """
@@ -29,42 +31,42 @@ range_server = None  # the one FirstServer or RangeServer of this process
 
 
 def make_range_server(rank, args, device):
-    """Make this process's server, from its own command line, and return it.  Before RPC begins."""
+    """Make this process's server from its own command line, and return it.  Called before init_rpc."""
     global range_server
     range_server = FirstServer(args, device) if rank == 0 else RangeServer(rank, args, device)
     return range_server
 
 
 def get_range_server():
-    """Return this process's server.  May be called by all trainers at once: it only reads."""
+    """Return this process's server.  It only reads, so it needs no lock."""
     return range_server
 
 
 @functools.cache
 def server_rref(index):
-    """Return an RRef to a server (from 0), in whatever process this is."""
+    """Return an RRef to the server with this number (from 0).  May be called in any process."""
     return rpc.remote(server_name(index), get_range_server)
 
 
 def range_of(server, num_servers, size):
-    """Return the slice of (P,) that a server (from 0) holds: neighbouring ranges, equal up to one weight."""
+    """Return the slice of (P,) that a server (from 0) has.  The ranges' lengths differ by one weight at most."""
     return slice(size * server // num_servers, size * (server + 1) // num_servers)
 
 
 @dataclass
 class Update:
-    """One entry of the log: by whose pushes the first server changed its weights, and with which learning rate."""
+    """One entry of the log: whose pushes the first server applied in this update, and with which learning rate."""
 
     trainers: list
     lr: float
-    capture: bool = False  # whether to keep the weights that come of it, for a checkpoint
+    capture: bool = False  # whether to keep the resulting weights for a checkpoint
 
 
 # ------------------------------------------------------------------------------------------------------ the servers
 
 
 class RangeServer:
-    """Any server but the first: it does what the first one has done, on a range of its own."""
+    """Each server but the first.  It repeats the first server's updates on its own range of the weights."""
 
     def __init__(self, index, args, device):
         self.device = device
@@ -72,51 +74,49 @@ class RangeServer:
         weights_P = parameters_to_vector(Net().parameters()).detach()
         weights_R = weights_P[range_of(index, args.num_servers, len(weights_P))]
         self.sgd = FlatSGD(weights_R.to(device, copy=True), args.momentum)
-        self.lock = threading.Lock()  # held while these, or what follows, are read or changed
-        self.version = 0  # of the weights: how many updates have made them
-        self.held = {}  # trainer -> its Push (R,) that is here and not applied
-        self.captured = {}  # version -> (weights (R,), momentum (R,) or (0,)) after an Update that says so
+        self.lock = threading.Lock()  # held while `sgd`, or the variables below, are read or changed
+        self.version = 0  # of the weights: the number of updates so far
+        self.held = {}  # trainer -> its Push (R,) that was received, but not applied
+        self.captured = {}  # version -> (weights (R,), momentum (R,) or (0,)) after an Update with `capture`
 
     def start_from(self, version, weights_R, velocity_R):
-        """Take the weights and the momentum of a checkpoint.  Called by the first server, before any push (locked)."""
+        """Set weights and momentum to those of a checkpoint.  Called by the first server, before any push (locked)."""
         with self.lock:
             self.version = version
             self.sgd.load(weights_R, velocity_R)
 
     def hold(self, push):
-        """Keep this server's part of a push until the log says what becomes of it.  Called by trainers (locked)."""
+        """Keep this server's part of a push until the log has it.  May be called by all trainers at once (locked)."""
         with self.lock:
             if push.trainer in self.held:
-                raise RuntimeError(
-                    f"trainer_{push.trainer} sent a part of a push before its last push was applied here"
-                )
+                raise RuntimeError(f"trainer_{push.trainer} sent a part of a push before its last push was applied")
             push.gradient = push.gradient.to(self.device)
             self.held[push.trainer] = push
 
     def catch_up(self, start, log):
-        """Repeat what is new in the log, whose first entry follows version `start`; return the weights (R,) then.
+        """Apply the updates of the log that are new to this server.  Return the weights (R,) after them.
 
-        May be called by all trainers at once (locked).
+        `start`: the version before the log's first entry.  May be called by all trainers at once (locked).
         """
         with self.lock:
             self.repeat(start, log)
             return to_wire(self.sgd.weights)
 
     def captured_at(self, version, start, log):
-        """Catch up; return what was captured at `version`.  Called by the first server, for a checkpoint (locked)."""
+        """Catch up.  Return what was captured at `version`.  Called by the first server for a checkpoint (locked)."""
         with self.lock:
             self.repeat(start, log)
             return self.captured.pop(version)
 
     def state_of_now(self, start, log):
-        """Catch up; return (weights, momentum).  Called by the first server, while all trainers wait (locked)."""
+        """Catch up.  Return (weights, momentum).  Called by the first server, while all trainers wait (locked)."""
         with self.lock:
             self.repeat(start, log)
             return self.sgd.state()
 
     def repeat(self, start, log):
-        """Repeat those Updates of the log that were not repeated here yet.  Under the lock."""
-        assert start <= self.version, "a trainer brought a log that does not go back to what was repeated here"
+        """Apply the Updates in `log` (the first one follows version `start`) that are new.  Called under the lock."""
+        assert start <= self.version, "the log that a trainer brought begins after this server's version"
         for update in log[self.version - start :]:
             pushes = [self.held.pop(trainer) for trainer in update.trainers]
             self.sgd.step(pushes, update.lr)
@@ -126,59 +126,59 @@ class RangeServer:
 
 
 class FirstServer(ReplicaServer):
-    """The first server: a ReplicaServer of a range of the weights, which lets the others know what it has done."""
+    """The first server: a ReplicaServer of one range of the weights, which logs its updates for the others."""
 
     def __init__(self, args, device):
         super().__init__(args, device)
         self.num_servers = args.num_servers
         self.sgd = FlatSGD(self.part_of(self.sgd.weights, 0).clone(), args.momentum)
-        self.log = []  # the newest Updates, those after version `log_start`
+        self.log = []  # the newest Updates: those after version `log_start`
         self.log_start = 0
-        # (version, weights (P,), momentum (P,) or (0,)) of a checkpoint, until all servers have their part of it.
+        # (version, weights (P,), momentum (P,) or (0,)) of a checkpoint, until they were sent to the other servers.
         self.unshared = None
 
     def part_of(self, tensor_P, server):
-        """Return a server's part of (P,), or of (0,)."""
+        """Return a server's part of a tensor (P,), or of an empty one (0,)."""
         return tensor_P[range_of(server, self.num_servers, len(tensor_P))]
 
     def take_in(self, push):
-        """As with one server; and what the trainer has told all other servers needs not be told again."""
+        """Record a push, and drop the log entries that the push's trainer has brought to all other servers."""
         super().take_in(push)
         known = max(push.version, self.log_start)
         self.log = self.log[known - self.log_start :]
         self.log_start = known
 
     def apply(self, pushes):
-        """Step once, by all of these pushes, and let the other servers do so when they hear of it."""
+        """Make one optimizer step with these pushes, and log it, so that the other servers will do the same."""
         super().apply(pushes)
         self.log.append(Update([push.trainer for push in pushes], self.lr))
 
     def answer(self):
-        """Return (version, weights (R,), what to ask the other servers with: see RangeServer.catch_up)."""
+        """Return (version, weights (R,), the arguments for RangeServer.catch_up)."""
         version, weights_R = super().answer()
         return version, weights_R, (self.log_start, self.log.copy())
 
     def start_assignments(self, lr):
-        """Begin with the assignments that the Scoreboard has made.  All trainers are waiting."""
+        """Prepare for new assignments: see ReplicaServer.  All trainers are waiting for this."""
         self.share_what_was_restored()
         super().start_assignments(lr)
 
     def save_soon(self):
-        """Let the Scoreboard's writer collect and save the weights that all servers have after the newest Update."""
-        self.log[-1].capture = True  # nobody has heard of it yet: this is under the lock
+        """Let the Scoreboard's writer thread collect all servers' weights after the newest Update, and save them."""
+        self.log[-1].capture = True  # this holds the lock, so no trainer has this entry yet
         collect = functools.partial(
             self.collect_captured, self.scoreboard.updates, self.sgd.state(), self.log_start, self.log.copy()
         )
         self.scoreboard.save_soon(collect)
 
     def collect_captured(self, version, state, start, log):
-        """Return what a checkpoint keeps of all servers; `state` is this one's part.  Not under the lock: it waits."""
+        """Return the content of a checkpoint.  `state`: this server's part.  Not under the lock: it waits for RPCs."""
         others = range(1, self.num_servers)
         parts = [server_rref(index).rpc_async().captured_at(version, start, log) for index in others]
         return self.join([state, *torch.futures.wait_all(parts)])
 
     def capture(self):
-        """Return what a checkpoint needs of all servers, and lay it under the model.  All trainers are waiting."""
+        """Return the content of a checkpoint, and load its weights into the model.  All trainers are waiting."""
         self.share_what_was_restored()
         with self.lock:
             state = self.sgd.state()
@@ -189,13 +189,13 @@ class FirstServer(ReplicaServer):
         return joined
 
     def join(self, parts):
-        """Return what a checkpoint keeps of (weights (R,), momentum (R,) or (0,)) of each server."""
+        """Return the content of a checkpoint from each server's (weights (R,), momentum (R,) or (0,))."""
         weights_P = torch.cat([weights_R for weights_R, _ in parts])
         velocity_P = torch.cat([velocity_R for _, velocity_R in parts])
         return self.checkpoint_of(weights_P, velocity_P)
 
     def restore(self, state):
-        """Go on from what capture() returned, with any number of servers.  Before RPC begins."""
+        """Continue from what capture() returned, with any number of servers.  Called before init_rpc."""
         self.model.load_state_dict(state["model"])
         weights_P = parameters_to_vector(self.model.parameters()).detach().cpu()
         self.sgd.load(self.part_of(weights_P, 0), self.part_of(state["momentum"], 0))
@@ -203,7 +203,7 @@ class FirstServer(ReplicaServer):
         self.unshared = self.log_start, weights_P, state["momentum"]
 
     def share_what_was_restored(self):
-        """Send each other server its part of it: once, and before anything is computed from it."""
+        """Send each other server its part of the restored checkpoint.  This happens once, before the first update."""
         if self.unshared is None:
             return
         version, weights_P, velocity_P = self.unshared
@@ -220,7 +220,7 @@ class FirstServer(ReplicaServer):
 
 
 class RangeReplica(Replica):
-    """A trainer's copy of the network, and its connection to all servers of the weights."""
+    """A trainer's copy of the network, and its connections to all servers."""
 
     def __init__(self, rank, server_rrefs, device):
         first, *self.other_rrefs = server_rrefs
@@ -229,7 +229,7 @@ class RangeReplica(Replica):
         self.ranges = [range_of(index, len(server_rrefs), size) for index in range(len(server_rrefs))]
 
     def send(self, push):
-        """Send each server its part of a push; the first server's last, when all others have theirs."""
+        """Send each server its part of a push.  The first server gets its part last, after all others have theirs."""
         first_range, *other_ranges = self.ranges
         held = []
         for rref, part in zip(self.other_rrefs, other_ranges, strict=True):
@@ -238,13 +238,13 @@ class RangeReplica(Replica):
         super().send(replace(push, gradient=push.gradient[first_range]))
 
     def take(self, answer):
-        """Bring the log of an answer to the other servers, and compute with what all servers have then."""
+        """Send the log of an answer to the other servers, and load all servers' weights into the network."""
         version, weights_R, log = answer
         others_R = torch.futures.wait_all([rref.rpc_async().catch_up(*log) for rref in self.other_rrefs])
         super().take((version, torch.cat([weights_R, *others_R])))
 
 
 def run_range_loop(rank, args, batches, device):
-    """Train with several servers until the Scoreboard says that the work is done."""
+    """Train with several servers, until the Scoreboard has no more assignments."""
     server_rrefs = [server_rref(index) for index in range(args.num_servers)]
     train_replica(RangeReplica(rank, server_rrefs, device), args, batches)

@@ -1,4 +1,4 @@
-"""The job of tutorial.py in one process, without RPC. `python single.py --help` shows the flags."""
+"""The job of tutorial.py in one process, without RPC. `python single.py --help` lists the flags."""
 
 import argparse
 
@@ -63,9 +63,9 @@ def load_digits(args, train):
 
 def parse_args():
     parser = argparse.ArgumentParser(description="The job of tutorial.py without RPC")
-    parser.add_argument("--seed", type=int, default=1, help="of everything random (1)")
+    parser.add_argument("--seed", type=int, default=1, help="of all random numbers (1)")
     parser.add_argument("--dataset", choices=["mnist", "synthetic"], default="mnist")
-    parser.add_argument("--data_dir", default="data", help="folder of MNIST (data)")
+    parser.add_argument("--data_dir", default="data", help="folder for MNIST (data)")
     return parser.parse_args()
 
 

@@ -1,12 +1,12 @@
 """PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework" on one page.
 
-It follows the edition of 2020-11-28, for torch 1.5. [4] is a difference, row 4 of DIFFERENCES.md.
-Rank 0, the server, holds the network. All other ranks are trainers, and train at the same time:
-each sends images and gets predictions. The loss is the trainer's; the backward pass through the
-network and the optimizer's step run on the server.
+It follows the text of 2020-11-28, for torch 1.5. [4] refers to row 4 of DIFFERENCES.md.
+Rank 0 is the server and has the network. All other ranks are trainers, which train at the same
+time: each sends images to the server and gets predictions. The trainer computes the loss. The
+backward pass through the network and the optimizer's step run on the server.
 
-python tutorial.py                            # the server and two trainers, on this machine
-python tutorial.py --world_size 3 --rank 0    # the server in this terminal; ranks 1, 2 in others
+python tutorial.py                            # starts a server and two trainers on this machine
+python tutorial.py --world_size 3 --rank 0    # only the server; ranks 1 and 2 in other terminals
 python tutorial.py --dataset synthetic        # random patterns instead of MNIST: no download
 """
 
@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchvision import datasets, transforms
 
 warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of Gloo
-# DistributedOptimizer logs that it uses our class SGD as it is, which is what we want.
+# DistributedOptimizer logs that it uses our class SGD unchanged. That is what we want.
 logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
 
 
@@ -52,21 +52,21 @@ class Net(nn.Module):
 
 
 param_server = None
-global_lock = Lock()  # on the server: held while its one network is made, copied or changed
+global_lock = Lock()  # on the server: held while the network is made, cloned or changed
 
 
 class ParameterServer(nn.Module):
     def __init__(self):
         super().__init__()
         self.model = Net()
-        self.layers = copy.deepcopy(self.model).to("meta")  # without memory for weights
+        self.layers = copy.deepcopy(self.model).to("meta")  # on "meta" weights use no memory
 
     def forward(self, inp):
         """Return log-probabilities (B, 10) of images (B, 1, 28, 28). Trainers call it at any time.
 
-        Before a trainer's backward pass, another trainer's step may change the weights. So [1]:
-        1. Each call computes with clones. Autograd goes through clone() to the weights themselves.
-        2. Cloning and steps take one lock, so that all clones are of the same version.
+        Between a trainer's forward and backward another trainer may change the weights. So [1]:
+        1. Each call computes with clones. Autograd passes through clone() back to the weights.
+        2. Cloning and steps take the same lock, so that all clones are of the same version.
         3. Each call has layers of its own, because functional_call puts the clones into them.
         """
         with global_lock:
@@ -75,18 +75,18 @@ class ParameterServer(nn.Module):
         return functional_call(layers, weights, (inp,))
 
     def get_dist_gradients(self, cid):
-        """Return {name: gradient} of a context. Only its trainer calls this: it needs no lock."""
+        """Return {name: gradient} of a context. Only its trainer calls this: no lock needed."""
         grads = dist_autograd.get_gradients(cid)
         params = self.model.named_parameters()
         return {name: grads[param] for name, param in params if param in grads}
 
     def get_param_rrefs(self):
-        """Return an RRef to each parameter. All trainers call this; the set never changes."""
+        """Return an RRef to each parameter. All trainers call this. It only reads: no lock."""
         return [rpc.RRef(param) for param in self.model.parameters()]
 
 
 def get_parameter_server():
-    """Return the one ParameterServer. All trainers call this, and the first call makes it."""
+    """Return the one ParameterServer. All trainers call this. The first call makes it."""
     global param_server
     with global_lock:
         if not param_server:
@@ -95,22 +95,22 @@ def get_parameter_server():
 
 
 class SGD(optim.SGD):
-    """Plain SGD whose steps take the lock. (For optim.SGD itself torch takes a substitute [9].)"""
+    """SGD that takes the lock. (DistributedOptimizer replaces optim.SGD by another class [9].)"""
 
     def step(self):
-        """Runs on the server, for each trainer. Torch's own lock keeps one step from another."""
-        with global_lock:  # ours keeps steps away from the cloning
+        """Runs on the server, for each trainer. A lock of torch prevents two steps at once."""
+        with global_lock:  # our lock prevents cloning during a step
             super().step()
-        self.zero_grad()  # torch put this context's gradients into .grad: leave none for the next
+        self.zero_grad()  # torch put this context's gradients into .grad; remove them
 
 
 def run_parameter_server(rank, args):
-    torch.manual_seed(args.seed)  # weights; and dropout, which depends on the order of calls
+    torch.manual_seed(args.seed)  # for weights and dropout (its masks depend on the order of calls)
     test_loader = DataLoader(load_digits(args, train=False), batch_size=32)
     print("PS master initializing RPC")
     rpc.init_rpc("parameter_server", rank=rank, world_size=args.world_size)
     print("RPC initialized! Running parameter server...")
-    rpc.shutdown()  # waits for all ranks; until then, threads of RPC answer the trainers
+    rpc.shutdown()  # waits for all ranks; until then RPC threads serve the trainers
     print("RPC shutdown on parameter server.")
     print("Getting accuracy....")
     get_accuracy(test_loader, param_server.model)
@@ -146,7 +146,7 @@ def run_training_loop(rank, train_loader):
 
 
 def get_accuracy(test_loader, model):
-    """Runs where the network is [2]: eval() of a TrainerNet would not reach it."""
+    """Runs on the server, which has the network [2]. TrainerNet.eval() would not reach it."""
     model.eval()
     correct_sum = 0
     with torch.no_grad():
@@ -170,13 +170,13 @@ def load_digits(args, train):
 
 def parse_args():
     parser = argparse.ArgumentParser(description="Parameter-Server RPC based training")
-    parser.add_argument("--world_size", type=int, default=3, help="server and trainers (3)")
-    parser.add_argument("--rank", type=int, help="run only this rank here: 0 is the server")
-    parser.add_argument("--master_addr", default="localhost", help="of rank 0 (localhost)")
-    parser.add_argument("--master_port", type=int, default=29500, help="free on rank 0 (29500)")
-    parser.add_argument("--seed", type=int, default=1, help="of everything random (1)")
+    parser.add_argument("--world_size", type=int, default=3, help="ranks: server and trainers (3)")
+    parser.add_argument("--rank", type=int, help="start only this rank; 0 is the server")
+    parser.add_argument("--master_addr", default="localhost", help="host of rank 0 (localhost)")
+    parser.add_argument("--master_port", type=int, default=29500, help="a free port on it (29500)")
+    parser.add_argument("--seed", type=int, default=1, help="of all random numbers (1)")
     parser.add_argument("--dataset", choices=["mnist", "synthetic"], default="mnist")
-    parser.add_argument("--data_dir", default="data", help="folder of MNIST (data)")
+    parser.add_argument("--data_dir", default="data", help="folder for MNIST (data)")
     args = parser.parse_args()
     if args.world_size < 2:
         parser.error("--world_size must be 2 or more: the server and at least one trainer")
@@ -186,8 +186,8 @@ def parse_args():
 
 
 def run_worker(rank, args):
-    """Run one rank here: the server or a trainer. Sets torch's number of threads."""
-    torch.set_num_threads(1)  # for each thread of RPC: the trainers' calls share the cores
+    """Run one rank in this process: the server or a trainer. Sets torch's number of threads."""
+    torch.set_num_threads(1)  # for each RPC thread: the trainers' calls share the cores
     if rank == 0:
         run_parameter_server(rank, args)
         return
@@ -195,8 +195,8 @@ def run_worker(rank, args):
     rpc.init_rpc(f"trainer_{rank}", rank=rank, world_size=args.world_size)
     print(f"Worker {rank} done initializing RPC")
     order = torch.Generator().manual_seed(args.seed + rank)
-    train_set = load_digits(args, train=True)  # by now the server has downloaded it [10]
-    share = range(rank - 1, len(train_set), args.world_size - 1)  # of this trainer [3]
+    train_set = load_digits(args, train=True)  # the server has downloaded it before init_rpc [10]
+    share = range(rank - 1, len(train_set), args.world_size - 1)  # this trainer's images [3]
     train_set = Subset(train_set, share)
     train_loader = DataLoader(train_set, batch_size=32, shuffle=True, generator=order)
     run_training_loop(rank, train_loader)
@@ -207,12 +207,12 @@ if __name__ == "__main__":
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
-    # RPC sends functions and classes by name: every rank finds them in this file, its main module.
+    # RPC sends functions and classes by name. Every rank finds them in this file, its main module.
     if args.rank is None:
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:
         run_worker(args.rank, args)  # one rank in this terminal
 
-# If a rank dies, spawned ranks end; in terminals, others may wait forever. main.py names it, and
-# ends the others or goes on (--on_lost). The port must be free; main.py finds one when it spawns.
-# Nothing is saved: main.py has --checkpoint and --resume.
+# If a rank dies, spawned ranks end, but ranks in terminals may wait forever. main.py names the lost
+# rank, and ends the job or continues it (--on_lost). This program needs a free port; main.py finds
+# one if it spawns the ranks. This program saves nothing; main.py has --checkpoint and --resume.

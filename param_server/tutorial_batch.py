@@ -1,14 +1,14 @@
 """PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions", first part.
 
-Edition: the page of 2025-06-23 and its code in pytorch/examples. [B numbers] are the rows of "The
-batch page" in DIFFERENCES.md. Rank 0, the server ("ps"), has the model. All other ranks are
+It follows the page of 2025-06-23 and its code in pytorch/examples. [B1] refers to row 1 of "The
+batch page" in DIFFERENCES.md. Rank 0 is the server ("ps") and has the model. All other ranks are
 trainers: each sends the gradients of one batch, and gets the model after the next update. With
-batching, an update takes one gradient of each trainer; without, each gradient is an update.
+batching, an update uses one gradient of each trainer. Without it, each gradient makes an update.
 
-python tutorial_batch.py                            # the server and five trainers, on this machine
+python tutorial_batch.py                            # a server and five trainers, on this machine
 python tutorial_batch.py --no_batch                 # the same without batching
-python tutorial_batch.py --world_size 3 --rank 0    # one rank in this terminal
-python tutorial_batch.py --plot batch.png           # time with 1, 2, ... trainers, with and without
+python tutorial_batch.py --world_size 3 --rank 0    # only one rank: the server
+python tutorial_batch.py --plot batch.png           # measures 1 to 5 trainers, with and without
 """
 
 import argparse
@@ -41,7 +41,7 @@ def timed_log(text):
 class BatchUpdateParameterServer:
     def __init__(self, batch_update_size):
         layers = [nn.Flatten(), nn.Linear(3 * image_h * image_w, 64), nn.ReLU()]
-        self.model = nn.Sequential(*layers, nn.Linear(64, num_classes))  # resnet50 there [B5]
+        self.model = nn.Sequential(*layers, nn.Linear(64, num_classes))  # the page: resnet50 [B5]
         self.lock = threading.Lock()  # held while the model, its gradients or the counts change
         self.future_model = torch.futures.Future()
         self.batch_update_size = batch_update_size
@@ -52,22 +52,22 @@ class BatchUpdateParameterServer:
             p.grad = torch.zeros_like(p)
 
     def get_model(self):
-        """Return a copy of the model. All trainers call this, at any time."""
+        """Return a copy of the model. All trainers call this, at any time (locked)."""
         with self.lock:
             return copy.deepcopy(self.model)
 
     @staticmethod
     @rpc.functions.async_execution
     def update_and_fetch_model(ps_rref, grads):
-        """Add a trainer's gradients; return a Future of the model after the update that uses them.
+        """Add a trainer's gradients. Return a Future of the model after the update with them.
 
-        All trainers call this at once. Because of async_execution the trainer gets the Future's
-        value when it is set, and a trainer that waits for the others keeps no thread of RPC busy.
+        All trainers call this at once (locked). Because of async_execution, a trainer gets the
+        Future's value when it is set. Until then it does not block an RPC thread of the server.
         """
         self = ps_rref.local_value()
         with self.lock:
             for p, g in zip(self.model.parameters(), grads, strict=True):
-                p.grad += g  # under the lock: no other trainer's addition is lost [B1]
+                p.grad += g  # under the lock, so that no addition is lost [B1]
             self.curr_update_size += 1
             fut = self.future_model
             complete = self.curr_update_size == self.batch_update_size
@@ -75,14 +75,14 @@ class BatchUpdateParameterServer:
                 for p in self.model.parameters():
                     p.grad /= self.batch_update_size
                 self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=False)  # zeros, to which the next are added
+                self.optimizer.zero_grad(set_to_none=False)  # zeros: the next ones are added
                 self.curr_update_size = 0
                 self.updates += 1
                 self.future_model = torch.futures.Future()
-                # A copy: RPC reads it after this method, when the next update may be at work [B2].
+                # A copy, because RPC reads it later, maybe during the next update [B2].
                 model = copy.deepcopy(self.model)
         if complete:
-            fut.set_result(model)  # sends the answers, and so is not done under the lock
+            fut.set_result(model)  # not under the lock, because it sends all answers
         return fut
 
 
@@ -96,7 +96,7 @@ class Trainer:
         self.generator = torch.Generator().manual_seed(seed + rpc.get_worker_info().id)
 
     def get_next_batch(self):
-        """Yield images (B, 3, H, W), a pattern each under noise, and labels (B, classes) [B6]."""
+        """Yield images (B, 3, H, W), patterns with noise, and labels (B, classes) [B6]."""
         for _ in range(self.num_batches):
             indices = torch.randint(0, num_classes, (batch_size,), generator=self.generator)
             noise = torch.randn(batch_size, 3, image_h, image_w, generator=self.generator)
@@ -115,7 +115,7 @@ class Trainer:
                 self.ps_rref.owner(),
                 BatchUpdateParameterServer.update_and_fetch_model,
                 args=(self.ps_rref, [p.grad for p in m.parameters()]),
-                timeout=0,  # no limit, as it waits for the slowest trainer
+                timeout=0,  # no time limit: it waits for the slowest trainer
             )
         return loss.item()
 
@@ -144,7 +144,7 @@ def run_ps(trainers, args):
 
 
 def run_worker(rank, args, seconds=None):
-    """Run one rank, with one thread for torch. `seconds`: a queue for the time of the training."""
+    """Run one rank in this process. `seconds`: a queue that gets the time of the training."""
     torch.set_num_threads(1)  # the ranks share the cores
     name = f"trainer{rank}" if rank else "ps"
     rpc.init_rpc(name, rank=rank, world_size=args.world_size)
@@ -152,12 +152,12 @@ def run_worker(rank, args, seconds=None):
         took = run_ps([f"trainer{r}" for r in range(1, args.world_size)], args)
         if seconds:
             seconds.put(took)
-    rpc.shutdown()  # a trainer serves run_trainer in a thread of RPC, and waits here
+    rpc.shutdown()  # in a trainer, an RPC thread runs run_trainer meanwhile
 
 
 def measure(args):
     """Draw the time of the training over the number of trainers, with and without batching."""
-    import matplotlib.pyplot as plt  # here, because the ranks do not need it
+    import matplotlib.pyplot as plt  # imported only here: the ranks do not need it
 
     trainers = range(1, args.world_size)
     medians = {"with batching": [], "without batching": []}
@@ -184,15 +184,15 @@ def measure(args):
 
 def parse_args():
     parser = argparse.ArgumentParser(description="Batch-updating parameter server")
-    parser.add_argument("--world_size", type=int, default=6, help="server and trainers (6)")
-    parser.add_argument("--rank", type=int, help="run only this rank here: 0 is the server")
-    parser.add_argument("--master_addr", default="localhost", help="of rank 0 (localhost)")
-    parser.add_argument("--master_port", type=int, default=29500, help="free on rank 0 (29500)")
-    parser.add_argument("--seed", type=int, default=1, help="of everything random (1)")
-    parser.add_argument("--num_batches", type=int, default=50, help="of each trainer (50)")
-    parser.add_argument("--no_batch", action="store_true", help="update for each gradient")
-    parser.add_argument("--plot", metavar="FILE.png", help="measure and draw, all ranks here")
-    parser.add_argument("--repeats", type=int, default=3, help="runs; draws the median (3)")
+    parser.add_argument("--world_size", type=int, default=6, help="ranks: server and trainers (6)")
+    parser.add_argument("--rank", type=int, help="start only this rank; 0 is the server")
+    parser.add_argument("--master_addr", default="localhost", help="host of rank 0 (localhost)")
+    parser.add_argument("--master_port", type=int, default=29500, help="a free port on it (29500)")
+    parser.add_argument("--seed", type=int, default=1, help="of all random numbers (1)")
+    parser.add_argument("--num_batches", type=int, default=50, help="per trainer (50)")
+    parser.add_argument("--no_batch", action="store_true", help="one update per gradient")
+    parser.add_argument("--plot", metavar="FILE.png", help="measure, and draw the times")
+    parser.add_argument("--repeats", type=int, default=3, help="--plot: runs of each kind (3)")
     args = parser.parse_args()
     if args.world_size < 2:
         parser.error("--world_size must be 2 or more: the server and at least one trainer")
@@ -201,7 +201,7 @@ def parse_args():
     if args.num_batches < 1 or args.repeats < 1:
         parser.error("--num_batches and --repeats must be 1 or more")
     if args.plot and args.rank is not None:
-        parser.error("--plot starts all ranks here: leave out --rank")
+        parser.error("--plot starts all ranks on this machine: leave out --rank")
     return args
 
 
@@ -209,7 +209,7 @@ if __name__ == "__main__":
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
-    # RPC sends functions and classes by name: every rank finds them in this file, its main module.
+    # RPC sends functions and classes by name. Every rank finds them in this file, its main module.
     if args.plot:
         measure(args)
     elif args.rank is None:
@@ -217,6 +217,6 @@ if __name__ == "__main__":
     else:
         run_worker(args.rank, args)  # one rank in this terminal
 
-# If a trainer dies, spawned ranks end; in terminals the others wait forever. Nothing is saved.
-# main.py --mode replica --consistency sync makes the same updates, and goes on without a lost
-# trainer (--on_lost continue) or from a file (--checkpoint, --resume).
+# If a trainer dies, spawned ranks end, but ranks in terminals wait forever. Nothing is saved.
+# main.py --mode replica --consistency sync makes the same kind of update. It can continue without
+# a lost trainer (--on_lost continue), and from a file (--checkpoint, --resume).

@@ -1,14 +1,14 @@
-"""A job for losses.py: main.py with a network that counts how often each image is applied to it, and with faults.
+"""A job for losses.py: main.py with a network that counts how often each image is applied, and with injected faults.
 
 python tests/param_server/counting_job.py IMAGES PAUSE LOST_AFTER FAULTS [main.py's own flags]
 
-The network is one weight per image, the loss minus the mean of a batch's weights: an image that is applied raises its
-own weight, by learning rate / batch size (`sync`: divided by the number of gradients in the update), and no other. So
-the count travels as gradients do, and knows nothing of the program's own counts.
+The network has one weight for each image, and the loss is minus the mean of a batch's weights. So an image that is
+applied raises its own weight, and no other, by learning rate / batch size (`sync`: divided by the number of gradients
+in the update). The counts are sent as gradients, and do not depend on the counts that the program itself keeps.
 
-FAULTS: RANK:KIND:SECONDS,... since training began; KIND: SIGKILL, SIGSTOP, exception, or "nap" (stopped until it is
-lost, then continued); 0:evaluation:0: rank 0 is killed when it begins its first evaluation, unless it was restarted.
-PAUSE: seconds per batch.
+FAULTS: RANK:KIND:SECONDS,..., with the seconds since training began. KIND is SIGKILL, SIGSTOP, exception, or "nap" (the
+rank is stopped until the others have lost it, then continued). With 0:evaluation:0 rank 0 is killed when it begins its
+first evaluation, unless the job was restarted. PAUSE: seconds per batch.
 """
 
 import os
@@ -49,7 +49,7 @@ class CountingNet(nn.Module):
 
 
 class CountingBatches(mnist_data.Batches):
-    """Batches of the images' numbers."""
+    """Batches that have the numbers of the images in place of the images."""
 
     fail = threading.Event()
 
@@ -62,7 +62,7 @@ class CountingBatches(mnist_data.Batches):
 
 
 def count(net, images, labels):
-    """In place of get_accuracy: print how often each image was applied since the last time."""
+    """Replaces get_accuracy: print how often each image was applied since the last evaluation."""
     new = net.weight.detach() - count.before
     count.before = net.weight.detach().clone()
     with open("/proc/self/statm") as file:

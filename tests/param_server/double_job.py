@@ -1,6 +1,6 @@
-"""A job for test_equivalence.py: main.py in float64, where another order of additions differs in the 15th digit.
+"""A job for test_equivalence.py: main.py in float64, where another order of additions changes only the 15th digit.
 
-In float32 it differs in the 6th after 20 steps, or not, as the CPU's convolutions have it.
+In float32 it can change the 6th digit after 20 training steps, depending on the CPU's convolutions.
 
 python tests/param_server/double_job.py --mode replica --consistency sync --world_size 4 --num_servers 2
 """
@@ -34,7 +34,7 @@ def load_a_few(*which, **part):
 
 
 def run_worker(rank, args, job):
-    scoreboard.load_digits = load_a_few  # what it evaluates on: float64 takes its time
+    scoreboard.load_digits = load_a_few  # few images for the evaluation, because float64 is slow
     for module in (replica_server, replica_trainer, several_servers):
         module.Net = DoubleNet
     main.run_worker(rank, args, job)

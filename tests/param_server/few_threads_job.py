@@ -1,4 +1,4 @@
-"""A job for test_runs.py: main.py with two RPC threads in each rank, so that a few trainers outnumber them.
+"""A job for test_runs.py: main.py with two RPC threads in each rank, so that there are more trainers than threads.
 
 python tests/param_server/few_threads_job.py --mode replica --num_servers 3 --world_size 11
 """

@@ -1,4 +1,4 @@
-"""Trainers that are lost, drawn from a number; what `--on_lost continue` promises is checked by images that count.
+"""Cases of lost trainers, drawn from a number.  They check the promise of `--on_lost continue` by counting images.
 
 Used by test_lost.py and tests/tools/soak_lost.py.
 """
@@ -27,7 +27,7 @@ IMAGES, BATCH, TRAINERS, EPOCHS = 1200, 4, 4, 3
 
 
 def draw_case(number):
-    """One case from a seed: (mode, {trainer from 0: (kind, seconds since training began)})."""
+    """Return one case, drawn from a seed: (mode, {trainer from 0: (kind, seconds since training began)})."""
     draw = random.Random(number)
     mode = list(MODES)[number % len(MODES)]
     victims = draw.sample(range(TRAINERS), draw.randint(1, TRAINERS - 1))
@@ -35,7 +35,7 @@ def draw_case(number):
 
 
 def run_case(mode, faults, flags=(), lost_after=4.0, pause=0.004):
-    """Run it and check; return the job's summary."""
+    """Run a case and check what it printed and counted; return the job's summary."""
     servers = 2 if "two" in mode else 3 if "three" in mode else 1
     spec = ",".join(f"{servers + victim}:{kind}:{at}" for victim, (kind, at) in faults.items())
     with tempfile.NamedTemporaryFile("r") as summary_file:
@@ -44,22 +44,22 @@ def run_case(mode, faults, flags=(), lost_after=4.0, pause=0.004):
         done = run_script(
             "tests/param_server/counting_job.py", *job, "--summary_json", summary_file.name, *flags, timeout=100
         )
-        told = done.stdout + done.stderr
-        assert done.returncode == 0, told
+        output = done.stdout + done.stderr
+        assert done.returncode == 0, output
         summary = json.loads(read_whole(summary_file.name))
-    assert not re.search(NOISE, told), told
-    assert set(summary["lost"]) <= {servers + victim for victim in faults}, (summary, told)
+    assert not re.search(NOISE, output), output
+    assert set(summary["lost"]) <= {servers + victim for victim in faults}, (summary, output)
     for rank in summary["lost"]:
         line = rf"lost rank {rank} \(trainer_{rank}\): [^;]*(; batches of this epoch that go to the others: \d+)?$"
-        assert re.search(line, told, re.M), told
-        assert re.search(rf"The job finished without .*rank {rank} \(trainer_{rank}\)", told), told
-    assert summary["images_applied"] == [IMAGES] * EPOCHS, (summary, told)
-    counted = re.findall(r"counted (\d+) never, min (\S+), max (\S+), memory (\S+)", told)
-    assert len(counted) == EPOCHS, told
+        assert re.search(line, output, re.M), output
+        assert re.search(rf"The job finished without .*rank {rank} \(trainer_{rank}\)", output), output
+    assert summary["images_applied"] == [IMAGES] * EPOCHS, (summary, output)
+    counted = re.findall(r"counted (\d+) never, min (\S+), max (\S+), memory (\S+)", output)
+    assert len(counted) == EPOCHS, output
     for never, fewest, most, _ in counted:
-        assert int(never) == 0, told
+        assert int(never) == 0, output
         if "local" not in mode and "sync" not in mode:
-            assert float(fewest) == float(most) == 1.0, told
+            assert float(fewest) == float(most) == 1.0, output
     memory = [float(each[3]) for each in counted]
-    assert memory[-1] - memory[0] < 16, told  # MB of rank 0
+    assert memory[-1] - memory[0] < 16, output  # memory of rank 0 in MB
     return summary

@@ -20,7 +20,7 @@ from rpc_names import worker_name
 
 
 class RecordingServer(remote_server.ParameterServer):
-    """Keeps the weights of every version, and every gradient with the version that it was computed on."""
+    """Records the weights of every version, and every gradient with the version of its weights."""
 
     def __init__(self, args):
         super().__init__(args)
@@ -38,11 +38,11 @@ class RecordingServer(remote_server.ParameterServer):
         )
 
     def apply_gradients(self, trainer):
-        super().apply_gradients(trainer)  # one at a time: DistributedOptimizer holds a lock of its own here
+        super().apply_gradients(trainer)  # no lock needed: torch's lock allows one step at a time
         self.versions.append(self.flat(gradients=False))
 
     def check(self):
-        """Recompute each gradient in this one thread, from the recorded weights and the trainer's known batches."""
+        """Compute each gradient again in this thread, from the recorded weights and the trainer's batch."""
         args = self.args
         digits = mnist_data.load_digits(args.dataset, args.data_dir, args.seed, train=True)
         batches = mnist_data.Batches(*digits, args.batch_size, args.seed)
@@ -57,7 +57,7 @@ class RecordingServer(remote_server.ParameterServer):
 
 
 class TutorialServer(remote_server.ParameterServer):
-    """The published forward: on the very weights that other trainers' steps change."""
+    """The published forward pass: it uses the shared weights, which other trainers' steps change."""
 
     def forward(self, trainer, inp):
         self.work_of[trainer] = scoreboard.Work(trainer, self.scoreboard.updates, len(inp), 1)

@@ -1,4 +1,4 @@
-"""param_server's checkpoints, written and gone on from in this process: at any moment, by any number of servers."""
+"""param_server's checkpoints: written at any moment and resumed in this process, with any number of servers."""
 
 import itertools
 import re
@@ -17,11 +17,11 @@ few_test_images = test_server.few_test_images  # a fixture
 checkpoint, scoreboard = test_server.checkpoint, test_server.scoreboard
 remote_server, replica_server = test_server.remote_server, test_server.replica_server
 several_servers = test_server.several_servers
-BATCHES = 12  # of an epoch
+BATCHES = 12  # in an epoch
 
 
 class SmallNet(nn.Module):
-    """Two layers in place of eight; what a checkpoint does with weights does not depend on how many there are."""
+    """A small network.  The code of checkpoints does not depend on the size of the network."""
 
     def __init__(self, num_gpus=0):
         super().__init__()
@@ -39,11 +39,11 @@ def small_network(monkeypatch):
 
 
 class Interrupted(Exception):
-    """In place of a SIGKILL."""
+    """Simulates a SIGKILL."""
 
 
 class Players:
-    """A job in this process, whose trainers take turns: each batch brings a gradient of the batch's own."""
+    """A job in this process, whose trainers take turns.  Each batch has a gradient of its own."""
 
     def __init__(self, monkeypatch, servers, *flags):
         if "remote" in flags:
@@ -53,7 +53,7 @@ class Players:
             self.servers = test_server.servers_in_this_process(monkeypatch, servers, *flags)
         self.scoreboard = self.servers[0].scoreboard
         self.remote = "remote" in flags
-        self.pushed, self.version = {}, {}  # trainer -> Future of its last push; the version that it computes on
+        self.pushed, self.version = {}, {}  # trainer -> Future of its last push; version of its weights
 
     def push(self, trainer, batch):
         if self.remote:
@@ -67,13 +67,13 @@ class Players:
         self.pushed[trainer] = test_server.push_parts(self.servers, trainer, self.version[trainer], 0.01 * batch)
 
     def take(self, trainer, answer):
-        """What a trainer does with the answer to a push or a pull."""
+        """Do what a trainer does with the answer to a push or a pull."""
         self.version[trainer], _, *log = answer
         for other in self.servers[1:]:
             other.catch_up(*log[0])
 
     def play(self, lose=None):
-        """Let the trainers work to the end of the job; one of them is lost, if said so, after its first batch."""
+        """Let the trainers work until the job ends.  If one of them is to be lost, it is lost after its first batch."""
         while batches := self.next_batches():
             for turn in range(max(map(len, batches.values()))):
                 working = [trainer for trainer in batches if trainer in self.scoreboard.living]
@@ -85,7 +85,7 @@ class Players:
         return self
 
     def next_batches(self):
-        """Return {trainer: the batches that it is assigned}."""
+        """Return {trainer: the numbers of the batches in its assignment}."""
         for trainer in list(self.pushed):
             self.take(trainer, self.pushed.pop(trainer).value())
         trainers = sorted(self.scoreboard.living)
@@ -107,7 +107,7 @@ def flags_of(mode, path, *more):
 
 
 def assert_same_state(path, expected_path):
-    """Progress, weights and momentum are the same, to the bit."""
+    """Assert that progress, weights and momentum are equal to the bit."""
     (_, found), (_, expected) = (checkpoint.load(file, "param_server") for file in (path, expected_path))
     assert found["progress"] == expected["progress"]
     for name, weights in expected["model"].items():
@@ -123,14 +123,14 @@ def assert_same_state(path, expected_path):
 @pytest.mark.parametrize("one_is_lost", [False, True], ids=["", "one trainer is lost"])
 @pytest.mark.parametrize("mode, servers", [("async", 2), ("bounded", 2), ("sync", 2), ("remote", 1)])
 def test_a_job_that_ended_in_an_evaluation_goes_on_with_it(tmp_path, monkeypatch, capsys, mode, servers, one_is_lost):
-    """The evaluation is made up for, the epoch counts once, and all ends as in a job that was not interrupted."""
+    """The evaluation is repeated, the epoch counts once, and the end is that of a job without an interruption."""
     whole, broken = tmp_path / "whole.pt", tmp_path / "broken.pt"
     more = ("--world_size", servers + 2, *(("--on_lost", "continue") if one_is_lost else ()))
     lose = servers if one_is_lost else None
     uninterrupted = Players(monkeypatch, servers, *flags_of(mode, whole, *more)).play(lose)
     of_epoch_1, of_epoch_2 = re.findall("^Epoch .*", capsys.readouterr().out, re.M)
 
-    updates = int(re.search(r"(\d+) updates", of_epoch_1)[1])  # of the first epoch: its last one is saved
+    updates = int(re.search(r"(\d+) updates", of_epoch_1)[1])  # of the first epoch: the last one is in a checkpoint
     flags = flags_of(mode, broken, "--checkpoint_every", updates)
     interrupted = Players(monkeypatch, servers, *flags, *more)
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
@@ -139,17 +139,17 @@ def test_a_job_that_ended_in_an_evaluation_goes_on_with_it(tmp_path, monkeypatch
     assert test_server.wait_for_checkpoint(interrupted.servers[0])["progress"]["left"] == []
 
     resumed = Players(monkeypatch, servers, *flags, "--resume", "--world_size", servers + 2 - one_is_lost).play()
-    said = capsys.readouterr().out
-    assert f"Going on from update {updates}, epoch 1" in said
-    told = [re.sub(r" [\d,]+ images/s,", "", line) for line in (of_epoch_1, of_epoch_2, said)]
-    assert re.findall("^Epoch .*", told[2], re.M) == told[:2]
+    printed = capsys.readouterr().out
+    assert f"Going on from update {updates}, epoch 1" in printed
+    lines = [re.sub(r" [\d,]+ images/s,", "", line) for line in (of_epoch_1, of_epoch_2, printed)]
+    assert re.findall("^Epoch .*", lines[2], re.M) == lines[:2]
     assert resumed.scoreboard.images_applied == [4 * BATCHES] * 2 == uninterrupted.scoreboard.images_applied
     assert_same_state(broken, whole)
 
 
 @pytest.mark.parametrize("mode", ["async", "remote"])
 def test_a_checkpoint_of_an_older_version_goes_on(tmp_path, monkeypatch, mode):
-    """There `progress` was called `books`."""
+    """In older versions `progress` was named `books`."""
     flags = flags_of(mode, tmp_path / "c.pt", "--world_size", 3)
     Players(monkeypatch, 1, *flags).play()
     settings, state = checkpoint.load(tmp_path / "c.pt", "param_server")
@@ -176,12 +176,12 @@ def test_a_finished_job_is_resumed_and_has_a_result(tmp_path, monkeypatch, mode,
 
 
 def test_a_result_tells_of_all_epochs_and_all_trainers(tmp_path, monkeypatch):
-    clock = itertools.count(1)  # a second passes from one look to the next
+    clock = itertools.count(1)  # each call of the clock is a second later
     monkeypatch.setattr(scoreboard, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     job = Players(monkeypatch, 1, *flags_of("remote", tmp_path / "c.pt", "--world_size", 3)).play()
     job.scoreboard.record_loss(1, 0, 2.5)
     summary = scoreboard.write_result(job.scoreboard, lost=[])
-    assert summary["images_per_second"] == 2 * 4 * BATCHES / 2  # what lies between two epochs is not training
+    assert summary["images_per_second"] == 2 * 4 * BATCHES / 2  # the time between two epochs does not count
     assert summary["rpc_calls_per_step"] == 1.5 and summary["wire_bytes_per_step"] is None
     curves = job.scoreboard.report.curves
     assert curves["test accuracy"][0] == [BATCHES, 2 * BATCHES] and curves["loss"] == ([2 * BATCHES], [2.5])
@@ -204,7 +204,7 @@ def test_after_resume_each_server_is_sent_its_own_range_once_and_trainers_carry_
     for ((_, (_, weights_R, velocity_R)),), part in zip(sent, parts, strict=True):
         assert torch.equal(weights_R, weights[part]) and torch.equal(velocity_R, state["momentum"][part])
     _, _, (_, log) = resumed.servers[0].pull()
-    assert log == []  # what a trainer hands on to the other servers
+    assert log == []  # which a trainer would send to the other servers
     for server in resumed.servers:
         assert server.sgd.weights.untyped_storage().nbytes() == 4 * len(server.sgd.weights)  # not a view of all weights
 
@@ -213,7 +213,7 @@ def test_after_resume_each_server_is_sent_its_own_range_once_and_trainers_carry_
 
 
 class SlowDisk:
-    """In place of checkpoint.save: the first call of a job does not return before it may."""
+    """Replaces checkpoint.save: the first call of a job waits until the test allows it to return."""
 
     def __init__(self, monkeypatch):
         self.plain, self.saved = checkpoint.save, []
@@ -242,7 +242,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_moment_
     expected = {name: weights.clone() for name, weights in capture_now(job).items()}
     momentum = [each.clone() for each in momentum_now(job)]
     assert disk.reached.wait(20)
-    job.push(*work[3])  # returns, and no lock is held by who writes
+    job.push(*work[3])  # returns: the writer thread holds no lock
     disk.may_return.set()
     state = test_server.wait_for_checkpoint(job.servers[0])
     assert state["progress"]["updates"] == 3 and job.scoreboard.updates == 4
@@ -254,7 +254,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_moment_
 
 
 def capture_now(job):
-    """Return the weights of all servers by name, without a word to them."""
+    """Return the weights of all servers by name, without a call to them."""
     if job.remote:
         return dict(job.servers[0].model.state_dict())
     for trainer in list(job.pushed):
@@ -266,7 +266,7 @@ def capture_now(job):
 
 
 def momentum_now(job):
-    """Return it as a checkpoint has it: of each parameter in mode remote, else of all."""
+    """Return the momentum as a checkpoint has it: of each parameter in mode `remote`, otherwise as one tensor."""
     if job.remote:
         return [state["momentum_buffer"] for state in job.servers[0].optimizer.state.values()]
     return [torch.cat([server.sgd.velocity for server in job.servers])]
@@ -276,7 +276,7 @@ def momentum_now(job):
 def test_the_newest_checkpoint_is_written_last_also_if_the_trainer_before_it_is_lost(
     tmp_path, monkeypatch, mode, servers
 ):
-    """Its last push makes a checkpoint due, which takes long; it dies, and the epoch ends without it."""
+    """A trainer's last push makes a checkpoint due, which takes long.  The trainer dies.  The epoch ends without it."""
     flags = flags_of(mode, tmp_path / "c.pt", "--checkpoint_every", BATCHES, "--world_size", servers + 2)
     disk, job = SlowDisk(monkeypatch), Players(monkeypatch, servers, *flags, "--on_lost", "continue")
     first, last = servers, servers + 1
@@ -300,7 +300,7 @@ def test_the_newest_checkpoint_is_written_last_also_if_the_trainer_before_it_is_
 
 
 def test_two_checkpoints_under_way_each_have_the_weights_of_their_own_moment(tmp_path, monkeypatch):
-    """The older one is not gathered from the servers before the newer one has been captured there."""
+    """The older one is collected from the servers only after the newer one was captured there."""
     flags = ("--mode", "replica", "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1, "--world_size", 4)
     job = Players(monkeypatch, 2, *flags)
     other, before = job.servers[1], capture_now(job)["fc2.bias"].clone()
@@ -314,7 +314,7 @@ def test_two_checkpoints_under_way_each_have_the_weights_of_their_own_moment(tmp
     end_of_epoch = threading.Thread(target=job.next_batches)
     end_of_epoch.start()
     end_of_epoch.join(0.1)
-    assert end_of_epoch.is_alive() and not saved  # both are under way
+    assert end_of_epoch.is_alive() and not saved  # both are being written
     writer_may_go_on.set()
     end_of_epoch.join(20)
     assert [state["progress"]["updates"] for state in saved] == [1, BATCHES]
@@ -333,14 +333,14 @@ def test_a_push_that_comes_while_a_checkpoint_is_gathered_is_still_told_to_the_o
     plain = second.captured_at
 
     def captured_at(*which):
-        job.push(3, 100)  # its trainer dies before it can tell anybody
+        job.push(3, 100)  # its trainer dies before it can send the log on
         return plain(*which)
 
     second.captured_at = captured_at
     job.push(2, 200)
 
     def steps():
-        """How far each server's weights have come, in units of trainer 3's step."""
+        """Return how far each server's weights have changed, in units of trainer 3's update."""
         return [
             (start - server.sgd.weights[0].item()) / 0.03 for start, server in zip(before, job.servers, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""param_server's data: one pass per epoch for all trainers, IDX files good and bad, downloads, drawn digits."""
+"""param_server's data: one pass per epoch by all trainers, correct and damaged IDX files, downloads, drawn digits."""
 
 import gzip
 import multiprocessing
@@ -136,7 +136,7 @@ def _load_with_counted_downloads(folder, counter):
     def download(root, download):
         with open(counter, "a") as file:
             file.write("x")
-        for images, labels in mnist_data.FILES.values():  # written bit by bit, as a download is
+        for images, labels in mnist_data.FILES.values():  # written slowly, as a download is
             for name, content in ((images, idx((40, 28, 28))), (labels, idx((40,)))):
                 with open(os.path.join(root, name), "wb") as file:
                     for start in range(0, len(content), 4096):

@@ -1,6 +1,7 @@
-"""param_server computes what one process computes: losses and weights of 20 steps, dropout off.
+"""param_server computes what one process computes: losses and weights of 20 training steps, without dropout.
 
-One trainer does the very additions of one process: 1e-6. Several add up what one process does not: 1e-12, in float64.
+With one trainer, the additions are those of one process: the tolerance is 1e-6. Several trainers add in another order
+than one process: the tolerance is 1e-12 in float64.
 """
 
 import re
@@ -24,13 +25,13 @@ SYNC, BOUNDED = (*ASYNC, "--consistency", "sync"), (*ASYNC, "--consistency", "bo
 
 @pytest.fixture(autouse=True)
 def one_thread_per_rank(monkeypatch):
-    """Threads that wait for each other crawl when a machine is busy with other things."""
+    """Several threads per process would make the tests very slow on a busy machine."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # cuDNN's convolutions would round to 10 bits
 
 
 def one_process(steps, batch_size, momentum=0.0, lr=0.03, seed=1, dropout=False, dtype=torch.float32):
-    """The plain loop: (losses, weights by name) after so many steps."""
+    """Train in a plain loop; return (losses, weights by name) after so many training steps."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     net = Net().to(dtype)
@@ -51,7 +52,7 @@ def run_in_double(_, *flags, timeout):
 
 
 def distributed(tmp_path, steps, *flags, run=run_main, dropout=False):
-    """Run main.py: (losses by trainer, weights by name)."""
+    """Run main.py; return (losses by trainer, weights by name)."""
     checkpoint = tmp_path / "end.pt"
     flags = flags if dropout else (*flags, "--no_dropout")
     done = run("param_server", *COMMON, "--max_batches", steps, "--checkpoint", checkpoint, *flags, timeout=120)
@@ -97,8 +98,9 @@ def test_one_trainer_equals_one_process(tmp_path, flags):
     losses, weights = distributed(tmp_path, STEPS, "--world_size", servers + 1, *flags)
     settings = {"momentum": 0.8, "lr": 0.01} if "--momentum" in flags else {}
     expected_losses, expected = one_process(STEPS, batch_size=8, **settings)
-    # Local steps subtract the sum of up to three gradients where one process subtracts one after the other. That rounds
-    # differently, and in 20 steps a ReLU or a maximum that was a tie falls the other way. A GPU adds in another order.
+    # With --sync_every the sum of up to three gradients is subtracted at once. One process subtracts them one after the
+    # other, which rounds differently. In 20 training steps this changes the result of a ReLU or a maximum that was
+    # nearly a tie. A GPU adds in another order.
     tolerance = 1e-4 if {"--sync_every", "cuda"} & set(flags) else 1e-6
     assert losses[servers] == pytest.approx(expected_losses, abs=tolerance)
     assert expected_losses[-1] < expected_losses[0]
@@ -119,7 +121,7 @@ def test_sync_equals_one_process_on_the_joined_batch(tmp_path, trainers, servers
     losses, weights = distributed(tmp_path, STEPS, *flags, run=run_in_double)
     expected_losses, expected = one_process(STEPS, batch_size=8 * trainers, dtype=torch.float64)
     tolerance = 1e-9 if "cuda" in flags else 1e-12
-    # Batches of equal size: the joined batch's loss is the mean.
+    # The batches are equally large, so the loss of the joined batch is the mean of their losses.
     mean = [sum(step) / trainers for step in zip(*losses.values(), strict=True)]
     assert mean == pytest.approx(expected_losses, rel=0, abs=tolerance)
     assert_same_weights(weights, expected, tolerance)

@@ -1,4 +1,4 @@
-"""Several trainers on one server over real RPC: each gradient equals one process's, and the published way fails."""
+"""Several trainers and a server over real RPC: each gradient equals that of one process; the published code fails."""
 
 import re
 
@@ -11,7 +11,7 @@ FLAGS = ("--dataset", "synthetic", "--no_dropout", "--batch_size", "8")
 
 @pytest.fixture(autouse=True)
 def one_thread_per_rank(monkeypatch):
-    """Threads that wait for each other crawl when a machine is busy with other things."""
+    """Several threads per process would make the tests very slow on a busy machine."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -23,7 +23,7 @@ def test_every_gradient_of_concurrent_trainers_is_right(trainers, batches):
     line = re.search(r"checked (\d+) gradients, (\d+) late, worst difference (\S+)", done.stdout)
     checked, late, worst = line.groups()
     assert int(checked) == trainers * batches
-    assert int(late) > trainers  # the steps did overlap: otherwise this would prove nothing
+    assert int(late) > trainers  # training steps must have overlapped for this test to show anything
     assert float(worst) < 1e-6
 
 

@@ -15,7 +15,7 @@ losses = load_module(ROOT / "tests" / "param_server" / "losses.py")
 
 @pytest.fixture(autouse=True)
 def one_thread_per_rank(monkeypatch):
-    """Threads that wait for each other crawl when a machine is busy with other things."""
+    """Several threads per process would make the tests very slow on a busy machine."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -33,12 +33,12 @@ def test_the_mean_goes_on_without_one_that_fails():
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "remote"])
 def test_one_that_wakes_up_finds_itself_dropped(mode):
-    summary = losses.run_case(mode, {2: ("nap", 0.3)}, pause=0.05)  # the others are at work when it does
+    summary = losses.run_case(mode, {2: ("nap", 0.3)}, pause=0.05)  # the others are still at work when it continues
     assert summary["lost"] == [3]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(4))  # tests/tools/soak_lost.py draws more
+@pytest.mark.parametrize("number", range(4))  # tests/tools/soak_lost.py runs more cases
 def test_trainers_are_lost_at_any_moment(number):
     losses.run_case(*losses.draw_case(number))
 
@@ -54,7 +54,7 @@ def test_without_the_last_trainer_the_job_ends():
 
 @pytest.mark.slow
 def test_the_digits_are_learned_without_a_lost_trainer(digits, tmp_path):
-    """The real network; one of three trainers is killed; every image is applied once, and the accuracy is as ever."""
+    """With the real network and one of three trainers killed, every image is applied once, and the accuracy is high."""
     summary = tmp_path / "s.json"
     flags = ("--mode", "replica", "--overlap", "--world_size", 4, "--batch_size", 16, "--lr", 0.05)
     flags = (*flags, "--log_interval", 20, "--data_dir", digits, "--on_lost", "continue", "--summary_json", summary)
@@ -74,7 +74,7 @@ def test_the_digits_are_learned_without_a_lost_trainer(digits, tmp_path):
     [("remote", 1, 300, ",3:SIGKILL:0.2"), ("async, two servers", 2, 300, ",3:SIGKILL:0.2"), ("sync", 1, 75, "")],
 )
 def test_a_restart_gets_past_an_evaluation_in_which_the_server_was_killed(tmp_path, mode, servers, updates, more):
-    """The checkpoint is of the last update of the epoch: nothing is left to train of it.  With a lost trainer, too."""
+    """The checkpoint is that of the epoch's last update, so no batch is left.  Also tested with a lost trainer."""
     summary_file, size = tmp_path / "s.json", servers + losses.TRAINERS
     flags = (
         *losses.MODES[mode],
@@ -92,12 +92,12 @@ def test_a_restart_gets_past_an_evaluation_in_which_the_server_was_killed(tmp_pa
     flags = (*flags, "--on_lost", "continue", "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", updates)
     job = (losses.IMAGES, 0.004, 4.0, f"0:evaluation:0{more}", *flags, "--summary_json", summary_file)
     done = run_script("tests/param_server/counting_job.py", *job, timeout=150)
-    told = done.stdout + done.stderr
-    assert done.returncode == 0 and f"Going on from update {updates}, epoch 1" in done.stdout, told
-    assert ("lost rank 3 (trainer_3): killed by SIGKILL" in told) == bool(more), told
+    output = done.stdout + done.stderr
+    assert done.returncode == 0 and f"Going on from update {updates}, epoch 1" in done.stdout, output
+    assert ("lost rank 3 (trainer_3): killed by SIGKILL" in output) == bool(more), output
     summary = json.loads(summary_file.read_text())
-    assert summary["images_applied"] == [losses.IMAGES] * 2 and summary["updates"] == 2 * updates, told
-    assert re.findall(r"^Epoch (\d)", done.stdout, re.M) == ["1", "2"], told
-    counted = re.findall(r"counted (\d+) never, min (\S+), max (\S+),", told)
+    assert summary["images_applied"] == [losses.IMAGES] * 2 and summary["updates"] == 2 * updates, output
+    assert re.findall(r"^Epoch (\d)", done.stdout, re.M) == ["1", "2"], output
+    counted = re.findall(r"counted (\d+) never, min (\S+), max (\S+),", output)
     each = 0.25 if mode == "sync" else 1.0
-    assert [(int(never), float(least), float(most)) for never, least, most in counted] == [(0, each, each)] * 2, told
+    assert [(int(never), float(least), float(most)) for never, least, most in counted] == [(0, each, each)] * 2, output

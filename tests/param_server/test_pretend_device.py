@@ -1,4 +1,4 @@
-"""param_server with network and replicas on the pretend device: both modes, dropout, checkpoint, resume; a mistake."""
+"""param_server with its networks on the pretend device: both modes, dropout, checkpoint, resume, and two mistakes."""
 
 import pickle
 from collections import Counter
@@ -20,7 +20,7 @@ DONE, STEPS = 5, 10
 
 @pytest.mark.parametrize("mode", ["remote", "replica"])
 def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_path, mode):
-    """Losses and weights to 1e-6, as on the CPU, and the same units dropped.  The checkpoint is the plain loop's."""
+    """Losses and weights equal those of the CPU to 1e-6, with dropout.  The checkpoint is from the plain loop."""
     settings = {"mode": mode, "dataset": "synthetic", "seed": 1, "batch_size": 8, "max_batches": STEPS, "sync_every": 1}
     progress = {"epoch": 0, "updates": DONE, "stale": Counter({0: DONE}), "accuracy": None}
     progress |= {"left": list(range(DONE, STEPS)), "images_applied": [DONE * 8]}
@@ -36,7 +36,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_
 
 
 def remote_state(device, monkeypatch):
-    """Two steps of a ParameterServer with momentum, a new one that goes on from the first's state, another step."""
+    """Make two updates of a ParameterServer with momentum, a new server from its state, and another update."""
     monkeypatch.setattr(remote_server, "devices_of", lambda num_gpus: [torch.device(device)] * 2)
     monkeypatch.setattr(test_server.digits_net, "devices_of", remote_server.devices_of)
     flags = test_server.arguments("--no_dropout", "--world_size", 2, "--momentum", 0.8, "--lr", 0.01)
@@ -57,7 +57,7 @@ def remote_state(device, monkeypatch):
 
 
 def replica_state(device, monkeypatch):
-    """The same of a ReplicaServer, with gradients of its own making."""
+    """The same for a ReplicaServer, with made-up gradients."""
     flags = test_server.arguments("--mode", "replica", "--world_size", 2, "--momentum", 0.8, "--lr", 0.01)
     state = None
     for steps in (2, 1):

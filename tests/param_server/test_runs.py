@@ -26,7 +26,7 @@ MODES = {
 
 @pytest.fixture(autouse=True)
 def one_thread_per_rank(monkeypatch):
-    """Threads that wait for each other crawl when a machine is busy with other things."""
+    """Several threads per process would make the tests very slow on a busy machine."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -49,7 +49,7 @@ def run(*flags, timeout=150):
 def test_a_run_learns_and_tells_its_figures(tmp_path, mode):
     summary_file, curve = tmp_path / "summary.json", tmp_path / "curve.png"
     flags = ("--world_size", 3, "--max_batches", 200, "--lr", 0.05, "--log_interval", 50)
-    trace = ("--trace", tmp_path / "trace.json")  # which has RPCs counted
+    trace = ("--trace", tmp_path / "trace.json")  # with --trace RPCs are counted
     done = run(*MODES[mode], *flags, "--summary_json", summary_file, "--plot", curve, *trace)
     summary = json.loads(summary_file.read_text())
     assert re.search(r"^Epoch 1: Accuracy 0\.\d{4}, ", done.stdout, re.M)
@@ -64,7 +64,7 @@ def test_a_run_learns_and_tells_its_figures(tmp_path, mode):
 
 @pytest.mark.slow
 def test_what_crosses_the_wire(tmp_path):
-    """Difference 4: in `remote`, images and predictions; not the 10 MB of weights and gradients of an assert."""
+    """Difference 4: in `remote` images and predictions are sent, not 9.6 MB of gradients and weights for an assert."""
     figures = {}
     for mode in ("remote", "async"):
         flags = ("--world_size", 2, "--max_batches", 20, "--transport", "tcp", "--summary_json", tmp_path / "s.json")
@@ -72,7 +72,7 @@ def test_what_crosses_the_wire(tmp_path):
         figures[mode] = json.loads((tmp_path / "s.json").read_text())["wire_bytes_per_step"]
     tensors = 32 * (28 * 28 + 2 * 10) * 4  # images; log-probabilities and their gradients
     assert tensors < figures["remote"] < tensors + 30_000
-    tensors = 2 * 1_199_882 * 4  # gradients there, weights back
+    tensors = 2 * 1_199_882 * 4  # gradients to the server, weights back
     assert tensors < figures["async"] < tensors + 30_000
 
 
@@ -89,7 +89,7 @@ def test_four_trainers_in_every_mode(mode, digits, tmp_path):
 
 @pytest.mark.slow
 def test_each_rank_obeys_its_own_command_line(tmp_path, digits):
-    """In terminals: what rank 0 alone is told, rank 0 does, whoever calls first; two servers, two epochs."""
+    """In terminals: a flag that only rank 0 has is obeyed, whichever trainer calls first.  Two servers, two epochs."""
     job = (
         "--mode",
         "replica",
@@ -119,7 +119,7 @@ def test_each_rank_obeys_its_own_command_line(tmp_path, digits):
 @pytest.mark.crowd
 @pytest.mark.parametrize("consistency", ["async", "sync"])
 def test_more_callers_than_rpc_threads_and_checkpoints_end_without_a_hang(tmp_path, consistency):
-    """A server that waits for another's answer under its lock would leave no thread to take that answer."""
+    """If a server waited for another server under its lock, it would have no thread left to receive the answer."""
     flags = (*MODES[consistency], "--num_servers", 3, "--world_size", 11, "--batch_size", 8, "--max_batches", 20)
     flags = (*flags, "--lr", 0.003, "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 2)
     done = run_script("tests/param_server/few_threads_job.py", *DRAWN, *flags, timeout=120)
@@ -160,7 +160,7 @@ def test_a_gpu_that_is_not_there_is_refused(capsys):
 
 
 def test_unusable_data_ends_the_whole_job_with_status_1(tmp_path):
-    """Difference 11: in the tutorial the child's failure is lost, and the exit status is 0."""
+    """Difference 11: in the tutorial the child's failure is ignored, and the exit status is 0."""
     for part in ("train", "t10k"):
         for name in ("images-idx3-ubyte", "labels-idx1-ubyte"):
             (tmp_path / f"{part}-{name}").write_bytes(b"\0\0\x08\x03")
@@ -181,7 +181,7 @@ def test_too_high_a_learning_rate_is_told(tmp_path, mode):
 
 
 def wait_for(condition, process):
-    """Five ranks start, and take their first steps, in 10 s alone; beside other tests that may be minutes."""
+    """Alone, five ranks need 10 s until their first training steps; with other tests it may take minutes."""
     deadline = time.monotonic() + 180
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -193,7 +193,7 @@ def updates_in(checkpoint):
     return torch.load(checkpoint, weights_only=True)["state"]["progress"]["updates"]
 
 
-RESUMED = {  # mode: (flags, how far weights may be off)
+RESUMED = {  # mode: (flags, tolerance of the weights)
     "remote": (("--world_size", 2, "--no_dropout"), 1e-6),
     "sync, two servers": ((*MODES["sync"], "--num_servers", 2, "--world_size", 4, "--momentum", 0.5), 0),
     "sync, three servers": ((*MODES["sync"], "--num_servers", 3, "--world_size", 5), 0),
@@ -203,7 +203,7 @@ RESUMED = {  # mode: (flags, how far weights may be off)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", RESUMED)
 def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path, digits, mode):
-    """With `sync` to the bit, dropout and all: nothing depends on who comes first, or on when it was interrupted."""
+    """With `sync` equal to the bit, with dropout: the order of pushes and the moment of the kill make no difference."""
     flags, tolerance = RESUMED[mode]
     flags = (*from_files(digits), *flags, "--batch_size", 8, "--max_batches", 60)
     unbroken, broken = tmp_path / "unbroken.pt", tmp_path / "broken.pt"
@@ -227,7 +227,7 @@ def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path, digits, mo
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_an_epoch_goes_on_with_fewer_or_more_trainers(tmp_path, digits, world_size):
-    """Two trainers are killed in the middle of an epoch; one or four go on: still each image once."""
+    """Two trainers are killed in the middle of an epoch; one or four continue it.  Each image is applied once."""
     checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
     flags = (*from_files(digits), *MODES["async"], "--checkpoint", checkpoint)
     process = start_main("param_server", *flags, "--world_size", 3, "--checkpoint_every", 20)
@@ -262,8 +262,8 @@ def test_a_finished_run_goes_on_with_more_epochs_and_trainers_and_refuses_other_
 
 
 def kill_a_trainer_when_training(process, trainer, checkpoint, delay=0.0):
-    wait_for(checkpoint.exists, process)  # written after the first updates: so everybody is training
-    time.sleep(delay)  # a moment at random, from a seed
+    wait_for(checkpoint.exists, process)  # written after the first updates, when all trainers are training
+    time.sleep(delay)  # a random time, from a seed
     with contextlib.suppress(ProcessLookupError, IndexError):
         os.kill(ranks_of(process.pid)[trainer], signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""param_server's two servers, called directly in this process: snapshots, one optimizer, and who is held back when."""
+"""param_server's servers, called directly in this process: clones, one optimizer, and which trainer waits when."""
 
 import itertools
 import threading
@@ -25,7 +25,7 @@ with package_on_path("param_server"):
 
 @pytest.fixture(autouse=True)
 def few_test_images(monkeypatch):
-    """Drawing the whole test set takes a second, which most of these tests do not need."""
+    """Drawing the whole test set takes a second, and most of these tests do not need it."""
     images = torch.randint(0, 256, (20, 28, 28), dtype=torch.uint8)
     monkeypatch.setattr(scoreboard, "load_digits", lambda *_, **__: (images, torch.arange(20) % 10))
 
@@ -35,14 +35,14 @@ def arguments(*flags):
 
 
 def wait_for_checkpoint(server):
-    """Wait until the checkpoint that became due is written; return what a run that goes on from it reads."""
+    """Wait until the checkpoint that became due is written; return what a resumed run reads from it."""
     server.scoreboard.last_save.result()
     _, state = checkpoint.load(server.scoreboard.args.checkpoint, "param_server")
     return state
 
 
 def assigned(server, batches=1000):
-    """Return the server once its trainers have asked for their assignments of an epoch with so many batches."""
+    """Let the server's trainers ask for their assignments of an epoch with so many batches; return the server."""
     for trainer in sorted(server.scoreboard.living):
         server.scoreboard.next_assignment(trainer, batches, {})
     return server
@@ -61,7 +61,7 @@ def batch(seed, size=4):
 
 
 class TutorialServer(remote_server.ParameterServer):
-    """The published forward: on the very weights that other trainers' steps change."""
+    """The published forward pass: it uses the shared weights, which other trainers' steps change."""
 
     def forward(self, trainer, inp):
         self.work_of[trainer] = scoreboard.Work(trainer, self.scoreboard.updates, len(inp), 1)
@@ -69,7 +69,7 @@ class TutorialServer(remote_server.ParameterServer):
 
 
 def forward_then_another_trainers_step_then_backward(server):
-    """Return (gradients that trainer 1 gets, gradients it should get) when trainer 2 steps in the middle."""
+    """Return (gradients of trainer 1, the correct gradients) if trainer 2 makes an update before its backward pass."""
     (data, target), (other_data, other_target) = batch(1), batch(2)
     params = list(server.model.parameters())
     expected = torch.autograd.grad(F.nll_loss(server.model(data), target), params)
@@ -94,7 +94,7 @@ def test_the_tutorials_way_fails_in_backward():
 
 
 def test_concurrent_forwards_each_see_one_version_of_the_weights():
-    """Two versions of the weights, flipped by another thread: an output of neither would be a torn snapshot."""
+    """A thread switches between two versions of the weights.  Each output must be that of one of the two."""
     server = parameter_server("--no_dropout", "--world_size", 5)
     data, _ = batch(3)
     params = list(server.model.parameters())
@@ -112,7 +112,7 @@ def test_concurrent_forwards_each_see_one_version_of_the_weights():
     for weights in versions:
         put(weights)
         whole.append(look_once())
-    for cut in range(1, len(params)):  # a snapshot torn anywhere would show in its output
+    for cut in range(1, len(params)):  # clones of mixed versions would give another output
         put(versions[0][:cut] + versions[1][cut:])
         assert not is_one_of(whole, look_once()), cut
     torn = look_while_weights_flip(server, versions, put, lambda trainer: is_one_of(whole, look_once(trainer)))
@@ -124,7 +124,7 @@ def is_one_of(outputs, output):
 
 
 def look_while_weights_flip(server, versions, put, is_whole):
-    """Return the trainers that saw weights of no version, one entry for each time: four look, and a thread flips."""
+    """Return the trainers that saw weights of mixed versions.  Four compute while a thread switches the version."""
     stop, torn = threading.Event(), []
 
     def flip():
@@ -154,22 +154,22 @@ def look_while_weights_flip(server, versions, put, is_whole):
 
 def test_accuracy_is_measured_without_dropout_where_the_network_is():
     torch.manual_seed(0)
-    net = digits_net.Net()  # in training mode, as the network on the server always is
+    net = digits_net.Net()  # in training mode, as the tutorial's network on the server always is
     images = torch.randint(0, 256, (200, 28, 28), dtype=torch.uint8)
     net.eval()
     labels = net((images.unsqueeze(1).float() - 255 * 0.1307) / (255 * 0.3081)).argmax(dim=1)
     net.train()
     graphs = []
     net.register_forward_hook(lambda module, inputs, output: graphs.append(output.requires_grad))
-    assert scoreboard.get_accuracy(net, images, labels) == 1.0  # the labels are what the network says without dropout
-    assert graphs == [False]  # and it builds no graph, which would keep every layer's output
+    assert scoreboard.get_accuracy(net, images, labels) == 1.0  # the labels are its own answers without dropout
+    assert graphs == [False]  # no autograd graph, which would keep every layer's output in memory
     net.train()
     with_dropout = net((images.unsqueeze(1).float() - 255 * 0.1307) / (255 * 0.3081), ("a key",)).argmax(dim=1)
-    assert (with_dropout == labels).float().mean() < 0.95  # the tutorial's measurement
+    assert (with_dropout == labels).float().mean() < 0.95  # measured as in the tutorial
 
 
 class ImagesOnly(nn.Module):
-    """The tutorial's `forward`, as far as its arguments go. (Ours takes a key for dropout, too.)"""
+    """A network whose `forward` has the tutorial's arguments. (The one in digits_net.py also has a dropout key.)"""
 
     def __init__(self):
         super().__init__()
@@ -180,7 +180,7 @@ class ImagesOnly(nn.Module):
 
 
 def test_the_network_is_evaluated_on_images_only():
-    """Difference 5: the text's get_accuracy calls model(data, -1), which a forward of one argument does not take."""
+    """Difference 5: the text's get_accuracy calls model(data, -1), but `forward` has only one argument."""
     images = torch.zeros(20, 28, 28, dtype=torch.uint8)
     labels = torch.arange(20) % 10
     images[range(20), 0, labels] = 255
@@ -195,7 +195,7 @@ def test_a_gradient_that_does_not_arrive_is_noticed():
     data, target = batch(1)
     F.nll_loss(server.forward(1, data), target).backward()
     server.model.fc2.bias.grad = None
-    with pytest.raises(RuntimeError, match=r"trainer_1's backward pass brought no gradient for fc2\.bias"):
+    with pytest.raises(RuntimeError, match=r"trainer_1's backward pass produced no gradient for fc2\.bias"):
         server.apply_gradients(1)
 
 
@@ -205,7 +205,7 @@ def test_a_gradient_is_not_used_twice():
     F.nll_loss(server.forward(1, data), target).backward()
     server.apply_gradients(1)
     server.forward(1, data)
-    with pytest.raises(RuntimeError, match="brought no gradient"):
+    with pytest.raises(RuntimeError, match="produced no gradient"):
         server.apply_gradients(1)
 
 
@@ -246,7 +246,7 @@ def test_what_is_dropped_depends_on_the_seed_and_the_batch_and_not_on_its_traine
     torch.manual_seed(7)
     net = digits_net.Net()
     for trainer in range(trainers, 0, -1):
-        number = trainer - 1  # of its first batch
+        number = trainer - 1  # of the trainer's first batch
         torch.testing.assert_close(server.forward(trainer, data), net(data, (7, "dropout", 0, number)))
     plain, other = net(data), net(data, (7, "dropout", 0, 1000))
     assert not torch.allclose(plain, other) and not torch.allclose(net(data, (7, "dropout", 0, 0)), other)
@@ -287,19 +287,19 @@ def test_all_trainers_share_one_momentum(monkeypatch):
 
 
 def test_lr_step_divides_the_learning_rate():
-    """By 10 every two epochs, for the trainer and for the server alike."""
+    """By 10 every two epochs, both for the trainers and for the server."""
     server = remote_server.ParameterServer(arguments("--lr", 0.5, "--lr_step", 2, "--epochs", 6, "--world_size", 2))
     data, target = batch(1)
-    told, used = [], []
+    assigned, used = [], []
     while assignment := server.scoreboard.next_assignment(1, 1, {}).value():
         before = server.model.fc2.bias.detach().clone()
         F.nll_loss(server.forward(1, data), target).backward()
         gradient = server.model.fc2.bias.grad.clone()
         server.apply_gradients(1)
-        told.append(assignment.lr)
+        assigned.append(assignment.lr)
         used.append(((before - server.model.fc2.bias).norm() / gradient.norm()).item())
-    assert told == pytest.approx([0.5, 0.5, 0.05, 0.05, 0.005, 0.005])
-    assert used == pytest.approx(told, rel=1e-3)
+    assert assigned == pytest.approx([0.5, 0.5, 0.05, 0.05, 0.005, 0.005])
+    assert used == pytest.approx(assigned, rel=1e-3)
 
 
 # ------------------------------------------------------------------------- consistency of replicas
@@ -332,7 +332,7 @@ def test_async_answers_each_push_at_once_with_the_weights_after_it():
 
 
 def test_a_pull_waits_for_the_update_that_is_under_way():
-    """Version and weights of an answer belong together."""
+    """The version and the weights of an answer must be of the same update."""
     server = one_server("async", 2)
     answers = []
     pulling = threading.Thread(target=lambda: answers.append(server.pull()))
@@ -359,12 +359,12 @@ def test_bounded_holds_back_who_runs_ahead(lead):
         assert push(server, 1).done()
     held = push(server, 1)
     assert not held.done()
-    assert server.scoreboard.updates == lead + 1  # applied all the same
+    assert server.scoreboard.updates == lead + 1  # applied in spite of that
     push(server, 2)
-    assert not held.done()  # trainer 3 is still at 0
+    assert not held.done()  # trainer 3 has not pushed yet
     push(server, 3)
     assert held.done()
-    assert held.value()[0] == lead + 3  # and it gets the weights of now
+    assert held.value()[0] == lead + 3  # and it gets the current weights
 
 
 def test_sync_waits_for_all_and_averages_by_images():
@@ -379,7 +379,7 @@ def test_sync_waits_for_all_and_averages_by_images():
 
 def test_sync_adds_up_in_one_order_whoever_comes_first():
     results = []
-    for order in ((1, 2, 3), (3, 1, 2)):  # the sums of these in float32 differ: 1 and 0
+    for order in ((1, 2, 3), (3, 1, 2)):  # in float32 the sum would depend on the order: 1 or 0
         server = one_server("sync", 3, "--lr", 1)
         before = server.sgd.weights.clone()
         for trainer in order:
@@ -396,7 +396,7 @@ def test_max_batches_is_for_each_trainer():
 
 def test_staleness_counts_the_updates_between_reading_and_applying():
     server = one_server("async", 2)
-    for _ in range(3):  # three gradients on the first weights: 0, 1, 2 updates late
+    for _ in range(3):  # three gradients of the first weights: 0, 1, 2 updates late
         push(server, 1)
     assert server.scoreboard.updates == 3 and server.scoreboard.stale == {0: 1, 1: 1, 2: 1}
 
@@ -419,14 +419,14 @@ def test_a_push_of_several_batches_strikes_all_of_them():
 
 @pytest.mark.parametrize("trainers, lead", [(2, 0), (3, 1), (4, 2)])
 def test_bounded_bounds_the_staleness_whatever_the_speeds(trainers, lead):
-    """Threads of very different speed: between a trainer's pull and push, each other makes at most 2 S + 1 updates."""
+    """Also with very different speeds, each other trainer makes at most 2 S + 1 updates between a pull and a push."""
     server = one_server("bounded", trainers, "--max_staleness", lead, batches=30 * trainers)
 
     def train(trainer):
         version = 0
         for _ in range(30):
             if trainer == 1:
-                time.sleep(0.003)  # the slow one: this is the load under test, not a wait for an event
+                time.sleep(0.003)  # the slow trainer: this is the tested load, not a wait for an event
             version, _ = push(server, trainer, version).wait()
 
     threads = [threading.Thread(target=train, args=(trainer,)) for trainer in range(1, trainers + 1)]
@@ -440,7 +440,7 @@ def test_bounded_bounds_the_staleness_whatever_the_speeds(trainers, lead):
 
 @pytest.mark.parametrize("consistency, lead", [("bounded", 0), ("sync", 0)])
 def test_nobody_waits_for_a_trainer_whose_assignment_is_done(consistency, lead):
-    """Three batches for two trainers: the second has no second one."""
+    """Three batches for two trainers: the second trainer has only one."""
     server = one_server(consistency, 2, batches=3)
     first_round = [push(server, trainer) for trainer in (2, 1)]
     assert first_round[0].done() and first_round[1].done()
@@ -449,7 +449,7 @@ def test_nobody_waits_for_a_trainer_whose_assignment_is_done(consistency, lead):
 
 
 def test_with_a_new_assignment_nobody_is_ahead():
-    """Three batches for two trainers: the first has pushed once more than the second when the next epoch begins."""
+    """Three batches for two trainers: the first trainer has pushed once more when the next epoch begins."""
     server = one_server("bounded", 2, "--max_staleness", 1, "--epochs", 2, batches=3)
     for trainer in (1, 2, 1):
         push(server, trainer)
@@ -527,7 +527,7 @@ def test_a_late_push_of_a_lost_trainer_is_refused(consistency):
     server = one_server(consistency, 3)
     before = server.sgd.weights.clone()
     server.scoreboard.drop(2)
-    with pytest.raises(RuntimeError, match="trainer_2 was lost; its work has gone to the others"):
+    with pytest.raises(RuntimeError, match="trainer_2 was lost; its batches go to other trainers"):
         push(server, 2, 0, 1.0)
     assert torch.equal(server.sgd.weights, before) and server.scoreboard.updates == 0
 
@@ -578,8 +578,8 @@ def test_a_second_part_before_the_first_is_applied_is_refused_and_the_first_coun
     assigned(first)
     before = second.sgd.weights.clone()
     answer = push_parts(servers, 2, 0, 1.0)
-    with pytest.raises(RuntimeError, match="trainer_2 sent a part of a push before its last push was applied here"):
-        second.hold(push_of(second, 2, 0, 100.0))  # the other server has not heard of the first one yet
+    with pytest.raises(RuntimeError, match="trainer_2 sent a part of a push before its last push was applied"):
+        second.hold(push_of(second, 2, 0, 100.0))  # this server has not got the log with the first push yet
     torch.testing.assert_close(second.catch_up(*answer.value()[2]), before - 1)
     second.hold(push_of(second, 2, 0, 100.0))
 
@@ -587,7 +587,7 @@ def test_a_second_part_before_the_first_is_applied_is_refused_and_the_first_coun
 def test_a_push_after_the_last_batch_is_refused():
     server = one_server("async", 2, batches=2)
     push(server, 1)
-    with pytest.raises(RuntimeError, match="trainer_1 has done its batches, and sent the work of one more"):
+    with pytest.raises(RuntimeError, match="trainer_1 sent a gradient after the last batch of its assignment"):
         push(server, 1)
     assert server.scoreboard.updates == 1 and server.scoreboard.images_applied == [4]
 
@@ -606,30 +606,30 @@ def test_a_second_request_for_batches_is_refused():
 # ------------------------------------------------------------------------- several servers, one checkpoint
 
 
-class Here:
-    """In place of an RRef: calls go to an object in this process, at once.  `sent`: (method, arguments) of each."""
+class FakeRRef:
+    """Replaces an RRef: calls go to an object in this process, at once.  `sent`: (method, arguments) of each call."""
 
     def __init__(self, target):
         self.target, self.sent = target, []
 
     def rpc_async(self, timeout=None):
-        """Return an object whose methods answer with a Future."""
+        """Return an object whose methods return a Future."""
         return Calls(self, wait=False)
 
     def rpc_sync(self, timeout=None):
-        """Return an object whose methods wait for the answer."""
+        """Return an object whose methods return the result."""
         return Calls(self, wait=True)
 
 
 class Calls:
-    def __init__(self, here, wait):
-        self.here, self.wait = here, wait
+    def __init__(self, rref, wait):
+        self.rref, self.wait = rref, wait
 
     def __getattr__(self, name):
         def call(*args):
-            self.here.sent.append((name, args))
-            answer = getattr(self.here.target, name)(*args)
-            if not isinstance(answer, torch.futures.Future):  # as those of @rpc.functions.async_execution are
+            self.rref.sent.append((name, args))
+            answer = getattr(self.rref.target, name)(*args)
+            if not isinstance(answer, torch.futures.Future):  # @rpc.functions.async_execution: is one
                 future = torch.futures.Future()
                 future.set_result(answer)
                 answer = future
@@ -639,7 +639,7 @@ class Calls:
 
 
 def servers_in_this_process(monkeypatch, count, *flags):
-    """All servers of a job with two trainers."""
+    """Return all servers of a job with two trainers."""
     args = arguments("--mode", "replica", "--num_servers", count, "--world_size", count + 2, *flags)
     device = torch.device("cpu")
     if count == 1:
@@ -647,7 +647,7 @@ def servers_in_this_process(monkeypatch, count, *flags):
     else:
         servers = [several_servers.FirstServer(args, device)]
         servers += [several_servers.RangeServer(index, args, device) for index in range(1, count)]
-    references = [Here(server) for server in servers]
+    references = [FakeRRef(server) for server in servers]
     monkeypatch.setattr(several_servers, "server_rref", references.__getitem__)
     servers[0].scoreboard.resume()
     return servers
@@ -658,14 +658,14 @@ def flat(state):
 
 
 def push_parts(servers, trainer, version=0, value=0.0):
-    """What a trainer does: all others hold their parts, then the first gets its own.  Return its Future."""
+    """Push as a trainer does: the other servers hold their parts, then the first gets its own.  Return its Future."""
     for other in servers[1:]:
         other.hold(push_of(other, trainer, version, value))
     return push(servers[0], trainer, version, value)
 
 
 def push_in_turn(servers, value):
-    """Both trainers push, on the weights of now; who is answered brings the log to the others, as a trainer does."""
+    """Let both trainers push.  Each that gets an answer sends its log to the other servers, as a trainer does."""
     first, *others = servers
     version, *_ = first.pull()
     answers = [push_parts(servers, trainer, version, value) for trainer in sorted(first.scoreboard.living)]
@@ -678,20 +678,20 @@ def test_a_push_is_applied_by_all_servers_or_by_none(monkeypatch):
     first, *others = servers = servers_in_this_process(monkeypatch, 3)
     assigned(first)
     before = [server.sgd.weights.clone() for server in servers]
-    others[0].hold(push_of(others[0], 3, 0, 1.0))  # and then its trainer dies
-    _, _, log = push_parts(servers, 4, 0, 2.0).value()  # and this one, before it can tell the others
+    others[0].hold(push_of(others[0], 3, 0, 1.0))  # then its trainer dies
+    _, _, log = push_parts(servers, 4, 0, 2.0).value()  # this trainer dies before it sends the log to the others
     first.scoreboard.drop(3)
     first.scoreboard.drop(4)
     for other in others:
         other.catch_up(*log)
-        other.catch_up(*log)  # and again, from another trainer: nothing new
+        other.catch_up(*log)  # again, from another trainer: nothing is new
     assert first.scoreboard.updates == 1 and len(first.scoreboard.assignments[3]) == 500
     for server, start in zip(servers, before, strict=True):
         torch.testing.assert_close(server.sgd.weights, start - 0.03 * 2)
 
 
 def test_what_trainers_carry_to_the_other_servers_stays_short(monkeypatch):
-    """Only what none of them has told the others yet, however long the job."""
+    """The log has only entries that no trainer has sent to all other servers, however long the job is."""
     first, *_ = servers = servers_in_this_process(monkeypatch, 2)
     assigned(first)
     for _ in range(5):
@@ -705,7 +705,7 @@ def test_all_servers_apply_the_same_pushes_in_the_same_order(monkeypatch):
     assigned(first)
     start = [server.sgd.weights.clone() for server in servers]
     logs = [push_parts(servers, *each).value()[2] for each in ((2, 0, 1.0), (3, 0, -7.0))]
-    second.catch_up(*logs[1])  # who pushed last tells it first
+    second.catch_up(*logs[1])  # the trainer that pushed last sends its log first
     second.catch_up(*logs[0])
     second.catch_up(*push_parts(servers, 2, 1, 2.0).value()[2])
     for server, weights in zip(servers, start, strict=True):
@@ -724,7 +724,7 @@ def test_a_checkpoint_holds_all_servers_after_the_same_update(tmp_path, monkeypa
     before = torch.cat([server.sgd.weights for server in servers])
     disk_is_slow = threading.Event()
     collect = second.captured_at
-    second.captured_at = lambda *what: disk_is_slow.wait(20) and collect(*what)  # and others go on meanwhile
+    second.captured_at = lambda *what: disk_is_slow.wait(20) and collect(*what)  # the other trainers continue meanwhile
     rounds = 1 if consistency == "async" else 2
     for _ in range(rounds):
         push_in_turn(servers, 1.0)
@@ -754,7 +754,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_servers_and_trainers(tmp_pa
 
 
 def test_a_server_is_made_by_its_own_process_and_callers_only_find_it():
-    """No argument of a caller can configure it."""
+    """A caller's arguments cannot configure it."""
     for get in (
         remote_server.get_parameter_server,
         replica_server.get_replica_server,
@@ -776,7 +776,7 @@ def test_the_defaults_are_the_tutorials_but_for_two():
 def test_ranks_must_agree_on_what_more_than_one_of_them_uses():
     agree = set(arguments().agree)
     assert {"lr", "batch_size", "dataset", "consistency", "num_servers", "sync_every", "seed", "mode"} <= agree
-    assert not {"checkpoint", "data_dir", "plot", "log_interval"} & agree  # each rank's own
+    assert not {"checkpoint", "data_dir", "plot", "log_interval"} & agree  # these may differ between ranks
 
 
 # ------------------------------------------------------------------------- names and ranges

@@ -1,4 +1,4 @@
-"""Mode `replica`'s loop, with its servers in the same process: of which weights a gradient is, and what is counted."""
+"""The training loop of mode `replica`, with its servers in this process: weights of each gradient, and counts."""
 
 import re
 import threading
@@ -19,8 +19,8 @@ with package_on_path("param_server"):
     from glue.report import staleness_figures
 
 test_checkpoints = load_module(ROOT / "tests" / "param_server" / "test_checkpoints.py")
-Here, SmallNet = test_checkpoints.test_server.Here, test_checkpoints.SmallNet
-BATCHES, LR = 10, 0.5  # of an epoch; a rate at which a gradient of other weights is another one
+FakeRRef, SmallNet = test_checkpoints.test_server.FakeRRef, test_checkpoints.SmallNet
+BATCHES, LR = 10, 0.5  # per epoch; a rate so high that gradients of different weights differ clearly
 
 
 @pytest.fixture(autouse=True)
@@ -30,12 +30,12 @@ def small(monkeypatch):
     monkeypatch.setattr(scoreboard, "load_digits", lambda *_, **__: (images[:20], torch.arange(20) % 10))
     for module in (replica_server, replica_trainer, several_servers):
         monkeypatch.setattr(module, "Net", SmallNet)
-    monkeypatch.setattr(replica_server.rpc, "RRef", Here)
+    monkeypatch.setattr(replica_server.rpc, "RRef", FakeRRef)
     return mnist_data.Batches(images, torch.arange(len(images)) % 10, batch_size=4, seed=1)
 
 
-class Slow(Here):
-    """A push arrives when its sender waits for the answer, not before."""
+class Slow(FakeRRef):
+    """Replaces an RRef: a push arrives only when its sender waits for the answer."""
 
     def rpc_async(self, timeout=None):
         return SlowCalls(self, wait=False)
@@ -43,7 +43,7 @@ class Slow(Here):
 
 class SlowCalls(test_checkpoints.test_server.Calls):
     def push(self, *what):
-        return SlowPush(self.here.target, what)
+        return SlowPush(self.rref.target, what)
 
 
 class SlowPush:
@@ -54,8 +54,8 @@ class SlowPush:
         return self.server.push(*self.what).wait()
 
 
-def train(monkeypatch, batches, *flags, reference=Here):
-    """Run a job in this process, each trainer on a thread of its own; return (the first server, all weights)."""
+def train(monkeypatch, batches, *flags, reference=FakeRRef):
+    """Run a job in this process, each trainer on a thread of its own; return (first server, all weights)."""
     args = main.parse_args(["--dataset", "synthetic", "--mode", "replica", "--lr", str(LR), *map(str, flags)])
     device = torch.device("cpu")
     if args.num_servers == 1:
@@ -78,13 +78,13 @@ def train(monkeypatch, batches, *flags, reference=Here):
 
 
 def one_process(batches, late=0, epochs=1, momentum=0.0, rates=(LR, LR)):
-    """The plain loop, each gradient of the weights as they were `late` updates ago; return (losses, weights)."""
+    """Train in a plain loop, with gradients of the weights `late` updates ago; return (losses, weights)."""
     torch.manual_seed(1)
     net = SmallNet()
     past = [torch.nn.utils.parameters_to_vector(net.parameters()).detach()]
     losses, velocity = [], 0.0
     for epoch in range(epochs):
-        start = len(past) - 1  # an epoch begins with weights of now
+        start = len(past) - 1  # an epoch begins with the current weights
         for _, data, target in batches.of(epoch, range(batches.per_epoch)):
             torch.nn.utils.vector_to_parameters(past[max(start, len(past) - 1 - late)], net.parameters())
             loss = F.nll_loss(net(data), target)
@@ -102,7 +102,7 @@ def one_process(batches, late=0, epochs=1, momentum=0.0, rates=(LR, LR)):
         (("--momentum", 0.5, "--num_servers", 2), {"momentum": 0.5}, {0: 20}),
         (("--lr_step", 1), {"rates": (LR, LR / 10)}, {0: 20}),
         (("--sync_every", 3), {}, {0: 8}),  # pushes of 3, 3, 3 and 1 batches
-        (("--overlap",), {"late": 1}, {0: 2, 1: 18}),  # the first of an epoch is not late
+        (("--overlap",), {"late": 1}, {0: 2, 1: 18}),  # the first gradient of an epoch is not late
         (("--overlap", "--num_servers", 2), {"late": 1}, {0: 2, 1: 18}),
         (("--consistency", "sync", "--num_servers", 3), {}, {0: 20}),
         (("--evaluations", 3), {}, {0: 20}),
@@ -114,8 +114,8 @@ def test_one_trainer_computes_what_one_process_does(monkeypatch, small, capsys, 
     more = ("--world_size", servers + 1, "--epochs", 2, "--log_interval", 1)
     first, weights = train(monkeypatch, small, *flags, *more)
     losses, expected_weights = one_process(small, epochs=2, **expected)
-    told = re.findall(rf"^Rank {servers} training batch \d+ loss (\S+)$", capsys.readouterr().out, re.M)
-    assert [float(loss) for loss in told] == pytest.approx(losses, abs=1e-4)
+    printed = re.findall(rf"^Rank {servers} training batch \d+ loss (\S+)$", capsys.readouterr().out, re.M)
+    assert [float(loss) for loss in printed] == pytest.approx(losses, abs=1e-4)
     torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-4)
     assert first.scoreboard.stale == stale and first.scoreboard.images_applied == [4 * BATCHES] * 2
 
@@ -125,8 +125,8 @@ def test_the_accuracy_is_measured_as_often_as_is_asked_for(monkeypatch, small, c
     first, _ = train(monkeypatch, small, *flags)
     updates, accuracies = first.scoreboard.report.curves["test accuracy"]
     assert updates == [3, 6, 9, 10, 13, 16, 19, 20] and all(0 <= accuracy <= 1 for accuracy in accuracies)
-    told = re.findall(r"^Epoch (\d), update (\d+): Accuracy \d\.\d{4}$", capsys.readouterr().out, re.M)
-    assert told == [("1", "3"), ("1", "6"), ("1", "9"), ("2", "13"), ("2", "16"), ("2", "19")]
+    printed = re.findall(r"^Epoch (\d), update (\d+): Accuracy \d\.\d{4}$", capsys.readouterr().out, re.M)
+    assert printed == [("1", "3"), ("1", "6"), ("1", "9"), ("2", "13"), ("2", "16"), ("2", "19")]
 
 
 def test_overlap_tells_a_staleness_of_one_but_for_the_first_gradient(monkeypatch, small):
@@ -134,12 +134,12 @@ def test_overlap_tells_a_staleness_of_one_but_for_the_first_gradient(monkeypatch
     assert staleness_figures(first.scoreboard.stale) == {"staleness_mean": 0.9, "staleness_max": 1}
     _, of_the_newest = one_process(small)
     _, of_the_last = one_process(small, late=1)
-    assert (of_the_newest - of_the_last).abs().max() > 1e-2  # the two would not be taken for each other
+    assert (of_the_newest - of_the_last).abs().max() > 1e-2  # the two differ clearly
 
 
 def test_overlap_waits_for_its_last_push_before_it_asks_for_more(monkeypatch, small, capsys):
     first, weights = train(monkeypatch, small, "--overlap", "--world_size", 2, "--log_interval", 1, reference=Slow)
-    assert capsys.readouterr().out.count("training batch") == BATCHES  # none was assigned a second time
+    assert capsys.readouterr().out.count("training batch") == BATCHES  # no batch was assigned a second time
     _, expected = one_process(small, late=1)
     assert first.scoreboard.images_applied == [4 * BATCHES] and first.scoreboard.updates == BATCHES
     torch.testing.assert_close(weights, expected, rtol=0, atol=1e-4)

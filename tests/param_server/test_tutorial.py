@@ -1,4 +1,4 @@
-"""tutorial.py and single.py: any number of trainers, each gradient right, and the published way beside it."""
+"""tutorial.py and single.py: any number of trainers, each gradient is right, and what the published code does."""
 
 import argparse
 import re
@@ -20,7 +20,7 @@ SYNTHETIC = argparse.Namespace(dataset="synthetic", seed=1)
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Threads that wait for each other crawl when a machine is busy with other things."""
+    """Several threads per process would make the tests very slow on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -33,7 +33,7 @@ def batch(seed, size=4):
 
 
 def reference_network(seed, dropout):
-    """The tutorial's network in this file's own words."""
+    """The tutorial's network, written a second time, as one nn.Sequential."""
     torch.manual_seed(seed)
     convolutions = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.Dropout(0.25 * dropout)]
     linear = [nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5 * dropout), nn.Linear(128, 10)]
@@ -41,7 +41,7 @@ def reference_network(seed, dropout):
 
 
 def reference_batches(seed, count):
-    """The first batches of one trainer that has the first `count` images."""
+    """Return the first batches of one trainer that has the first `count` images."""
     images, labels = tutorial.load_digits(argparse.Namespace(dataset="synthetic", seed=seed), train=True).tensors
     loader = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(images[:count], labels[:count]),
@@ -56,14 +56,14 @@ def reference_batches(seed, count):
 
 
 class PublishedServer(tutorial.ParameterServer):
-    """Computes with the very weights that other trainers' steps change."""
+    """Computes with the shared weights, which other trainers' steps change."""
 
     def forward(self, inp):
         return self.model(inp)
 
 
 def forward_then_another_trainers_step_then_backward(server):
-    """Return (gradients that a trainer gets, gradients it should get)."""
+    """Return (gradients that a trainer gets, the correct gradients)."""
     (data, target), (other_data, other_target) = batch(1), batch(2)
     params = list(server.model.parameters())
     torch.manual_seed(1)  # the same dropout
@@ -96,7 +96,7 @@ def test_clones_are_taken_and_steps_are_made_under_the_same_lock(monkeypatch):
     def watched_parameters():
         for item in named_parameters():
             yield item
-            locked.append(("clone", tutorial.global_lock.locked()))  # the clone of `item` has been taken
+            locked.append(("clone", tutorial.global_lock.locked()))  # the clone of `item` was made
 
     monkeypatch.setattr(server.model, "named_parameters", watched_parameters)
     monkeypatch.setattr(optim.SGD, "step", lambda self: locked.append(("step", tutorial.global_lock.locked())))
@@ -112,7 +112,7 @@ def test_a_gradient_is_not_left_for_the_next_trainers_step():
     F.nll_loss(server.forward(batch(1)[0]), batch(1)[1]).backward()
     tutorial.SGD(params, lr=0.03).step()
     after = [param.detach().clone() for param in params]
-    tutorial.SGD(params, lr=0.03).step()  # another trainer's, for which no gradient has come
+    tutorial.SGD(params, lr=0.03).step()  # the step of another trainer, which has no gradient
     assert all(map(torch.equal, params, after))
 
 
@@ -127,7 +127,7 @@ def test_accuracy_is_measured_without_dropout(program, capsys):
     net, images = program.Net(), torch.randn(200, 1, 28, 28)
     labels = net.eval()(images).argmax(dim=1)
     net.train()
-    assert (net(images).argmax(dim=1) == labels).float().mean() < 0.95  # the published measurement
+    assert (net(images).argmax(dim=1) == labels).float().mean() < 0.95  # measured as in the published code
     program.get_accuracy(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), 32), net)
     assert "Accuracy 1.0 " in capsys.readouterr().out
 
@@ -184,7 +184,7 @@ def test_a_world_size_or_rank_that_cannot_work_is_refused(flags, monkeypatch, ca
 
 
 def recorded(tmp_path, trainers, batches):
-    """Run the job; return (gradients checked, of these late, worst difference, versions of the weights)."""
+    """Run the job; return (number of gradients checked, number of late ones, worst difference, all weights)."""
     saved = tmp_path / "versions.pt"
     job = ("tests/param_server/tutorial_job.py", trainers + 1, batches, saved, free_port())
     done = run_script(*job, timeout=200)
@@ -197,7 +197,7 @@ def recorded(tmp_path, trainers, batches):
 def test_every_gradient_of_the_tutorials_concurrent_trainers_is_right(trainers, batches, tmp_path):
     checked, late, worst, _ = recorded(tmp_path, trainers, batches)
     assert checked == trainers * batches
-    assert late > trainers  # the steps did overlap: otherwise this would prove nothing
+    assert late > trainers  # training steps must have overlapped for this test to show anything
     assert worst < 1e-6
 
 

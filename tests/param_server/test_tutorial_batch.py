@@ -1,4 +1,4 @@
-"""tutorial_batch.py: every gradient counts once, answers do not change any more, and the published way beside it."""
+"""tutorial_batch.py: every gradient counts once, answers do not change, and what the published code does."""
 
 import argparse
 import re
@@ -19,7 +19,7 @@ Server = batch_page.BatchUpdateParameterServer
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Threads that wait for each other crawl when a machine is busy with other things."""
+    """Several threads per process would make the tests very slow on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -27,7 +27,7 @@ def one_thread():
 
 
 class LocalRRef:
-    """An RRef as its owner sees it."""
+    """Replaces an RRef in its owner's process."""
 
     def __init__(self, value):
         self.value = value
@@ -37,7 +37,7 @@ class LocalRRef:
 
 
 class PublishedServer(Server):
-    """Adds gradients without the lock, as the published code does, and answers with the model itself, as both do."""
+    """Adds gradients without the lock, as the published code, and answers with the model itself, as code and page."""
 
     @staticmethod
     def update_and_fetch_model(ps_rref, grads):
@@ -101,7 +101,7 @@ def test_the_first_model_is_a_copy_as_well():
 
 
 class WatchedGradient:
-    """A trainer's gradient that notes whether the server's lock is held when it is added."""
+    """A trainer's gradient that records whether the server's lock is held when it is added."""
 
     def __init__(self, gradient, lock, locked):
         self.gradient, self.lock, self.locked = gradient, lock, locked
@@ -176,7 +176,7 @@ def test_a_trainer_waits_for_the_others_and_is_answered_when_the_lock_is_free():
     last = push(server, seed=3)
     assert last.done() and all(answer.done() for answer in answers)
     assert locked == [False, False]
-    assert not push(server, seed=4).done()  # the next update is another Future
+    assert not push(server, seed=4).done()  # the next update has a new Future
 
 
 def test_without_batching_each_gradient_is_an_update():

@@ -1,8 +1,8 @@
-"""A job for test_tutorial.py: tutorial.py's own ranks with a server that records what happens to its weights.
+"""A job for test_tutorial.py: the ranks of tutorial.py, with a server that records its weights and gradients.
 
 python tests/param_server/tutorial_job.py WORLD_SIZE BATCHES FILE PORT
 
-Each trainer has so many batches. FILE gets the weights after each update. Dropout is off.
+Each trainer has BATCHES batches. FILE gets the weights after each update. Dropout is off.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def flat(tensors):
 
 
 class Recorder:
-    """Keeps each version of the weights, and each step's gradient with the snapshot and the images it is of."""
+    """Records each version of the weights, and each step's gradient with its clones of the weights and its images."""
 
     def __init__(self):
         self.versions, self.steps, self.calls = [], [], {}
@@ -50,13 +50,13 @@ class Recorder:
         tutorial.SGD.step = step_of_sgd
 
     def call(self, layers, weights, inputs):
-        """In place of the forward's functional_call."""
+        """Replaces functional_call in the forward pass."""
         layers.eval()
         self.calls[_current_context()._context_id()] = flat(weights.values()).clone(), inputs[0].clone()
         return functional_call(layers, weights, inputs)
 
     def step(self, optimizer):
-        """In place of the step: one at a time, as torch holds a lock of its own."""
+        """Replaces the step.  Torch's own lock allows one at a time."""
         params = optimizer.param_groups[0]["params"]
         before = flat(params).clone()
         if not self.versions:
@@ -69,7 +69,7 @@ class Recorder:
         self.steps.append((self.thread.cid, gradient))
 
     def check(self, digits):
-        """Compute each gradient again in this one thread, from the snapshot and the batch that it belongs to."""
+        """Compute each gradient again in this thread, from its clones of the weights and its batch."""
         label_of = {image.numpy().tobytes(): label for image, label in digits}
         net, late, worst = tutorial.Net().eval(), 0, 0.0
         for number, (cid, gradient) in enumerate(self.steps):
