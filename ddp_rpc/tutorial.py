@@ -6,7 +6,7 @@
 The parameter server holds an embedding table, and the trainers look up its rows by RPC. Each
 trainer has a replica of a linear layer; DistributedDataParallel (DDP) keeps the replicas equal.
 The master creates the table and starts the trainers. single.py does the same job in one process.
-This file follows the edition of 2020-12-10. "Row 8" means difference 8 in DIFFERENCES.md.
+This file follows the edition of 2020-12-10. "Difference 8" is number 8 in DIFFERENCES.md.
 A bag is a list of indices; an embedding bag is the sum of their rows of the table.
 Shapes: B bags in a batch, I indices in a batch, D numbers in a row of the table, C classes.
 """
@@ -28,16 +28,16 @@ NUM_EMBEDDINGS = 100
 EMBEDDING_DIM = 16
 NUM_CLASSES = 8
 EPOCHS = 10
-BATCHES = 100  # for each trainer in each epoch (row 19)
+BATCHES = 100  # for each trainer in each epoch (difference 19)
 BATCH_BAGS = 32
-LEARNING_RATE = 0.5  # row 11
+LEARNING_RATE = 0.5  # difference 11
 # The tutorial's targets are random, so a model cannot learn them. In this file each index has a
-# fixed weight for each class. The target of a bag is the class with the largest sum (row 8).
+# fixed weight for each class. The target of a bag is the class with the largest sum (difference 8).
 TEACHER = torch.randn(NUM_EMBEDDINGS, NUM_CLASSES, generator=torch.Generator().manual_seed(0))
 
 
 class SGD(torch.optim.SGD):
-    """DistributedOptimizer replaces torch's SGD by a deprecated class, not a subclass (row 20)."""
+    """DistributedOptimizer replaces torch's own SGD by a deprecated class (difference 20)."""
 
 
 class HybridModel(torch.nn.Module):
@@ -73,7 +73,7 @@ def get_next_batch(num_bags):
 
 def _run_trainer(emb_rref, rank, seed):
     """Train; return this trainer's fc as one vector. The master calls it once in each trainer."""
-    torch.manual_seed(1000 * seed + rank + 1)  # each trainer draws different batches (row 10)
+    torch.manual_seed(1000 * seed + rank + 1)  # different batches in each trainer (difference 10)
     model = HybridModel(emb_rref)
     # DistributedOptimizer needs an RRef to each parameter, also to those of fc in this process.
     model_parameter_rrefs = rpc.rpc_sync("ps", _retrieve_embedding_parameters, args=(emb_rref,))
@@ -90,7 +90,7 @@ def _run_trainer(emb_rref, rank, seed):
                 output = model(indices, offsets)
                 loss = criterion(output, target)
                 # DDP averages the gradients of fc over the trainers. It does not average those of
-                # the table: each trainer updates the table with its own gradient (row 14).
+                # the table: each trainer updates the table with its own gradient (difference 14).
                 dist_autograd.backward(context_id, [loss])
                 opt.step(context_id)
         # When all trainers have finished the epoch, trainer 0 evaluates. The others cannot update
@@ -117,24 +117,24 @@ def run_worker(rank, args):
         rpc.init_rpc("master", rank=rank, world_size=args.world_size)
         table_size = (NUM_EMBEDDINGS, EMBEDDING_DIM)
         emb_rref = rpc.remote("ps", torch.nn.EmbeddingBag, table_size, kwargs={"mode": "sum"})
-        # Run the training loop on the trainers. timeout=0: no limit; the default is 60 s (row 3).
+        # Run the training loop on the trainers. timeout=0 means no time limit (difference 3).
         futs = []
         for trainer_rank in range(num_trainers):
             trainer_args = (emb_rref, trainer_rank, args.seed)
             fut = rpc.rpc_async(f"trainer{trainer_rank}", _run_trainer, trainer_args, timeout=0)
             futs.append(fut)
-        # Wait until all trainers have finished, or raise the error of the first that fails (row 7).
+        # Wait for all trainers, or raise the error of the first that fails (difference 7).
         replicas = torch.futures.wait_all(futs)
         if any(not torch.equal(replica, replicas[0]) for replica in replicas):
             raise RuntimeError("the trainers' replicas of fc differ")
         print(f"The replicas of fc are identical. Number of trainers: {num_trainers}")
     elif rank < num_trainers:
-        # DDP uses this process group. It may share RPC's port: trainer 0 is rank 0 of both (row 5).
+        # For DDP. RPC can use the same port: trainer 0 is rank 0 of both groups (difference 5).
         dist.init_process_group(backend="gloo", rank=rank, world_size=num_trainers)
         rpc.init_rpc(f"trainer{rank}", rank=rank, world_size=args.world_size)
         # An RPC thread runs _run_trainer. Meanwhile this thread waits in rpc.shutdown.
     else:
-        torch.manual_seed(args.seed)  # the table gets its random rows in this process (row 10)
+        torch.manual_seed(args.seed)  # for the table, which is made in this process (difference 10)
         rpc.init_rpc("ps", rank=rank, world_size=args.world_size)
         # The parameter server has no loop: its RPC threads answer the calls of the trainers.
     rpc.shutdown()  # waits until all ranks have called it and no call is left
