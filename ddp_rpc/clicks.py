@@ -3,12 +3,11 @@
 Runs in the trainer processes.  Each trainer draws its own part of the log, and no function of this file is called over
 RPC.
 
-One sample is a *bag* of 1 to 10 ids (what a person looked at) and one of 8 classes (what the person
-clicked on).  As in the tutorial, a batch is a flat list of ids, with the offset at which each bag begins.  In the
-tutorial the classes are random.  In this program a hidden *teacher*, a model of the same form as the one that is
-trained, computes probabilities of the classes for each bag, and the class is drawn from these probabilities.  So a
-model can learn them.  The highest accuracy to expect is that of the teacher, whose most probable class is not always
-the one that was drawn.
+One sample is a *bag* of 1 to 10 ids (what a person looked at) and one of 8 classes (what the person clicked on).  As
+in the tutorial, a batch is a flat list of ids, with the offset at which each bag begins.  In the tutorial the classes
+are random.  In this program a hidden *teacher*, a model of the same form as the one that is trained, computes
+probabilities of the classes for each bag, and the class is drawn from these probabilities.  So a model can learn them.
+The highest accuracy to expect is that of the teacher, whose most probable class is not always the one that was drawn.
 
 Shapes: B bags in a batch, I ids in a batch, N rows of the table (ids run from 0 to N - 1), D embedding dimensions,
 C classes.
