@@ -1,4 +1,4 @@
-"""Mode `averaged`, the servers' part: one step for all trainers, with the mean of their gradients.
+"""Mode `averaged`, the servers' part: one update for all trainers, with the mean of their gradients.
 
 Runs in the server processes, on RPC threads.  The trainers' part is averaged_trainer.py.
 """
@@ -13,21 +13,23 @@ from stepping_server import SteppingShard
 
 
 class AveragingShard(SteppingShard):
-    """A SteppingShard that steps when the gradients of all trainers have come."""
+    """A SteppingShard that makes an update when it has the gradients of all trainers."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # The lock guards these as well:
-        self.gradients = {}  # trainer -> its gradient, of those that have come so far
-        self.stepped = torch.futures.Future()  # what these trainers wait for
+        # self.lock also protects these two:
+        self.gradients = {}  # trainer -> gradient, for the trainers that have called since the last update
+        self.stepped = torch.futures.Future()  # it is completed by the next update; then these trainers get answers
 
-    @rpc.functions.async_execution  # the answer goes out when the Future is complete; no server thread waits for it
+    # The answer is sent when the returned Future is complete.  No RPC thread of the server waits for it.
+    @rpc.functions.async_execution
     def average_and_step(self, trainer, num_trainers, context_id):
-        """Take one trainer's gradient; when all have come, step once with their mean.  Return a Future of that step.
+        """Collect one trainer's gradient.  The last trainer's call makes one update with the mean of all gradients.
 
-        `trainer` is its number; `context_id` is the dist_autograd context in which it has run backward: its gradient
-        is here already.  All trainers call this at once; locked.  Nobody looks rows up meanwhile: all of them wait for
-        this step.
+        `trainer` is the number of the calling trainer.  `context_id` is the dist_autograd context in which it has run
+        backward, so its gradient is already in this process.  Returns a Future, which is complete after the update.
+        All trainers call this at the same time; a lock protects the gradients and the update.  No trainer looks up rows
+        during the update, because all of them wait for it.
         """
         gradient = dist_autograd.get_gradients(context_id)[self.weight]
         with self.lock:
@@ -40,18 +42,18 @@ class AveragingShard(SteppingShard):
                 self.gradients = {}
                 self.stepped = torch.futures.Future()
         if complete:
-            stepped.set_result(None)  # outside the lock: this sends the answers to all the trainers that wait
+            stepped.set_result(None)  # outside the lock, because this sends the answers to all trainers
         return stepped
 
 
 def mean_of(gradients):
-    """Return the mean of {trainer: gradient}, whose last bits do not depend on the order of the trainers' calls.
+    """Return the mean of {trainer: gradient}.  It is the same, to the last bit, in whatever order the trainers called.
 
-    Floating-point sums depend on their order, so it is that of the trainers' numbers.
+    A floating-point sum depends on the order of its terms, so this always adds in the order of the trainers' numbers.
     """
     total = reduce(torch.add, [gradients[trainer] for trainer in sorted(gradients)])
     if total.is_sparse:
-        # An id may stand in it several times.  coalesce() adds these up in a fixed order; the optimizer on a GPU, in
-        # whatever order they come.
+        # A sparse gradient may have several entries for a row.  coalesce() adds them up in a fixed order.  Without it,
+        # the optimizer would add them up, and on a GPU the order is not fixed.
         total = total.coalesce()
     return total / len(gradients)

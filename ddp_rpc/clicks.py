@@ -1,9 +1,13 @@
-"""The data: a synthetic click log (every trainer process draws its own part; nothing here is called remotely).
+"""The data: a synthetic log of clicks.
 
-One sample is a *bag* of 1 to 10 ids ("what this person looked at") and one of 8 classes ("what they clicked on").
-As in the tutorial, a batch is one flat list of ids with the offset at which each bag begins.  Unlike there, the classes
-are not dice: a hidden teacher of the model's own form gives each bag its class probabilities, and the class is drawn
-from them.  So there is something to learn, and a ceiling: even the teacher cannot guess all of its own draws.
+Runs in the trainer processes.  Each trainer draws its own part of the log, and no function of this file is called over
+RPC.
+
+One sample is a *bag* of 1 to 10 ids (what a person looked at) and one of 8 classes (what the person clicked on).  As
+in the tutorial, a batch is a flat list of ids, with the offset at which each bag begins.  In the tutorial the classes
+are random.  In this program a hidden *teacher*, a model of the same form as the one that is trained, computes
+probabilities of the classes for each bag, and the class is drawn from these probabilities.  So a model can learn them.
+The highest accuracy to expect is that of the teacher, whose most probable class is not always the one that was drawn.
 
 Shapes: B bags in a batch, I ids in a batch, N rows of the table (ids run from 0 to N - 1), D embedding dimensions,
 C classes.
@@ -14,15 +18,15 @@ from torch.nn import functional as F
 
 NUM_CLASSES = 8
 MAX_IDS_PER_BAG = 10
-# How sure the teacher is: at 2 its best guess is right for about 73 % of the bags, so that noise and signal both show.
+# A factor of the teacher's logits.  With 2, the most probable class is right for about 73 % of the bags.
 TEACHER_SHARPNESS = 2.0
 
 
 class ClickLog:
-    """An endless log of clicks: the same seeds give the same batches, whatever the number of trainers and servers."""
+    """An endless log of clicks.  The same seeds give the same batches, for any number of trainers and servers."""
 
     def __init__(self, num_embeddings, embedding_dim, seed, targets="teacher"):
-        """`targets` is "teacher", or "random" for the tutorial's own: classes that nothing in the bag can tell."""
+        """`targets` is "teacher", or "random" for the tutorial's targets, which do not depend on the bag."""
         self.num_embeddings = num_embeddings
         self.targets = targets
         if targets == "teacher":
@@ -32,20 +36,21 @@ class ClickLog:
             self.weight_CD = weight_CD * TEACHER_SHARPNESS / embedding_dim**0.5
 
     def teacher_logits(self, ids_I, offsets_B):
-        """Return the teacher's logits [B, C]: an EmbeddingBag and a Linear layer, like the model that shall learn."""
+        """Return the teacher's logits [B, C]: an EmbeddingBag and a Linear layer, like the model that is trained."""
         if self.targets == "random":
-            return torch.zeros(len(offsets_B), NUM_CLASSES)  # every class is as likely as every other
+            return torch.zeros(len(offsets_B), NUM_CLASSES)  # all classes have the same probability
         return F.embedding_bag(ids_I, self.table_ND, offsets_B, mode="sum") @ self.weight_CD.T
 
     def batches(self, num_batches, batch_bags, seed):
-        """Return a list of (ids [I], offsets [B], target [B]), int64 on the CPU, each with exactly B = batch_bags bags.
+        """Return a list of batches (ids [I], offsets [B], target [B]), int64 on the CPU.
 
-        Every batch of the same size, whoever draws it: DDP averages the gradients of the trainers, not of the samples,
-        so a trainer with 4 bags would weigh as much as one with 9.  (I still varies, as the bags do.)
+        Each batch has exactly B = batch_bags bags, but I varies.  The reason: DDP takes the mean over the trainers, not
+        over the bags.  If the batches had different sizes, the 4 bags of one trainer would together weigh as much as
+        the 9 bags of another.
         """
         generator = torch.Generator().manual_seed(seed)
         num_bags = num_batches * batch_bags
-        # One draw for all batches: drawn one at a time, small batches would take longer to make than to train on.
+        # Draw all batches at once.  Drawing small batches one at a time would take longer than training on them.
         sizes = torch.randint(1, MAX_IDS_PER_BAG + 1, (num_bags,), generator=generator)
         ends = sizes.cumsum(0)
         starts = ends - sizes

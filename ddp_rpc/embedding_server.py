@@ -1,10 +1,12 @@
-"""The embedding table: what lives on the parameter servers, and what trainers and master may ask of it over RPC.
+"""The embedding table on the parameter servers, and its methods, which trainers and the master call over RPC.
 
-Runs in the server processes, on RPC threads: each request on a thread of its own, several at once.  The servers have no
-loop; they create their shard when the master asks for it (rpc.remote) and answer until everybody is done.
+Runs in the server processes, on RPC threads.  Each call has a thread of its own, and several calls run at the same
+time.  A server has no loop: it creates its part of the table, a *shard*, when the master calls rpc.remote, and answers
+calls until all ranks have finished.
 
-Row i of the table lives on server i % S, there as row i // S.  A bag's ids may lie on all servers; each sums up the
-rows that it has, and because the mode is "sum" the trainer gets the whole bag's sum by adding up the servers' parts.
+Row i of the table is on server i % S, where it is row i // S.  The rows of one bag may be on several servers.  Each
+server adds up the rows that it has, and the trainer adds up the results of all servers.  This gives the sum of the
+whole bag, because the bags use the mode "sum".
 
 Shapes: B bags in a batch, I ids in a batch, N rows of the table, S servers (shards), D embedding dimensions.
 """
@@ -18,21 +20,23 @@ from torch import nn
 from glue.tensors import to_wire
 from staleness import StalenessCounter
 
-# nn.EmbeddingBag starts with N(0, 1): so large against a step of lr 0.05 that the rows would take for ever to learn.
+# nn.EmbeddingBag draws its first values from N(0, 1).  With a learning rate of 0.05 the updates are so small beside
+# these values that training would take very long.
 INITIAL_STD = 0.1
 BLOCK_ROWS = 65536
 
 
 class EmbeddingShard(nn.EmbeddingBag):
-    """The rows of one server: an nn.EmbeddingBag(mode="sum") that answers trainers, several at once.
+    """The rows of one server: an nn.EmbeddingBag(mode="sum") that several trainers can use at the same time.
 
-    All that mode `sync` needs of a server is here.  The other modes add to it: averaged_server.py, pipelined_server.py.
+    Mode `sync` uses this class.  The other modes use subclasses of it: averaged_server.py, pipelined_server.py.
     """
 
     def __init__(self, shard, num_shards, num_embeddings, embedding_dim, *, sparse, seed, device):
         """Make shard number `shard` of `num_shards` of a table [num_embeddings, embedding_dim].
 
-        `sparse`: make sparse gradients; `seed`: the whole table's first values follow from it; `device`: a string.
+        `sparse`: whether gradients are sparse; `seed`: determines the first values of the whole table, so it must be
+        the same in all shards; `device`: a string.
         """
         num_rows = len(range(shard, num_embeddings, num_shards))
         super().__init__(num_rows, embedding_dim, mode="sum", sparse=sparse, device=device)
@@ -42,39 +46,40 @@ class EmbeddingShard(nn.EmbeddingBag):
         self.draw_first_values(num_embeddings, seed)
 
     def ready(self):
-        """Return when the constructor above has returned: a call through an RRef waits until its object is made."""
+        """Do nothing.  A call through an RRef waits until the object exists, so the answer means that it does."""
 
     def retrieve_embedding_parameters(self):
-        """Return an RRef to each parameter, for DistributedOptimizer (the tutorial has a function)."""
+        """Return an RRef to each parameter, for DistributedOptimizer (in the tutorial, this is a function)."""
         return [rpc.RRef(parameter) for parameter in self.parameters()]
 
     def look_up(self, ids_I, offsets_B, with_gradient):
-        """Return the sums [B, D] of this shard's rows, bag by bag, as they travel; an empty bag gives zeros.
+        """Return the sums [B, D] of this shard's rows in each bag, on the CPU; the sum of an empty bag is 0.
 
-        Inside a dist_autograd context, backward will find its way back to here.  `with_gradient` is False where no
-        gradient will come, as in an evaluation: then no graph is built.  The trainer must say so, because its
-        torch.no_grad() holds for its own thread, and does not reach this process.
+        Trainers call this over RPC.  If the call is made inside a dist_autograd context, backward also runs through
+        this lookup.  `with_gradient` is False in an evaluation; then no autograd graph is built.  It must be an
+        argument, because a trainer's torch.no_grad() has no effect in this process.
         """
         with torch.set_grad_enabled(with_gradient):
             return to_wire(self(ids_I, offsets_B))
 
     def forward(self, ids_I, offsets_B):
-        """Return the sums [B, D] where the table is.
+        """Return the sums [B, D] on the table's device.
 
-        Needs no lock: it reads rows that other trainers may be stepping at this moment, and may see some of them
-        before and some after the step.  That is Hogwild (Niu et al. 2011), and what the tutorial does too.
+        Works without a lock.  At the same time, the optimizer of another trainer may change rows, so this may read
+        some rows before and some after that update.  This is called Hogwild (Niu et al. 2011).  The tutorial does it,
+        too.
         """
         device = self.weight.device
         sums_BD = super().forward(ids_I.to(device), offsets_B.to(device))
         self.staleness_counter.watch(sums_BD)
         return sums_BD
 
-    # ---------------------------------------------------------------------------------- the rows, while nobody trains
+    # ------------------------------------------------------------- all rows at once, while no trainer trains
 
     def draw_first_values(self, num_embeddings, seed):
         """Fill this shard's rows with random numbers."""
-        # Every server draws the whole table, but keeps only its own rows, block by block: the start does not depend
-        # on the number of servers, and no server ever holds more than its share.
+        # Every server draws the values of the whole table, in blocks, and keeps only its own rows of each block. So
+        # the first values do not depend on the number of servers, and no server has to hold the whole table.
         generator = torch.Generator().manual_seed(seed)
         for first in range(0, num_embeddings, BLOCK_ROWS):
             rows = min(BLOCK_ROWS, num_embeddings - first)
@@ -82,22 +87,28 @@ class EmbeddingShard(nn.EmbeddingBag):
 
     @torch.no_grad()
     def put_rows(self, first, rows_ND):
-        """Take this shard's own out of rows first, first + 1, ... of the whole table.  Not while anybody trains."""
+        """Set this shard's rows, which are some of rows_ND: the rows first, first + 1, ... of the whole table.
+
+        Must not be called while a trainer trains.
+        """
         skip = (self.shard - first) % self.num_shards
         own = rows_ND[skip :: self.num_shards]
         start = (first + skip) // self.num_shards
         self.weight[start : start + len(own)] = own.to(self.weight.device)
 
     def get_rows(self):
-        """Return this shard's rows [N / S, D].  Not while anybody trains."""
+        """Return this shard's rows [N / S, D].  Must not be called while a trainer trains."""
         return to_wire(self.weight.detach())
 
     # ------------------------------------------------------------------------------------------- for the run's summary
 
     def staleness(self):
-        """Return {staleness: how many gradients had it}.  Reads only."""
+        """Return {staleness: number of gradients with it}.  Needs no lock: it only reads."""
         return self.staleness_counter.counts
 
     def megabytes(self):
-        """Return (this shard's table, the peak of this process's memory), both in 10^6 bytes.  Reads only."""
+        """Return (size of this shard's rows, peak memory of this process), both in 10^6 bytes.
+
+        Needs no lock: it only reads.
+        """
         return self.weight.nbytes / 1e6, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6

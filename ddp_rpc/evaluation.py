@@ -1,5 +1,6 @@
-"""How good the model is, and whether the trainers have the same (runs in every trainer process, in all at once).
+"""Measure loss and accuracy on held-out bags, and check that all trainers have the same replica of `fc`.
 
+Runs in every trainer process.  All trainers call these functions at the same time.
 Shapes: B bags in a batch, C classes.
 """
 
@@ -11,22 +12,23 @@ from torch.nn.utils import parameters_to_vector
 from glue.report import check_finite
 from glue.tensors import seed_for, to_wire
 
-HELDOUT_BATCHES, HELDOUT_BAGS = 16, 512  # 8,192 bags: an accuracy of 80 % is then good to about half a point
+HELDOUT_BATCHES, HELDOUT_BAGS = 16, 512  # 8,192 bags: the standard error of an accuracy of 0.7 is about 0.005
 
 
 def draw_heldout(log, plan, rank):
-    """Return this trainer's part of the held-out batches: each trainer judges some of them."""
+    """Return this trainer's part of the held-out batches.  They are divided among the trainers."""
     batches = log.batches(HELDOUT_BATCHES, HELDOUT_BAGS, seed_for(plan.seed, "held-out"))
     return batches[rank :: plan.num_trainers]
 
 
 @torch.no_grad()
 def evaluate(model, log, heldout, step):
-    """Return loss and accuracy on the held-out bags, and the teacher's accuracy there; the same on every trainer.
+    """Return the model's loss and accuracy on all held-out bags, and the teacher's accuracy on them (a dict).
 
-    Every trainer calls it at once, with its own part of the bags.  Raises PermanentError when training has diverged.
+    All trainers call it at the same time, each with its own part of the bags.  All get the same result.  `step` is the
+    number of training steps so far.  Raises PermanentError if training has diverged.
     """
-    dist.barrier()  # all have stepped for the last time
+    dist.barrier()  # all trainers have finished their training steps
     totals = torch.zeros(4, dtype=torch.float64)  # loss, correct, the teacher's correct, bags
     for ids_I, offsets_B, target_B in heldout:
         logits_BC = model(ids_I, offsets_B).cpu()
@@ -35,7 +37,7 @@ def evaluate(model, log, heldout, step):
         totals[1] += (logits_BC.argmax(dim=1) == target_B).sum()
         totals[2] += (teacher_BC.argmax(dim=1) == target_B).sum()
         totals[3] += len(target_B)
-    dist.all_reduce(totals)  # sums over all trainers, so a part may be smaller than another, or empty
+    dist.all_reduce(totals)  # the sums over all trainers; the parts may differ in size, and some may be empty
     loss, correct, teacher_correct, bags = totals.tolist()
     return {
         "heldout_loss": check_finite(loss / bags, "held-out loss", step),
@@ -45,7 +47,7 @@ def evaluate(model, log, heldout, step):
 
 
 def check_replicas(model):
-    """Return the largest difference between the trainers' replicas of `fc`, which must be none at all."""
+    """Return 0.0, the largest difference between the trainers' replicas of `fc`; raise RuntimeError if it is not 0."""
     lowest = to_wire(parameters_to_vector(model.fc.parameters()).detach())
     highest = lowest.clone()
     dist.all_reduce(lowest, dist.ReduceOp.MIN)

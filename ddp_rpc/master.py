@@ -1,6 +1,7 @@
-"""What the master does beside sending the trainers to work: print and save what they tell it, go on from a checkpoint.
+"""The master's part after it has started the trainers: print results, write checkpoints, resume from a checkpoint.
 
-Runs in the master process: epoch_done() on RPC threads, called by the first trainer, the rest on its main thread.
+Runs in the master process.  Trainer 0 calls epoch_done() over RPC, so it runs on RPC threads, with save().  The main
+thread calls the other methods.
 """
 
 from collections import Counter
@@ -10,25 +11,28 @@ import torch
 from glue import checkpoint, report
 
 SCENARIO = "ddp_rpc"
-SETTINGS = ("seed", "targets", "num_embeddings", "embedding_dim")  # a run that goes on must have the same
-ROWS_AT_A_TIME = 262144
+SETTINGS = ("seed", "targets", "num_embeddings", "embedding_dim")  # flags that a resumed run must not change
+ROWS_AT_A_TIME = 262144  # rows of the table in one message, when a run is resumed
 
 
 class HybridMaster:
-    """The master's view of the run.  The first trainer holds an RRef to it."""
+    """The results of the run, and its checkpoints.  The trainers have an RRef to it."""
 
     def __init__(self, args, emb_rrefs):
-        """`emb_rrefs` are the servers' EmbeddingShards."""
+        """`args`: the flags.  `emb_rrefs`: RRefs to the servers' EmbeddingShards."""
         self.args = args
         self.emb_rrefs = emb_rrefs
         self.report = report.Report(SCENARIO, args)
         self.bar = self.report.progress(total=args.epochs * args.batches, unit="step")
         self.settings = {name: vars(args)[name] for name in SETTINGS}
         self.epochs_done = 0
-        self.fc_state = None  # to go on from
+        self.fc_state = None  # the state_dict of fc in the checkpoint, with --resume
 
     def resume(self):
-        """With --resume: hand a checkpoint's rows to the servers, however many servers wrote it."""
+        """With --resume, read the checkpoint and send its rows to the servers.
+
+        The run that wrote the checkpoint may have had another number of servers.
+        """
         args = self.args
         saved = checkpoint.resume(args, SCENARIO, self.settings)
         if saved is None:
@@ -43,9 +47,11 @@ class HybridMaster:
             self.report.say(report.NOTHING_LEFT)
 
     def epoch_done(self, epoch, figures, seconds, fc_state):
-        """Print one line, and save a checkpoint.  `seconds` is the training time so far, in this run.
+        """Print the results of an epoch in one line, and write a checkpoint if --checkpoint is given.
 
-        Needs no lock: only the first trainer calls it, one epoch after the other, and all trainers wait meanwhile.
+        `figures`: {name: value}, from evaluate().  `seconds`: the time of all training steps of this run so far.
+        `fc_state`: the state_dict of `fc`.
+        Needs no lock: only trainer 0 calls it, once for each epoch, and all trainers wait until it returns.
         """
         args = self.args
         for name, value in figures.items():
@@ -64,7 +70,7 @@ class HybridMaster:
             self.save(epoch, fc_state)
 
     def save(self, epoch, fc_state):
-        """Write the whole model to one file.  (So the master holds the whole table here, and only here.)"""
+        """Write the whole model to one file.  The master needs memory for the whole table while it does this."""
         args = self.args
         table = torch.empty(args.num_embeddings, args.embedding_dim)
         for shard, rref in enumerate(self.emb_rrefs):
@@ -73,28 +79,31 @@ class HybridMaster:
         checkpoint.save(args.checkpoint, SCENARIO, self.settings, state)
 
     def close(self, results):
-        """Tell the result of the run: `results` are the trainers' measurements, of which some are the same for all."""
+        """Print the result of the run; write the summary and the picture if their flags are given.
+
+        `results`: the dict that each trainer's _run_trainer has returned.
+        """
         args = self.args
         self.bar.close()
-        of_all = results[0]
+        one_trainer = results[0]  # the figures of the evaluation are the same for all trainers
         seconds = max(result["seconds"] for result in results)
         batches = max(args.epochs - self.epochs_done, 0) * args.batches * args.num_trainers
         rate = batches / seconds if batches else 0.0
-        staleness = Counter()  # how many steps a server's table took between a lookup and its gradient -> how often
+        staleness = Counter()  # staleness -> number of gradients with it, on all servers together
         megabytes = []
         for emb_rref in self.emb_rrefs:
             staleness += emb_rref.rpc_sync().staleness()
             megabytes.append(emb_rref.rpc_sync().megabytes())
         figures = {
-            "heldout_loss": of_all["heldout_loss"],
-            "heldout_accuracy": of_all["heldout_accuracy"],
-            "ceiling_accuracy": of_all["ceiling_accuracy"],
-            "replicas_max_difference": of_all["replicas_max_difference"],
+            "heldout_loss": one_trainer["heldout_loss"],
+            "heldout_accuracy": one_trainer["heldout_accuracy"],
+            "ceiling_accuracy": one_trainer["ceiling_accuracy"],
+            "replicas_max_difference": one_trainer["replicas_max_difference"],
             "batches_per_second": rate,
             "samples_per_second": rate * args.batch_bags,
-            "rpc_calls": of_all["rpc_calls"],  # by one trainer, and so are the two below
-            "rpc_calls_per_step": of_all["rpc_calls_per_step"],
-            "wire_bytes_per_step": of_all["wire_bytes_per_step"],
+            "rpc_calls": one_trainer["rpc_calls"],  # of one trainer, as are the next two
+            "rpc_calls_per_step": one_trainer["rpc_calls_per_step"],
+            "wire_bytes_per_step": one_trainer["wire_bytes_per_step"],
             **report.staleness_figures(staleness),
             "num_trainers": args.num_trainers,
             "num_servers": args.num_servers,
@@ -110,6 +119,6 @@ class HybridMaster:
             {"accuracy on held-out bags (fraction)": {"heldout/accuracy": "the model"}},
             "epoch",
             floor=("the teacher's own", figures["ceiling_accuracy"]),
-            counts=("staleness (steps since the lookup)", staleness),
+            counts=("staleness (updates since the lookup)", staleness),
             **figures,
         )

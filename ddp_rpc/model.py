@@ -1,5 +1,6 @@
-"""The model: embeddings on the servers, a linear layer in every trainer (runs in the trainer processes).
+"""The model: an embedding table on the servers, and a linear layer `fc` in every trainer.
 
+Runs in the trainer processes.
 Shapes: B bags in a batch, I ids in a batch, D embedding dimensions, C classes, T trainers, P parameters of `fc`.
 """
 
@@ -14,9 +15,10 @@ from glue.tensors import to_wire
 
 
 class HybridModel(nn.Module):
-    """A sparse part behind RRefs (`emb_rrefs`, one for each server) and a dense part, `fc`, replicated by DDP.
+    """A sparse part, the table on the servers (`emb_rrefs`: an RRef for each), and a dense part, `fc`, wrapped in DDP.
 
-    Follows the tutorial's HybridModel.  `parameters()` are those of `fc` alone: the table is not here.
+    It follows the tutorial's HybridModel.  `parameters()` returns only those of `fc`, because the table is in other
+    processes.
     """
 
     def __init__(self, emb_rrefs, embedding_dim, device):
@@ -24,32 +26,39 @@ class HybridModel(nn.Module):
         self.emb_rrefs = emb_rrefs
         self.device = device
         for emb_rref in emb_rrefs:
-            # Returns when the server has made its part of the table.  The first call must be a synchronous one: before
-            # it, an RRef asks its owner for the type of its object.  An asynchronous call is then sent by the thread
-            # that gets the answer, which is not in the caller's dist_autograd context.
+            # This returns when the server has made its part of the table.  The first call through an RRef must be
+            # synchronous, because torch first asks the owner for the type of the object.  If the first call were
+            # asynchronous, the thread that receives this type would send it.  That thread is not in the
+            # dist_autograd context of this thread, so no gradient would flow through the call, and torch would
+            # report no error.
             emb_rref.rpc_sync(timeout=0).ready()
         fc = nn.Linear(embedding_dim, NUM_CLASSES)
         for tensor in fc.state_dict().values():
-            dist.broadcast(tensor, src=0)  # the first trainer's values: DDP would do this as well, but on `device`
-        # DDP averages the gradients of all trainers in every backward, here by way of the CPU.
+            # All trainers start with the values of trainer 0.  DDP can do this, too, but it would send tensors that are
+            # on `device`, and this program sends tensors only from the CPU.
+            dist.broadcast(tensor, src=0)
+        # DDP averages the gradients of all trainers in each backward pass.  The hook does it on the CPU.
         self.fc = DDP(fc.to(device), init_sync=False)
         self.fc.register_comm_hook(None, gather_and_average)
 
     def forward(self, ids_I, offsets_B):
-        """Return the logits [B, C] of a batch of bags (ids and offsets on the CPU, as nn.EmbeddingBag takes them)."""
+        """Return the logits [B, C] of a batch of bags.
+
+        The ids [I] and offsets [B] are those of nn.EmbeddingBag, on the CPU.
+        """
         parts = split_by_shard(ids_I, offsets_B, len(self.emb_rrefs))
-        # All servers at once: the lookup takes as long as the slowest of them, not as long as all together.
+        # First send the calls to all servers, and then wait: so the servers work at the same time.
         lookups = []
         for emb_rref, (part_ids, part_offsets) in zip(self.emb_rrefs, parts, strict=True):
             lookups.append(emb_rref.rpc_async().look_up(part_ids, part_offsets, torch.is_grad_enabled()))
         return self.fc(self.add_up([lookup.wait() for lookup in lookups]))
 
     def add_up(self, parts_BD):
-        """Return the whole bags' sums [B, D] on this trainer's device, from the servers' partial sums [B, D]."""
+        """Add up the servers' partial sums [B, D]; return the sums [B, D] of whole bags on this trainer's device."""
         return sum(part_BD.to(self.device) for part_BD in parts_BD)
 
     def set_table_learning_rate(self, lr):
-        """Set the rate of servers that step by themselves (SteppingShard): one trainer tells them, for all trainers."""
+        """Set the learning rate of the servers' own optimizers (SteppingShard).  Only trainer 0 sends it."""
         if dist.get_rank() == 0:
             for emb_rref in self.emb_rrefs:
                 emb_rref.rpc_sync().set_learning_rate(lr)
@@ -59,9 +68,10 @@ class HybridModel(nn.Module):
 
 
 def split_by_shard(ids_I, offsets_B, num_shards):
-    """Split one batch into a list of (ids, offsets) for each shard: B bags each, some of them empty.
+    """Split one batch into a list of (ids, offsets), one pair for each shard.
 
-    The ids that a shard gets are its own row numbers; ids_I and offsets_B are int64 as nn.EmbeddingBag takes them.
+    Each pair has B bags, of which some may be empty.  Its ids are row numbers within the shard.  ids_I and offsets_B
+    are int64 tensors, as for nn.EmbeddingBag.
     """
     if num_shards == 1:
         return [(ids_I, offsets_B)]
@@ -70,7 +80,8 @@ def split_by_shard(ids_I, offsets_B, num_shards):
     parts = []
     for shard in range(num_shards):
         mine_I = shard_I == shard
-        # Where a bag began after k ids, its part begins after as many of those k ids as are this shard's.
+        # A bag begins after k ids of the batch.  In this shard's part it begins after those of the k ids that the
+        # shard has.
         mine_before = F.pad(mine_I.cumsum(0), (1, 0))
         parts.append((row_I[mine_I], mine_before[offsets_B]))
     return parts
@@ -80,16 +91,17 @@ def split_by_shard(ids_I, offsets_B, num_shards):
 
 
 def gather_and_average(_, bucket):
-    """DDP communication hook: every trainer gathers all trainers' gradients [P] and averages them itself, on the CPU.
+    """A DDP communication hook: each trainer gathers the gradients [P] of all trainers and averages them on the CPU.
 
-    Gloo's allreduce goes around the ring twice, in pieces: right for megabytes, but for the 136 numbers of `fc` what
-    counts is the number of messages, and a gather needs fewer.  All trainers add in the same order, so their replicas
-    stay identical.  (For large models on GPUs that have a fast link, NCCL's allreduce is the choice, without a hook.)
+    DDP would use Gloo's allreduce, which sends pieces of the gradients around a ring of the trainers twice.  This is
+    good for megabytes.  `fc` has only 136 numbers, so the time depends on the number of messages, and a gather needs
+    fewer.  All trainers add in the same order, so their replicas stay identical.  (For large models on GPUs with a fast
+    connection, use NCCL's allreduce, without a hook.)
     """
     gradients_P = bucket.buffer()
     own_P = to_wire(gradients_P)
     all_TP = own_P.new_empty(dist.get_world_size(), len(own_P))
-    dist.all_gather(list(all_TP), own_P)  # waits: fc has one bucket, so there is nothing else to do
+    dist.all_gather(list(all_TP), own_P)  # blocks; fc has only one bucket of gradients, so nothing else could run
     device = gradients_P.device
     averaged = torch.futures.Future(devices=None if device.type == "cpu" else [device])
     averaged.set_result(all_TP.mean(dim=0).to(device))

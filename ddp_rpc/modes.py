@@ -1,8 +1,8 @@
-"""The modes: three ways to train a HybridModel."""
+"""The modes: three ways to train a HybridModel.  Runs in every process."""
 
 from averaged_trainer import AveragedTraining
 from pipelined_trainer import PipelinedTraining
 from sync_trainer import SyncTraining
 
-# Name of a mode -> the class whose step(batch, next_batch) trains on one batch in it; the tutorial's is the first.
+# The name of each mode, and the class whose step(batch, next_batch) trains on one batch.  The first is the tutorial's.
 MODES = {"sync": SyncTraining, "averaged": AveragedTraining, "pipelined": PipelinedTraining}

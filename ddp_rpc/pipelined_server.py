@@ -1,4 +1,4 @@
-"""Mode `pipelined`, the servers' part: a step and the next lookup in one call.
+"""Mode `pipelined`, the servers' part: an update and the next lookup in one call.
 
 Runs in the server processes, on RPC threads.  The trainers' part is pipelined_trainer.py.
 Shapes: B bags in a batch, I ids in a batch, D embedding dimensions.
@@ -11,34 +11,37 @@ import torch
 from glue.tensors import to_wire
 from stepping_server import SteppingShard
 
-embedding_shard = None  # the PipelinedShard that this process serves
+embedding_shard = None  # the PipelinedShard of this process; a server has exactly one
 
 
 def get_embedding_shard():
-    """Return the PipelinedShard that this process serves."""
+    """Return the PipelinedShard of this process."""
     return embedding_shard
 
 
 class PipelinedShard(SteppingShard):
-    """A SteppingShard that keeps the graph of each lookup until its gradient comes."""
+    """A SteppingShard that keeps the autograd graph of each lookup until the gradient of the lookup arrives."""
 
     def __init__(self, *args, **kwargs):
         global embedding_shard
         super().__init__(*args, **kwargs)
-        self.lookups = defaultdict(deque)  # trainer -> its bag sums [B, D] that still wait for their gradient
-        embedding_shard = self  # there is one in each server
+        self.lookups = defaultdict(deque)  # trainer -> its sums [B, D] that wait for their gradients, the oldest first
+        embedding_shard = self
 
 
 def exchange(trainer, gradient_BD, ids_I, offsets_B):
-    """Step with the gradient of an earlier lookup, then look up the next batch: one round trip for both.
+    """Make an update with the gradient of an earlier lookup, then look up the next batch.  Return the sums [B, D].
 
-    gradient_BD belongs to `trainer`'s oldest lookup that has none yet; None where there is none to give.  ids_I is
-    None where there is nothing more to look up.  Return the sums [B, D], or None.  All come and go as inline() makes
-    them.  Plain autograd on this side: the graph of a lookup waits here for its gradient, so neither ids nor rows
-    travel twice.  Different trainers call this at once (the step is locked), one trainer never does.
+    gradient_BD [B, D] is the gradient of the oldest lookup of `trainer` that still waits for its gradient.  It is None
+    in the first two calls of an epoch.  ids_I and offsets_B are None in the last two; then this returns None.
+    gradient_BD, ids_I, offsets_B and the result are numpy arrays, made by inline().
 
-    A function that is called by its name, and no method that is called through the RRef, because it is faster: handing
-    an RRef to its owner costs further messages, for the reference count, each time.
+    The server keeps the autograd graph of each lookup until its gradient arrives, so the ids need not be sent again.
+    Different trainers may call this at the same time, and a lock protects the update.  One trainer has only one call at
+    a time.
+
+    Trainers call this function by its name, not as a method through the RRef.  This is faster, because a call through
+    an RRef sends the RRef as an argument, which costs two further messages each time.
     """
     shard = get_embedding_shard()
     waiting = shard.lookups[trainer]
@@ -55,13 +58,14 @@ def exchange(trainer, gradient_BD, ids_I, offsets_B):
 
 
 def inline(tensor):
-    """Prepare a tensor (or None) for a fast trip: pickled into the message itself, as a numpy array.
+    """Return a tensor as a numpy array, which is faster to send; return None for None.
 
-    RPC sends each tensor as a part of its own beside the message: for small ones that costs more than all the rest.
+    RPC sends each tensor separately from the message.  With small tensors this takes more time than everything else.
+    A numpy array is pickled into the message itself.
     """
     return None if tensor is None else to_wire(tensor).numpy()
 
 
 def unpacked(array):
-    """Return the tensor that inline() prepared."""
+    """Return the tensor for an array that inline() made."""
     return torch.as_tensor(array)

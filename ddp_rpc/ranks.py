@@ -1,4 +1,4 @@
-"""Which rank is what (runs in every process, before the rank begins to work)."""
+"""The names and numbers of the ranks.  Runs in every process, before the rank begins its work."""
 
 import torch
 
@@ -17,7 +17,7 @@ def worker_name(rank, args):
 
 
 def divide_ranks(world_size, num_trainers, num_servers):
-    """Return how many trainers and how many servers there are.  None stands for a flag that was not given."""
+    """Return (number of trainers, number of servers) from the flags; a flag that was not given is None."""
     if world_size is None:
         return num_trainers or 2, num_servers or 1
     if num_trainers is None:
@@ -29,9 +29,9 @@ def divide_ranks(world_size, num_trainers, num_servers):
 
 
 def check_trainer_devices(devices):
-    """Raise PermanentError, one line for the user, where some of the trainers' devices are CPUs and others are GPUs.
+    """Raise PermanentError if some of the trainers' devices are CPUs and others are GPUs.
 
-    Their arithmetic differs in the last digit, and with it their replicas of `fc` after a step.
+    A CPU and a GPU may compute results that differ in the last digit.  Then the replicas of `fc` would differ, too.
     """
     if len({torch.device(device).type for device in devices}) > 1:
         named = ", ".join(f"trainer{rank} on {device}" for rank, device in enumerate(devices))

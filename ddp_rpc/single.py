@@ -3,7 +3,7 @@
     python single.py
 
 It prints the same numbers as `python tutorial.py --world_size 3`, which has one trainer.
-"Row 8" is row 8 of DIFFERENCES.md.
+"Difference 8" is number 8 in DIFFERENCES.md.
 Shapes: B bags in a batch, I indices in a batch, D numbers in a row of the table, C classes.
 """
 
@@ -15,16 +15,16 @@ NUM_EMBEDDINGS = 100
 EMBEDDING_DIM = 16
 NUM_CLASSES = 8
 EPOCHS = 10
-BATCHES = 100  # in each epoch (row 19)
+BATCHES = 100  # in each epoch (difference 19)
 BATCH_BAGS = 32
-LEARNING_RATE = 0.5  # row 11
-# The tutorial's targets are random: nothing to learn. Here an index votes for each class with a
-# fixed weight, and the target of a bag is the class with the most votes (row 8).
+LEARNING_RATE = 0.5  # difference 11
+# The tutorial's targets are random, so a model cannot learn them. In this file each index has a
+# fixed weight for each class. The target of a bag is the class with the largest sum (difference 8).
 TEACHER = torch.randn(NUM_EMBEDDINGS, NUM_CLASSES, generator=torch.Generator().manual_seed(0))
 
 
 class HybridModel(torch.nn.Module):
-    """A sparse part, the nn.EmbeddingBag, and a dense part, the nn.Linear."""
+    """A sparse part, nn.EmbeddingBag, which adds up the rows of each bag, and a dense nn.Linear."""
 
     def __init__(self, emb):
         super().__init__()
@@ -48,11 +48,11 @@ def get_next_batch(num_bags):
 
 def _run_trainer(emb, rank, seed):
     """Train; return fc as one vector."""
-    torch.manual_seed(1000 * seed + rank + 1)  # every trainer draws other batches (row 10)
+    torch.manual_seed(1000 * seed + rank + 1)  # as trainer 0 of tutorial.py (difference 10)
     model = HybridModel(emb)
     opt = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     criterion = torch.nn.CrossEntropyLoss()
-    test_indices, test_offsets, test_target = get_next_batch(2000)  # held out from training
+    test_indices, test_offsets, test_target = get_next_batch(2000)  # not used for training
     for epoch in range(EPOCHS):
         for _ in range(BATCHES):
             indices, offsets, target = get_next_batch(BATCH_BAGS)
@@ -72,9 +72,9 @@ def _run_trainer(emb, rank, seed):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1, help="of everything random")
+    parser.add_argument("--seed", type=int, default=1, help="of all random numbers")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # for operations as small as these, more threads cost more time
-    torch.manual_seed(args.seed)  # the table's rows are drawn from it (row 10)
+    torch.set_num_threads(1)  # such small operations are slower with more threads
+    torch.manual_seed(args.seed)  # for the table (difference 10)
     emb = torch.nn.EmbeddingBag(NUM_EMBEDDINGS, EMBEDDING_DIM, mode="sum")
     _run_trainer(emb, 0, args.seed)

@@ -1,4 +1,4 @@
-"""What the servers of modes `averaged` and `pipelined` have in common: they step their rows by themselves.
+"""What the servers of modes `averaged` and `pipelined` have in common: each server has its own optimizer.
 
 Runs in the server processes, on RPC threads.
 """
@@ -12,13 +12,13 @@ from embedding_server import EmbeddingShard
 
 
 class SteppingShard(EmbeddingShard):
-    """An EmbeddingShard with an optimizer of its own, where mode `sync` has one for each trainer."""
+    """An EmbeddingShard with one optimizer for all trainers.  In mode `sync` each trainer makes an optimizer for it."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.optimizer = optim.SGD(self.parameters(), lr=0.0)  # the rate is set before each epoch
-        self.lock = threading.Lock()  # guards the optimizer and weight.grad
+        self.optimizer = optim.SGD(self.parameters(), lr=0.0)  # the learning rate is set before each epoch
+        self.lock = threading.Lock()  # protects the optimizer and weight.grad
 
     def set_learning_rate(self, lr):
-        """Set the learning rate.  Needs no lock: one trainer calls it, while no trainer trains."""
+        """Set the learning rate.  Needs no lock: only trainer 0 calls it, and no trainer trains at that time."""
         sgd.set_learning_rate(self.optimizer, lr)

@@ -1,4 +1,7 @@
-"""What a trainer does (runs in every trainer process, on an RPC thread: the master sends _run_trainer there)."""
+"""The training loop of a trainer.
+
+Runs in every trainer process, on an RPC thread, because the master calls _run_trainer over RPC.
+"""
 
 import itertools
 from dataclasses import dataclass
@@ -18,10 +21,11 @@ from modes import MODES
 def _run_trainer(emb_rrefs, rank, device, plan, master_rref, epochs_done=0, fc_state=None):
     """Train until plan.epochs are done, together with the other trainers; return this trainer's measurements (a dict).
 
-    emb_rrefs are the servers' EmbeddingShards, master_rref the HybridMaster that hears how it goes; device is a string;
-    fc_state is the state_dict of `fc` to go on from, after so many epochs.  Called once in each trainer.  Follows the
-    tutorial's _run_trainer.  Raises PermanentError when training diverges, and RuntimeError if the trainers'
-    replicas of `fc` differ at the end.
+    The master calls it once in each trainer.  It follows the tutorial's _run_trainer.
+    `emb_rrefs`: RRefs to the servers' EmbeddingShards.  `device`: a string.  `master_rref`: an RRef to the
+    HybridMaster, which gets the results of each epoch.  When a run is resumed, `epochs_done` is the number of epochs
+    that were trained before the checkpoint, and `fc_state` is the checkpoint's state_dict of `fc`.
+    Raises PermanentError if training diverges, and RuntimeError if the trainers' replicas of `fc` differ at the end.
     """
     torch.manual_seed(seed_for(plan.seed, "fc"))
     model = HybridModel(emb_rrefs, plan.embedding_dim, torch.device(device))
@@ -33,13 +37,15 @@ def _run_trainer(emb_rrefs, rank, device, plan, master_rref, epochs_done=0, fc_s
     meter = Meter(plan.transport)
     steps_done = epochs_done * plan.batches
 
-    figures = evaluate(model, log, heldout, steps_done)  # before the first step: what chance looks like
+    figures = evaluate(model, log, heldout, steps_done)  # before the first training step: the accuracy of guessing
     tell_master(master_rref, epochs_done, figures, meter.seconds, model)
     for epoch in range(epochs_done + 1, plan.epochs + 1):
         training.set_learning_rate(learning_rate(plan, epoch))
-        # Each trainer draws a part of the log that no other has.
+        # The seed depends on the rank, so each trainer draws different batches.
         batches = log.batches(plan.batches, plan.batch_bags, seed_for(plan.seed, "clicks", rank, epoch))
-        dist.barrier()  # the rate is set everywhere; and the clock measures no making of data, no wait for a checkpoint
+        # After the barrier, the learning rate is set in all processes, and all trainers have drawn their batches.  So
+        # no training step waits for a trainer that still draws, and the measured time does not include drawing.
+        dist.barrier()
         for batch, next_batch in itertools.pairwise([*batches, None]):
             with meter.step():
                 loss = training.step(batch, next_batch)
@@ -51,29 +57,32 @@ def _run_trainer(emb_rrefs, rank, device, plan, master_rref, epochs_done=0, fc_s
     return {"seconds": meter.seconds, "replicas_max_difference": difference, **figures, **meter.figures()}
 
 
-# ---------------------------------------------------------------------------------- around the steps, and before them
+# --------------------------------------------------------------------- before the training steps, and between epochs
 
 
 def learning_rate(plan, epoch):
-    """Return the learning rate of an epoch: plan.lr for the first half of the run, then in a straight line towards 0.
+    """Return the learning rate of an epoch: plan.lr in the first half of the run; then it falls linearly towards 0.
 
-    SGD with a constant rate ends up trembling around the optimum, here about a point of accuracy below it.
+    With a constant rate, SGD does not come to rest at the optimum.  In this scenario its accuracy then ends about one
+    percentage point lower.
     """
     return plan.lr * min(1.0, 2 * (plan.epochs - epoch + 0.5) / plan.epochs)
 
 
 def tell_master(master_rref, epoch, figures, seconds, model):
-    """Let the master print and save what the first trainer tells it, while the others wait."""
+    """Trainer 0 sends the results of an epoch to the master, which prints and saves them.  The other trainers wait."""
     if dist.get_rank() == 0:
         fc_state = {name: tensor.cpu() for name, tensor in model.fc.module.state_dict().items()}
-        # timeout=0: a large table takes long to save
+        # timeout=0: no limit, because a large table takes long to save
         master_rref.rpc_sync(timeout=0).epoch_done(epoch, figures, seconds, fc_state)
-    dist.barrier()  # nobody steps while the checkpoint is written: it is one moment of the whole model
+    # No trainer changes the table or `fc` while the master writes the checkpoint, so all parts of the checkpoint are
+    # of the same moment.
+    dist.barrier()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the trainers are to do: flags of main.py that have the same values in all ranks."""
+    """The flags of main.py that the trainers need.  Each of them has the same value in all ranks."""
 
     mode: str
     seed: int
@@ -89,7 +98,7 @@ class Plan:
 
 
 def make_plan(args):
-    """Return what the trainers need to know of the command line."""
+    """Return a Plan with the values of the flags."""
     return Plan(
         mode=args.mode,
         seed=args.seed,

@@ -1,12 +1,13 @@
 """PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework".
 
-    python tutorial.py                            # all ranks: 0, 1 trainers; 2 master; 3 server
-    python tutorial.py --world_size 4 --rank 0    # one rank; each other rank in its own terminal
+    python tutorial.py                            # ranks 0, 1: trainers; 2: master; 3: server
+    python tutorial.py --world_size 4 --rank 0    # only rank 0; start the other ranks likewise
 
-An embedding table lives on the parameter server; the trainers reach it by RPC. A linear layer is
-replicated on the trainers; DistributedDataParallel (DDP) keeps the replicas equal. The master
-creates the table and starts the trainers. single.py does the same job in one process.
-This file follows the edition of 2020-12-10. "Row 8" is a difference, explained in DIFFERENCES.md.
+The parameter server holds an embedding table, and the trainers look up its rows by RPC. Each
+trainer has a replica of a linear layer; DistributedDataParallel (DDP) keeps the replicas equal.
+The master creates the table and starts the trainers. single.py does the same job in one process.
+This file follows the edition of 2020-12-10. "Difference 8" is number 8 in DIFFERENCES.md.
+A bag is a list of indices; an embedding bag is the sum of their rows of the table.
 Shapes: B bags in a batch, I indices in a batch, D numbers in a row of the table, C classes.
 """
 
@@ -27,16 +28,16 @@ NUM_EMBEDDINGS = 100
 EMBEDDING_DIM = 16
 NUM_CLASSES = 8
 EPOCHS = 10
-BATCHES = 100  # of each trainer in each epoch (row 19)
+BATCHES = 100  # for each trainer in each epoch (difference 19)
 BATCH_BAGS = 32
-LEARNING_RATE = 0.5  # row 11
-# The tutorial's targets are random: nothing to learn. Here an index votes for each class with a
-# fixed weight, and the target of a bag is the class with the most votes (row 8).
+LEARNING_RATE = 0.5  # difference 11
+# The tutorial's targets are random, so a model cannot learn them. In this file each index has a
+# fixed weight for each class. The target of a bag is the class with the largest sum (difference 8).
 TEACHER = torch.randn(NUM_EMBEDDINGS, NUM_CLASSES, generator=torch.Generator().manual_seed(0))
 
 
 class SGD(torch.optim.SGD):
-    """DistributedOptimizer would use a deprecated class for torch's SGD, not for this (row 20)."""
+    """DistributedOptimizer replaces torch's own SGD by a deprecated class (difference 20)."""
 
 
 class HybridModel(torch.nn.Module):
@@ -45,19 +46,19 @@ class HybridModel(torch.nn.Module):
     def __init__(self, emb_rref):
         super().__init__()
         self.emb_rref = emb_rref
-        # DDP copies trainer 0's weights to every trainer here, and averages gradients in backward.
+        # DDP copies the weights of trainer 0 to all trainers, and averages gradients in backward.
         self.fc = DDP(torch.nn.Linear(EMBEDDING_DIM, NUM_CLASSES))
 
     def forward(self, indices, offsets):
         """Return the logits [B, C] of bags, given as indices [I] and each bag's offset [B]."""
-        # All trainers do this at the same time, and without a lock. A lookup may see a part of
-        # another trainer's step. Backward uses only indices and offsets, and is exact.
+        # All trainers look up rows at the same time, without a lock. A lookup may see only a part
+        # of another trainer's update. Its backward pass is still right: it does not use the rows.
         emb_lookup = self.emb_rref.rpc_sync().forward(indices, offsets)  # [B, D]
         return self.fc(emb_lookup)
 
 
 def _retrieve_embedding_parameters(emb_rref):
-    """Return RRefs to the table's parameters. All trainers call this; it changes nothing."""
+    """Return RRefs to the table's parameters. Needs no lock: it changes nothing."""
     return [rpc.RRef(param) for param in emb_rref.local_value().parameters()]
 
 
@@ -72,28 +73,28 @@ def get_next_batch(num_bags):
 
 def _run_trainer(emb_rref, rank, seed):
     """Train; return this trainer's fc as one vector. The master calls it once in each trainer."""
-    torch.manual_seed(1000 * seed + rank + 1)  # every trainer draws other batches (row 10)
+    torch.manual_seed(1000 * seed + rank + 1)  # different batches in each trainer (difference 10)
     model = HybridModel(emb_rref)
-    # DistributedOptimizer takes RRefs: to the table's parameters, and to the local ones of fc.
+    # DistributedOptimizer needs an RRef to each parameter, also to those of fc in this process.
     model_parameter_rrefs = rpc.rpc_sync("ps", _retrieve_embedding_parameters, args=(emb_rref,))
     model_parameter_rrefs += [rpc.RRef(param) for param in model.parameters()]
     opt = DistributedOptimizer(SGD, model_parameter_rrefs, lr=LEARNING_RATE)
     criterion = torch.nn.CrossEntropyLoss()
-    test_indices, test_offsets, test_target = get_next_batch(2000)  # drawn apart from training
+    test_indices, test_offsets, test_target = get_next_batch(2000)  # not used for training
     for epoch in range(EPOCHS):
         for _ in range(BATCHES):
             indices, offsets, target = get_next_batch(BATCH_BAGS)
-            # RPCs inside a context are recorded, so that backward follows the lookup to the server.
-            # Each context has gradients of its own there and here, so there is no zero_grad().
+            # A context records the RPCs inside it, so that backward also runs on the server. In
+            # each process it has gradients of its own, so there is no zero_grad().
             with dist_autograd.context() as context_id:
                 output = model(indices, offsets)
                 loss = criterion(output, target)
-                # DDP averages the gradients of fc over the trainers. The gradient of the table is
-                # each trainer's own, and each trainer makes a full step with it (row 14).
+                # DDP averages the gradients of fc over the trainers. It does not average those of
+                # the table: each trainer updates the table with its own gradient (difference 14).
                 dist_autograd.backward(context_id, [loss])
                 opt.step(context_id)
-        # When every trainer has stepped, trainer 0 evaluates. The others cannot step meanwhile,
-        # because their next backward waits for the gradients of trainer 0.
+        # When all trainers have finished the epoch, trainer 0 evaluates. The others cannot update
+        # the table meanwhile, because their next backward waits for the gradients of trainer 0.
         dist.barrier()
         if rank == 0:
             with torch.no_grad():
@@ -106,36 +107,37 @@ def _run_trainer(emb_rref, rank, seed):
 
 
 def run_worker(rank, args):
-    """Initialize RPC, play one rank's part, shut down RPC. Silences two harmless notes of torch."""
+    """Initialize RPC, do the work of this rank, and shut RPC down."""
     torch.set_num_threads(1)  # the ranks share the cores of one machine
-    warnings.filterwarnings("ignore", message="You are using a Backend")  # by init_rpc
-    logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)  # a note on SGD
+    # Hide two harmless messages of torch: a warning of init_rpc, and a note about SGD subclasses.
+    warnings.filterwarnings("ignore", message="You are using a Backend")
+    logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
     num_trainers = args.world_size - 2
     if rank == num_trainers:
         rpc.init_rpc("master", rank=rank, world_size=args.world_size)
         table_size = (NUM_EMBEDDINGS, EMBEDDING_DIM)
         emb_rref = rpc.remote("ps", torch.nn.EmbeddingBag, table_size, kwargs={"mode": "sum"})
-        # Run the training loop on the trainers. timeout=0: it may take over a minute (row 3).
+        # Run the training loop on the trainers. timeout=0 means no time limit (difference 3).
         futs = []
         for trainer_rank in range(num_trainers):
             trainer_args = (emb_rref, trainer_rank, args.seed)
             fut = rpc.rpc_async(f"trainer{trainer_rank}", _run_trainer, trainer_args, timeout=0)
             futs.append(fut)
-        # Wait for all training to finish, or for the first trainer to fail (row 7).
+        # Wait for all trainers, or raise the error of the first that fails (difference 7).
         replicas = torch.futures.wait_all(futs)
         if any(not torch.equal(replica, replicas[0]) for replica in replicas):
             raise RuntimeError("the trainers' replicas of fc differ")
         print(f"The replicas of fc are identical. Number of trainers: {num_trainers}")
     elif rank < num_trainers:
-        # For DDP. RPC can use the same port, because trainer 0 is rank 0 of both (row 5).
+        # For DDP. RPC can use the same port: trainer 0 is rank 0 of both groups (difference 5).
         dist.init_process_group(backend="gloo", rank=rank, world_size=num_trainers)
         rpc.init_rpc(f"trainer{rank}", rank=rank, world_size=args.world_size)
-        # From here on a thread of RPC runs _run_trainer. This thread goes on to shutdown.
+        # An RPC thread runs _run_trainer. Meanwhile this thread waits in rpc.shutdown.
     else:
-        torch.manual_seed(args.seed)  # the table's rows are drawn in this process (row 10)
+        torch.manual_seed(args.seed)  # for the table, which is made in this process (difference 10)
         rpc.init_rpc("ps", rank=rank, world_size=args.world_size)
-        # The parameter server has no loop: its RPC threads answer the trainers.
-    rpc.shutdown()  # blocks until every rank is done
+        # The parameter server has no loop: its RPC threads answer the calls of the trainers.
+    rpc.shutdown()  # waits until all ranks have called it and no call is left
     if rank < num_trainers:
         dist.destroy_process_group()
 
@@ -143,9 +145,9 @@ def run_worker(rank, args):
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--world_size", type=int, default=4, help="trainers, 1 master, 1 server")
-    parser.add_argument("--rank", type=int, help="start only this rank here; without it, all ranks")
+    parser.add_argument("--rank", type=int, help="the rank to start; without it, all ranks")
     parser.add_argument("--master_addr", default="localhost", help="address of rank 0's machine")
-    parser.add_argument("--master_port", type=int, default=29500, help="a free port there")
+    parser.add_argument("--master_port", type=int, default=29500, help="a free port on it")
     parser.add_argument("--seed", type=int, default=1, help="the same on every rank")
     args = parser.parse_args()
     if args.world_size < 3:
@@ -156,16 +158,14 @@ def parse_args():
 
 
 if __name__ == "__main__":
-    # RPC sends a function by name, __main__._run_trainer: every rank runs this file as __main__.
+    # RPC sends the name __main__._run_trainer. It exists in every rank: all ranks run this file.
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
     if args.rank is None:
-        mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
+        mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # one process per rank
     else:
-        run_worker(args.rank, args)  # one rank in this terminal
+        run_worker(args.rank, args)  # only this rank
 
-# Limits of this file, and where the package has more:
-# - A rank dies: in terminals, other ranks may wait for ever. main.py ends them all (glue/watch.py).
-# - The port is taken: rank 0 fails. main.py without --rank needs no free port (glue/launch.py).
-# - A run cannot be resumed. main.py can: --checkpoint FILE --resume (master.py).
+# If a rank dies, ranks in other terminals may wait forever. If the port is in use, rank 0 fails.
+# A run cannot be resumed. See "What main.py adds" in README.md.

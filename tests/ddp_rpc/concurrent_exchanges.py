@@ -1,6 +1,7 @@
-"""For test_sharding.py: eight threads call exchange() at once, as RPC does.  Prints how far the table is from its sum.
+"""For test_sharding.py: eight threads call exchange() at the same time, as RPC threads do.
 
-In a process of its own, because a step that is not locked frees memory which another thread still uses.
+Prints the largest difference between the table and the result that it must have.  This runs in a process of its own,
+because without the lock an update may free memory that another thread still uses, and the process may crash.
 """
 
 import pathlib

@@ -1,4 +1,4 @@
-"""A job for test_sharding.py: main.py with a server that notes of each lookup its bags, and whether it made a graph.
+"""For test_sharding.py: main.py with a server that counts lookups, by number of bags and with or without a graph.
 
 python tests/ddp_rpc/lookups_job.py --num_trainers 1 --batches 5
 """

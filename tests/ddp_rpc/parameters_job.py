@@ -1,6 +1,6 @@
-"""Print what `parameters()` of a model gives whose embedding table is elsewhere: behind an RRef, and a RemoteModule.
+"""Print the `parameters()` of a model whose embedding table is behind an RRef, and of one with a RemoteModule.
 
-One process, which is a worker, the only trainer, and its own server.
+This is one process: it is the only RPC worker and the only trainer, and it calls itself as its server.
 """
 
 import os

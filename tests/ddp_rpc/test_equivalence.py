@@ -1,4 +1,4 @@
-"""ddp_rpc computes what one process computes: the table and fc after two epochs, to 1e-5, mode by mode."""
+"""Tests that each mode of ddp_rpc computes the same as one process: the table and fc after two epochs, to 1e-5."""
 
 from types import SimpleNamespace
 
@@ -25,10 +25,10 @@ def start_of_table(seed=1):
 
 
 def one_process(num_trainers=1, stale_lookups=False, seed=1, epochs=SIZES["epochs"]):
-    """The plain loop, on the joined batches of all trainers; returns (table [N, D], fc's state_dict).
+    """Train in a plain loop on the joined batches of all trainers; return (table [N, D], fc's state_dict).
 
-    stale_lookups: the sums of a batch are looked up before the batch in front of it is applied to the table.
-    epochs: how many of the run's are done.
+    stale_lookups: look up the sums of a batch before the gradient of the previous batch is applied to the table.
+    epochs: the number of epochs to train; a run has SIZES["epochs"].
     """
     args = SimpleNamespace(**SIZES)
     table = start_of_table(seed)
@@ -44,7 +44,7 @@ def one_process(num_trainers=1, stale_lookups=False, seed=1, epochs=SIZES["epoch
         batches = [join(parts) for parts in zip(*by_trainer, strict=True)]
         lr = learning_rate(args, epoch)
         optimizer.param_groups[0]["lr"] = lr
-        seen = table.clone()  # the table as the current lookup finds it
+        seen = table.clone()  # the table that the next lookup reads
         for ids, offsets, target in batches:
             seen.requires_grad_()
             loss = F.cross_entropy(fc(F.embedding_bag(ids, seen, offsets, mode="sum")), target)
@@ -58,7 +58,7 @@ def one_process(num_trainers=1, stale_lookups=False, seed=1, epochs=SIZES["epoch
 
 
 def join(parts):
-    """Put the batches of several trainers one behind the other."""
+    """Join the batches of several trainers into one batch."""
     starts = torch.tensor([0, *[len(ids) for ids, _, _ in parts]]).cumsum(0)
     offsets = [offsets + start for (_, offsets, _), start in zip(parts, starts, strict=False)]
     return torch.cat([p[0] for p in parts]), torch.cat(offsets), torch.cat([p[2] for p in parts])
@@ -80,11 +80,11 @@ def largest_difference(one, other):
 
 @pytest.mark.parametrize(("trainers", "servers", "seed"), [(2, 2, 1), pytest.param(3, 1, 2, marks=pytest.mark.slow)])
 def test_averaged_trainers_equal_one_process_on_the_joined_batch(tmp_path, trainers, servers, seed):
-    """So each trainer draws batches of its own, and everything random follows from the seed."""
+    """This also shows that each trainer draws its own batches, and that the seed determines all random numbers."""
     sizes = ("--num_trainers", trainers, "--num_servers", servers, "--seed", seed)
     found = distributed(tmp_path, "--mode", "averaged", *sizes)
     assert largest_difference(found, one_process(trainers, seed=seed)) < 1e-5
-    # It did move, and a trainer that drew another's batches would have moved differently.
+    # The batches of trainer 0 alone give another result.
     assert largest_difference(found, one_process(1, seed=seed)) > 1e-3
 
 
@@ -97,26 +97,27 @@ def test_sync_with_one_trainer_equals_one_process(tmp_path, sparse):
 def test_pipelined_with_one_trainer_equals_one_process_with_lookups_one_step_old(tmp_path):
     found = distributed(tmp_path, "--mode", "pipelined", "--num_trainers", 1, "--num_servers", 2)
     assert largest_difference(found, one_process(stale_lookups=True)) < 1e-5
-    assert largest_difference(found, one_process()) > 1e-4  # so the staleness is real
+    assert largest_difference(found, one_process()) > 1e-4  # without stale lookups the result is different
 
 
 def save_checkpoint(path, table, fc):
-    """Write what a run has saved after its first epoch."""
+    """Write the checkpoint of a run after its first epoch."""
     settings = {"seed": 1, "targets": "teacher", "num_embeddings": len(table), "embedding_dim": table.shape[1]}
     torch.save({"scenario": "ddp_rpc", "settings": settings, "state": {"epoch": 1, "table": table, "fc": fc}}, path)
 
 
 def test_sync_steps_the_table_once_for_each_trainer(tmp_path):
-    """In the tutorial's pattern, two trainers are not one process on the joined batch."""
+    """In the tutorial's mode, two trainers do not compute the same as one process on the joined batch."""
     found = distributed(tmp_path, "--mode", "sync", "--num_trainers", 2)
     joined = one_process(2)
     moved, moved_joined = (float((table - start_of_table()).norm()) for table in (found[0], joined[0]))
     assert largest_difference(found, joined) > 1e-3
-    assert moved > 1.5 * moved_joined  # about twice: two steps of the full rate instead of one
+    # The ratio is about 2, because the table gets two updates with the full learning rate instead of one.
+    assert moved > 1.5 * moved_joined
 
 
 def test_a_run_that_goes_on_with_other_servers_equals_one_that_was_not_interrupted(tmp_path):
-    """The checkpoint after the first epoch is the plain loop's; three servers go on from it."""
+    """The plain loop writes the checkpoint of epoch 1, and a run with three servers resumes from it."""
     table, fc = one_process(2, epochs=1)
     save_checkpoint(tmp_path / "end.pt", table, fc)
     found = distributed(tmp_path, "--mode", "averaged", "--num_servers", 3, "--resume", says="Going on after epoch 1 ")
@@ -132,7 +133,10 @@ def test_a_run_that_goes_on_with_other_servers_equals_one_that_was_not_interrupt
     [("sync", 1, "same"), ("averaged", 2, "same"), ("pipelined", 1, "same"), ("pipelined", 1, "cpu")],
 )
 def test_on_gpus_it_equals_one_process_on_the_cpu(tmp_path, mode, trainers, table_device):
-    """1e-4: a GPU adds up in another order.  Sparse in `averaged` and `pipelined`: the pretend device cannot be."""
+    """Equal to 1e-4, because a GPU adds in another order.
+
+    `averaged` and `pipelined` have sparse gradients in this test, which the pretend device cannot have.
+    """
     place = ("--device", "cuda", "--table_device", table_device, "--num_trainers", trainers, "--num_servers", 2)
     found = distributed(tmp_path, "--mode", mode, *place)
     assert largest_difference(found, one_process(trainers, stale_lookups=mode == "pipelined")) < 1e-4

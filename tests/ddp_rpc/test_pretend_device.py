@@ -1,6 +1,7 @@
-"""ddp_rpc with the tables and `fc` on the pretend device: every mode, checkpoint, resume and evaluation; and mistakes.
+"""Tests of ddp_rpc with the tables and `fc` on the pretend device, which replaces a GPU.
 
-The device has no sparse tensors, hence --no-sparse.  It refuses collectives: DDP's gradients are averaged on the CPU.
+They cover every mode, checkpoints, resuming and evaluation, and they check that mistakes are noticed.  The device has
+no sparse tensors, so the runs have --no-sparse.  It refuses collectives, so DDP must average gradients on the CPU.
 """
 
 import pickle
@@ -23,7 +24,7 @@ IDS, OFFSETS = torch.tensor([3, 3, 8]), torch.tensor([0, 2])
 
 @pytest.mark.parametrize(("mode", "trainers", "servers"), [("sync", 1, 1), ("averaged", 2, 1), ("pipelined", 1, 2)])
 def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_path, mode, trainers, servers):
-    """To 1e-5, as on the CPU.  The checkpoint after the first epoch is the plain loop's; the run does the second."""
+    """Equal to 1e-5, as on the CPU.  The plain loop writes the checkpoint of epoch 1, and the run trains epoch 2."""
     stale = mode == "pipelined"
     table, fc = equivalence.one_process(trainers, stale, epochs=1)
     equivalence.save_checkpoint(tmp_path / "end.pt", table, fc)
@@ -40,7 +41,7 @@ def make_shard(device=pretend_device.DEVICE):
 
 
 def test_a_server_answers_from_its_device_by_way_of_the_cpu():
-    """Each answer as it crosses the wire, and the table where the rank has its tensors, after a step too."""
+    """All answers are on the CPU.  The table is on the device, also after an update, and equals a table on the CPU."""
     shard = make_shard()
     exchanged = torch.as_tensor(pipelined_server.exchange(0, None, IDS, OFFSETS))
     sent = [shard.look_up(IDS, OFFSETS, with_gradient=True), shard.get_rows(), exchanged]
@@ -64,7 +65,7 @@ def test_sums_that_are_sent_from_the_device_are_caught(monkeypatch):
 
 
 def gradient_of_fc(device):
-    """Return what DDP leaves in the gradient of fc's weights [C, D], in a process group of one trainer."""
+    """Return the gradient of fc's weights [C, D] after a backward pass with DDP, in a process group of one trainer."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         torch.manual_seed(1)
@@ -83,7 +84,7 @@ def test_gradients_are_averaged_by_way_of_the_cpu(monkeypatch):
 
 
 def test_sums_that_stay_where_they_arrived_are_caught(monkeypatch):
-    """The trainer's `fc` is on the device, and what the servers sent is on the CPU until add_up moves it."""
+    """`fc` is on the device, and the servers' sums arrive on the CPU, so add_up must move them."""
     fc = torch.nn.Linear(5, 8).to(pretend_device.DEVICE)
     parts = [torch.ones(2, 5), torch.ones(2, 5)]
 

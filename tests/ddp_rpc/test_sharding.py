@@ -1,4 +1,4 @@
-"""ddp_rpc's parts on their own: sharded lookups, the click log, averaging on the server, the run's own checks."""
+"""Tests of single parts of ddp_rpc: sharded lookups, the click log, averaging on a server, and checks of a run."""
 
 import dataclasses
 import itertools
@@ -36,7 +36,7 @@ with package_on_path("ddp_rpc"):
 
 
 def make_shards(num_shards, sparse=True, shard_class=EmbeddingShard):
-    """A table of 30 x 5 on so many servers."""
+    """Return the shards of a table of 30 rows of 5 numbers, for this number of servers."""
     shards = []
     for number in range(num_shards):
         shard = shard_class(number, num_shards, 30, 5, sparse=sparse, seed=3, device="cpu")
@@ -47,7 +47,7 @@ def make_shards(num_shards, sparse=True, shard_class=EmbeddingShard):
 
 
 class LocalRRef:
-    """What stands for an RRef: calls run here."""
+    """Replaces an RRef: its calls run in this process, at once."""
 
     def __init__(self, value):
         self.value = value
@@ -56,10 +56,12 @@ class LocalRRef:
         return self.value
 
     def rpc_async(self, timeout=None):
-        return Later(self.value)
+        return AsyncCalls(self.value)
 
 
-class Later:
+class AsyncCalls:
+    """Replaces what rpc_async() of an RRef returns: each method returns a Future that is complete."""
+
     def __init__(self, value):
         self.value = value
 
@@ -86,7 +88,7 @@ def whole_table(shards):
     sparse=st.booleans(),
 )
 def test_sharded_lookup_equals_one_embedding_bag(bags, num_shards, sparse):
-    """Forward and gradients, to 1e-6, for any bags; also where a shard has none of a bag's ids, or of all."""
+    """Forward pass and gradients are equal to 1e-6, for any bags, also if a shard has none of the ids."""
     shards = make_shards(num_shards, sparse=sparse)
     whole = nn.EmbeddingBag.from_pretrained(whole_table(shards), freeze=False, mode="sum")
     ids = torch.tensor([i for bag in bags for i in bag])
@@ -102,12 +104,12 @@ def test_sharded_lookup_equals_one_embedding_bag(bags, num_shards, sparse):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     for number, shard in enumerate(shards):
         dense = shard.weight.grad.to_dense() if sparse else shard.weight.grad
-        # An id may come up over a hundred times, and its gradient be that large: 1e-6 of it, where it is more than one.
+        # If an id occurs a hundred times, its gradient is large. So rtol allows a difference of 1e-6 of the gradient.
         torch.testing.assert_close(dense, whole.weight.grad[number::num_shards], rtol=1e-6, atol=1e-6)
 
 
 def test_the_table_does_not_depend_on_the_number_of_servers(monkeypatch):
-    monkeypatch.setattr(embedding_server, "BLOCK_ROWS", 7)  # blocks that end within a shard's stride
+    monkeypatch.setattr(embedding_server, "BLOCK_ROWS", 7)  # 7 cannot be divided by 2, 3 or 30
     tables = [whole_table(make_shards(number)) for number in (1, 2, 3, 30)]
     for table in tables[1:]:
         assert torch.equal(table, tables[0])
@@ -128,7 +130,7 @@ def test_a_sparse_step_leaves_the_other_rows_alone():
     exchange(0, None, torch.tensor([3, 3, 8]), torch.tensor([0, 2]))
     exchange(0, torch.ones(2, 5), None, None)
     change = (shard.get_rows() - before) / -0.05
-    assert change[3].tolist() == pytest.approx([2.0] * 5, abs=1e-5)  # it was in its bag twice
+    assert change[3].tolist() == pytest.approx([2.0] * 5, abs=1e-5)  # id 3 is in its bag twice
     assert change[8].tolist() == pytest.approx([1.0] * 5, abs=1e-5)
     assert change.abs().sum().item() == pytest.approx(15.0, abs=1e-4)
 
@@ -138,7 +140,7 @@ def test_a_gradient_belongs_to_the_oldest_lookup_of_its_trainer():
     offsets = torch.tensor([0])
 
     def changed_rows(trainer, next_id=None):
-        """Bring a gradient, and perhaps look up one row; return the rows that were stepped."""
+        """Send a gradient, and look up a row if `next_id` is given; return the numbers of the rows that changed."""
         before = shard.get_rows().clone()
         exchange(trainer, torch.ones(1, 5), None if next_id is None else torch.tensor([next_id]), offsets)
         return (shard.get_rows() != before).any(dim=1).nonzero().flatten().tolist()
@@ -149,7 +151,7 @@ def test_a_gradient_belongs_to_the_oldest_lookup_of_its_trainer():
 
 
 def test_a_server_starts_its_backward_where_the_table_is(monkeypatch):
-    """What has gone through to_wire is a copy on the CPU, which has no use for a gradient from a GPU."""
+    """The backward pass starts at the sums on the table's device, not at the copy that to_wire made of them."""
     for module in (embedding_server, pipelined_server):
         monkeypatch.setattr(module, "to_wire", lambda tensor: tensor.detach().clone())
     (shard,) = make_shards(1, shard_class=PipelinedShard)
@@ -174,7 +176,7 @@ def test_average_and_step_waits_for_every_trainer_and_steps_once(monkeypatch):
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("num_trainers", [2, 3, 4])
 def test_averaging_does_not_depend_on_the_order_of_arrival(monkeypatch, num_trainers, sparse):
-    """Not in the last bit either: a floating-point sum depends on its order."""
+    """The result is the same to the last bit, although a floating-point sum depends on the order of its terms."""
     generator = torch.Generator().manual_seed(1)
     gradients = []
     for _ in range(num_trainers):
@@ -189,7 +191,7 @@ def test_averaging_does_not_depend_on_the_order_of_arrival(monkeypatch, num_trai
         for number in arrivals:
             done = shard.average_and_step(number, num_trainers, number)
         assert done.done()
-        if sparse:  # a row that is in it twice would be added up by the optimizer: on a GPU in any order
+        if sparse:  # otherwise the optimizer would add up the entries of a row, on a GPU in no fixed order
             assert shard.weight.grad.is_coalesced()
         return shard.get_rows()
 
@@ -200,14 +202,14 @@ def test_averaging_does_not_depend_on_the_order_of_arrival(monkeypatch, num_trai
 
 
 def test_concurrent_exchanges_lose_no_gradient():
-    """Eight threads, as RPC would call: the steps are locked, so every gradient arrives (to rounding)."""
+    """Eight threads call at the same time, as RPC threads do.  A lock protects the updates, so no gradient is lost."""
     done = run_script("tests/ddp_rpc/concurrent_exchanges.py")
     assert (done.returncode, done.stderr) == (0, "")
-    assert float(done.stdout) < 1e-3  # a single gradient that is lost makes 0.05
+    assert float(done.stdout) < 1e-3  # one lost gradient makes a difference of 0.05
 
 
 def test_parameters_of_a_model_with_rrefs_are_those_that_are_here():
-    """As the text says. With the published code's RemoteModule, parameters() raises an error."""
+    """The tutorial's text says so.  With the RemoteModule of the published code, parameters() raises an error."""
     done = run_script("tests/ddp_rpc/parameters_job.py")
     assert (done.returncode, done.stderr) == (0, "")
     with_rrefs, with_remote_module = done.stdout.splitlines()
@@ -216,7 +218,7 @@ def test_parameters_of_a_model_with_rrefs_are_those_that_are_here():
 
 
 def test_an_evaluation_builds_no_graph_on_the_servers():
-    """Over RPC: the trainer's torch.no_grad() holds for its own thread.  Two evaluations, and an epoch between them."""
+    """A trainer's torch.no_grad() has no effect on a server.  The run has two evaluations, with one epoch between."""
     flags = ("--num_trainers", 1, "--batches", 5, "--epochs", 1)
     done = run_script("tests/ddp_rpc/lookups_job.py", *flags)
     assert (done.returncode, done.stderr) == (0, "")
@@ -230,7 +232,7 @@ def test_an_evaluation_builds_no_graph_on_the_servers():
 
 
 def test_every_batch_has_the_same_number_of_bags():
-    """DDP averages over trainers, so batches of 4 and 9 bags would give a wrong mean."""
+    """DDP takes the mean over trainers.  With batches of 4 and 9 bags, this would not be the mean over bags."""
     for ids, offsets, target in ClickLog(100, 16, seed=1).batches(50, 8, seed=2):
         assert len(offsets) == len(target) == 8
         sizes = torch.diff(torch.cat([offsets, torch.tensor([len(ids)])]))
@@ -256,8 +258,8 @@ def test_the_teacher_knows_most_of_its_own_labels_and_nobody_knows_random_ones(t
 # ------------------------------------------------------------------------------------------------- the run's checks
 
 
-class Hesitant(Counter):
-    """A Counter that lets other threads go on between its reading and its writing."""
+class SlowCounter(Counter):
+    """A Counter that lets other threads run between reading and writing a count."""
 
     def __setitem__(self, staleness, times):
         time.sleep(1e-4)
@@ -265,9 +267,9 @@ class Hesitant(Counter):
 
 
 def test_the_staleness_of_no_gradient_is_lost():
-    """Different trainers' gradients arrive on threads of their own."""
+    """Gradients of different trainers arrive on different threads at the same time."""
     (shard,) = make_shards(1)
-    shard.staleness_counter.counts = Hesitant()
+    shard.staleness_counter.counts = SlowCounter()
 
     def train():
         for _ in range(20):
@@ -282,7 +284,7 @@ def test_the_staleness_of_no_gradient_is_lost():
 
 
 class RecordedTrainer:
-    """Records in `order` what a trainer of two waits for, asks and tells; `fc` stands for the whole model."""
+    """A model, and an RRef to a master, for trainer 0 of two trainers.  Its attribute `order` records all calls."""
 
     device = torch.device("cpu")
 
@@ -300,7 +302,7 @@ class RecordedTrainer:
 
     def all_reduce(self, totals):
         self.order.append("all_reduce")
-        totals += torch.tensor([20.0, 6.0, 9.0, 10.0])  # the other trainer's part: 10 bags, of which 6 are right
+        totals += torch.tensor([20.0, 6.0, 9.0, 10.0])  # the other trainer's part: 10 bags, 6 of them right
 
     def rpc_sync(self, timeout):
         return SimpleNamespace(epoch_done=lambda *told: self.order.append(told))
@@ -315,19 +317,19 @@ def test_an_evaluation_begins_when_all_have_stepped_and_sums_over_all_trainers(m
     targets = torch.cat([target for _, _, target in heldout])
     teacher = torch.cat([log.teacher_logits(ids, offsets) for ids, offsets, _ in heldout]).argmax(dim=1)
     assert figures["heldout_loss"] == pytest.approx((10 * math.log(8) + 20) / 20)
-    assert figures["heldout_accuracy"] == (int((targets == 0).sum()) + 6) / 20  # equal scores: the first class
+    assert figures["heldout_accuracy"] == (int((targets == 0).sum()) + 6) / 20  # argmax of equal logits is 0
     assert figures["ceiling_accuracy"] == (int((targets == teacher).sum()) + 9) / 20
 
 
 def test_the_learning_rate_falls_in_the_second_half_in_a_straight_line():
-    """It ends just above 0: at 0 the last epoch would train nothing."""
+    """It ends above 0, because with a learning rate of 0 the last epoch would have no effect."""
     rates = [trainer.learning_rate(SimpleNamespace(lr=0.5, epochs=4), epoch) for epoch in (1, 2, 3, 4)]
     assert rates == [0.5, 0.5, 0.375, 0.125]
     assert trainer.learning_rate(SimpleNamespace(lr=0.5, epochs=1), 1) == 0.5
 
 
 def test_nobody_steps_while_the_master_saves(monkeypatch):
-    """The first trainer tells it; then all of them go on together."""
+    """Trainer 0 calls the master.  Then all trainers wait at a barrier, and continue together."""
     model = RecordedTrainer(monkeypatch)
     trainer.tell_master(model, 3, {"loss": 1.0}, 2.0, model)
     told, barrier = model.order
@@ -338,7 +340,7 @@ def test_nobody_steps_while_the_master_saves(monkeypatch):
 
 
 def test_the_masters_figures_are_of_all_trainers_and_of_this_run_alone(tmp_path, capsys):
-    """Two trainers, 10 batches of 4 bags in an epoch; the first of three epochs was an earlier run's."""
+    """Two trainers have 10 batches of 4 bags in an epoch.  An earlier run has done the first of three epochs."""
     summary_file, model_file = tmp_path / "summary.json", tmp_path / "model.pt"
     sizes = "--num_trainers 2 --num_servers 2 --epochs 3 --batches 10 --batch_bags 4"
     table = "--num_embeddings 30 --embedding_dim 5 --resume"
@@ -357,13 +359,13 @@ def test_the_masters_figures_are_of_all_trainers_and_of_this_run_alone(tmp_path,
     figures = {"heldout_loss": 1.0, "heldout_accuracy": 0.5, "ceiling_accuracy": 0.75}
     written = model_file.read_bytes()
     job.epoch_done(1, figures, 0.0, {})
-    assert model_file.read_bytes() == written  # the checkpoint that this run goes on from has the first epoch already
-    shards[0].put_rows(0, torch.zeros(1, 5))  # a step
+    assert model_file.read_bytes() == written  # epoch 1 is already in the checkpoint
+    shards[0].put_rows(0, torch.zeros(1, 5))  # stands for an update of the table
     job.epoch_done(2, figures, 0.5, {"bias": torch.zeros(8)})
     state = torch.load(model_file, weights_only=True)["state"]
     assert state["epoch"] == 2 and not state["fc"]["bias"].any() and torch.equal(state["table"], whole_table(shards))
     *_, before, after = capsys.readouterr().out.splitlines()
-    assert before.startswith("epoch   1/3") and "batches/s" not in before  # nothing was trained yet
+    assert before.startswith("epoch   1/3") and "batches/s" not in before  # this run has not trained yet
     assert after.endswith("  40 batches/s")
 
     of_trainers = {"replicas_max_difference": 0.0, "wire_bytes_per_step": None}
@@ -391,7 +393,7 @@ def test_replicas_that_differ_are_an_error(monkeypatch):
 
 @pytest.mark.slow
 def test_importing_main_starts_nothing():
-    """Spawned children import it again; it must only define."""
+    """Spawned processes import it again, so it must only define functions."""
     code = "import threading, main, torch.distributed as d; print(threading.active_count(), d.is_initialized())"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT / "ddp_rpc", timeout=60
@@ -401,7 +403,7 @@ def test_importing_main_starts_nothing():
 
 @pytest.mark.parametrize("rank, is_trainer", [(0, True), (1, True), (3, False)])
 def test_the_process_group_is_destroyed_at_the_end(monkeypatch, rank, is_trainer):
-    """And one meeting place, the job's store, instead of two fixed ports."""
+    """The process group uses the job's store, not a fixed port."""
     calls = []
 
     def record(name):
@@ -419,7 +421,7 @@ def test_the_process_group_is_destroyed_at_the_end(monkeypatch, rank, is_trainer
 
 
 class FakeJob:
-    """What run_worker uses of a job; every rank is on the CPU."""
+    """The part of a Job that run_worker uses.  By default every rank is on the CPU."""
 
     def __init__(self, wait_for_all=None, devices=("cpu",) * 4):
         self.wait_for_all = wait_for_all
@@ -439,21 +441,21 @@ def test_trainers_on_one_kind_of_device_are_accepted(devices):
 
 @pytest.mark.parametrize("rank", range(4))
 def test_trainers_on_cpus_and_gpus_are_refused_by_every_rank(rank):
-    """Before any of them waits for another."""
+    """It is refused before any rank waits for another one."""
     job = FakeJob(devices=("cuda:0", "cpu", "cpu", "cuda:0"))
     with pytest.raises(ValueError, match=r"trainers on CPUs and on GPUs \(trainer0 on cuda:0, trainer1 on cpu\)"):
         main.run_worker(rank, main.parse_args([]), job)
 
 
 def test_the_first_trainer_to_fail_ends_the_run(monkeypatch):
-    """The tutorial waits for trainer 0 first, which may wait for trainer 1 in an allreduce for ever."""
+    """The tutorial waits for trainer 0 first, which may wait for trainer 1 in an allreduce forever."""
     futures = {"trainer0": torch.futures.Future(), "trainer1": torch.futures.Future()}
     futures["trainer1"].set_exception(ValueError("step 3"))
     run_master(monkeypatch, "step 3", rpc_async=lambda to, *_, **__: futures[to])
 
 
 def run_master(monkeypatch, error, rpc_async, remote=lambda *_, **__: None, args=None, devices=("cpu",) * 4):
-    """Run the master's rank in a job without other ranks, until it raises this error."""
+    """Run the master's rank in a job without other ranks; assert that it raises a ValueError with this text."""
     stand_ins = {"init_rpc": lambda *_, **__: None, "RRef": lambda _: "rref", "rpc_async": rpc_async, "remote": remote}
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(main.rpc, name, stand_in)
@@ -474,7 +476,7 @@ def test_a_checkpoint_of_another_table_or_of_other_data_is_refused(monkeypatch, 
 
 
 def test_nothing_remote_is_configured_by_a_whole_command_line(monkeypatch):
-    """Numbers on which all ranks agree are sent; each rank's device is its own; the master's files stay its own."""
+    """The master sends only flags on which all ranks agree, and each rank's own device, but not all its flags."""
     sent = []
 
     def send(to, function, args=(), kwargs=None, timeout=None):

@@ -1,4 +1,4 @@
-"""ddp_rpc/tutorial.py: it runs, it learns, and what it computes is what a plain loop in one process computes."""
+"""Tests of ddp_rpc/tutorial.py: it runs, it learns, and it computes the same as a plain loop in one process."""
 
 import importlib.util
 import re
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from helpers import ROOT
 from tutorials import copied_alone, run_in_terminals, run_spawned
 
-# Runs tutorial.py with other sizes; trainer 0 saves the table and fc when all trainers have stepped for the last time.
+# Runs tutorial.py with other sizes.  At the end of its training, trainer 0 saves the table and fc.
 DRIVER = """
 import os
 import sys
@@ -48,7 +48,7 @@ if __name__ == "__main__":
 
 
 def load(name):
-    """Import a program of ddp_rpc as a module of its own."""
+    """Import tutorial.py or single.py of ddp_rpc as a new module."""
     spec = importlib.util.spec_from_file_location(f"ddp_rpc_{name}", ROOT / "ddp_rpc" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -81,9 +81,10 @@ def last_accuracy(output):
 
 
 def plain_loop(updates, ranks, seed=1, table_weight=1.0):
-    """Train as trainers of these ranks do, without any of torch's modules or optimizers; return (table, fc).
+    """Train as trainers of these ranks do, but without torch's modules and optimizers; return (table, fc).
 
-    `fc` steps with the mean of the trainers' gradients.  The table steps with each, `table_weight` times.
+    `fc` gets one update with the mean of the trainers' gradients.  The table gets an update with each trainer's
+    gradient, multiplied by `table_weight`.
     """
     tutorial = load("tutorial")
     torch.manual_seed(seed)
@@ -92,7 +93,7 @@ def plain_loop(updates, ranks, seed=1, table_weight=1.0):
     for rank in ranks:
         torch.manual_seed(1000 * seed + rank + 1)
         fc = torch.nn.Linear(16, 8)
-        if rank == ranks[0]:  # DDP gives it to all
+        if rank == ranks[0]:  # DDP copies the weights of the first trainer to all
             weight, bias = fc.weight.detach(), fc.bias.detach()
         tutorial.get_next_batch(2000)
         batches.append([tutorial.get_next_batch(32) for _ in range(updates)])
@@ -118,7 +119,7 @@ def largest_difference(one, other):
     [(2, 10, 1), pytest.param(2, 1, 1, marks=pytest.mark.slow), pytest.param(1, 1, 10, marks=pytest.mark.slow)],
 )
 def test_the_tutorial_equals_a_plain_loop(tmp_path, trainers, epochs, batches):
-    """Two trainers wait for each other after an epoch only: with epochs of one batch the order is always the same."""
+    """Two trainers wait for each other only after an epoch, so the result repeats only if an epoch is one batch."""
     seed = 2 + trainers
     done, file = drive(tmp_path, "--world_size", trainers + 2, "--seed", seed, epochs=epochs, batches=batches)
     assert (done.returncode, done.stderr) == (0, "")
@@ -127,9 +128,10 @@ def test_the_tutorial_equals_a_plain_loop(tmp_path, trainers, epochs, batches):
     found = torch.load(file)
     ranks = range(trainers)
     assert largest_difference(found, plain_loop(epochs * batches, ranks, seed)) < 1e-5
-    assert largest_difference(found, plain_loop(0, ranks, seed)) > 5e-3  # it has moved
+    assert largest_difference(found, plain_loop(0, ranks, seed)) > 5e-3  # training has changed something
     if trainers == 2:
-        # As published, the master sends its own rank to both; and a table that steps with the mean is another thing.
+        # The result is different if both trainers get the same rank, as in the published text, and also if the table
+        # gets the mean of the gradients.
         assert largest_difference(found, plain_loop(epochs * batches, [0, 0], seed)) > 5e-3
         assert largest_difference(found, plain_loop(epochs * batches, ranks, seed, table_weight=0.5)) > 5e-3
 
@@ -164,7 +166,7 @@ def test_the_tutorial_refuses_what_cannot_work(monkeypatch, capsys, flags, compl
 
 @pytest.mark.slow
 def test_the_tutorial_learns_also_from_a_folder_with_a_space_in_its_name(tmp_path):
-    """Accuracy 0.909 was seen; two trainers do not repeat exactly."""
+    """An accuracy of 0.909 was measured.  A run with two trainers does not repeat exactly, so the limit is lower."""
     program = copied_alone("ddp_rpc/tutorial.py", tmp_path)
     done = run_spawned(program, cwd=tmp_path, timeout=280)
     assert (done.returncode, done.stderr) == (0, "")
@@ -174,7 +176,7 @@ def test_the_tutorial_learns_also_from_a_folder_with_a_space_in_its_name(tmp_pat
 
 @pytest.mark.slow
 def test_one_trainer_in_terminals_prints_what_one_process_prints(tmp_path):
-    """Rank 0, where the others meet, is started last."""
+    """Rank 0, which has the store through which the ranks meet, is started last."""
     alone = shortened(copied_alone("ddp_rpc/single.py", tmp_path))
     single = subprocess.run([sys.executable, alone], capture_output=True, text=True, timeout=60, check=True)
     program = shortened(copied_alone("ddp_rpc/tutorial.py", tmp_path))
@@ -195,7 +197,7 @@ def test_the_tutorial_with_three_trainers(tmp_path):
 
 @pytest.mark.slow
 def test_the_tutorial_ends_with_its_first_trainer_to_fail(tmp_path):
-    """As published, the master waits for trainer 0, which waits half an hour for trainer 1."""
+    """In the published program, the master waits for trainer 0, which waits half an hour for trainer 1."""
     done, _ = drive(tmp_path, failing=1)
     assert done.returncode == 1
     assert "ValueError: On WorkerInfo(id=1, name=trainer1):" in done.stderr and "a trainer that fails" in done.stderr
@@ -203,6 +205,6 @@ def test_the_tutorial_ends_with_its_first_trainer_to_fail(tmp_path):
 
 @pytest.mark.slow
 def test_the_tutorial_with_torchs_own_sgd_warns(tmp_path):
-    """As published: so the subclass is still needed for a clean console."""
+    """The published program uses torch's own SGD.  As long as it warns, the tutorial needs the subclass."""
     done, _ = drive(tmp_path, "--world_size", 3, sgd="torch.optim.SGD")
     assert done.returncode == 0 and "functional optimizers is deprecated" in done.stderr
