@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 AGENT_NAME = "agent"
 OBSERVER_NAME = "obs{}"
-warnings.filterwarnings("ignore", "You are using a Backend")  # rpc.shutdown itself causes it
+warnings.filterwarnings("ignore", "You are using a Backend")  # torch causes it in init_rpc
 
 
 class Policy(torch.nn.Module):

@@ -23,7 +23,7 @@ from torch.distributions import Categorical
 NUM_STEPS = 500  # T in the shapes below; N is the number of observers
 AGENT_NAME = "agent"
 OBSERVER_NAME = "observer{}"
-warnings.filterwarnings("ignore", "You are using a Backend")  # rpc.shutdown itself causes it
+warnings.filterwarnings("ignore", "You are using a Backend")  # torch causes it in init_rpc
 
 
 class Policy(torch.nn.Module):
