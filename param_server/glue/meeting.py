@@ -1,6 +1,6 @@
-"""How a rank finds the others: where it listens, the store, what job this is, a place of its own, everybody's hello.
+"""How a rank joins a job: it finds the store, compares its flags with the job's, and waits until all ranks have joined.
 
-Runs in every rank, called from job.py.  A rank that cannot take part leaves alone: the others do not count on it yet.
+Runs in every rank, called from job.py.  If a rank cannot join, only that rank ends: the others still wait for it.
 """
 
 import ipaddress
@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from glue.ending import PACKAGE, leave_now
 
-SAY_AFTER_SECONDS, SAY_EVERY_SECONDS = 3.0, 30.0  # ranks that wait for others say so
+SAY_AFTER_SECONDS, SAY_EVERY_SECONDS = 3.0, 30.0  # when a rank that waits for others prints that it waits
 
 
 def define_job(store, args):
-    """Write into the store what all ranks must have in common.  Only the process that holds the store does this."""
+    """Write into the store the flags that must be the same in every rank.  One process of the job calls this."""
     store.set("job", json.dumps(_definition(args)))
 
 
@@ -28,28 +28,31 @@ def _definition(args):
 
 
 class Meeting:
-    """One rank on its way into the job."""
+    """The steps by which one rank joins the job.  job.Job.join calls the methods in the order of this file."""
 
     def __init__(self, rank, args, names, holder, spawned):
-        """`names` of all ranks, and `holder` of the store, as the user reads them."""
+        """`names`: all ranks, and `holder`: the process that holds the store, as the user reads them."""
         self.rank, self.names, self.holder, self.spawned = rank, names, holder, spawned
         self.definition = _definition(args)
         self.deadline = time.monotonic() + args.join_timeout
         self.patience = f"--join_timeout {args.join_timeout:g} s"
 
     def find_address(self, host, port):
-        """Return the (IPv4 address, port) where the ranks meet, as soon as DNS knows it."""
+        """Return the (IPv4 address, port) where the ranks meet.  Tries again while DNS does not resolve the name."""
         address = self._try(lambda: listen_only_towards(host, port, say=not self.spawned), "the address")
         self.where = f"{address[0]} port {address[1]}"
         return address
 
     def wait_for_store(self, address):
-        """Return when somebody listens at the address."""
+        """Return when a process listens at the address."""
         nobody = f"nothing answers at {self.where} (--master_addr, --master_port)"
         self._try(lambda: socket.create_connection(address, timeout=1).close(), self.holder, nobody)
 
     def _try(self, call, awaited, why=None):
-        """Return call(), as soon as it does not fail: there is nothing to wait on, and nobody who could tell us."""
+        """Repeat call() until it does not fail, and return its result.  Give up at the deadline.
+
+        It has to be repeated because no event reports that another process has started.
+        """
         say_at = time.monotonic() + SAY_AFTER_SECONDS
         while True:
             try:
@@ -63,23 +66,28 @@ class Meeting:
                 time.sleep(0.1)
 
     def agree(self, store):
-        """Refuse to take part in a job that was started differently."""
+        """End this process if this rank and the job were started with different flags (those in args.agree)."""
         self._try(lambda: store.wait(["job"], timedelta(seconds=0.5)), self.names[0], "it has not defined the job")
         theirs = json.loads(store.get("job"))
         for key in self.definition | theirs:
-            here, there = self.definition.get(key), theirs.get(key)
-            if here != there:
-                self.give_up(2, f"refused, because it was started with {key} {here}, and this job with {there}")
+            own_value, job_value = self.definition.get(key), theirs.get(key)
+            if own_value != job_value:
+                values = f"{key} {own_value}, and this job with {job_value}"
+                self.give_up(2, f"refused, because it was started with {values}")
 
     def take_place(self, store, gpus):
-        """Say hello to the others, and how many GPUs this rank may use; refuse to take a place that is taken."""
-        me = {"host": socket.gethostname(), "pid": os.getpid(), "gpus": gpus}
-        there = json.loads(store.compare_set(f"hello/{self.rank}", "", json.dumps(me)))
-        if there != me:
-            self.give_up(2, f"refused, because it is there already, as process {there['pid']} on {there['host']}")
+        """Write this rank's hello (its host, process and number of GPUs) into the store.
+
+        Ends this process if another one has joined with the same rank.
+        """
+        own = {"host": socket.gethostname(), "pid": os.getpid(), "gpus": gpus}
+        stored = json.loads(store.compare_set(f"hello/{self.rank}", "", json.dumps(own)))
+        if stored != own:
+            where = f"process {stored['pid']} on {stored['host']}"
+            self.give_up(2, f"refused, because this rank has joined already, as {where}")
 
     def wait_for_hellos(self, store):
-        """Return (all ranks' hellos, None), or (None, why) when --join_timeout is over."""
+        """Return (the hellos of all ranks, None), or (None, why) if they did not come within --join_timeout."""
         keys = [f"hello/{rank}" for rank in range(len(self.names))]
         seconds = SAY_AFTER_SECONDS
         while True:
@@ -95,7 +103,7 @@ class Meeting:
                 seconds = SAY_EVERY_SECONDS
 
     def give_up(self, status, why):
-        """End this process; the others do not count on it yet."""
+        """End this process.  The others are still waiting for this rank, so nothing else has to be done."""
         leave_now(status, f"{self.names[self.rank]}: {why}")
 
     def _say(self, text):
@@ -107,10 +115,10 @@ class Meeting:
 
 
 def listen_only_towards(host, port, say):
-    """Let this process listen only on the interface that reaches `host`; return host's (IPv4 address, port).
+    """Let this process listen only on the interface that leads to `host`; return (IPv4 address of `host`, port).
 
-    Raises OSError, with one line for the user, where there is no way to it.  TensorPipe and Gloo would listen where
-    this machine's *name* resolves to: a public address, or a wrong one.
+    Without this, TensorPipe and Gloo listen on the address to which this machine's *name* resolves, which may be public
+    or wrong.  Raises OSError, with one line for the user, if `host` cannot be reached.
     """
     try:
         address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
@@ -128,18 +136,21 @@ def listen_only_towards(host, port, say):
 def interface_towards(address):
     """Return (interface name, own IPv4 address) of the route from this machine to `address`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing: it only looks up the route
+        probe.connect((address, 9))  # for UDP this sends nothing; it only looks up the route
         own = probe.getsockname()[0]
-    local = ipaddress.ip_address(own).is_loopback  # 127.0.1.1, say, where the interface has 127.0.0.1
+    local = ipaddress.ip_address(own).is_loopback  # may be 127.0.1.1, although the interface has 127.0.0.1
     for name, addresses in psutil.net_if_addrs().items():
-        there = [each.address for each in addresses if each.family == socket.AF_INET]
-        if own in there or (local and any(each.startswith("127.") for each in there)):
+        of_interface = [each.address for each in addresses if each.family == socket.AF_INET]
+        if own in of_interface or (local and any(each.startswith("127.") for each in of_interface)):
             return name, own
     raise OSError(f"no network interface has the address {own}, from which {address} is reached")
 
 
 def hold_store(address):
-    """Return a TCPStore that serves on this address alone (torch's own would take all).  Raises OSError, one line."""
+    """Return a TCPStore that listens on this address only; torch by itself would let it listen on all interfaces.
+
+    Raises OSError, with one line for the user.
+    """
     try:
         return store_on(socket.create_server(address, backlog=1024))
     except OSError as error:
@@ -148,6 +159,6 @@ def hold_store(address):
 
 
 def store_on(listener):
-    """Return a TCPStore that serves on a socket which listens already: where it does, and nowhere else."""
+    """Return a TCPStore that serves on this socket, which is listening already, and on no other."""
     address, descriptor = listener.getsockname(), listener.detach()
     return dist.TCPStore(*address, is_master=True, master_listen_fd=descriptor, wait_for_workers=False)

@@ -72,7 +72,7 @@ NESTED_EXIT = f"On WorkerInfo(id=2, name=observer2):\nRuntimeError('...')\nTrace
         (RuntimeError("eof Exception raised from readLoop at x.cpp:1 frame #0: f"), 0, "RuntimeError: eof", True),
         (RuntimeError(REMOTE), 2, "KeyError: 'x'", True),
         (ValueError(REMOTE.replace("KeyError", "glue.PermanentError")), 2, "'x'", False),
-        (SystemExit(0), 0, "it left in the middle of its work (sys.exit(0))", True),
+        (SystemExit(0), 0, "it called sys.exit(0) before its work was done", True),
         (RuntimeError(SERVED_EXIT), 0, "a function that it called on another rank ended with SystemExit: 0", True),
         (RuntimeError(NESTED_EXIT), 2, "a function that it called on another rank ended with SystemExit: 0", True),
     ],

@@ -138,7 +138,8 @@ def test_a_checkpoint_made_with_another_seed_ends_the_run_in_one_line(package, t
     torch.save({"scenario": package, "settings": {"seed": 7}, "state": {}}, tmp_path / "other.pt")
     flags = (*JOBS[package]["size"], *JOBS[package]["short"], "--checkpoint", tmp_path / "other.pt", "--resume")
     done = run_main(package, *flags)
-    assert_one_line_error(done, 1, "other.pt was made with --seed 7, and this run has 1: it cannot go on from it")
+    expected = "other.pt was made with --seed 7, and this run has 1: this run cannot resume from it"
+    assert_one_line_error(done, 1, expected)
 
 
 # ------------------------------------------------------------------------------------- outputs that are no regular file

@@ -148,7 +148,7 @@ def test_what_a_rank_has_said_is_not_said_twice(status, args, monkeypatch, capsy
 
 def test_a_rank_that_left_without_having_done_its_work_is_lost(args, monkeypatch, capsys):
     end, _ = spawn(args, monkeypatch, [0, 0, 0], left=[0, 2])
-    assert end == End("lost", 1, "left by itself, with status 0")
+    assert end == End("lost", 1, "its process ended with exit status 0")
 
 
 def test_a_rank_that_does_not_leave_when_all_others_have_is_killed(args, monkeypatch, capsys):

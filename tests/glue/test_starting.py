@@ -136,7 +136,7 @@ def test_a_temporary_directory_with_too_long_a_name_is_told_in_one_line(tmp_path
     long = tmp_path / ("x" * 100)
     long.mkdir()
     done = run_main("rl_rpc", env={"TMPDIR": str(long)})
-    assert_one_line_error(done, 1, "rl_rpc: no place for a socket in the temporary directory", "path too long")
+    assert_one_line_error(done, 1, "rl_rpc: cannot make a socket in the temporary directory", "path too long")
     assert not list(long.iterdir())
 
 
@@ -334,7 +334,8 @@ def test_a_place_is_given_to_one_process_only(monkeypatch):
         coming.take_place(store, "cpu")
     first = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: first + 1)
-    with pytest.raises(SystemExit, match=f"2 rank 1 .*refused, because it is there already, as process {first} on"):
+    expected = f"2 rank 1 .*refused, because this rank has joined already, as process {first} on"
+    with pytest.raises(SystemExit, match=expected):
         coming.take_place(store, "cpu")
 
 
@@ -349,7 +350,7 @@ def test_a_place_that_is_taken_is_refused():
     last = start_main("rl_rpc", *place, "--rank", 2)
     for rank in [*first, last]:
         rank.communicate(timeout=90)
-    assert second.returncode == 2 and "is there already" in second.stderr, second.stderr
+    assert second.returncode == 2 and "has joined already" in second.stderr, second.stderr
     assert [rank.returncode for rank in [*first, last]] == [0, 0, 0]
 
 
@@ -398,7 +399,7 @@ def test_without_a_checkpoint_it_starts_afresh_and_says_so():
         assert job.wait_for_text("Episode 10", 60)
         os.kill(job.pid_of(1), signal.SIGKILL)
         assert job.wait(120) == [0], job.text()
-        assert "No checkpoint: starting afresh." in job.text()
+        assert "No checkpoint: starting from the beginning." in job.text()
 
 
 # ---------------------------------------------------------------------------------------------------- remote exceptions

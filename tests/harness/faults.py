@@ -22,7 +22,7 @@ MOMENTS = ("start", "training", "end")
 CONTRACT = [
     ("exception", "*", "training", {1}, r"rank {rank} \({name}\): ValueError: injected fault", "all but one", 15),
     ("memory", "*", "training", {1}, r"rank {rank} \({name}\): MemoryError: injected fault", "all but one", 15),
-    ("sys.exit", "*", "training", {1}, r"rank {rank} \({name}\): it left in the middle", "all", 15),
+    ("sys.exit", "*", "training", {1}, r"rank {rank} \({name}\): it called sys.exit\(0\)", "all", 15),
     # The rank that called the function names itself as the caller: nothing tells it which rank has left.
     (
         "served exit",

@@ -219,7 +219,7 @@ def another_seed(_):
     return strangers_meet(["--rank", 1, "--seed", 7])
 
 
-@makes("it is there already")
+@makes("this rank has joined already")
 def a_number_twice(_):
     return strangers_meet(["--rank", 1], ["--rank", 1])
 
