@@ -1,4 +1,4 @@
-"""What a Meter counts around the steps of a loop (meter.py)."""
+"""What a Meter counts in the steps of a training loop (meter.py)."""
 
 import socket
 
@@ -23,7 +23,7 @@ def connection():
 
 
 def exchange(connection):
-    """Send SENT bytes, and one back, with which the kernel learns that they have arrived."""
+    """Send SENT bytes, and one byte back.  Its packet acknowledges the others, so that the kernel counts them."""
     here, there = connection
     here.sendall(bytes(SENT))
     left = SENT
@@ -34,10 +34,10 @@ def exchange(connection):
 
 
 def test_bytes_on_the_wire_are_counted(connection):
-    """Both ends are sockets of this process: what one has sent, and the other has received."""
+    """Both ends are sockets of this process, so each byte counts twice: as sent and as received."""
     before = meters.wire_bytes()
     exchange(connection)
-    assert meters.wire_bytes() - before == pytest.approx(2 * SENT + 2, abs=2)  # the last byte may be under way
+    assert meters.wire_bytes() - before == pytest.approx(2 * SENT + 2, abs=2)  # the last byte may be on its way
 
 
 def test_a_meter_counts_what_its_steps_cost(connection, monkeypatch):
@@ -59,7 +59,7 @@ def test_a_meter_counts_what_its_steps_cost(connection, monkeypatch):
 
 
 def test_what_is_not_counted_is_none():
-    """Bytes only where all of them go over TCP, and RPCs only where they are recorded."""
+    """Bytes are counted only if all of them go over TCP, and RPCs only if they are recorded."""
     meter = meters.Meter("uv")
     with meter.step():
         pass

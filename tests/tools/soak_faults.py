@@ -1,6 +1,8 @@
-"""Let ranks die by the hundred: the cases of test_lifecycle_faults.py, from other seeds, until one breaks the contract.
+"""Run many random failures of ranks, as test_lifecycle_faults.py does with a few, and count those that break CONTRACT.
 
-python tests/tools/soak_faults.py --cases 100 --seed 1000
+    python tests/tools/soak_faults.py --cases 100 --seed 1000
+
+CONTRACT, in tests/harness/faults.py, is what must happen when a rank dies.
 """
 
 import argparse
