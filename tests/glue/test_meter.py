@@ -16,21 +16,21 @@ SENT = 10_000  # bytes
 @pytest.fixture
 def connection():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        here = socket.create_connection(listener.getsockname())
-        there, _ = listener.accept()
-    with here, there:
-        yield here, there
+        sender = socket.create_connection(listener.getsockname())
+        receiver, _ = listener.accept()
+    with sender, receiver:
+        yield sender, receiver
 
 
 def exchange(connection):
     """Send SENT bytes, and one byte back.  Its packet acknowledges the others, so that the kernel counts them."""
-    here, there = connection
-    here.sendall(bytes(SENT))
+    sender, receiver = connection
+    sender.sendall(bytes(SENT))
     left = SENT
     while left:
-        left -= len(there.recv(left))
-    there.sendall(b"!")
-    assert here.recv(1) == b"!"
+        left -= len(receiver.recv(left))
+    receiver.sendall(b"!")
+    assert sender.recv(1) == b"!"
 
 
 def test_bytes_on_the_wire_are_counted(connection):

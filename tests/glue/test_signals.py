@@ -36,7 +36,7 @@ def wait_until_it_handles_signals(pid):
 def interrupt(way, number, target, seconds, flags=()):
     """Start a job (in terminals: only its last rank), send the signal after `seconds`, and check how it ends.
 
-    `seconds` None: as soon as all its ranks are there.
+    If `seconds` is None, the signal is sent as soon as all ranks are running.
     """
     ours = {"TMPDIR": tempfile.mkdtemp()}  # the default folder is used by other programs too
     flags, only = [*JOBS["rl_rpc"]["long"], *flags], [2] if way == "terminals" else None

@@ -91,8 +91,8 @@ class Rank:
 def spawn(args, monkeypatch, exitcodes, left=(), stuck=(), done=lambda store: None, signal_number=None):
     """Return the End of a group whose ranks end with `exitcodes`; those in `left` have reported that they are done.
 
-    `stuck` ranks do not end by themselves; `done(store)` is called before the first one ends; `signal_number`: comes to
-    the starting process.
+    The ranks in `stuck` do not end by themselves.  `done(store)` is called before the first rank ends.  If
+    `signal_number` is given, the starting process gets this signal.
     """
     plain_define = launch.define_job
 

@@ -97,8 +97,8 @@ class SocketSampler(threading.Thread):
 def watch_sockets(package, way, tmp_path):
     """Run a job and check that it listens on loopback only.
 
-    If possible, it runs on a host whose name does not resolve, so that the choice of loopback cannot come from the name.
-    Its working directory has files with the names of the modules that a job imports.
+    If possible, it runs on a host whose name does not resolve, so that the name cannot be the reason for loopback.  Its
+    working directory has files with the names of the modules that a job imports.
     """
     temporary = tempfile.mkdtemp()  # tmp_path's name may be too long for a socket
     shared = set(os.listdir("/dev/shm"))

@@ -62,7 +62,7 @@ def arrows(events):
     return ends
 
 
-# -------------------------------------------------------------------------------------------------------- what is there
+# ------------------------------------------------------------------------------------------------ what a trace contains
 
 
 def test_a_trace_shows_both_sides_of_every_rpc(tmp_path):
@@ -83,12 +83,12 @@ def test_a_trace_shows_both_sides_of_every_rpc(tmp_path):
             assert call["ts"] < run["ts"] < run["ts"] + run["dur"] < call["ts"] + call["dur"]
     assert len(bars(events, "remote", "Observer")) == 2 and len(bars(events, "step")) == result["episodes"] == 20
     assert len(bars(events, "async", "run_episode")) == len(bars(events, "run", "run_episode")) == 40
-    assert any(event["name"] == "torch.rpc._gather_to_leader" for event in events), "torch's own are told apart"
+    assert any(event["name"] == "torch.rpc._gather_to_leader" for event in events), "torch's own calls"
     matched = [event for event in events if event.get("cat") in CALLS]
-    assert len(arrows(events)) == 2 * len(matched), "there and back"
+    assert len(arrows(events)) == 2 * len(matched), "one for the call, one for the answer"
     row = re.search(r"observer1 -> agent: select_action +([\d,]+) +([\d.]+) +([\d.]+) +([\d.]+)\n", done.stdout)
-    whole, wire, there = map(float, row.groups()[1:])
-    assert 0 < there < whole and 0 < wire < whole and int(row[1].replace(",", "")) > 100
+    whole, wire, at_callee = map(float, row.groups()[1:])
+    assert 0 < at_callee < whole and 0 < wire < whole and int(row[1].replace(",", "")) > 100
     assert sorted(os.listdir(tmp_path)) == ["summary.json", "trace.json"]
 
     assert run_main("rl_rpc", *RL, "--summary_json", plain).returncode == 0  # recording changes nothing
@@ -176,7 +176,7 @@ def test_a_trace_of_a_job_that_lost_a_rank_says_so(way, tmp_path):
     (mark,) = (event for event in events if event["ph"] == "i")
     assert mark["name"].startswith("rank 1: ") and mark["ts"] >= max(bar["ts"] for bar in bars(events, "run"))
     last = max(bars(events, "async", "run_episode"), key=lambda bar: (bar["args"]["to"] == "observer1", bar["ts"]))
-    assert 2 * last["args"]["call"] not in arrows(events), "nobody knows what the lost rank did with it"
+    assert 2 * last["args"]["call"] not in arrows(events), "the lost rank's side of this call is not recorded"
     assert len(bars(events, "sync", "select_action")) > 50
     assert os.listdir(tmp_path) == ["trace.json"]
 

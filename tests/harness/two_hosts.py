@@ -30,7 +30,7 @@ def why_not():
         return "needs ip (Debian: iproute2)"
     tried = subprocess.run(["ip", "netns", "add", NAMES[0]], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", NAMES[0]], capture_output=True)
-    return "" if tried.returncode == 0 else f"network namespaces cannot be made here: {tried.stderr.strip()}"
+    return "" if tried.returncode == 0 else f"network namespaces cannot be made: {tried.stderr.strip()}"
 
 
 def ip(*words):

@@ -5,8 +5,8 @@
 
 It prints a line for each case and a summary by kind of failure.  The exit status is 1 if a check has failed.  For both
 packages it checks that the job's exit status is 0 and that `lost` in its summary is right.  For param_server it also
-checks that every image of every epoch was applied exactly once, and that rank 0's memory does not grow (losses.py).  For
-rl_rpc it also checks that all episodes were played.
+checks that every image of every epoch was applied exactly once and that rank 0's memory does not grow (losses.py), and
+for rl_rpc that all episodes were played.
 """
 
 import argparse
