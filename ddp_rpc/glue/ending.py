@@ -77,7 +77,7 @@ def of_exception(error, rank):
 def is_connection_trouble(error):
     """Return whether this exception, or one of its causes, suggests that another rank has died.
 
-    It does not say reliably which rank; the missing heartbeat does.
+    The exception does not reliably name that rank; its missing heartbeat does.
     """
     while error:
         if isinstance(error, RuntimeError) and CONNECTION_TROUBLE.search(of_exception(error, 0).why):
@@ -153,7 +153,7 @@ def read_losses(value):
     return {int(rank): why for rank, why in json.loads(value)["lost"].items()}
 
 
-def say_at_the_end(lost, restarts, names):
+def print_losses_and_restarts(lost, restarts, names):
     """After a job has done its work, print which ranks it lost on the way, and how often it was restarted, if any."""
     if lost:
         print(f"The job finished without {', '.join(names[rank] for rank in sorted(lost))}.")

@@ -67,8 +67,8 @@ class Job:
         # there is InfiniBand.
         channels = ["basic"] if transport in ("shm", "tcp") else ["cma", "mpt_uv", "basic"]
         kwargs["_channels"] = built_in("_channels", channels)
-        meet_here = (self.store("rpc"), self.rank, self.world_size)
-        dist.register_rendezvous_handler("job", lambda *_, **__: iter([meet_here]))
+        meeting_point = (self.store("rpc"), self.rank, self.world_size)
+        dist.register_rendezvous_handler("job", lambda *_, **__: iter([meeting_point]))
         return rpc.TensorPipeRpcBackendOptions(init_method="job://", rpc_timeout=self.args.rpc_timeout, **kwargs)
 
     def store(self, prefix):
@@ -127,9 +127,9 @@ class Job:
         hellos, why = meeting.wait_for_hellos(self.main_store)
         if why:
             self.end(End("missing", self.rank, why))
-        self._know_everybody(hellos)
+        self._use_hellos(hellos)
 
-    def _know_everybody(self, hellos):
+    def _use_hellos(self, hellos):
         """Learn the hosts and devices of all ranks, and take this rank's share of its host's cores."""
         hosts = [hello["host"] for hello in hellos]
         if len(set(hosts)) > 1 and self.address[0].startswith("127."):
@@ -182,7 +182,7 @@ class Job:
     def _lose(self, rank, error):
         if ending.is_connection_trouble(error):
             with self.lock:  # if a heartbeat is missed meanwhile, that reason is better than `error`
-                self.lock.wait_for(lambda: rank in self.lost, self.watch.seconds_until_silence_is_told())
+                self.lock.wait_for(lambda: rank in self.lost, self.watch.seconds_until_a_loss_is_known())
         self.drop(rank, ending.of_exception(error, rank).why, "failed")
 
     def drop(self, rank, why, kind="lost"):
@@ -194,14 +194,14 @@ class Job:
         """Learn from the store which ranks are lost: `losses` is {rank: why}.  Called on the heartbeat's thread."""
         for rank in losses.keys() - self.lost.keys():
             if rank == self.rank:
-                self.leave_alone(self.excuse() or losses[rank])
+                self.leave_alone(self.reason_to_leave_alone() or losses[rank])
             with self.lock:
                 self.lost[rank] = losses[rank]
                 self.beat_store.set(f"{self.place}/{rank}", "lost")  # so that this rank stops waiting for it
                 self.lock.notify_all()
             threading.Thread(target=self._tell, args=(rank, losses[rank]), daemon=True).start()
 
-    def excuse(self, end=None):
+    def reason_to_leave_alone(self, end=None):
         """Return the reason if the job goes on without this rank, which must then leave alone; otherwise None."""
         if why := ending.lost(self.beat_store).get(self.rank):
             return why if why == self.failed else f"the others have gone on without it: {why}"
@@ -230,9 +230,9 @@ class Job:
             # heartbeat's thread then ends this process during the wait, or the job goes on without that rank.
             with self.lock:
                 known = len(self.lost)
-                self.lock.wait_for(lambda: len(self.lost) > known, self.watch.seconds_until_silence_is_told())
+                self.lock.wait_for(lambda: len(self.lost) > known, self.watch.seconds_until_a_loss_is_known())
         end = ending.of_exception(error, self.rank)
-        if self.beat_store and (why := within(2, lambda: self.excuse(end))):
+        if self.beat_store and (why := within(2, lambda: self.reason_to_leave_alone(end))):
             self.leave_alone(why)
         self.end(end)
 

@@ -1,6 +1,7 @@
 """How a rank joins a job: it finds the store, compares its flags with the job's, and waits until all ranks have joined.
 
-Runs in every rank, called from job.py.  If a rank cannot join, only that rank ends: the others still wait for it.
+Runs in every rank, called from job.py.  If a rank cannot join, only that rank ends, because the others do not
+depend on it yet.
 """
 
 import ipaddress
@@ -15,7 +16,8 @@ import torch.distributed as dist
 
 from glue.ending import PACKAGE, leave_now
 
-SAY_AFTER_SECONDS, SAY_EVERY_SECONDS = 3.0, 30.0  # when a rank that waits for others prints that it waits
+# A rank that waits for others prints a line about it after so many seconds, and then again at this interval.
+PRINT_AFTER_SECONDS, PRINT_EVERY_SECONDS = 3.0, 30.0
 
 
 def define_job(store, args):
@@ -38,36 +40,36 @@ class Meeting:
         self.patience = f"--join_timeout {args.join_timeout:g} s"
 
     def find_address(self, host, port):
-        """Return the (IPv4 address, port) where the ranks meet.  Tries again while DNS does not resolve the name."""
-        address = self._try(lambda: listen_only_towards(host, port, say=not self.spawned), "the address")
+        """Return the (IPv4 address, port) where the ranks meet.  Try again while DNS does not resolve the name."""
+        address = self._repeat(lambda: listen_only_towards(host, port, announce=not self.spawned), "the address")
         self.where = f"{address[0]} port {address[1]}"
         return address
 
     def wait_for_store(self, address):
         """Return when a process listens at the address."""
-        nobody = f"nothing answers at {self.where} (--master_addr, --master_port)"
-        self._try(lambda: socket.create_connection(address, timeout=1).close(), self.holder, nobody)
+        no_answer = f"nothing answers at {self.where} (--master_addr, --master_port)"
+        self._repeat(lambda: socket.create_connection(address, timeout=1).close(), self.holder, no_answer)
 
-    def _try(self, call, awaited, why=None):
+    def _repeat(self, call, awaited, why=None):
         """Repeat call() until it does not fail, and return its result.  Give up at the deadline.
 
         It has to be repeated because no event reports that another process has started.
         """
-        say_at = time.monotonic() + SAY_AFTER_SECONDS
+        print_at = time.monotonic() + PRINT_AFTER_SECONDS
         while True:
             try:
                 return call()
             except (OSError, dist.DistStoreError) as error:
                 if time.monotonic() > self.deadline:
                     self.give_up(1, f"{awaited} did not come within {self.patience}: {why or error}")
-                if time.monotonic() > say_at:
-                    say_at += SAY_EVERY_SECONDS
-                    self._say(f"waiting for {awaited}: {why or error}")
+                if time.monotonic() > print_at:
+                    print_at += PRINT_EVERY_SECONDS
+                    self._print(f"waiting for {awaited}: {why or error}")
                 time.sleep(0.1)
 
     def agree(self, store):
         """End this process if this rank and the job were started with different flags (those in args.agree)."""
-        self._try(lambda: store.wait(["job"], timedelta(seconds=0.5)), self.names[0], "it has not defined the job")
+        self._repeat(lambda: store.wait(["job"], timedelta(seconds=0.5)), self.names[0], "it has not defined the job")
         theirs = json.loads(store.get("job"))
         for key in self.definition | theirs:
             own_value, job_value = self.definition.get(key), theirs.get(key)
@@ -89,7 +91,7 @@ class Meeting:
     def wait_for_hellos(self, store):
         """Return (the hellos of all ranks, None), or (None, why) if they did not come within --join_timeout."""
         keys = [f"hello/{rank}" for rank in range(len(self.names))]
-        seconds = SAY_AFTER_SECONDS
+        seconds = PRINT_AFTER_SECONDS
         while True:
             left = self.deadline - time.monotonic()
             try:
@@ -99,14 +101,14 @@ class Meeting:
                 missing = ", ".join(name for name, key in zip(self.names, keys, strict=True) if not store.check([key]))
                 if left <= seconds:
                     return None, f"{missing} did not come within {self.patience}"
-                self._say(f"waiting for {missing} at {self.where}")
-                seconds = SAY_EVERY_SECONDS
+                self._print(f"waiting for {missing} at {self.where}")
+                seconds = PRINT_EVERY_SECONDS
 
     def give_up(self, status, why):
-        """End this process.  The others are still waiting for this rank, so nothing else has to be done."""
+        """End this process.  The others need not be informed, because they do not depend on it yet."""
         leave_now(status, f"{self.names[self.rank]}: {why}")
 
-    def _say(self, text):
+    def _print(self, text):
         if not self.spawned:
             print(f"{self.names[self.rank]}: {text} ({self.patience})", flush=True)
 
@@ -114,7 +116,7 @@ class Meeting:
 # ---------------------------------------------------------------------------------------------- addresses
 
 
-def listen_only_towards(host, port, say):
+def listen_only_towards(host, port, announce):
     """Let this process listen only on the interface that leads to `host`; return (IPv4 address of `host`, port).
 
     Without this, TensorPipe and Gloo listen on the address to which this machine's *name* resolves, which may be public
@@ -127,7 +129,7 @@ def listen_only_towards(host, port, say):
         raise OSError(f"--master_addr {host}: {error.strerror or error}") from None
     for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         os.environ.setdefault(variable, name)
-    if say and not ipaddress.ip_address(address).is_loopback:
+    if announce and not ipaddress.ip_address(address).is_loopback:
         where = f"{own} ({os.environ['TP_SOCKET_IFNAME']})"
         print(f"Listening on {where}. RPC runs whatever a peer sends, unencrypted: trusted networks only.", flush=True)
     return address, port

@@ -21,7 +21,7 @@ tqdm.set_lock(threading.RLock())  # tqdm's own lock is a system-wide semaphore, 
 
 
 class Report:
-    """The result of one run: say() and scalar() are called during the work, close() at the end."""
+    """Collects the result of one run: say() and scalar() are called during the work, close() at the end."""
 
     def __init__(self, scenario, args):
         self.scenario, self.args = scenario, args

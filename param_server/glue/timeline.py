@@ -209,8 +209,8 @@ def draw(file, kind, traces, steps=None, milliseconds=None):
     """Draw `traces`, {title: events of Chrome's trace format}, below each other with the same time scale.
 
     `kind`: "png" or "svg"; `steps`: the numbers of the first and the last step to draw.  Without `steps`, a step of
-    median length is drawn, or, if the job has failed, the last calls before the failure.  `milliseconds`: the length of
-    the period, if it is not that of the steps.
+    median length is drawn.  If the job has failed, or has no steps, the last calls are drawn.  `milliseconds`: the
+    length of the period, if it is not that of the steps.
     """
     from matplotlib.figure import Figure  # a second to import, so only when asked for
     from matplotlib.lines import Line2D

@@ -65,7 +65,7 @@ def _run_rank(rank, run_worker, args, worker_name, parent_port=None):
             run_worker(rank, args, job)
         job.leave()
         if rank == 0 and not job.spawned:
-            ending.say_at_the_end(job.lost, args.restarts, job.names)
+            ending.print_losses_and_restarts(job.lost, args.restarts, job.names)
     except BaseException as error:  # SystemExit as well, because a rank that calls sys.exit has not done its work
         job.fail(error)
 
@@ -141,7 +141,7 @@ def _spawn_once(run_worker, args, worker_name, signals):
     end = attempt.end
     workers = [worker_name(rank, args) for rank in range(args.world_size)]
     names = ending.full_names(workers)
-    if end and end.kind != "interrupted" and not attempt.told:
+    if end and end.kind != "interrupted" and not attempt.reason_printed:
         ending.print_error(f"lost {names[end.rank]}: {end.why}")
     if args.trace:
         try:
@@ -150,7 +150,7 @@ def _spawn_once(run_worker, args, worker_name, signals):
             ending.print_error(f"--trace: {error}")
             end = end or End("failed", 0, str(error), again=False)
     if not end:
-        ending.say_at_the_end(ending.lost(store), args.restarts, names)
+        ending.print_losses_and_restarts(ending.lost(store), args.restarts, names)
     return end
 
 
@@ -165,7 +165,7 @@ class _Attempt:
         self.ranks, self.store, self.signals, self.interrupted_grace = ranks, store, signals, interrupted_grace
         self.running = {process.sentinel: rank for rank, process in enumerate(ranks)}
         self.end = None  # the End, if the job ends before its work is done
-        self.told = False  # whether a rank has printed the reason
+        self.reason_printed = False  # whether a rank has printed the reason
         self.deadline = None  # when the ranks that are still running are killed
 
     def wait_for_ranks(self):
@@ -202,7 +202,8 @@ class _Attempt:
         process = self.ranks[rank]
         process.join()
         code = process.exitcode
-        self.told = self.told or code in (1, 2)  # the glue's own statuses: this rank has printed the reason
+        if code in (1, 2):  # the glue's own exit statuses: this rank has printed the reason
+            self.reason_printed = True
         has_left = self.store.check([f"beat/{rank}"]) and self.store.get(f"beat/{rank}") == b"left"
         if code == 0 and has_left:
             if not self.deadline:  # a rank leaves only when all have done their work, so all others should end now

@@ -1,7 +1,7 @@
 """`--trace FILE`: count every RPC of this process, and record it at the caller and at the callee.
 
-Runs in every process of a job whose rank 0 was given --trace.  Only in such a job functions of torch are replaced,
-because torch has no public way to see every call that a process makes or serves, and to send a number along with it.
+Runs in every process of a job whose rank 0 was given --trace.  Functions of torch are replaced only in such a job,
+because torch has no public way to see every call that a process makes or serves, and to add a number to it.
 
 The recording consists of bars.  A bar is a period of time on one thread: a call, from its start until its answer; the
 serving of a call; a wait; a step.  Each call sends its number along, so that timeline.py can match the caller's bar

@@ -67,7 +67,7 @@ def meet(job):
     job.wait_for_all()  # every rank has tried all others
     if broken:
         raise ConnectionError("; ".join(broken))
-    job.wait_for_all()  # a rank that has raised never comes here, so the job ends before init_rpc would wait for ever
+    job.wait_for_all()  # not reached by a rank that has raised, so the job ends before init_rpc can hang
     rpc.init_rpc(job.workers[job.rank], rank=job.rank, world_size=job.world_size, rpc_backend_options=job.rpc_options())
     for rank in peers:
         times = []

@@ -89,14 +89,14 @@ def argument_parser(description, modes, world_size, on_lost=False):
     transport_help = (
         "how messages travel; uv: TCP sockets, but tensors through memory between processes of one machine; "
         "shm: shared memory, which keeps one core per rank busy; tcp: TCP sockets, also for tensors; "
-        "auto: depends on --mode"
+        "auto: uv, in rl_rpc depending on --mode"
     )
     add("--transport", choices=["auto", "shm", "uv", "tcp"], default="auto", help=transport_help)
     add("--logdir", metavar="DIR", help="write TensorBoard event files to this folder")
     add("--plot", metavar="FILE.png", help="draw the learning curve at the end")
     add("--summary_json", metavar="FILE", help="write the result of the run at the end")
-    add("--checkpoint", metavar="FILE", help="save a checkpoint here at intervals and at the end")
-    add("--resume", action="store_true", help="load --checkpoint and go on from there")
+    add("--checkpoint", metavar="FILE", help="save a checkpoint to this file at intervals and at the end")
+    add("--resume", action="store_true", help="load the file of --checkpoint and continue from it")
     restarts_help = "if a rank is lost or fails, start all ranks again from --checkpoint, at most N times"
     add("--max_restarts", type=non_negative_int, default=0, metavar="N", help=restarts_help)
     if on_lost:
@@ -125,7 +125,7 @@ def check_arguments(
 ):
     """Refuse values that cannot work (one line, exit status 2), and complete `args`, which do not change afterwards.
 
-    `roles`: text for the error line that says which rank has which role.
+    `roles`: which rank has which role, as text for the error line about a wrong --world_size.
     `agree`: the scenario's own flags that must have the same value in every rank.
     `device_ranks`: the ranks that compute on --device (default: all ranks); the others use no GPU.
     `transport`: the transport that --transport auto selects.

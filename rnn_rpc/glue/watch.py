@@ -26,7 +26,7 @@ HURRIED_LOST_AFTER_SECONDS = 1.4
 
 
 class Watch:
-    """One rank's heartbeat, and its watch over the heartbeats of others.
+    """Writes one rank's heartbeat, and watches those of others.
 
     It calls `job`'s methods: drop(rank, why), see(losses), and end(End, mine), which ends this process.
     """
@@ -42,7 +42,7 @@ class Watch:
         self.lock = threading.Lock()  # guards `left`, and writes to the rank's own key
         self.left = False
         self.alarmed = False  # whether a SIGALRM has come since the last heartbeat
-        self.hurry = threading.Event()  # set when torchrun's SIGTERM has come
+        self.hurry = threading.Event()  # set when torchrun's SIGTERM has come; then heartbeats are faster
         self.beater = threading.Thread(target=self._beat, daemon=True)
 
     def start_signals(self):
@@ -63,8 +63,8 @@ class Watch:
         """Return whether this rank's heartbeats have begun."""
         return self.beater.is_alive()
 
-    def seconds_until_silence_is_told(self):
-        """Return the longest time from the death of another rank until this rank has read of it in the store."""
+    def seconds_until_a_loss_is_known(self):
+        """Return the longest time from the death of another rank until this rank reads about it in the store."""
         return LOST_AFTER_SECONDS + 4 * BEAT_SECONDS
 
     def say_left(self):
@@ -79,10 +79,10 @@ class Watch:
         looked = time.monotonic()
         try:
             while True:
-                beats = self._show_and_look(watched)
+                beats = self._exchange_heartbeats(watched)
                 patience = HURRIED_LOST_AFTER_SECONDS if hurried else LOST_AFTER_SECONDS
-                # If more than two heartbeats' time has passed, this process itself was stopped, perhaps with the whole
-                # job (Ctrl-Z).  Then the others need time to continue too, so that no more than two are counted.
+                # If more than two seconds have passed, this process itself was stopped, perhaps with the whole job
+                # (Ctrl-Z).  The others then need time to continue too, so at most two seconds are counted as silence.
                 now = time.monotonic()
                 passed = min(now - looked, 2 * BEAT_SECONDS)
                 looked = now
@@ -100,7 +100,7 @@ class Watch:
         except RuntimeError:  # raised if the store is gone
             self.job.end(End("lost", STORE_HOLDER, "the connection to it broke"))
 
-    def _show_and_look(self, watched):
+    def _exchange_heartbeats(self, watched):
         """Write this rank's heartbeat, act on losses and on an End in the store, and return the watched heartbeats."""
         # If the store does not answer, this timer sends SIGALRM (see _await_signals).
         signal.setitimer(signal.ITIMER_REAL, LOST_AFTER_SECONDS)

@@ -231,7 +231,7 @@ def test_rank_0_that_never_defines_the_job_is_waited_for_aloud_and_named(monkeyp
     with package_on_path("rl_rpc"):
         from glue import meeting
     store = meeting.store_on(socket.create_server(("127.0.0.1", 0)))
-    monkeypatch.setattr(meeting, "SAY_AFTER_SECONDS", 0)
+    monkeypatch.setattr(meeting, "PRINT_AFTER_SECONDS", 0)
     monkeypatch.setattr(meeting, "leave_now", lambda status, why: sys.exit(f"{status} {why}"))
     names, args = ["rank 0 (agent)", "rank 1 (observer1)"], argparse.Namespace(join_timeout=1, agree=())
     waiting = meeting.Meeting(1, args, names, "torchrun", spawned=False)
@@ -252,7 +252,7 @@ def test_a_name_that_is_not_known_yet_is_waited_for_aloud(monkeypatch, capsys):
         return plain("localhost", *how)
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(meeting, "SAY_AFTER_SECONDS", 0)
+    monkeypatch.setattr(meeting, "PRINT_AFTER_SECONDS", 0)
     monkeypatch.setattr(os, "environ", dict(os.environ))  # meeting.py sets variables for the interface
     me, args = "rank 0 (agent)", argparse.Namespace(join_timeout=5, agree=())
     coming = meeting.Meeting(0, args, [me], me, spawned=False)
