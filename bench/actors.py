@@ -1,9 +1,9 @@
-"""Calls of an actor of Ray or of Monarch, for calls.py, which starts this in the Python where they are installed.
+"""Measure calls of an actor of Ray or of Monarch.  calls.py starts this program in the Python that has the library.
 
     python bench/actors.py ray        # or monarch
 
-Reads a line of JSON for each measurement, and answers with one, until its standard input ends.  The first line that it
-writes says whether the library is there.  It needs numpy, and nothing else of this repository.
+For each measurement it reads a line of JSON and writes one, until its standard input ends.  The first line that it
+writes says whether the library is installed.  Besides the library it needs only numpy.
 """
 
 import json
@@ -14,7 +14,7 @@ import time
 
 
 def connect_ray():
-    """Return a function that calls a Ray actor, and one that ends it."""
+    """Return two functions: one calls a Ray actor, one ends it."""
     import ray
 
     class Target:
@@ -27,7 +27,7 @@ def connect_ray():
 
 
 def connect_monarch():
-    """Return a function that calls a Monarch actor, and one that ends it."""
+    """Return two functions: one calls a Monarch actor, one ends it."""
     from monarch.actor import Actor, endpoint, this_host
 
     class Target(Actor):
@@ -35,13 +35,13 @@ def connect_monarch():
         def do_nothing(self, payload):
             pass
 
-    processes = this_host().spawn_procs(per_host={"gpus": 1})  # a process for each GPU that the host would have
+    processes = this_host().spawn_procs(per_host={"gpus": 1})  # this starts one process, without a GPU
     actor = processes.spawn("target", Target)
     return lambda payload: actor.do_nothing.call_one(payload).get(), lambda: processes.stop().get()
 
 
 def measure(call, payload, calls):
-    """Return how long each call has taken, and all of them together."""
+    """Return the seconds of each call, and of all calls together."""
     seconds = []
     begun = time.perf_counter()
     for _ in range(calls):
@@ -52,9 +52,9 @@ def measure(call, payload, calls):
 
 
 def main():
-    # In this folder a file has the name of Ray's own module.
+    # This folder has a file ray.py, which would be imported instead of the library.
     sys.path.remove(str(pathlib.Path(__file__).resolve().parent))
-    # What the libraries print goes to stderr: standard output is for the answers.
+    # Standard output is for the answers only, so what the libraries print is sent to stderr.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:

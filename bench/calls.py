@@ -1,18 +1,19 @@
-"""What one call to another process costs: torch RPC in each of its forms, beside other ways to make such a call.
+"""What one call to another process costs: torch RPC in its different forms, and other ways to make such a call.
 
-    python bench/calls.py                            # on 2 cores about two minutes
-    python bench/calls.py --rounds 1 --calls 50      # a first look
+    python bench/calls.py                            # about two minutes on 2 cores
+    python bench/calls.py --rounds 1 --calls 50      # a quick run
     python bench/calls.py --ray_python DIR/bin/python --monarch_python DIR/bin/python --json calls.json
     python bench/calls.py --messages                 # how many messages torch sends for one call
     python bench/calls.py --agent 10 20              # torch's own benchmark of an RL agent, see published_agent.py
 
-Each call carries one payload to another process of this machine, whose function does nothing and returns None.  In each
-round every way makes its calls in turn, in two processes that are started for it and end after it: a rank that is idle
-would keep a core busy (the shm transport polls), which slows the others.  Printed are the medians over the rounds.
+Each call sends one payload to another process of this machine, where a function does nothing and returns None.  In each
+round, every way to call makes its calls in turn.  Two processes are started for it and end after it, because even an
+idle rank would keep a core busy (the shm transport polls) and so slow down the next measurement.  The tables show
+medians over the rounds.
 
-torch RPC carries a tensor as it is.  To a Pipe, gRPC, Ray and Monarch it is given as the numpy array that shares its
-memory, because pickling a torch tensor takes longer; gloo carries tensors only, so the payloads without one are a
-tensor of one byte and one of 16.
+torch RPC sends a tensor as it is.  For Pipe, gRPC, Ray and Monarch the payload is the numpy array that shares the
+tensor's memory, because pickling a torch tensor takes longer.  gloo sends only tensors.  There the payload "nothing" is
+a tensor of one byte, and the array of 4 floats a tensor of 16 bytes.
 """
 
 import argparse
@@ -49,44 +50,44 @@ PAYLOADS = {
     "tensor of 1 MB": torch.zeros(262_144),
 }
 SMALL, LARGE = "array of 4 floats", "tensor of 1 MB"
-WARM_UP = 20  # calls of each payload that are not counted
+WARM_UP = 20  # calls with each payload that are not timed
 FORMS = ["torch RPC, function by name", "torch RPC, RRef as argument", "torch RPC, RRef proxy"]
 BASELINE = "torch RPC, function by name, shm"
 TRANSPORTS = {"shm": ["shm", "uv"], "uv": ["uv"]}  # shm is torch's default on one machine, uv is TCP
 
 
-# ----------------------------------------------------------------------------------- what runs in the called process
+# ----------------------------------------------------------------------------------- functions of the called process
 
 
 def do_nothing(payload):
-    """The function that is called, by its name."""
+    """The function that is called by name."""
 
 
 def do_nothing_with(rref, payload):
-    """The same of an object that the caller has a reference to."""
+    """Call do_nothing of the object to which `rref` refers."""
     return rref.local_value().do_nothing(payload)
 
 
 class Target:
-    """The object that is called."""
+    """The object whose method is called."""
 
     def do_nothing(self, payload):
-        """See the function."""
+        """Do nothing, like the function of the same name."""
 
 
 def serve_rpc(transport, folder, pipe, schedule):
     with rpc_worker("server", ["server", "caller"], folder, _transports=TRANSPORTS[transport]):
-        pass  # RPC threads serve until both have come to the end
+        pass  # RPC threads serve until both processes have finished this block
 
 
 def serve_pipe(folder, pipe, schedule):
-    with contextlib.suppress(EOFError):  # the caller has gone
+    with contextlib.suppress(EOFError):  # the caller has ended
         while True:
             pipe.send(do_nothing(pipe.recv()))
 
 
 def serve_gloo(folder, pipe, schedule):
-    """What arrives has to be known beforehand: how many bytes, and how often."""
+    """Receive and answer.  With gloo the receiver must be given the size and the number of messages in advance."""
     join_gloo(0, folder)
     answer = torch.zeros(1, dtype=torch.uint8)
     for name, calls in schedule.items():
@@ -104,19 +105,19 @@ def serve_grpc(folder, pipe, schedule):
         return pickle.dumps(do_nothing(pickle.loads(message)))
 
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(16))
-    methods = {"do_nothing": grpc.unary_unary_rpc_method_handler(answer)}  # without a schema: bytes in, bytes out
+    methods = {"do_nothing": grpc.unary_unary_rpc_method_handler(answer)}  # without a schema, gRPC sends plain bytes
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("calls", methods)])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     pipe.send(port)
     with contextlib.suppress(EOFError):
-        pipe.recv()  # nothing comes: the caller goes
+        pipe.recv()  # raises EOFError when the caller has ended
     server.stop(None).wait()
 
 
-# ---------------------------------------------------------------------------------------- the ways to call, one by one
+# ------------------------------------------------------------------------------------------------- the ways to call
 #
-# Each is a context that yields run(payload, calls), which makes that many calls and returns how long each has taken.
+# Each is a context manager that yields run(payload, calls).  run makes so many calls, and returns the seconds of each.
 
 
 @contextlib.contextmanager
@@ -171,7 +172,7 @@ def through_gloo(folder, pipe):
 def through_grpc(folder, pipe):
     import grpc
 
-    options = [("grpc.enable_http_proxy", 0)]  # which the environment may name, for addresses far away
+    options = [("grpc.enable_http_proxy", 0)]  # the environment may name a proxy
     with grpc.insecure_channel(f"127.0.0.1:{pipe.recv()}", options) as channel:
         method = channel.unary_unary("/calls/do_nothing")
         yield one_by_one(lambda payload: pickle.loads(method(pickle.dumps(as_array(payload)))))
@@ -205,7 +206,7 @@ def one_by_one(call):
 
 
 def in_flight(window, send):
-    """As one_by_one, but with `window` calls under way at a time, which are waited for in the order of sending."""
+    """Like one_by_one, but with up to `window` calls in flight, whose results are awaited in the order of sending."""
 
     def run(payload, calls):
         seconds = []
@@ -231,14 +232,14 @@ def in_flight(window, send):
 
 
 class Way(NamedTuple):
-    """A way to call: the context that the calling process is in, and the function that the called process runs."""
+    """A way to call: `connect`, the caller's context manager, and `serve`, the function that the other process runs."""
 
     connect: object
     serve: object
 
 
 def make_ways():
-    """Return the ways of this Python, {name: Way}."""
+    """Return {name: Way} for the ways to call that work in this Python."""
     ways = {
         "multiprocessing Pipe": Way(through_pipe, serve_pipe),
         "gloo send and recv": Way(through_gloo, serve_gloo),
@@ -257,13 +258,13 @@ def make_ways():
 
 
 def figures_of(seconds, elapsed):
-    """Return the figures of these calls."""
+    """Return the figures of some calls: `seconds` of each call, and `elapsed` seconds of all together."""
     p50, p95 = np.percentile(seconds, [50, 95])
     return {"p50_ms": p50 * 1e3, "p95_ms": p95 * 1e3, "calls_per_second": len(seconds) / elapsed}
 
 
 def call_all(run, schedule):
-    """Make the calls of the schedule, {name of the payload: number of calls}; return the figures of each payload."""
+    """Make the calls of `schedule`, {payload's name: number of calls}; return {payload's name: figures}."""
     result = {}
     for name, calls in schedule.items():
         run(PAYLOADS[name], WARM_UP)
@@ -274,28 +275,28 @@ def call_all(run, schedule):
 
 
 def in_caller(connect, work, folder, pipe):
-    """Run in the calling process: connect, and do the work."""
+    """Connect and do the work.  Runs in the calling process."""
     with connect(folder, pipe) as run:
         return work(run)
 
 
 def between_two_processes(way, work, schedule):
-    """Start the way's two processes; return what `work(run)` returns in the calling one."""
+    """Start the two processes of `way`; return what `work(run)` returns in the calling process."""
     with tempfile.TemporaryDirectory() as folder:
-        pipe_here, pipe_there = multiprocessing.Pipe()
-        caller = functools.partial(in_caller, way.connect, work, folder, pipe_here)
-        server = functools.partial(way.serve, folder, pipe_there, schedule)
-        return run_together([caller, server], theirs=[pipe_here, pipe_there])
+        caller_end, server_end = multiprocessing.Pipe()
+        caller = functools.partial(in_caller, way.connect, work, folder, caller_end)
+        server = functools.partial(way.serve, folder, server_end, schedule)
+        return run_together([caller, server], theirs=[caller_end, server_end])
 
 
-# ------------------------------------------------------------------------------------------- ways of another Python
+# ----------------------------------------------------------------------------------- ways to call in another Python
 
 
 class Actor:
-    """An actor of Ray or Monarch, and the process of their Python that calls it.  See actors.py."""
+    """A subprocess that runs actors.py in the Python of Ray or Monarch, where it calls an actor."""
 
     def __init__(self, library, python):
-        """`missing` then says why there is none, or is None.  Raises RuntimeError if it fails."""
+        """Start it.  `missing` is None, or says why the library is not available.  Raises RuntimeError on failure."""
         command = [python, str(pathlib.Path(__file__).with_name("actors.py")), library]
         self.process = None
         try:
@@ -306,7 +307,7 @@ class Actor:
             self.missing = self.read_answer()["missing"]
 
     def measure(self, schedule):
-        """Return the figures of each payload."""
+        """Return {payload's name: figures}."""
         result = {}
         for name, calls in schedule.items():
             payload = PAYLOADS[name]
@@ -333,9 +334,10 @@ class Actor:
 
 
 def count_messages(run, calls=10):
-    """Return how many messages a call sends in both directions: those of the first call, and of a later one.
+    """Return how many messages a call sends, in both directions together: the first call, and a later one.
 
-    torch counts them nowhere.  But RPC writes a line for each into its log, at a level that no public setting reaches.
+    torch has no counter for them.  But RPC writes a line into its log for each message, at a log level that no public
+    setting selects.
     """
     level = ctypes.c_int.in_dll(ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so"), "FLAGS_caffe2_log_level")
     with tempfile.TemporaryFile("w+") as log:
@@ -345,7 +347,7 @@ def count_messages(run, calls=10):
         level.value = -1
 
         def messages_so_far():
-            """A message that nobody waits for may be under way still: return when none has come for a while."""
+            """Return the number of messages, when none has been added for 0.3 s: some are sent after a call returns."""
             before = None
             while before != (count := read_log(log)):
                 before = count
@@ -366,7 +368,7 @@ def count_messages(run, calls=10):
 
 
 def read_log(log):
-    """Return how many messages the log tells of, seen from the caller: what it sent, and what it received."""
+    """Return how many messages are in the caller's log: those that it sent and those that it received."""
     log.seek(0)
     text = log.read()
     kinds = ("is sending request", "received response", "received request", "is sending response")
@@ -377,9 +379,10 @@ def read_log(log):
 
 
 def print_table(name, rows, missing):
-    """Print what calls with this payload have cost."""
+    """Print the table for the payload `name`."""
     width = max(map(len, rows | missing))
-    print(f"\n{name}\n{'':{width}} {'p50 ms (min - max)':>22} {'p95 ms (min - max)':>22} {'calls/s (min - max)':>26}")
+    print(f"\n{name}")
+    print(f"{'way to call':{width}} {'p50 ms (min - max)':>22} {'p95 ms (min - max)':>22} {'calls/s (min - max)':>26}")
     for way, runs in rows.items():
         cells = [
             spread([run[name]["p50_ms"] for run in runs], 2, 22),
@@ -392,8 +395,9 @@ def print_table(name, rows, missing):
 
 
 def print_page(rows, missing):
-    """Print the table that docs/CONCEPTS.md has."""
-    print(f"\n| | {' | '.join(PAYLOADS)} | calls/s, {SMALL} | p50 to by name, {SMALL} |")
+    """Print the table of docs/CONCEPTS.md."""
+    ratio = "ratio of the median to `by name, shm`"
+    print(f"\n| way to call | {' | '.join(PAYLOADS)} | calls/s, {SMALL} | {ratio}, {SMALL} |")
     print(f"|---{'|---' * len(PAYLOADS)}|---|---|")
     for way, runs in rows.items():
         cells = [f"{median_of(runs, name, 'p50_ms'):.2f} ({median_of(runs, name, 'p95_ms'):.2f})" for name in PAYLOADS]
@@ -409,7 +413,7 @@ def median_of(runs, name, figure):
 
 
 def compare_calls(args):
-    """Measure all ways in turn, print the tables; return the raw numbers."""
+    """Measure all ways to call in turn, print the tables, and return the raw numbers."""
     schedule = {name: args.calls for name in PAYLOADS}
     schedule[LARGE] = max(10, args.calls // 4)
     ways = make_ways()
@@ -425,7 +429,7 @@ def compare_calls(args):
             missing[name] = actor.missing
         else:
             variants[name] = functools.partial(actor.measure, schedule)
-    print(f"{args.rounds} rounds of {args.calls} calls with each payload, {schedule[LARGE]} with the largest")
+    print(f"{args.rounds} rounds of {args.calls} calls with each payload ({schedule[LARGE]} with the largest)")
     rows = interleave(variants, args.rounds)
     for actor in actors.values():
         actor.end()
@@ -437,7 +441,7 @@ def compare_calls(args):
 
 
 def compare_messages():
-    """Count the messages of each form of a call in torch RPC, print and return them."""
+    """Count the messages of a call in each form of torch RPC; print and return the counts."""
     ways = make_ways()
     print("\nmessages of one call, in both directions together")
     counts = {}
@@ -465,14 +469,15 @@ def parse_args(argv=None):
         prog="bench/calls.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--rounds", type=positive, default=5, metavar="N")
-    add("--calls", type=positive, default=300, metavar="N", help="of each payload in a round; a quarter with 1 MB")
-    add("--ray_python", default=sys.executable, metavar="FILE", help="of the environment that Ray is installed in")
-    add("--monarch_python", default=sys.executable, metavar="FILE", help="of the environment that Monarch is in")
-    add("--markdown", action="store_true", help="print the table of docs/CONCEPTS.md as well")
+    add("--rounds", type=positive, default=5, metavar="N", help="how often each way to call is measured")
+    calls_help = "calls with each payload in a round; with 1 MB, a quarter of them"
+    add("--calls", type=positive, default=300, metavar="N", help=calls_help)
+    add("--ray_python", default=sys.executable, metavar="FILE", help="the Python that has Ray")
+    add("--monarch_python", default=sys.executable, metavar="FILE", help="the Python that has Monarch")
+    add("--markdown", action="store_true", help="also print the table of docs/CONCEPTS.md")
     add("--messages", action="store_true", help="only count the messages of a call")
     add("--agent", type=world_size, nargs="+", metavar="WORLD_SIZE", help="only run torch's benchmark of an RL agent")
-    add("--json", metavar="FILE", help="write the numbers")
+    add("--json", metavar="FILE", help="write the raw numbers")
     return parser.parse_args(argv)
 
 

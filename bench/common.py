@@ -1,4 +1,4 @@
-"""What the benches share: a package's modules, runs of its main.py, and runs beside each other in one table."""
+"""What the programs in bench/ share: import a package's modules, run its main.py, compare runs in one table."""
 
 import contextlib
 import json
@@ -15,14 +15,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def use_package(package):
-    """Let this process import the modules of a package, and those that the tests use to start jobs."""
+    """Let this process import the modules of a package, and those of tests/harness."""
     sys.path[:0] = [str(ROOT / package), str(ROOT / "tests" / "harness")]
 
 
 def run_main(package, flags, timeout=900):
-    """Run the package's main.py with these flags, in processes of its own; return its summary.
+    """Run the package's main.py with these flags in a subprocess; return its summary.
 
-    Raises RuntimeError if it fails.
+    Raises RuntimeError if the run fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         summary = os.path.join(folder, "summary.json")
@@ -35,7 +35,7 @@ def run_main(package, flags, timeout=900):
 
 
 def places(device):
-    """Return what a bench runs each mode on, as {suffix of its name: flags}; for "cuda", the CPU as well."""
+    """Return {suffix of a variant's name: flags} for the devices to measure: the CPU, and with "cuda" also the GPU."""
     found = {"": ["--device", "cpu"]}
     if device == "cuda":
         found[", cuda"] = ["--device", "cuda"]
@@ -45,7 +45,8 @@ def places(device):
 def interleave(variants, repeats=3):
     """Call each of `variants` (name -> callable returning a dict of figures) in turn, `repeats` times: A B C A B C ...
 
-    A shared machine's speed drifts: what is compared is measured at nearly the same time.
+    The speed of a shared machine changes over time.  With this order, runs that are compared with each other take place
+    at nearly the same time.
     """
     from tqdm import tqdm
 
@@ -60,9 +61,12 @@ def interleave(variants, repeats=3):
 
 
 def table(rows, figure, baseline, title=None, digits=0):
-    """Print each variant's median, spread and ratio to `baseline` (pair by pair); return the numbers."""
-    width = max(len(name) for name in rows)
-    print(f"\n{title or figure}\n{'':{width}} {'median':>12} {'min - max':>23} {'ratio to ' + baseline:>32}")
+    """Print each variant's median, spread and ratio to `baseline`; return the numbers.
+
+    A ratio is that of two runs of the same repeat.
+    """
+    width = max(len(name) for name in ["variant", *rows])
+    print(f"\n{title or figure}\n{'variant':{width}} {'median':>12} {'min - max':>23} {'ratio to ' + baseline:>32}")
     result = {}
     for name, runs in rows.items():
         values = [run[figure] for run in runs]
@@ -76,10 +80,10 @@ def table(rows, figure, baseline, title=None, digits=0):
 
 
 def run_together(works, theirs=(), seconds=200):
-    """Call each of `works` in a process of its own, all at once; return what the first returns.
+    """Call each of `works` in a process of its own, all at the same time; return what the first one returns.
 
-    `theirs`: ends of pipes that are among the arguments of `works`, and to be closed here.  Raises RuntimeError if a
-    process fails or takes longer.  The processes are forked from one that has loaded torch.
+    `theirs`: ends of pipes that are passed to the processes, and that this process closes.  Raises RuntimeError if a
+    process fails or takes more than `seconds`.  The processes are forked from one that has imported torch.
     """
     start = multiprocessing.get_context("forkserver")
     start.set_forkserver_preload(["torch.distributed.rpc"])
@@ -90,7 +94,7 @@ def run_together(works, theirs=(), seconds=200):
     for process in processes:
         process.start()
     for end in (answers, *theirs):
-        end.close()  # the processes have their own: if that is gone, recv raises EOFError
+        end.close()  # the processes have copies; when they end, recv raises EOFError
     try:
         if not answer.poll(seconds):
             raise RuntimeError(f"no result within {seconds} s")
@@ -98,7 +102,8 @@ def run_together(works, theirs=(), seconds=200):
         for process in processes:
             process.join(seconds)
             if process.exitcode != 0:
-                raise RuntimeError(f"a process that was measured ended with status {process.exitcode} (None: it runs)")
+                status = f"status {process.exitcode} (None: it is still running)"
+                raise RuntimeError(f"a process that was measured ended with {status}")
     except EOFError:
         raise RuntimeError("a process that was measured failed") from None
     finally:
@@ -113,14 +118,14 @@ def _send_result(work, answers):
 
 @contextlib.contextmanager
 def rpc_worker(name, names, folder, **options):
-    """Be a worker of an RPC group on this machine, until all of it have come to the end of the block.
+    """Join an RPC group on this machine as the worker `name`; leave when all workers have finished the block.
 
-    `names` of all workers, the same list for each; `folder`: an empty one, in which they meet.
+    `names`: the names of all workers, in the order of their ranks; `folder`: an empty folder through which they meet.
     """
     import torch.distributed.rpc as rpc
 
-    os.environ.update({"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"})  # or they listen where others reach them
-    warnings.filterwarnings("ignore", "You are using a Backend")  # torch warns of its own init_rpc
+    os.environ.update({"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"})  # listen on loopback only
+    warnings.filterwarnings("ignore", "You are using a Backend")  # torch's own init_rpc causes this warning
     meet = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc", **options)
     rpc.init_rpc(name, rank=names.index(name), world_size=len(names), rpc_backend_options=meet)
     yield
@@ -128,13 +133,13 @@ def rpc_worker(name, names, folder, **options):
 
 
 def spread(values, digits, width):
-    """Return "median (least - most)", right-aligned."""
+    """Return "median (minimum - maximum)", right-aligned."""
     median = statistics.median(values)
     return f"{median:,.{digits}f} ({min(values):,.{digits}f} - {max(values):,.{digits}f})".rjust(width)
 
 
 def write_json(path, numbers):
-    """Write the raw numbers to `path`, if there is one (--json)."""
+    """Write the raw numbers to `path`, the value of --json, if it is given."""
     if path:
         with open(path, "w") as file:
             json.dump(numbers, file, indent=2)

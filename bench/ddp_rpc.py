@@ -1,11 +1,11 @@
-"""How many batches and samples per second each mode trains, beside a plain loop in one process; and bytes, and memory.
+"""Measure ddp_rpc: batches or samples per second of each mode and of a plain loop in one process; bytes; memory.
 
-    python bench/ddp_rpc.py                        # everything: about 25 minutes on 2 cores
+    python bench/ddp_rpc.py                        # all tables: about 25 minutes on 2 cores
     python bench/ddp_rpc.py --tables modes --repeats 3 --json bench.json
 
-Tables: modes (about the tutorial's sizes, 1 and 2 servers), bags (8, 64, 1024 in a batch), rows (10^2 to 10^6),
-wire (bytes per step and trainer, over TCP alone), memory (of each server, as their number grows).
-Rates are those of the training loop: start-up, making of data and evaluation are not in them, here and there.
+Tables: modes (about the tutorial's sizes, with 1 and 2 servers), bags (8, 64 and 1024 in a batch), rows (10^2 to 10^6),
+wire (bytes per training step and trainer, all over TCP), memory (of each of 1, 2 and 4 servers).
+Rates are those of the training loop, with RPC and without it.  They leave out start-up, making data and evaluation.
 """
 
 import argparse
@@ -30,7 +30,7 @@ EPOCHS = 3
 
 
 def single_process(device, *cell):
-    """Return the figures of the job without RPC and DDP, as fast as it gets: with one intra-op thread or all cores."""
+    """Return the figures of the same job without RPC and DDP: the faster of one intra-op thread and all cores."""
     runs = []
     for threads in {1, tensors.usable_cores()}:
         torch.set_num_threads(threads)
@@ -39,7 +39,7 @@ def single_process(device, *cell):
 
 
 def train_alone(device, num_embeddings, batch_bags, batches):
-    """Train in this process alone, the same layers and data, sparse gradients; return its figures."""
+    """Train the same layers on the same data in this process, with sparse gradients; return its figures."""
     torch.manual_seed(1)
     bag = nn.EmbeddingBag(num_embeddings, 16, mode="sum", sparse=True).to(device)
     fc = nn.Linear(16, NUM_CLASSES).to(device)
@@ -51,30 +51,30 @@ def train_alone(device, num_embeddings, batch_bags, batches):
         return criterion(fc(bag(ids.to(device), offsets.to(device))), target.to(device))
 
     for batch in log.batches(1, batch_bags, seed=0):
-        loss_of(*batch).backward()  # a GPU loads its kernels at their first use: that is not what is measured
+        loss_of(*batch).backward()  # not timed: a GPU loads its kernels at their first use
     seconds = 0.0
     for epoch in range(EPOCHS):
-        log_batches = log.batches(2 * batches, batch_bags, seed=epoch)  # what two trainers do together
+        log_batches = log.batches(2 * batches, batch_bags, seed=epoch)  # the batches of both trainers
         started = time.perf_counter()
         for batch in log_batches:
             optimizer.zero_grad()
             loss_of(*batch).backward()
             optimizer.step()
         if device.type == "cuda":
-            torch.cuda.synchronize()  # the clock waits for the GPU's last step
+            torch.cuda.synchronize()  # wait for the GPU before reading the clock
         seconds += time.perf_counter() - started
     rate = EPOCHS * 2 * batches / seconds
     return {"batches_per_second": rate, "samples_per_second": rate * batch_bags}
 
 
 def run(mode, rows, bags, batches, *words):
-    """Run main.py on random targets, with these further flags; return its summary."""
+    """Run main.py on random targets with the further flags `words`; return its summary."""
     sizes = ["--num_embeddings", rows, "--batch_bags", bags, "--batches", batches, "--epochs", EPOCHS]
     return run_main("ddp_rpc", ["--mode", mode, "--targets", "random", *sizes, *words])
 
 
 def variants(args, *cell, servers=(1,)):
-    """Return name -> callable for one cell of a table, for interleave; cell is (rows, bags, batches)."""
+    """Return {name: callable} for interleave, for one table.  `cell`: (rows, bags, batches)."""
     calls = {SINGLE: lambda: single_process("cpu", *cell)}
     if args.device == "cuda":
         calls[SINGLE + ", cuda"] = lambda: single_process("cuda", *cell)
@@ -86,17 +86,18 @@ def variants(args, *cell, servers=(1,)):
 
 
 def measured(args, title, figure, *cell, **choice):
-    """Run one cell of a table, print it, and return its numbers."""
+    """Measure one table, print it, and return its numbers."""
     rows = interleave(variants(args, *cell, **choice), args.repeats)
     return table(rows, figure, baseline=SINGLE, title=title)
 
 
 def wire_table():
-    """Print the bytes that a trainer sends and receives per step, RPC and process group together."""
-    print(f"\nbytes per step and trainer (--transport tcp)\n{'':10} {'rows':>10} {'8 bags':>10} {'1024 bags':>10}")
+    """Print the bytes that a trainer sends and receives per training step, by RPC and by the process group."""
+    print("\nbytes per training step and trainer (--transport tcp)")
+    print(f"{'mode':10} {'rows':>10} {'8 bags':>10} {'1024 bags':>10}")
     result = {}
     for mode, rows in itertools.product(MODES, (1_000, 1_000_000)):
-        # Sparse gradients in sync, too: the bytes are the same, and a step does not take the whole table's time.
+        # Mode sync gets sparse gradients too: the bytes are the same, and a step does not update the whole table.
         words = ["--epochs", 1, "--transport", "tcp", "--sparse"]
         runs = [run(mode, rows, bags, 20, *words) for bags in (8, 1024)]
         cell = result[f"{mode}, {rows} rows"] = [one["wire_bytes_per_step"] for one in runs]
@@ -105,8 +106,8 @@ def wire_table():
 
 
 def memory_table(rows=4_000_000):
-    """Print what one server holds as the table is divided among more of them."""
-    print(f"\n10^6 bytes on each server, a table of {rows:,} x 16")
+    """Print how much memory each server needs if the table is divided among 1, 2 or 4 servers."""
+    print(f"\n10^6 bytes on each server, with a table of {rows:,} x 16")
     print(f"{'servers':>8} {'table':>10} {'peak of process':>16}")
     result = {}
     for servers in (1, 2, 4):
@@ -119,8 +120,9 @@ def memory_table(rows=4_000_000):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES, help="which tables to measure")
-    parser.add_argument("--repeats", type=flags.positive_int, default=3, help="runs of each, interleaved")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: speed beside the CPU's")
+    parser.add_argument("--repeats", type=flags.positive_int, default=3, help="runs of each variant, interleaved")
+    device_help = "cuda: measure on the GPU as well as on the CPU"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help=device_help)
     parser.add_argument("--json", metavar="FILE", help="write the raw numbers")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {tensors.usable_cores()} cores, 2 trainers, random targets, seed 1")

@@ -2,9 +2,10 @@
 
     python bench/migrating.py --ray_python ray-env/bin/python --monarch_python monarch-env/bin/python
 
-Some 7 minutes on 2 cores.  Every program trains the same network on the same images, once over all of them, in batches
-of 32, with two trainers (one process: alone, with one thread).  The clock runs from the moment when all trainers have
-their data until the last of them has ended.  Without --data_dir, 19,200 digits are drawn from a seed.
+This takes about 7 minutes on 2 cores.  Every program trains the same network for one epoch on the same images, in
+batches of 32, with two trainers; single.py trains in one process with one thread.  Time is measured from the start of
+training, when the data has been loaded, until the last trainer has ended.  Without --data_dir, 19,200 digits are drawn
+from a seed.
 """
 
 import argparse
@@ -41,15 +42,15 @@ def main():
             if python:
                 variants[program] = lambda command=(python, PROGRAMS / program): run_program(args, command)
             else:
-                print(f"{program} is left out: no Python is named for it")
+                print(f"{program} is left out, because no Python with its library is given")
         rows = interleave(variants, args.repeats)
     table(rows, "images_per_second", "torch RPC, tutorial.py", "images/s")
-    table(rows, "test_accuracy", "torch RPC, tutorial.py", "accuracy on digits not trained on", digits=4)
+    table(rows, "test_accuracy", "torch RPC, tutorial.py", "accuracy on held-out digits", digits=4)
     write_json(args.json, rows)
 
 
 def draw_mnist(folder):
-    """Write drawn digits into `folder` as torchvision's MNIST reads them; return the folder."""
+    """Draw digits and write them into `folder` in the format of torchvision's MNIST; return the folder."""
     from drawn_digits import draw_digits
     from mnist_data import FILES
 
@@ -62,7 +63,7 @@ def draw_mnist(folder):
     return folder
 
 
-# ------------------------------------------------------------------------------- each returns images/s and accuracy
+# --------------------------------------------------------------- each function of this part returns a variant's figures
 
 
 def run_replica(args):
@@ -72,13 +73,13 @@ def run_replica(args):
 
 
 def run_program(args, command):
-    """Run a program of docs/migrating, which prints its images/s, in the Python that has its library."""
+    """Run a program of docs/migrating, which prints its images/s, with the given Python."""
     out = run([*command, "--dataset", "mnist", "--data_dir", args.data_dir])
     return {"images_per_second": float(re.search(r" ([\d.]+) images/s", out)[1]), "test_accuracy": accuracy_in(out)}
 
 
 def run_here(args, program):
-    """Run a program of param_server/ that prints no time, with a clock around its training loop."""
+    """Run tutorial.py or single.py of param_server, which print no times, and measure its training loop."""
     out = run([sys.executable, __file__, "--inside", program, "--data_dir", args.data_dir])
     times = [json.loads(line) for line in re.findall(r'^\{"images".*\}$', out, re.MULTILINE)]
     seconds = max(each["ended"] for each in times) - min(each["started"] for each in times)
@@ -87,7 +88,7 @@ def run_here(args, program):
 
 
 def run(command):
-    """Return what a command prints. Raises RuntimeError if it fails."""
+    """Return what a command prints.  Raises RuntimeError if it fails."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise RuntimeError(f"{command} ended with status {done.returncode}: {done.stderr.strip()}")
@@ -98,14 +99,14 @@ def accuracy_in(out):
     return float(re.search(r"^Accuracy ([\d.]+)", out, re.MULTILINE)[1])
 
 
-# ------------------------------------------------------------------------------- the clock around a training loop
+# ------------------------------------------------------------------------------- measuring the time of a training loop
 
 
 def with_clock(run_training_loop):
-    """Return the training loop of tutorial.py or single.py, which then also prints when it started and ended."""
+    """Wrap the training loop of tutorial.py or single.py, so that it also prints when it started and ended."""
 
-    def timed(first, train_loader):  # first: the rank or the network
-        started = time.time()  # one clock for all processes of this machine
+    def timed(first, train_loader):  # first: in tutorial.py the rank, in single.py the network
+        started = time.time()  # the same clock in all processes of this machine
         run_training_loop(first, train_loader)
         times = {"images": len(train_loader.dataset), "started": started, "ended": time.time()}
         print(json.dumps(times) + "\n", end="", flush=True)
@@ -148,9 +149,9 @@ def run_tutorial_worker(rank, args):
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ray_python", default=os.environ.get("RAY_PYTHON"), help="a Python with Ray")
-    parser.add_argument("--monarch_python", default=os.environ.get("MONARCH_PYTHON"), help="a Python with Monarch")
-    parser.add_argument("--data_dir", help="folder of MNIST, instead of drawn digits")
+    parser.add_argument("--ray_python", default=os.environ.get("RAY_PYTHON"), help="a Python that has Ray")
+    parser.add_argument("--monarch_python", default=os.environ.get("MONARCH_PYTHON"), help="a Python that has Monarch")
+    parser.add_argument("--data_dir", help="folder with MNIST, to be used instead of drawn digits")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", metavar="FILE", help="write the raw figures")
     parser.add_argument("--inside", choices=["single", "tutorial"], help=argparse.SUPPRESS)

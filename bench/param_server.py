@@ -1,10 +1,10 @@
-"""Measure this package: images/s and bytes by mode and number of trainers, and accuracy against staleness.
+"""Measure param_server: images/s and bytes by mode and number of trainers, and accuracy against staleness.
 
-    python bench/param_server.py --data_dir data                      speed, about 10 minutes on 2 cores
-    python bench/param_server.py --data_dir data --tables accuracy    modes x trainers x seeds, about 30 minutes
+    python bench/param_server.py --data_dir data                      speed: about 10 minutes on 2 cores
+    python bench/param_server.py --data_dir data --tables accuracy    modes x trainers x seeds: about 30 minutes
 
-Beside every figure stands one process that does the same work on the same network, data and settings, without RPC.
-Without MNIST in --data_dir it takes --dataset synthetic, and says so.
+Every table includes one process without RPC, with the same network, data and settings.  If --data_dir has no MNIST, the
+synthetic data set is used; the first line of the output names the data set.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main():
 
 
 def speed_by_mode(args):
-    """images/s of each mode with 1, 2 and 4 trainers, and the bytes that it costs."""
+    """Print images/s of each mode with 1, 2 and 4 trainers, and bytes per batch of two modes; return the runs."""
     variants = {f"one process, {threads} thread{'s' * (threads > 1)}": single(args, threads) for threads in (1, 2)}
     variants["two processes on their own"] = two_processes(args)
     if args.device == "cuda":
@@ -58,11 +58,13 @@ def speed_by_mode(args):
         for mode in MODES if count > 1 else ("remote", "async", "async, --overlap"):
             for suffix, place in places(args.device).items():
                 name = f"{mode}, {count} trainer{'s' * (count > 1)}{suffix}"
-                # The rate has no say in the speed. Gradients as late as four overlapping trainers' diverge at 0.03.
+                # The learning rate does not change the speed.  With 0.03, four trainers with --overlap would diverge,
+                # because their gradients are late.
                 variants[name] = distributed(args, mode, count, "--lr", 0.01, *place)
     rows = interleave(variants, args.repeats)
     table(rows, "images_per_second", "one process, 1 thread", "images/s")
     print("\nBytes that a trainer sends and receives per batch, over TCP (--transport tcp)")
+    print(f"{'variant':22} {'bytes':>12}")
     for mode in ("remote", "async"):
         summary = distributed(args, mode, 1, "--transport", "tcp")()
         print(f"{mode:22} {summary['wire_bytes_per_step']:12,}")
@@ -70,7 +72,10 @@ def speed_by_mode(args):
 
 
 def speed_by_batch(args):
-    """images/s of two trainers as the batch grows: small batches pay for the wire, and --sync_every helps."""
+    """Print images/s of two trainers with several batch sizes, and with --sync_every; return the runs.
+
+    With small batches the messages take most of the time.
+    """
     variants = {"one process, 1 thread": single(args, 1)}
     for batch in (8, 128):
         variants[f"one process, 1 thread, batch {batch}"] = single(args, 1, "--batch_size", batch)
@@ -85,12 +90,13 @@ def speed_by_batch(args):
 
 
 def accuracy_table(args):
-    """Accuracy after one epoch beside the staleness of the gradients, mean over seeds."""
+    """Print the accuracy after one epoch and the staleness of the gradients, as means over seeds; return the runs."""
     rows = {}
     variants = [("one process", 1), ("one process, joined batch", 2), ("one process, joined batch", 4)]
     variants += [(mode, trainers) for trainers in (2, 4) for mode in MODES]
-    variants.remove(("async, --overlap", 4))  # diverges with some seeds at this learning rate
-    print(f"\n{'':26} {'trainers':>8} {'accuracy, mean':>15} {'by seed':>24} {'staleness mean':>15} {'max':>4}")
+    variants.remove(("async, --overlap", 4))  # with this learning rate it diverges for some seeds
+    columns = f"{'trainers':>8} {'accuracy, mean':>15} {'accuracy by seed':>24} {'staleness mean':>15} {'its max':>7}"
+    print(f"\n{'variant':26} {columns}")
     for name, trainers in variants:
         runs = []
         for seed in args.seeds:
@@ -103,7 +109,7 @@ def accuracy_table(args):
         worst = max(each.get("staleness_max", 0) for each in runs)
         print(
             f"{name:26} {trainers:8} {statistics.mean(values):15.4f} {' '.join(f'{v:.4f}' for v in values):>24} "
-            f"{statistics.mean(stale):15.2f} {worst:4}",
+            f"{statistics.mean(stale):15.2f} {worst:7}",
             flush=True,
         )
         rows[f"{name}, {trainers}"] = runs
@@ -117,12 +123,12 @@ def distributed(args, mode, trainers, *flags):
 
 
 def single(args, threads, *flags):
-    """Return a callable that runs train_in_one_process in a process of its own: its threads and memory are its own."""
+    """Return a callable that runs train_in_one_process in a new process, with its own threads and memory."""
     return lambda: finish(start_single(args, threads, *flags))
 
 
 def two_processes(args):
-    """Return a callable: two such processes at the same time, that know nothing of each other; images/s of both."""
+    """Return a callable that runs two such processes at the same time, without any exchange, and adds up images/s."""
 
     def both():
         runs = [finish(process) for process in [start_single(args, 1), start_single(args, 1)]]
@@ -132,13 +138,13 @@ def two_processes(args):
 
 
 def start_single(args, threads, *flags):
-    """Start train_in_one_process in a process of its own; return the Popen."""
+    """Start train_in_one_process in a new process; return the Popen."""
     command = [sys.executable, __file__, *map(str, (*same_work(args), "--single", threads, *flags))]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def finish(process):
-    """Return the figures that a process has printed at its end."""
+    """Wait for the process, and return the figures that it has printed."""
     out, _ = process.communicate()
     if process.returncode:
         raise RuntimeError(f"{' '.join(process.args)} ended with status {process.returncode}")
@@ -146,13 +152,13 @@ def finish(process):
 
 
 def same_work(args):
-    """Return the flags that make every variant do the same work."""
+    """Return the flags that are the same for all variants, so that they do the same work."""
     data = ["--dataset", args.dataset, "--data_dir", args.data_dir]
     return [*data, "--batch_size", args.batch_size, "--max_batches", args.max_batches]
 
 
 def train_in_one_process(args):
-    """The baseline: a plain training loop, with the same network, data order, malloc settings and evaluation."""
+    """Train without RPC, with the same network, data order, malloc settings and evaluation; return the figures."""
     keep_freed_memory()
     torch.set_num_threads(args.single)
     torch.manual_seed(args.seed)
@@ -162,7 +168,7 @@ def train_in_one_process(args):
     digits = load_digits(args.dataset, args.data_dir, args.seed, train=True)
     batches = Batches(*digits, args.batch_size, args.seed, device)
     for number, data, target in batches.of(0, [0]):
-        # A GPU loads its kernels at their first use: that is not what is measured.
+        # Not timed: a GPU loads its kernels at their first use.
         F.nll_loss(net(data, (args.seed, "dropout", 0, number)), target).backward()
     started, seen = time.perf_counter(), 0
     for number, data, target in batches.of(0, range(min(batches.per_epoch, args.max_batches or batches.per_epoch))):
@@ -171,7 +177,7 @@ def train_in_one_process(args):
         optimizer.step()
         seen += len(target)
     if args.device == "cuda":
-        torch.cuda.synchronize()  # the clock stops when the GPU is done
+        torch.cuda.synchronize()  # wait for the GPU before reading the clock
     seconds = time.perf_counter() - started
     test_images, test_labels = load_digits(args.dataset, args.data_dir, args.seed, train=False)
     return {"images_per_second": seen / seconds, "test_accuracy": get_accuracy(net, test_images, test_labels)}
@@ -183,14 +189,14 @@ def parse_args():
     parser.add_argument("--dataset", choices=["mnist", "synthetic"], help="default: mnist if --data_dir has it")
     parser.add_argument("--trainers", type=flags.positive_int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--batch_size", type=flags.positive_int, default=32)
-    parser.add_argument("--max_batches", type=flags.non_negative_int, help="default: 150; accuracy: all")
+    parser.add_argument("--max_batches", type=flags.non_negative_int, help="default: 150; for accuracy: all batches")
     parser.add_argument("--lr", type=flags.positive_float, default=0.03)
     parser.add_argument("--repeats", type=flags.positive_int, default=3)
     parser.add_argument("--tables", nargs="+", choices=["modes", "batch", "accuracy"], default=["modes", "batch"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the accuracy table")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of the accuracy table")
     parser.add_argument("--seed", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--single", type=int, metavar="THREADS", help="run only the baseline, and print its figures")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the table of modes on both")
+    parser.add_argument("--single", type=int, metavar="THREADS", help="only run the baseline and print its figures")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: table modes on CPU and GPU")
     parser.add_argument("--json", metavar="FILE", help="write the raw figures")
     args = parser.parse_args()
     if args.max_batches is None:

@@ -1,13 +1,13 @@
-"""torch's own benchmark of an RL agent, written anew for `calls.py --agent`: observers ask one agent for actions.
+"""torch's own benchmark of an RL agent, rewritten for `calls.py --agent`: observers ask one agent for actions.
 
     python bench/calls.py --agent 10 20
 
-Source: pytorch/pytorch, benchmarks/distributed/rpc/rl, with the sizes and the figures of its README.  A coordinator
-(rank 0) has every observer play; an observer sends a random state to the agent (rank 1) and waits for the action.  The
-agent answers all observers together, from one forward pass of a policy that never learns.
+Source: pytorch/pytorch, benchmarks/distributed/rpc/rl, with the sizes and figures of its README.  A coordinator (rank
+0) calls every observer to play.  An observer sends a random state to the agent (rank 1) and waits for the action.  The
+agent answers all observers together, after one forward pass of a policy that is not trained.
 
-Two things differ.  The softmax is over the actions, not over the observers.  Autograd's anomaly detection, which makes
-the published agent slower, is off.
+There are two differences.  The softmax is over the actions, not over the observers.  Autograd's anomaly detection is
+off; it makes the published agent slower.
 
 Shapes: N = observers, A = actions; a state has the shape of STATE.
 """
@@ -28,8 +28,8 @@ from common import interleave, rpc_worker, run_together, spread
 STATE = (10, 20, 10)
 LAYERS, ACTIONS = 5, 10
 EPISODES, STEPS = 10, 100
-PUBLISHED = {10: (4432, 2), 20: (4244, 5)}  # world size: requests per second of the agent, ms of an observer; medians
-# The table's: figure, digits, characters.
+PUBLISHED = {10: (4432, 2), 20: (4244, 5)}  # world size: (agent's requests/s, observer's ms), medians
+# Columns of the table: figure, decimals, width.
 COLUMNS = {
     "agent_requests_per_second": (0, 24),
     "observer_p50_ms": (1, 20),
@@ -39,7 +39,7 @@ COLUMNS = {
 
 
 class Agent:
-    """Answers all observers together.  Runs in rank 1, on RPC threads."""
+    """Answers all observers together.  Its methods run in rank 1, on RPC threads."""
 
     def __init__(self, observers):
         self.policy = nn.Sequential(
@@ -49,14 +49,14 @@ class Agent:
             nn.Softmax(dim=-1),
         )
         self.states_N = torch.zeros(observers, *STATE)
-        self.lock = threading.Lock()  # guards the next three
-        self.asked = 0
-        self.actions = torch.futures.Future()  # those of all observers
-        self.first_asked_at = None
-        self.seconds = []  # from the first request of a batch until all are answered
+        self.lock = threading.Lock()  # guards states_N and the next three
+        self.asked = 0  # how many observers have sent their state
+        self.actions = torch.futures.Future()  # a list with the actions of all observers
+        self.first_asked_at = None  # time of the first request of this batch
+        self.seconds = []  # of each batch: from its first request until all are answered
 
     def select_action(self, number, state):
-        """Return a Future of the action for this observer's state, which comes when all observers have asked."""
+        """Return a Future of the action for this observer's state.  It completes when all observers have asked."""
         with self.lock:
             if self.asked == 0:
                 self.first_asked_at = time.perf_counter()
@@ -68,7 +68,7 @@ class Agent:
                 self.asked = 0
                 self.actions = torch.futures.Future()
         action = actions.then(lambda done: done.value()[number])
-        if is_last:  # nobody asks again before this is answered
+        if is_last:  # no lock is needed: no observer asks again before it gets its action
             actions.set_result(Categorical(self.policy(self.states_N)).sample().tolist())
             self.seconds.append(time.perf_counter() - self.first_asked_at)
         return action
@@ -84,7 +84,7 @@ def seconds_of(agent_rref):
 
 
 def play(agent_rref, number, steps):
-    """Play one episode, in the process of an observer; return how long each of its requests has taken."""
+    """Play one episode in an observer's process; return the seconds that each of its requests took."""
     seconds = []
     for _ in range(steps):
         state = torch.rand(STATE)
@@ -95,7 +95,7 @@ def play(agent_rref, number, steps):
 
 
 def coordinate(observers):
-    """Have all observers play; return the figures."""
+    """Call all observers to play; return the figures.  Runs in rank 0."""
     agent_rref = rpc.remote("agent", Agent, args=(len(observers),))
     observer_seconds = []
     started = time.perf_counter()
@@ -133,10 +133,13 @@ def measure(world_size, transports):
 
 
 def compare(world_sizes, transports, rounds):
-    """Measure each world size on each of the transports, print a table; return the raw numbers."""
+    """Measure each world size on each transport, print a table, and return the raw numbers."""
     rows = {}
-    print(f"\n{EPISODES} episodes of {STEPS} steps; the medians of {rounds} rounds, least and most in brackets")
-    print(f"{'':22} {'agent, requests/s':>24} {'observer, ms':>20} {'its p95, ms':>20} {'answered/s':>22}")
+    print(f"\n{EPISODES} episodes of {STEPS} environment steps; medians of {rounds} rounds (minimum - maximum)")
+    print(
+        f"{'world size, transport':22} {'agent, requests/s':>24} {'observer p50, ms':>20} "
+        f"{'observer p95, ms':>20} {'all, requests/s':>22}"
+    )
     for size in world_sizes:
         variants = {
             f"world size {size}, {name}": functools.partial(measure, size, way) for name, way in transports.items()

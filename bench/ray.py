@@ -1,12 +1,14 @@
-"""param_server's asynchronous mode beside a parameter server that a Ray user would write: images/s, interleaved.
+"""Compare param_server's asynchronous mode with a parameter server in Ray: images/s, interleaved.
 
-python bench/ray.py --ray_python /tmp/ray-venv/bin/python --data_dir data --repeats 3
+    python bench/ray.py --ray_python /tmp/ray-venv/bin/python --data_dir data --repeats 3
 
-Ray is not a dependency: it has a virtual environment of its own (`python -m venv DIR; DIR/bin/pip install ray`), which
-borrows torch from the environment that runs this.  Ray's side, `Server` and `Trainer` below: actors, weights and
-gradients through the object store, the server applies each gradient as it comes.  "as a user would": the plain network,
-torch's defaults, one thread per actor.  "same settings": our network (channels last), malloc settings, and all weights
-and all gradients as one flat tensor each.
+Ray is not a dependency of this repository.  Install it into an environment of its own
+(`python -m venv DIR; DIR/bin/pip install ray`); torch is imported from the environment that runs this program.
+
+In Ray, `Server` and `Trainer` below are actors.  Weights and gradients go through Ray's object store, and the server
+applies each gradient when it arrives.  There are two variants.  "as a user would": the plain network, torch's defaults,
+one thread per actor.  "same settings": param_server's network (channels last) and malloc settings, and one flat tensor
+each for all weights and for all gradients.
 """
 
 import argparse
@@ -24,8 +26,8 @@ use_package("param_server")
 
 
 def run_ray(args):
-    """Train with Ray, print images/s.  In Ray's own Python."""
-    sys.path.remove(HERE)  # in which this file has the name of Ray's own module
+    """Train with Ray and print images/s.  Runs in the Python that has Ray."""
+    sys.path.remove(HERE)  # otherwise `import ray` would import this file
     import ray
 
     same = args.inside == "same settings"
@@ -40,14 +42,14 @@ def run_ray(args):
     server = ray.remote(Server).remote(args.lr, same)
     trainers = [ray.remote(Trainer).remote(n, args, same) for n in range(args.trainers)]
     weights = ray.get(server.weights.remote())
-    ray.get([trainer.compute.remote(weights) for trainer in trainers])  # all have loaded their data
+    ray.get([trainer.compute.remote(weights) for trainer in trainers])  # returns when all have loaded their data
     started = time.perf_counter()
     under_way = {trainer.compute.remote(weights): trainer for trainer in trainers}
     left = {trainer: args.batches for trainer in trainers}
     while under_way:
         (done,), _ = ray.wait(list(under_way))
         trainer = under_way.pop(done)
-        fresh = server.apply.remote(done)  # the gradient goes from object store to server, and never through here
+        fresh = server.apply.remote(done)  # the server gets the gradient from the object store
         left[trainer] -= 1
         if left[trainer]:
             under_way[trainer.compute.remote(fresh)] = trainer
@@ -57,7 +59,7 @@ def run_ray(args):
 
 
 def make_net(same):
-    """Return the network: ours, or the tutorial's as it stands there."""
+    """Return the network: if `same`, param_server's; otherwise the tutorial's, unchanged."""
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -87,7 +89,7 @@ def make_net(same):
 
 
 class Server:
-    """The weights, and an SGD that applies each gradient when it comes."""
+    """Holds the weights, and applies each gradient with SGD when it arrives.  A Ray actor."""
 
     def __init__(self, lr, same):
         import torch
@@ -107,13 +109,13 @@ class Server:
         import torch
 
         for param, gradient in zip(self.params, [gradients] if self.same else gradients, strict=True):
-            param.grad = torch.from_numpy(gradient)  # read-only, in the object store: no copy
+            param.grad = torch.from_numpy(gradient)  # no copy: read-only memory of the object store
         self.optimizer.step()
         return self.weights()
 
 
 class Trainer:
-    """A replica with a share of the data."""
+    """Holds a replica of the network and a share of the data.  A Ray actor."""
 
     def __init__(self, number, args, same):
         from mnist_data import Batches, load_digits
@@ -134,7 +136,7 @@ class Trainer:
             self.net.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()})
         number, data, target = next(self.batches)
         self.net.zero_grad()
-        key = [(1, "dropout", 0, number)] if self.same else []  # without a key our network drops nothing
+        key = [(1, "dropout", 0, number)] if self.same else []  # without a key param_server's network uses no dropout
         F.nll_loss(self.net(data, *key), target).backward()
         gradients = [param.grad for param in self.net.parameters()]
         return parameters_to_vector(gradients).numpy() if self.same else [each.numpy() for each in gradients]
@@ -142,11 +144,11 @@ class Trainer:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ray_python", required=True, help="of the environment that Ray is installed in")
+    parser.add_argument("--ray_python", required=True, help="the Python that has Ray")
     parser.add_argument("--data_dir", default="data")
     parser.add_argument("--dataset", choices=["mnist", "synthetic"], default="mnist")
     parser.add_argument("--trainers", type=int, default=2)
-    parser.add_argument("--batches", type=int, default=150, help="per trainer")
+    parser.add_argument("--batches", type=int, default=150, help="batches of each trainer")
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.03)
     parser.add_argument("--repeats", type=int, default=3)
@@ -156,7 +158,7 @@ def main():
     if args.inside:
         run_ray(args)
         return
-    import param_server  # the bench of this name
+    import param_server  # bench/param_server.py
 
     shared = [*sys.path, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 
@@ -174,7 +176,7 @@ def main():
         variants[f"Ray, {variant}"] = lambda variant=variant: ray(variant)
     rows = interleave(variants, args.repeats)
     table(rows, "images_per_second", "Ray, same settings", f"images/s, {args.trainers} trainers")
-    table(rows, "images_per_second", "two processes on their own", "the same, to two processes")
+    table(rows, "images_per_second", "two processes on their own", "the same runs, compared with another baseline")
 
 
 if __name__ == "__main__":

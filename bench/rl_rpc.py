@@ -1,11 +1,11 @@
-"""How many environment steps per second each communication pattern makes, beside a plain loop in one process.
+"""Measure rl_rpc: environment steps per second of each mode, and of a plain loop in one process.
 
     python bench/rl_rpc.py                         # world sizes 2, 3 and 5: about ten minutes on 2 cores
     python bench/rl_rpc.py --world_sizes 3 --repeats 1 --json bench.json
 
-Every row of a table plays the same episodes of the same seed, and learns from them (but for async, whose episodes are
-its own, and the bare environment, which only steps); rates count training too, start-up not. The modes with RPCs in
-every step play the first episodes only, or they would take the afternoon.
+All rows of a table play the same episodes, from the same seed, and learn from them.  There are two exceptions: mode
+async plays other episodes, and the bare environment only takes steps.  Rates include training, but not start-up.  The
+modes with RPCs in every environment step play only the first episodes, because they would take too long.
 """
 
 import argparse
@@ -30,10 +30,11 @@ SINGLE, BARE = "single process", "bare environment"
 
 
 def single_process(seed, observers, episodes):
-    """Do the job without RPC: play all observers' episodes in this process, one by one, and learn as the agent does.
+    """Do the job without RPC: play all observers' episodes in this process, one after another, and learn from them.
 
-    As fast as we can make it with the same policy and environment, so the comparison is fair to it: it acts as the
-    observers do, with one forward pass with gradient per episode, and a single intra-op thread (more do not help).
+    It is as fast as we can make it with the same policy and environment, so that the comparison is fair.  It chooses
+    actions like the observers, computes one forward pass with gradients per episode like the agent, and uses one
+    intra-op thread, because more threads do not help.
     """
     torch.set_num_threads(1)
     env = make_env("CartPole-v1")
@@ -51,7 +52,7 @@ def single_process(seed, observers, episodes):
 
 
 def learn(policy, optimizer, trajectories):
-    """Train on what all observers did, as the agent does."""
+    """Train on the episodes of all observers, like the agent."""
     loss = reinforce_loss(policy, trajectories, gamma=0.99)
     optimizer.zero_grad()
     loss.backward()
@@ -77,7 +78,7 @@ def play(env, actor, seed, ob_id, episode):
 
 
 def bare_environment(seed, steps=50_000):
-    """Step an environment with random actions and nothing else: what no pattern can exceed on one core."""
+    """Step an environment with random actions, without a policy: no mode can be faster on one core."""
     env = make_env("CartPole-v1")
     actions = env.action_space.start + np.random.default_rng(seed).integers(env.action_space.n, size=steps)
     env.reset(seed=seed)
@@ -90,7 +91,7 @@ def bare_environment(seed, steps=50_000):
 
 
 def main_py(mode, place, world_size, episodes, seed):
-    """Return the summary of one run of main.py."""
+    """Run main.py once; return its summary."""
     words = ["--mode", mode, *place, "--world_size", world_size, "--seed", seed]
     words += ["--max_episodes", episodes, "--log_interval", episodes, "--eval_episodes", 0]
     return run_main("rl_rpc", [*words, "--reward_threshold", 1e9])
@@ -101,13 +102,14 @@ def parse_args(argv=None):
         prog="bench/rl_rpc.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--world_sizes", type=flags.positive_int, nargs="+", default=[2, 3, 5], metavar="N")
-    add("--repeats", type=flags.positive_int, default=3, metavar="N")
-    add("--episodes", type=flags.positive_int, default=250, metavar="N", help="of rollout, async, single process")
-    add("--step_episodes", type=flags.positive_int, default=25, metavar="N", help="of the other modes")
+    add("--world_sizes", type=flags.positive_int, nargs="+", default=[2, 3, 5], metavar="N", help="a table for each")
+    add("--repeats", type=flags.positive_int, default=3, metavar="N", help="runs of each variant, interleaved")
+    episodes_help = "episodes of modes rollout and async, and of the single process"
+    add("--episodes", type=flags.positive_int, default=250, metavar="N", help=episodes_help)
+    add("--step_episodes", type=flags.positive_int, default=25, metavar="N", help="episodes of the other modes")
     add("--seed", type=flags.non_negative_int, default=1, metavar="N")
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the GPU beside the CPU")
-    add("--json", metavar="FILE", help="write the numbers")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: measure on the GPU as well as on the CPU")
+    add("--json", metavar="FILE", help="write the raw numbers")
     return parser.parse_args(argv)
 
 
@@ -120,8 +122,8 @@ def main():
     numbers = {}
     for world_size in args.world_sizes:
         observers = world_size - 1
-        episodes = {"rollout": args.episodes, "async": args.episodes * observers}  # there each observer's counts
-        # Default arguments bind the loop's values now; a closure would read them when the last world size is set.
+        episodes = {"rollout": args.episodes, "async": args.episodes * observers}  # async counts each observer's
+        # The default arguments bind the current values of the loop's variables.  A closure would read the last ones.
         variants = {
             mode + suffix: lambda mode=mode, place=place, size=world_size, episodes=episodes: main_py(
                 mode, place, size, episodes.get(mode, args.step_episodes), args.seed
@@ -133,8 +135,8 @@ def main():
         variants[BARE] = lambda: bare_environment(args.seed)
         rows = interleave(variants, args.repeats)
         if len({row["env_steps"] for name in ("rollout", SINGLE) for row in rows[name]}) != 1:
-            raise RuntimeError("rollout and the single process played different episodes: their rates do not compare")
-        title = f"env steps per second, world size {world_size} ({observers} observer{'s' * (observers > 1)})"
+            raise RuntimeError("rollout and the single process did not play the same episodes")
+        title = f"environment steps per second, world size {world_size} ({observers} observer{'s' * (observers > 1)})"
         numbers[world_size] = table(rows, "env_steps_per_second", SINGLE, title)
     write_json(args.json, numbers)
 

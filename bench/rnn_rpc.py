@@ -1,11 +1,12 @@
-"""How many tokens per second each mode trains on, beside one process that holds the whole model.
+"""Measure rnn_rpc: tokens per second of each mode, and of one process that holds the whole model.
 
     python bench/rnn_rpc.py                            # vocabularies 100 to 33,000: about 25 minutes on 2 cores
     python bench/rnn_rpc.py --vocabularies 10000 --repeats 1 --json bench.json
-    python bench/rnn_rpc.py --wire_bytes               # bytes per step: computed, and counted by the kernel
+    python bench/rnn_rpc.py --wire_bytes               # bytes per training step: computed, and counted by the kernel
 
-Every row of a table trains the same model (E = H = 200, 2 layers, T = 35, B = 20) on the same text.  Rates leave out
-start-up and evaluation.  `single process` has one intra-op thread, as each rank has; a second row gives it two.
+All rows of a table train the same model on the same text: E = H = 200 (sizes of embedding and hidden state), 2 layers,
+T = 35 (tokens per sequence), B = 20 (sequences per batch).  Rates leave out start-up and evaluation.  `single process`
+has one intra-op thread, like each rank; `single, 2 threads` has two.
 """
 
 import argparse
@@ -28,7 +29,7 @@ E, H, LAYERS, T, B = 200, 200, 2, 35, 20
 
 
 def text_length(steps):
-    """Return how long a generated text has to be for its first nine tenths to make so many batches."""
+    """Return the length of a generated text whose first nine tenths, the training part, make `steps` batches."""
     return (B * (T * steps + 1)) * 10 // 9 + 1
 
 
@@ -53,13 +54,13 @@ def single_process(vocabulary, steps, threads, seed, device="cpu"):
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.25)
             opt.step()
-            loss.item()  # the trainer reads it too; on a GPU this waits for the step to end
+            loss.item()  # the trainer reads it too; on a GPU this waits for the end of the step
         tokens += target_TB.numel()
     return {"tokens_per_second": tokens / meter.steps * meter.timed_steps / meter.seconds}
 
 
 def flags_of(mode, vocabulary, args, place=(), world_size=2):
-    """Return main.py's flags for one run of the benchmark."""
+    """Return the flags of main.py for one run."""
     words = ["--mode", mode, "--world_size", world_size, "--seed", args.seed, *place]
     words += ["--vocabulary", vocabulary, "--corpus_tokens", text_length(args.steps), "--epochs", 1]
     words += ["--embedding_dim", E, "--hidden_dim", H, "--num_layers", LAYERS, "--bptt", T, "--batch_size", B]
@@ -67,39 +68,40 @@ def flags_of(mode, vocabulary, args, place=(), world_size=2):
 
 
 def speed(args):
-    """Print a table per vocabulary; return the numbers."""
+    """Print a table for each vocabulary; return the numbers."""
     return {vocabulary: speed_with(vocabulary, args) for vocabulary in args.vocabularies}
 
 
 def speed_with(vocabulary, args):
-    """Print one table: every mode, on every place, beside the single process; return the numbers."""
+    """Print one table, with every mode on every device and with the single process; return the numbers."""
 
     def alone(threads, device="cpu"):
         return lambda: single_process(vocabulary, args.steps, threads, args.seed, device)
 
-    def spread(mode, **how):
+    def distributed(mode, **how):
         return lambda: run_main("rnn_rpc", flags_of(mode, vocabulary, args, **how))
 
     variants = {"single process": alone(1), "single, 2 threads": alone(2)}
     if args.device == "cuda":
         variants["single, cuda"] = alone(1, "cuda")
     for suffix, place in places(args.device).items():
-        variants |= {mode + suffix: spread(mode, place=place) for mode in MODES}
-    variants["overlap, 2 servers"] = spread("overlap", world_size=3)
+        variants |= {mode + suffix: distributed(mode, place=place) for mode in MODES}
+    variants["overlap, 2 servers"] = distributed("overlap", world_size=3)
     rows = interleave(variants, args.repeats)
     return table(rows, "tokens_per_second", "single process", f"tokens per second, V = {vocabulary:,}")
 
 
 def payload_bytes(mode, vocabulary):
-    """Return what the tensors of one training step weigh: there in the forward pass, and their gradients back."""
+    """Return the bytes of all tensors that one training step sends, in the forward pass and in the backward pass."""
     ids, floats = 8 * T * B, 4 * T * B
-    lookup = ids + 2 * floats * E  # token ids go; vectors come, and their gradients go
-    outputs = 2 * floats * H  # LSTM outputs go, their gradients come
-    return lookup + outputs + (2 * floats * vocabulary if mode == "logits" else ids)  # logits come, gradients go
+    lookup = ids + 2 * floats * E  # token ids to the server; vectors to the trainer, and their gradients back
+    outputs = 2 * floats * H  # LSTM outputs to the server, and their gradients back
+    # In mode logits: logits to the trainer, and their gradients back.  In the others: the target ids to the server.
+    return lookup + outputs + (2 * floats * vocabulary if mode == "logits" else ids)
 
 
 def wire_bytes(args):
-    """Print bytes per step of each mode, computed and counted; return the rows."""
+    """Print bytes per training step of each mode, computed and counted; return the rows."""
     print(f"{'V':>7} {'mode':8} {'computed bytes/step':>20} {'counted by the kernel':>22} {'tokens/s over TCP':>18}")
     numbers = []
     for vocabulary in args.vocabularies:
@@ -118,12 +120,12 @@ def parse_args(argv=None):
     )
     add = parser.add_argument
     add("--vocabularies", type=flags.positive_int, nargs="+", default=[100, 1000, 10_000, 33_000], metavar="V")
-    add("--repeats", type=flags.positive_int, default=3, metavar="N")
-    add("--steps", type=flags.positive_int, default=30, metavar="N", help="of training, 5 of them to warm up")
-    add("--wire_bytes", action="store_true", help="bytes per step instead")
+    add("--repeats", type=flags.positive_int, default=3, metavar="N", help="runs of each variant, interleaved")
+    add("--steps", type=flags.positive_int, default=30, metavar="N", help="training steps; the first 5 are not timed")
+    add("--wire_bytes", action="store_true", help="print bytes per training step instead")
     add("--seed", type=flags.non_negative_int, default=1, metavar="N")
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: beside the CPU")
-    add("--json", metavar="FILE", help="write the numbers")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: measure on the GPU as well as on the CPU")
+    add("--json", metavar="FILE", help="write the raw numbers")
     args = parser.parse_args(argv)
     if args.steps <= WARM_UP_STEPS:
         parser.error(f"--steps {args.steps}: the first {WARM_UP_STEPS} are not timed")
@@ -132,7 +134,7 @@ def parse_args(argv=None):
 
 def main():
     args = parse_args()
-    tensors.keep_freed_memory()  # what every rank does: else the single process would pay for page faults they do not
+    tensors.keep_freed_memory()  # every rank calls this, so the single process must too
     cores = tensors.usable_cores()
     print(
         f"torch {torch.__version__}, {cores} cores, device {args.device}, seed {args.seed}, {args.steps} steps of "

@@ -1,14 +1,16 @@
-"""How the work done grows with the workers, beside what the model of SCALE.md predicts from the run with one.
+"""Measure how the rate of work grows with the number of workers, and print what the formula of SCALE.md predicts.
 
-    python bench/scale.py ps                      # param_server, mode replica: 1, 2, 4, 8, 16 trainers
-    python bench/scale.py ps --batch_size 2       # little to compute: the push is what costs
-    python bench/scale.py rl --workers 1 2 4      # rl_rpc, mode rollout: observers
-    sudo python bench/scale.py ps --delay 5       # rank 0 on a host of its own, so many ms away (one way)
+    python bench/scale.py ps                      # param_server, mode replica, with 1, 2, 4, 8 and 16 trainers
+    python bench/scale.py ps --batch_size 2       # little computation, so that the pushes take most of the time
+    python bench/scale.py rl --workers 1 2 4      # rl_rpc, mode rollout, with 1, 2 and 4 observers
+    sudo python bench/scale.py ps --delay 5       # rank 0 on another host, with a delay of 5 ms one way
 
-Every rank is a process whose CPU time the kernel counts when it ends. Of two runs, a short one and a long one, the
-difference is taken: so what starting costs does not count. Columns: units of work per second as measured and as
-predicted; ms of CPU that rank 0 needs for a unit, and that a worker does.  rl_rpc plays on from a policy that has
-solved CartPole, so that all episodes are about equally long, as the model takes them to be.
+The prediction uses the figures that were measured with the first number of workers.  A unit of work is an environment
+step of rl_rpc, and a push of param_server.  Each rank is a process, and the kernel reports its CPU time when it ends.
+The CPU time of a unit is the difference between a long run and a short run, so that start-up does not count.
+
+Columns: units of work per second, measured and predicted; milliseconds of CPU time for one unit, of rank 0 and of the
+worker.  rl_rpc resumes with a policy that has solved CartPole, because the formula assumes episodes of equal length.
 """
 
 import argparse
@@ -36,7 +38,7 @@ from two_hosts import ADDRESSES, TwoHosts, why_not
 
 @dataclass
 class Scenario:
-    """What is run, and what its unit of work is; `work`: how much a short run does, and a long one."""
+    """What is run, and its unit of work.  `work`: the sizes of a short run and of a long run."""
 
     package: str
     unit: str
@@ -44,7 +46,7 @@ class Scenario:
     work: tuple
 
     def length(self, workers, work, folder):
-        """Return the flags of a run that does so much work."""
+        """Return the flags of a run of the size `work`."""
         if self.package == "rl_rpc":
             path = shutil.copy(solved_policy(), folder)
             rounds = torch.load(path)["state"]["episode"] + work // workers
@@ -61,7 +63,7 @@ class Scenario:
 @functools.cache
 def solved_policy():
     """Return the checkpoint of a policy that has solved CartPole."""
-    solved_policy.folder = tempfile.TemporaryDirectory()  # goes when this process ends
+    solved_policy.folder = tempfile.TemporaryDirectory()  # deleted when this process ends
     path = os.path.join(solved_policy.folder.name, "policy.pt")
     command = [sys.executable, str(ROOT / "rl_rpc" / "main.py"), "--mode", "rollout", "--checkpoint", path]
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
@@ -91,7 +93,7 @@ def run_job(scenario, workers, servers, work, batch_size, hosts):
         for rank in range(workers + servers):
             own = [*command, "--rank", str(rank)]
             own = hosts.on(int(rank >= servers), own) if hosts else own
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}  # each rank is started as if the machine were its own
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}  # otherwise each rank would take all cores
             ranks.append(subprocess.Popen(own, stdout=subprocess.DEVNULL, env=environment))
         seconds = []
         for process in ranks:
@@ -105,7 +107,7 @@ def run_job(scenario, workers, servers, work, batch_size, hosts):
 
 
 def measure(scenario, workers, args, hosts):
-    """Return medians: units per second, CPU seconds of rank 0 and of a worker for one, units for a piece of work."""
+    """Return medians: units per second, CPU seconds per unit of rank 0 and of a worker, units per size of `work`."""
     rows = []
     for _ in range(args.repeats):
         short, long = (run_job(scenario, workers, args.servers, work, args.batch_size, hosts) for work in scenario.work)
@@ -117,8 +119,8 @@ def measure(scenario, workers, args, hosts):
 
 @functools.cache
 def alone():
-    """Return the seconds that a step takes to play, and to learn from, alone on a core."""
-    import rl_rpc  # the bench of this name
+    """Return the seconds that playing an environment step, and learning from it, take alone on a core."""
+    import rl_rpc  # bench/rl_rpc.py
     from actor import Actor
     from environment import make_env
     from glue.tensors import keep_freed_memory
@@ -142,29 +144,32 @@ def alone():
 
 
 def predict(scenario, workers, one, cores):
-    """Return the units per second that SCALE.md's formula gives, from what was measured with one worker."""
+    """Return the units per second that the formula of SCALE.md predicts from `one`, the measurement with one worker."""
     rate, rank_0, worker, n = one
-    if scenario.package == "rl_rpc":  # they take turns: the observers play, side by side, then the agent learns
+    if scenario.package == "rl_rpc":  # all observers play at the same time, then the agent learns
         play, learn = alone()
         fixed = n / rate - n * (play + learn)
         return workers * n / (fixed + n * play * max(1, workers / cores) + workers * n * learn)
-    return min(workers * rate, cores / (rank_0 + worker), 1 / rank_0)  # all work at once
+    return min(workers * rate, cores / (rank_0 + worker), 1 / rank_0)  # all ranks work at the same time
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenario", choices=SCENARIOS)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--servers", type=int, default=1, help="parameter servers (ps)")
-    parser.add_argument("--batch_size", type=int, default=32, help="images of a push (ps)")
-    parser.add_argument("--delay", type=float, help="ms one way between rank 0 and all others (root, see two_hosts.py)")
-    parser.add_argument("--repeats", type=int, default=1)
+    workers_help = "numbers of trainers (ps) or observers (rl); the first should be 1"
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16], help=workers_help)
+    parser.add_argument("--servers", type=int, default=1, help="number of parameter servers (ps)")
+    parser.add_argument("--batch_size", type=int, default=32, help="images per push (ps)")
+    delay_help = "ms one way between rank 0 and the workers (needs root, see tests/harness/two_hosts.py)"
+    parser.add_argument("--delay", type=float, help=delay_help)
+    parser.add_argument("--repeats", type=int, default=1, help="runs, of which the median is taken")
     args = parser.parse_args()
     if args.delay is not None and why_not():
         sys.exit(why_not())
     scenario, cores, one = SCENARIOS[args.scenario], len(os.sched_getaffinity(0)), None
     print(f"{cores} cores; unit of work: {scenario.unit}\n")
-    print("| workers | measured | predicted | rank 0, ms | worker, ms |\n|---|---|---|---|---|", flush=True)
+    print("| workers | measured, units/s | predicted, units/s | rank 0, CPU ms per unit | worker, CPU ms per unit |")
+    print("|---|---|---|---|---|", flush=True)
     for workers in args.workers:
         if args.delay is None:
             found = measure(scenario, workers, args, None)

@@ -1,9 +1,9 @@
-"""Which communication pattern survives a real network: rl_rpc's modes over a link with delay.
+"""Measure rl_rpc's modes over a network link with delay: environment steps per second.
 
     sudo python bench/slow_link.py
 
-The agent on one host, two observers on the other (network namespaces, see two_hosts.py); as many episodes for all, and
-the same ones for all but async.
+The agent runs on one host, two observers run on another; both are network namespaces (tests/harness/two_hosts.py).
+All modes play the same number of episodes, and all but async play the same episodes.
 """
 
 import argparse
@@ -25,7 +25,7 @@ MODES = ("step", "packed", "batched", "rollout", "async")
 
 def steps_per_second(hosts, mode, episodes):
     """Run one job across the two hosts; return its environment steps per second."""
-    episodes *= 2 if mode == "async" else 1  # there an episode is one observer's, not one of each
+    episodes *= 2 if mode == "async" else 1  # async counts each observer's episodes
     with tempfile.TemporaryDirectory() as folder:
         summary = os.path.join(folder, "summary.json")
         ranks = []
@@ -41,14 +41,16 @@ def steps_per_second(hosts, mode, episodes):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--delays", type=float, nargs="+", default=[0, 1, 5], metavar="MS", help="one way")
+    delays_help = "delays of the link, one way"
+    parser.add_argument("--delays", type=float, nargs="+", default=[0, 1, 5], metavar="MS", help=delays_help)
     parser.add_argument("--episodes", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     args = parser.parse_args()
     if why_not():
         sys.exit(why_not())
-    print(f"{'one way':>8} " + " ".join(f"{mode:>22}" for mode in args.modes))
+    print("environment steps per second, median (min - max)")
+    print(f"{'delay, one way':>14} " + " ".join(f"{mode:>22}" for mode in args.modes))
     for delay in args.delays:
         runs = {mode: [] for mode in args.modes}
         with TwoHosts(delay_ms=delay) as hosts:
@@ -56,7 +58,7 @@ def main():
                 for mode in args.modes:
                     runs[mode].append(steps_per_second(hosts, mode, args.episodes))
         cells = [f"{statistics.median(r):,.0f} ({min(r):,.0f} - {max(r):,.0f})" for r in runs.values()]
-        print(f"{delay:5g} ms " + " ".join(f"{cell:>22}" for cell in cells), flush=True)
+        print(f"{delay:11g} ms " + " ".join(f"{cell:>22}" for cell in cells), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""For all tests."""
+"""Fixtures and settings for all tests."""
 
 import fcntl
 import os
@@ -8,8 +8,8 @@ import pytest
 
 from helpers import package_on_path
 
-# Where the tests run in the background, a shell has made them ignore Ctrl-C, and nohup SIGHUP, and every job that they
-# start with them.
+# If the tests run in the background, the shell makes them ignore SIGINT, and nohup makes them ignore SIGHUP.  Every job
+# that they start would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -18,16 +18,17 @@ ENVIRONMENT = dict(os.environ)
 
 @pytest.fixture(autouse=True)
 def same_environment():
-    """Each test has the one that the tests were started with, whatever others, or what they share, have set.
+    """Restore the environment variables with which the tests were started, before and after each test.
 
-    The glue sets some where it is called in this process (meeting.py: on which interfaces).
+    Other tests and shared fixtures may change them, and so does the glue if it is called in this process (meeting.py
+    sets the interfaces).
     """
-    put_back()
+    restore_environment()
     yield
-    put_back()
+    restore_environment()
 
 
-def put_back():
+def restore_environment():
     os.environ |= ENVIRONMENT
     for name in set(os.environ) - set(ENVIRONMENT) - {"PYTEST_CURRENT_TEST"}:
         del os.environ[name]
@@ -35,11 +36,12 @@ def put_back():
 
 @pytest.fixture(autouse=True)
 def room(request, tmp_path_factory):
-    """Files run two at once (run_all.sh); a test that starts a crowd of processes has the machine for itself."""
-    folder = tmp_path_factory.getbasetemp().parent  # of all of pytest-xdist's processes
+    """run_all.sh runs two test files at once.  A test marked "crowd" starts many processes, so it runs alone."""
+    folder = tmp_path_factory.getbasetemp().parent  # shared by all processes of pytest-xdist
     crowd = request.node.get_closest_marker("crowd")
     with open(folder / "door", "w") as door, open(folder / "room", "w") as room:
-        fcntl.flock(door, fcntl.LOCK_EX)  # while a crowd waits here, nobody else goes in
+        # A crowd test holds the door while it waits for the room, so that no other test begins meanwhile.
+        fcntl.flock(door, fcntl.LOCK_EX)
         fcntl.flock(room, fcntl.LOCK_EX if crowd else fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)
         yield
@@ -48,7 +50,10 @@ def room(request, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory):
-    """A --data_dir: MNIST's four files with drawn digits in them.  Read at once; drawing takes each rank a second."""
+    """Return a folder for --data_dir: MNIST's four files, with drawn digits.
+
+    Reading them takes no time, while --dataset synthetic would take each rank a second to draw digits.
+    """
     folder = tmp_path_factory.mktemp("digits")
     with package_on_path("param_server"):
         from drawn_digits import draw_digits

@@ -1,6 +1,7 @@
-"""The flags that all four packages share, and the checks that refuse wrong ones.
+"""The flags that all four packages share, and the checks that refuse wrong values.
 
-Runs in every process, first; called from each main.py's parse_args.  A wrong command line: one line, exit status 2.
+Runs first in every process; called from parse_args of each main.py.  A wrong command line gets one line that says what
+is wrong, and exit status 2.
 """
 
 import argparse
@@ -13,10 +14,13 @@ from glue.tensors import why_no_gpu
 
 
 def _number(kind, name, accept):
-    """Return an argparse type: a number of this kind, refused in one line that says what was wanted."""
+    """Return an argparse type for numbers of this kind.
+
+    A number that `accept` refuses gives one line: "'0' is not a positive integer".
+    """
 
     def parse(text):
-        value = kind(text)  # argparse turns a ValueError into its own one line: "invalid <name> value"
+        value = kind(text)  # argparse turns a ValueError into the line "invalid <name> value"
         if not accept(value):
             raise argparse.ArgumentTypeError(f"{text!r} is not {name}")
         return value
@@ -36,7 +40,7 @@ port_number = _number(int, "a port (1 to 65535)", lambda value: 0 < value < 6553
 def _steps(text):
     first, last = map(int, text.split(":"))
     if not 0 < first <= last:
-        raise argparse.ArgumentTypeError(f"{text!r} is not A:B, the first and the last of some steps")
+        raise argparse.ArgumentTypeError(f"{text!r} is not A:B, the numbers of the first and the last step")
     return first, last
 
 
@@ -45,10 +49,10 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefa
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that takes --world-size for --world_size, as torchrun does, and refuses in one line."""
+    """An ArgumentParser that accepts --world-size for --world_size, as torchrun does, and prints errors in one line."""
 
     def parse_known_args(self, args=None, namespace=None):
-        known = self._option_string_actions  # --no-sparse is spelled so, by argparse itself
+        known = self._option_string_actions  # some have a hyphen: argparse makes --no-sparse from --sparse
         words = []
         for word in sys.argv[1:] if args is None else args:
             spelled = with_underscores(word)
@@ -60,44 +64,56 @@ class Parser(argparse.ArgumentParser):
 
 
 def argument_parser(description, modes, world_size, on_lost=False):
-    """Return a parser with the shared flags.  `modes`: names; the first, the tutorial's own, is the default.
+    """Return a parser with the shared flags.
 
-    `on_lost`: this scenario can go on without a rank that is lost.
+    `modes`: the names of the modes; the first one is the tutorial's, and the default.  `on_lost`: whether this scenario
+    can go on without a lost rank.
     """
     parser = Parser(
         prog=f"{PACKAGE}/main.py", description=description, formatter_class=_HelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument_group("the job (these flags are the same in all four packages)").add_argument
-    add("--world_size", type=positive_int, default=world_size, metavar="N", help="all processes together")
-    add("--rank", type=non_negative_int, metavar="R", help="run only this rank here (without it: all of them)")
-    add("--master_addr", default="localhost", metavar="HOST", help="where the ranks meet: the address of rank 0")
-    add(
-        "--master_port", type=port_number, default=29500, metavar="PORT", help="its port (all ranks here: any free one)"
-    )
+    add("--world_size", type=positive_int, default=world_size, metavar="N", help="number of ranks in the job")
+    rank_help = "start only this rank in this process (without this flag, all ranks are started on this machine)"
+    add("--rank", type=non_negative_int, metavar="R", help=rank_help)
+    add("--master_addr", default="localhost", metavar="HOST", help="address of rank 0's machine, where the ranks meet")
+    port_help = "port at that address (not used if all ranks are started on this machine: any free port is taken)"
+    add("--master_port", type=port_number, default=29500, metavar="PORT", help=port_help)
     add("--join_timeout", type=positive_float, default=300, metavar="S", help="seconds to wait for missing ranks")
     add("--mode", choices=list(modes), default=next(iter(modes)), help="the communication pattern")
-    add("--seed", type=non_negative_int, default=1, metavar="N", help="everything random derives from it and the rank")
-    add("--device", choices=["cpu", "cuda", "auto"], default="cpu", help="where tensors live; ranks may share a GPU")
-    add("--rpc_timeout", type=positive_float, default=60, metavar="S", help="seconds after which an RPC has failed")
-    ways = "how messages travel; uv: sockets; shm: memory, a busy core per rank; tcp: uv and tensors; auto: by mode"
-    add("--transport", choices=["auto", "shm", "uv", "tcp"], default="auto", help=ways)
-    add("--logdir", metavar="DIR", help="write TensorBoard event files")
+    seed_help = "seed of the job; each rank derives the seeds of its random numbers from it"
+    add("--seed", type=non_negative_int, default=1, metavar="N", help=seed_help)
+    device_help = "device on which ranks compute (several ranks may share a GPU); auto: cuda if there is a GPU"
+    add("--device", choices=["cpu", "cuda", "auto"], default="cpu", help=device_help)
+    add("--rpc_timeout", type=positive_float, default=60, metavar="S", help="seconds after which an RPC fails")
+    transport_help = (
+        "how messages travel; uv: TCP sockets, but tensors through memory between processes of one machine; "
+        "shm: shared memory, which keeps one core per rank busy; tcp: TCP sockets, also for tensors; "
+        "auto: uv, in rl_rpc depending on --mode"
+    )
+    add("--transport", choices=["auto", "shm", "uv", "tcp"], default="auto", help=transport_help)
+    add("--logdir", metavar="DIR", help="write TensorBoard event files to this folder")
     add("--plot", metavar="FILE.png", help="draw the learning curve at the end")
-    add("--summary_json", metavar="FILE", help="write the result of the run")
-    add("--checkpoint", metavar="FILE", help="save here at intervals and at the end")
-    add("--resume", action="store_true", help="go on from --checkpoint")
-    add("--max_restarts", type=non_negative_int, default=0, metavar="N", help="start again when a rank was lost")
+    add("--summary_json", metavar="FILE", help="write the result of the run at the end")
+    add("--checkpoint", metavar="FILE", help="save a checkpoint to this file at intervals and at the end")
+    add("--resume", action="store_true", help="load the file of --checkpoint and continue from it")
+    restarts_help = "if a rank is lost or fails, start all ranks again from --checkpoint, at most N times"
+    add("--max_restarts", type=non_negative_int, default=0, metavar="N", help=restarts_help)
     if on_lost:
-        add("--on_lost", choices=["stop", "continue"], default="stop", help="go on with the workers that are left")
-    add("--trace", metavar="FILE", help="record RPCs (if rank 0 has it): a .png, .svg, or for ui.perfetto.dev .json")
-    add("--trace_window", type=_steps, metavar="A:B", help="draw steps A to B (without it: one step, or its beginning)")
-    add("--check", action="store_true", help="explain this machine (with --rank: and meet the other ranks), then exit")
+        on_lost_help = "if a worker is lost: stop the job, or continue with the workers that are left"
+        add("--on_lost", choices=["stop", "continue"], default="stop", help=on_lost_help)
+    trace_help = "record all RPCs (if rank 0 has this flag); .json: for ui.perfetto.dev; .png or .svg: a picture"
+    add("--trace", metavar="FILE", help=trace_help)
+    window_help = "steps A to B are drawn in the picture (without this flag, one step)"
+    add("--trace_window", type=_steps, metavar="A:B", help=window_help)
+    check_help = "print what a job would find on this machine, then exit; with --rank, also connect to all other ranks"
+    add("--check", action="store_true", help=check_help)
     add("--debug", action="store_true", help="show tracebacks")
     return parser
 
 
 def launched_place(parser, args):
-    """Return the launchers.Place of this process, or None where it was started by hand (an explicit --rank wins)."""
+    """Return the Place that a launcher gave this process; None if there is no launcher, or if --rank is given."""
     try:
         return find_place() if args.rank is None else None
     except ValueError as error:
@@ -107,15 +123,18 @@ def launched_place(parser, args):
 def check_arguments(
     parser, args, min_world_size, roles, max_world_size=None, agree=(), device_ranks=None, transport="uv"
 ):
-    """Refuse what cannot work (one line, exit status 2), and complete `args`: nothing changes them afterwards.
+    """Refuse values that cannot work (one line, exit status 2), and complete `args`, which do not change afterwards.
 
-    `agree`: the scenario's own flags that must be the same in every rank, for ranks that are started one by one.
-    `device_ranks`: those that compute, with tensors on --device (if not given, all); the others use no GPU.
-    `transport`: what --transport auto is.  Besides the flags, `args` then has:
+    `roles`: which rank has which role, as text for the error line about a wrong --world_size.
+    `agree`: the scenario's own flags that must have the same value in every rank.
+    `device_ranks`: the ranks that compute on --device (default: all ranks); the others use no GPU.
+    `transport`: the transport that --transport auto selects.
+
+    These attributes are added to `args`:
 
     torchrun      whether torchrun has started this process
-    restarts      how many times this job was started before
-    agree         the names of all flags that must be the same in every rank
+    restarts      how many times this job has been started before
+    agree         the names of all flags that must have the same value in every rank
     device_ranks  as above
     """
     args.on_lost = vars(args).get("on_lost", "stop")
@@ -137,7 +156,7 @@ def check_arguments(
 
 
 def _take_place(args, place):
-    """Take rank, world size and address from the launcher that has started this process, if one has."""
+    """If a launcher has started this process, take rank, world size and address from it."""
     args.torchrun = place is not None and place.launcher == "torchrun"
     args.restarts = 0
     if place:
@@ -162,15 +181,15 @@ def _check_combinations(parser, args):
     if args.torchrun and args.on_lost == "continue":
         parser.error("--on_lost continue: torchrun ends all ranks when one is lost; use its own --max-restarts")
     if args.max_restarts and args.rank is not None:
-        parser.error("--max_restarts starts spawned ranks again; started one by one, use torchrun --max-restarts")
+        parser.error("--max_restarts is for ranks that one process spawns; under torchrun, use torchrun --max-restarts")
     if args.trace_window and not (args.trace or "").endswith((".png", ".svg")):
-        parser.error("--trace_window is for a --trace that is a picture: FILE.png or FILE.svg")
+        parser.error("--trace_window needs --trace with a picture: FILE.png or FILE.svg")
     if args.resume and not args.checkpoint and not args.restarts:
         parser.error("--resume needs --checkpoint FILE to go on from")
 
 
 def _check_device(parser, args):
-    """Refuse a GPU that is not there, and decide what --device auto is; return the line that says so, or ""."""
+    """Refuse --device cuda if there is no GPU; replace auto by cpu or cuda.  Return a line about the choice, or ""."""
     computes_here = args.rank is None or args.rank in args.device_ranks
     if args.device == "cuda" and computes_here and (why := why_no_gpu()):
         parser.error(f"--device cuda: torch sees no CUDA GPU here: {why}")

@@ -1,7 +1,8 @@
-"""One rank's view of the job: meet the other ranks, use what the job offers, go on without a lost one, leave together.
+"""One rank's view of the job: meet the other ranks, work with them, go on without a lost rank, leave together.
 
-Runs in every rank.  launch.py makes it, and run_worker gets it as `job`.  If a rank dies, the job ends (watch.py), or
-goes on without it (--on_lost continue).  The heartbeat's thread decides which, and the ranks agree through the store.
+Runs in every rank.  launch.py creates a Job and passes it to run_worker as `job`.  If a rank dies, the job ends (see
+watch.py), or it goes on without that rank (--on_lost continue).  A rank that notices the loss writes the decision into
+the store, where the other ranks find it with their next heartbeat.
 """
 
 import contextlib
@@ -25,77 +26,86 @@ FOREVER = timedelta(days=365)
 
 
 class Job:
-    """One rank's view of the job: the store, the other ranks' names, who is lost, and the watch over them."""
+    """One rank's view of the job: the store, the names of all ranks, the lost ranks, and the heartbeats (Watch)."""
 
     def __init__(self, rank, args, worker_name, parent_port=None):
-        """`parent_port`: where the process that has spawned this rank holds the store, if it was spawned."""
+        """`parent_port`: if this rank was spawned, the port of the store that the starting process holds."""
         self.args = args
         self.rank, self.world_size = rank, args.world_size
         self.workers = [worker_name(r, args) for r in range(args.world_size)]
         self.names = ending.full_names(self.workers)
-        # Known when all have met: this rank's device, the names of all ranks' devices, how many ranks are on this host.
+        # Set by join(): this rank's device, the names of all ranks' devices, and how many ranks are on this host.
         self.device, self.devices, self.ranks_here = None, [], None
         self.spawned = parent_port is not None
         self.address = ("127.0.0.1", parent_port) if self.spawned else (args.master_addr, args.master_port)
         self.holds_store = rank == 0 and not self.spawned and not args.torchrun
         self.holder = "the starting process" if self.spawned else "torchrun" if args.torchrun else self.names[0]
-        self.main_store = self.beat_store = None  # two connections: on one the main thread may wait for long
+        # Two connections to the store: the main thread may wait on its own for long, so the heartbeats need another.
+        self.main_store = self.beat_store = None
         self.watch = Watch(rank, args.world_size, self, args.torchrun)
-        self.ending = threading.Lock()  # held by the thread that ends this process
+        self.ending = threading.Lock()  # taken by the thread that ends this process, and never released
 
-        self.lost = {}  # rank -> why; it only grows, and may be read on any thread
-        self.lock = threading.Condition()  # guards the next, and that `lost` grows, which it notifies of
-        self.place = None  # where this rank waits for the others
-        self.meetings = 0
-        self.callback = None  # on_lost's
-        self.telling = threading.Lock()  # held while the callback runs: one loss after the other
-        self.failed = None  # why this rank itself did, if so
+        self.lost = {}  # rank -> why; entries are only added, and any thread may read it
+        self.lock = threading.Condition()  # guards `place` and additions to `lost`; notified of each addition
+        self.place = None  # the name of the meeting in which this rank waits for the others
+        self.meetings = 0  # how often wait_for_all() was called
+        self.callback = None  # the argument of on_lost()
+        self.telling = threading.Lock()  # held while the callback runs, so that losses are handled one after another
+        self.failed = None  # why this rank itself has failed, or None
 
     # ------------------------------------------------------------------------------------------ what run_worker uses
 
     def rpc_options(self, **kwargs):
-        """Return TensorPipeRpcBackendOptions that meet on this job's own store; `kwargs` go to torch."""
+        """Return the options for init_rpc, which then uses this job's store.  `kwargs` are passed to torch."""
         transport = self.args.transport
-        # TensorPipe's shm transport is fast but keeps a core busy per rank even when idle; uv (TCP) sleeps.  And its
-        # basic channel sends tensors with their message, where the default reads them from the peer's memory.  torch
-        # has no public name for either choice, hence the underscores.
+        # TensorPipe's transport shm is fast, but keeps one core per rank busy even if there are no messages; uv (TCP)
+        # sleeps.  The channel "basic" sends tensors together with their message.  The default channel reads them from
+        # the peer's memory instead.  torch has no public name for either option, hence the underscores.
         kwargs["_transports"] = built_in("_transports", ["shm", "uv"] if transport == "shm" else ["uv"])
-        # All channels for CPU tensors, in torch's own order.  Unnamed, it makes those for CUDA as well: they fail where
-        # the driver is too old or ranks see different GPUs, and poll where there is InfiniBand, and nothing uses them.
+        # All channels for CPU tensors, in torch's own order.  Without this option torch also creates the channels for
+        # CUDA, which nothing uses.  They fail if the driver is too old or if ranks see different GPUs, and they poll if
+        # there is InfiniBand.
         channels = ["basic"] if transport in ("shm", "tcp") else ["cma", "mpt_uv", "basic"]
         kwargs["_channels"] = built_in("_channels", channels)
-        meet_here = (self.store("rpc"), self.rank, self.world_size)
-        dist.register_rendezvous_handler("job", lambda *_, **__: iter([meet_here]))
+        meeting_point = (self.store("rpc"), self.rank, self.world_size)
+        dist.register_rendezvous_handler("job", lambda *_, **__: iter([meeting_point]))
         return rpc.TensorPipeRpcBackendOptions(init_method="job://", rpc_timeout=self.args.rpc_timeout, **kwargs)
 
     def store(self, prefix):
-        """Return a store of the job's own for `dist.init_process_group(store=...)`."""
+        """Return a store for `dist.init_process_group(store=...)`, with keys of its own for each prefix."""
         return dist.PrefixStore(prefix, self._client())
 
     def wait_for_all(self):
-        """Return when every living rank has called this.  A rank that dies instead ends the job, or is lost."""
+        """Return when every living rank has called this.
+
+        If a rank dies before its call, the job ends, or goes on without that rank (--on_lost continue).
+        """
         self.meetings += 1
         self.meet(f"meeting{self.meetings}")
 
     def on_lost(self, first, callback=None):
-        """With --on_lost continue: from here on the job goes on without a rank >= `first` that is lost, until the last.
+        """With --on_lost continue: from now on, if a rank >= `first` is lost, the job goes on without it.
 
-        Every rank calls this after init_rpc; it returns when all have.  `callback(rank)` is called once for each loss,
-        on a thread of its own, and returns a few words on what becomes of the lost one's work, or "".
+        The job still ends when none of these ranks would be left.  Every rank calls this after init_rpc; it returns
+        when all have called it.  `callback(rank)` is called once for each loss, on a thread of its own.  It returns a
+        few words about what happens to the lost rank's work, or "".
         """
         if self.args.on_lost == "continue":
             self.callback = callback
-            self.wait_for_all()  # RPC could not have begun without all of them
+            self.wait_for_all()  # before all have returned from init_rpc, RPC needs every rank
             ending.can_go_on_without(self.main_store, range(first, self.world_size))
 
     def lose(self, rank, error):
-        """Go on without `rank`, whose answer to a call was `error`: it has failed, or is gone.  Returns at once."""
+        """Go on without `rank`, because a call to it has raised `error`.  Returns at once.
+
+        Ends the job instead if the job cannot go on without `rank`.
+        """
         threading.Thread(target=self._lose, args=(rank, error), daemon=True).start()
 
-    # --------------------------------------------------------------------------------------------- coming and leaving
+    # -------------------------------------------------------------------------------------------- joining and leaving
 
     def join(self):
-        """Meet the other ranks.  From here on this rank is watched, and watches."""
+        """Meet the other ranks.  During this call the heartbeats of this rank begin."""
         self.watch.start_signals()
         gpus = start_cuda(self.args.device, self.rank in self.args.device_ranks)
         meeting = Meeting(self.rank, self.args, self.names, self.holder, self.spawned)
@@ -104,7 +114,7 @@ class Job:
             self.server = hold_store(self.address)
         else:
             meeting.wait_for_store(self.address)
-        # Some other program that listens there may never answer. A store answers soon.
+        # If another program listens at this address, it may never answer.  A store answers within seconds.
         self.main_store = within(min(30.0, self.args.join_timeout), self._client)
         if self.main_store is None:
             meeting.give_up(1, f"what listens at {meeting.where} is not {self.holder} (choose another --master_port)")
@@ -117,10 +127,10 @@ class Job:
         hellos, why = meeting.wait_for_hellos(self.main_store)
         if why:
             self.end(End("missing", self.rank, why))
-        self._know_everybody(hellos)
+        self._use_hellos(hellos)
 
-    def _know_everybody(self, hellos):
-        """Take note of the ranks' hosts and devices, and take this rank's share of its host."""
+    def _use_hellos(self, hellos):
+        """Learn the hosts and devices of all ranks, and take this rank's share of its host's cores."""
         hosts = [hello["host"] for hello in hellos]
         if len(set(hosts)) > 1 and self.address[0].startswith("127."):
             why = f"{self.address[0]} is a loopback address, and there are ranks on {', '.join(sorted(set(hosts)))}"
@@ -128,19 +138,19 @@ class Job:
             self.end(End("failed", self.rank, f"{why}: {advice}"))
         self.devices = devices_of(hellos)
         self.device = torch.device(self.devices[self.rank])
-        torch.zeros(1, device=self.device)  # a GPU's first use takes seconds: not in the middle of the work
+        torch.zeros(1, device=self.device)  # the first use of a GPU takes seconds, so do it before the work begins
         self.ranks_here = hosts.count(socket.gethostname())
         share_cores(self.ranks_here)
 
     def start_trace(self):
-        """Record this rank's RPCs, if rank 0 was given --trace.  After join, before init_rpc."""
+        """Record this rank's RPCs if rank 0 was given --trace.  Called after join, before init_rpc."""
         if self.rank == 0:
             self.main_store.set("trace/wanted", self.args.trace or "")
         if self.main_store.get("trace/wanted"):
             trace.start(self.rank, self.workers)
 
     def leave(self):
-        """Say that this rank's work is done and its RPC shut down; return when every rank has said so."""
+        """Report that this rank has done its work and shut down RPC; return when every living rank has reported it."""
         self._hand_in_trace(self.main_store)
         self.watch.say_left()
         self.meet("left")
@@ -148,7 +158,7 @@ class Job:
         self._store_leaves_last(watch.LOST_AFTER_SECONDS)
 
     def meet(self, place):
-        """Return when every living rank has come to `place`."""
+        """Return when every living rank has called this with the same `place`, the name of a meeting."""
         self.main_store.set(f"{place}/{self.rank}", "")
         with self.lock:
             self.place = place
@@ -158,10 +168,10 @@ class Job:
     def _client(self):
         patience = timedelta(seconds=min(60.0, self.args.join_timeout))
         client = dist.TCPStore(*self.address, is_master=False, wait_for_workers=False, timeout=patience)
-        return dist.PrefixStore(f"attempt{self.args.restarts}", client)  # a restarted job meets no stale keys
+        return dist.PrefixStore(f"attempt{self.args.restarts}", client)  # a restarted job must not read old keys
 
     def _hand_in_trace(self, store, end=None):
-        """Hand in what this rank has recorded, if anything.  Rank 0 writes --trace, unless a starting process will."""
+        """Put this rank's recording into the store.  Rank 0 also writes --trace, unless the ranks were spawned."""
         trace.hand_in(store)
         if self.args.trace and self.rank == 0 and not self.spawned:
             patience = 3 if end else 60
@@ -171,28 +181,28 @@ class Job:
 
     def _lose(self, rank, error):
         if ending.is_connection_trouble(error):
-            with self.lock:  # its missing heartbeat says why
-                self.lock.wait_for(lambda: rank in self.lost, self.watch.seconds_until_silence_is_told())
+            with self.lock:  # if a heartbeat is missed meanwhile, that reason is better than `error`
+                self.lock.wait_for(lambda: rank in self.lost, self.watch.seconds_until_a_loss_is_known())
         self.drop(rank, ending.of_exception(error, rank).why, "failed")
 
     def drop(self, rank, why, kind="lost"):
-        """Go on without `rank` if this job can, else end it."""
+        """Go on without `rank` if the job can; otherwise end the job."""
         if not ending.drop(self.beat_store, rank, why):
             self.end(End(kind, rank, why))
 
     def see(self, losses):
-        """Take note of who is lost by now, {rank: why}.  Called on the heartbeat's thread."""
+        """Learn from the store which ranks are lost: `losses` is {rank: why}.  Called on the heartbeat's thread."""
         for rank in losses.keys() - self.lost.keys():
             if rank == self.rank:
-                self.leave_alone(self.excuse() or losses[rank])
+                self.leave_alone(self.reason_to_leave_alone() or losses[rank])
             with self.lock:
                 self.lost[rank] = losses[rank]
-                self.beat_store.set(f"{self.place}/{rank}", "lost")  # wait for it no longer
+                self.beat_store.set(f"{self.place}/{rank}", "lost")  # so that this rank stops waiting for it
                 self.lock.notify_all()
             threading.Thread(target=self._tell, args=(rank, losses[rank]), daemon=True).start()
 
-    def excuse(self, end=None):
-        """Return why this rank leaves alone a job that goes on without it, or None where it does not."""
+    def reason_to_leave_alone(self, end=None):
+        """Return the reason if the job goes on without this rank, which must then leave alone; otherwise None."""
         if why := ending.lost(self.beat_store).get(self.rank):
             return why if why == self.failed else f"the others have gone on without it: {why}"
         if end and end.rank == self.rank:
@@ -212,31 +222,35 @@ class Job:
     # -------------------------------------------------------------------------------------------------------- ending
 
     def fail(self, error):
-        """End the job because of an exception in this rank, or one that a remote call brought back."""
+        """End this process because of an exception.  The job ends too, unless it can go on without this rank."""
         if self.args.debug:
             traceback.print_exception(error)
         if self.watch.is_beating() and ending.is_connection_trouble(error):
-            # The missing heartbeat of the rank that is gone will name it, and this process then ends meanwhile.
+            # Probably another rank is gone.  Wait until its heartbeat is missed, because then its name is known.  The
+            # heartbeat's thread then ends this process during the wait, or the job goes on without that rank.
             with self.lock:
                 known = len(self.lost)
-                self.lock.wait_for(lambda: len(self.lost) > known, self.watch.seconds_until_silence_is_told())
+                self.lock.wait_for(lambda: len(self.lost) > known, self.watch.seconds_until_a_loss_is_known())
         end = ending.of_exception(error, self.rank)
-        if self.beat_store and (why := within(2, lambda: self.excuse(end))):
+        if self.beat_store and (why := within(2, lambda: self.reason_to_leave_alone(end))):
             self.leave_alone(why)
         self.end(end)
 
     def leave_alone(self, why):
-        """End this process.  The job goes on without it."""
+        """End this process, while the job goes on without it."""
         self.ending.acquire()
         within(4, lambda: self._hand_in_trace(self.beat_store))
         leave_now(1, f"{self.names[self.rank]}: {why}")
 
     def end(self, end, mine=True):
-        """Tell the other ranks (the first End given is the job's), print this rank's line, and leave at once."""
-        self.ending.acquire()  # never released: the process ends below
+        """End this process, and the job: write `end` into the store, print this rank's line, and leave at once.
+
+        If the store has an End already, that one is printed.  `mine` is False if `end` was read from the store.
+        """
+        self.ending.acquire()  # never released, because the process ends below
         signal.setitimer(signal.ITIMER_REAL, 0)
         store = None if end.rank == ending.STORE_HOLDER else self.beat_store
-        if mine and store:  # with a time limit: the process that holds the store may be dying
+        if mine and store:  # with a time limit, because the process that holds the store may be dying
             first = within(2, lambda: ending.claim(store, end)) or end
             mine, end = first == end, first
         ending.print_error(ending.line(end, self.rank, self.names, self.holder, self.spawned, mine))
@@ -246,10 +260,10 @@ class Job:
         leave_now(end.status)
 
     def _store_leaves_last(self, seconds, absent=frozenset()):
-        """Say that this rank has read how the job ends; the one that holds the store waits until all others have."""
+        """Report that this rank has read how the job ends.  The rank that holds the store waits for these reports."""
         if not self.holds_store:
             within(1, lambda: self.beat_store.set(f"end_read/{self.rank}", ""))
             return
         others = set(range(self.world_size)) - {self.rank} - absent - self.lost.keys()
-        with contextlib.suppress(RuntimeError):  # one of them is lost as well
+        with contextlib.suppress(RuntimeError):  # raised if one of them is lost as well
             self.beat_store.wait([f"end_read/{rank}" for rank in others], timedelta(seconds=seconds))

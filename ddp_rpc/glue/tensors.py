@@ -1,4 +1,4 @@
-"""Tensors: on which device, with how many threads, how they cross the wire, and from which random numbers they come.
+"""Devices, intra-op threads, tensors on the wire, memory, and random numbers.
 
 Runs in every process.
 """
@@ -15,21 +15,24 @@ import torch.distributed.rpc as rpc
 
 
 def why_no_gpu():
-    """Return why torch can use no GPU here, in one line, or "" where it can.  Starts CUDA, but uses no GPU yet."""
+    """Return one line that says why torch can use no GPU on this machine, or "" if it can.
+
+    Starts CUDA, but does not use a GPU yet.
+    """
     with warnings.catch_warnings():
-        # Two lines with a path; what is returned below says the same.
+        # These warnings take two lines with a path.  The line that is returned below has the same information.
         warnings.filterwarnings("ignore", message="CUDA initialization|Can't .*(NVML|nvml)")
         if torch.cuda.is_available():
             return ""
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # the latter: this torch is built without CUDA
+    except (RuntimeError, AssertionError) as error:  # AssertionError: this torch is built without CUDA
         return " ".join(str(error).split())
     return "torch.cuda.is_available() is False"
 
 
 def gpu_names():
-    """Return (the name of each GPU here, ""), or ([], why torch can use none, in one line)."""
+    """Return (the names of this machine's GPUs, ""), or ([], one line that says why torch can use no GPU)."""
     if why := why_no_gpu():
         return [], why
     try:
@@ -39,24 +42,25 @@ def gpu_names():
 
 
 def start_cuda(device, computes):
-    """Start CUDA in this process; return how many GPUs this rank may use: 0 unless it `computes`, and on CUDA.
+    """Start CUDA in this process; return how many GPUs this rank may use, 0 if it does not compute on a GPU.
 
-    Called before this rank has a heartbeat: it may take seconds, during which no other thread runs Python.  A rank on
-    the CPU starts it as well, for torch would: init_rpc and the first backward() count the GPUs.
+    Starting CUDA may take seconds, during which no other thread runs Python.  So this is called before the heartbeats
+    begin.  A rank on the CPU starts CUDA too, because otherwise torch would do so later: init_rpc and the first
+    backward() count the GPUs.
     """
     why = why_no_gpu()
     if device != "cuda" or not computes:
         return 0
     if why:
         raise RuntimeError(f"--device cuda: {why}")
-    torch.cuda.init()  # what counts from now on is what CUDA sees, and not what the driver's library says: MIG
+    torch.cuda.init()  # afterwards device_count() asks CUDA, not the driver's library; they can differ (MIG)
     return torch.cuda.device_count()
 
 
 def devices_of(hellos):
-    """Return each rank's device, as a string, from what the ranks said when they met: their host, and their GPUs.
+    """Return each rank's device, as a string.  `hellos`: by rank, a dict with its "host" and its number of "gpus".
 
-    The ranks of a host take its GPUs in turn, and share them where there are few.
+    The ranks of a host are dealt to its GPUs in turn.  If there are more ranks than GPUs, ranks share a GPU.
     """
     devices, ranks_before = [], Counter()
     for hello in hellos:
@@ -71,7 +75,7 @@ def devices_of(hellos):
 def built_in(option, names):
     """Return those of TensorPipe's `names` that this build of torch has.  `option`: _transports or _channels.
 
-    There is no list to ask: torch refuses a name that it does not have (shm and cma are for Linux).
+    torch has no list of them, so each name is tried: torch refuses unknown ones (shm and cma exist only on Linux).
     """
     known = []
     for name in names:
@@ -82,28 +86,31 @@ def built_in(option, names):
 
 
 def to_wire(tensor):
-    """Return `tensor` as it crosses RPC: on the CPU, always.  Every tensor that is sent passes here.
+    """Return `tensor` on the CPU.  Called for every tensor that is sent by RPC.
 
-    torch's documentation calls RPC's CUDA support beta and discourages it for RRef, distributed autograd and optimizer.
-    Autograd follows this copy, and the .to(device) at the other end, by itself.
+    torch's documentation calls RPC's CUDA support beta; it discourages it for RRef, distributed autograd and optimizer.
+    Autograd follows this copy to the CPU, and the receiver's .to(device), without further code.
     """
     return tensor.cpu()
 
 
 def usable_cores():
-    """Return how many cores this process may use: OMP_NUM_THREADS of them, if set, else all that it may run on."""
+    """Return how many cores this process may use: OMP_NUM_THREADS if it is set, otherwise all on which it may run."""
     wanted = None if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get("OMP_NUM_THREADS")  # torchrun sets it to 1
     return int(wanted or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))
 
 
 def share_cores(workers):
-    """Give this process's tensor operations its share of the cores, if so many processes work here at once."""
+    """Set the number of intra-op threads to this process's share of the cores.
+
+    `workers`: how many processes on this host compute at the same time.
+    """
     torch.set_num_threads(max(1, usable_cores() // workers))
 
 
 @contextlib.contextmanager
 def all_cores():
-    """Take every core while the block runs: for work that all others wait for, like an evaluation."""
+    """Use all cores while the block runs: for work during which the other ranks wait, such as an evaluation."""
     before = torch.get_num_threads()
     share_cores(1)
     try:
@@ -113,10 +120,11 @@ def all_cores():
 
 
 def keep_freed_memory():
-    """Let this process keep freed memory for its next tensors (before other threads start; glibc only, else no effect).
+    """Let malloc keep freed memory for the next tensors.  Must be called before other threads start.
 
-    By default malloc returns large blocks to the kernel, and each iteration pays for faulting them in again: a fifth of
-    the time of the small models here.  The benches call this too.
+    By default malloc returns large blocks to the kernel, and each iteration pays for the page faults when it gets them
+    again: a fifth of the time of this repository's small models.  It has an effect only with glibc.  The programs in
+    bench/ call it too.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -125,17 +133,20 @@ def keep_freed_memory():
 
 
 def seed_for(seed, *parts):
-    """Return a 63-bit seed for one stream of random numbers: from --seed and, say, a rank; well mixed, repeatable."""
+    """Return a 63-bit seed for one stream of random numbers.
+
+    It is a hash of `seed` (the flag --seed) and `parts` (for example the rank), so it is the same in every run.
+    """
     text = ",".join(map(str, (seed, *parts)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def dropout_mask(shape, p, *key, dtype=torch.float32):
-    """Return a mask of dropout, on the CPU: 0 with probability `p`, and otherwise 1 / (1 - p).
+    """Return a dropout mask, on the CPU.  Its elements are 0 with probability `p`, otherwise 1 / (1 - p).
 
-    It depends on the `key` alone (numbers and strings: a seed, a step, a layer).  torch's own dropout takes the next
-    numbers of a generator that all threads of the process share, so that with several RPC threads, or after a restart,
-    the masks would be others; and a GPU would draw others than a CPU.
+    It depends on `key` alone: numbers and strings, such as a seed, a step and a layer.  torch's own dropout takes the
+    next numbers of a generator that all threads of the process share.  So its masks would be different with several RPC
+    threads, after a restart, or on a GPU.
     """
     generator = torch.Generator().manual_seed(seed_for(*key))
     return torch.empty(shape, dtype=dtype).bernoulli_(1 - p, generator=generator).div_(1 - p)

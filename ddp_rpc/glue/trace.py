@@ -1,10 +1,11 @@
-"""For `--trace FILE` every RPC of this process is counted, and recorded on both sides of the wire.
+"""`--trace FILE`: count every RPC of this process, and record it at the caller and at the callee.
 
-Runs in every process of a job whose rank 0 was given --trace.  There, and only there, functions of torch are replaced:
-torch has no public way to see every call that a process makes and serves, and to send a number along with it.
+Runs in every process of a job whose rank 0 was given --trace.  Functions of torch are replaced only in such a job,
+because torch has no public way to see every call that a process makes or serves, and to add a number to it.
 
-What is recorded are bars: a call, from here until its answer; a call that was served here; a wait; a step.  A call's
-number travels with it, so that timeline.py can join the caller's bar and the callee's.
+The recording consists of bars.  A bar is a period of time on one thread: a call, from its start until its answer; the
+serving of a call; a wait; a step.  Each call sends its number along, so that timeline.py can match the caller's bar
+with the callee's.
 """
 
 import collections
@@ -23,13 +24,13 @@ import torch.distributed.autograd as dist_autograd
 from torch.distributed.rpc import api, internal
 
 NUMBER = "number of this call in the trace"  # no program has a keyword argument of this name
-MOST_BARS = 200_000  # of all ranks together, with two ends of arrows for each: less than a million events in a file
+MOST_BARS = 200_000  # of all ranks together; with the events for the arrows, less than a million events in a file
 
-_recorder = None  # the Recorder of this process, if its job is recorded
+_recorder = None  # the Recorder of this process, or None if the job is not recorded
 
 
 def start(rank, names):
-    """From here on record every RPC of this rank.  `names`: all workers' names.  Called before init_rpc."""
+    """Begin to record every RPC of this rank.  `names`: the worker names of all ranks.  Called before init_rpc."""
     global _recorder
     _recorder = Recorder(rank, names)
     _recorder.count_calls_made()
@@ -44,16 +45,17 @@ def is_recording():
 
 
 def calls_so_far():
-    """Return how many RPCs this process has made, and served for others: 0 where they are not counted.
+    """Return how many RPCs this process has made, and served for others; 0 if the job is not recorded.
 
-    torch's own are left out (of which type is this RRef?), and so are built-in operators served, which C++ runs.
+    Two kinds are left out: torch's internal RPCs (for example, to ask for the type of an RRef), and built-in operators
+    that were served, because C++ runs them.
     """
     return _recorder.calls if _recorder else 0
 
 
 @contextlib.contextmanager
 def bar(kind, name):
-    """Record the block as a bar of this thread, a "step", "work" or "wait", if this job is recorded."""
+    """If the job is recorded, record the block as a bar of this thread.  `kind`: "step", "work" or "wait"."""
     if _recorder is None:
         yield
         return
@@ -65,28 +67,32 @@ def bar(kind, name):
 
 
 def hand_in(store):
-    """Put what this rank has recorded into the store.  What happens afterwards is not recorded."""
+    """Put this rank's recording into the store.  Nothing is recorded afterwards."""
     if _recorder is not None and not _recorder.closed:
         _recorder.closed = True
         store.set(f"trace/{_recorder.rank}", _recorder.packed())
 
 
 class Recorder:
-    """The bars of one process: Chrome's trace events, but times in ns, and "tid" is the thread."""
+    """Records the bars of one process, as events of Chrome's trace format, but with times in nanoseconds.
+
+    "tid" is the thread in which the bar was recorded.
+    """
 
     def __init__(self, rank, names):
         self.rank, self.names = rank, names
-        self.bars = collections.deque(maxlen=MOST_BARS // len(names))  # the last ones are kept
+        self.bars = collections.deque(maxlen=MOST_BARS // len(names))  # when it is full, the oldest bars are dropped
         self.numbers = itertools.count(rank << 40)
         self.calls = 0
         self.lock = threading.Lock()  # guards `calls`
         self.closed = False
-        # What the steps of one call hand on to each other, in the thread that makes it: `call`, its (kind, callee's
-        # rank); `sent`, its bar; and `awaited`, the bar of a call for whose answer the thread waits next.
+        # A call passes through several of the functions below, all on the thread that makes it.  They exchange these
+        # attributes: `call`, its (kind, callee's rank); `sent`, its bar; and `awaited`, the bar of a call for whose
+        # answer this thread waits next.
         self.thread = threading.local()
 
     def begin(self, kind, name, **args):
-        """Begin a bar of this thread; return it."""
+        """Begin a bar on the current thread, and return it."""
         begun = {"ph": "X", "pid": self.rank, "tid": threading.get_ident(), "cat": kind, "name": name, "args": args}
         begun["ts"] = time.time_ns()
         if not self.closed:
@@ -94,7 +100,7 @@ class Recorder:
         return begun
 
     def count(self, func):
-        """Count a call of `func`, made or served, unless it is torch's own."""
+        """Count a call of `func` that was made or served, unless it is an internal call of torch."""
         name = getattr(func, "__name__", "")
         module = getattr(func, "__module__", None) or ""
         if not module.startswith("torch.distributed.rpc") or name.startswith("_local_invoke"):
@@ -104,17 +110,17 @@ class Recorder:
     # ------------------------------------------------------------------------------------------------- calls made
 
     def count_calls_made(self):
-        """Each call that is made passes torch's profiler first, which says of what kind it is, and to which worker."""
+        """First, each call that is made enters torch's profiler, which has its kind and the worker that is called."""
         api._enable_rpc_profiler = functools.partial(self._note_call, api._enable_rpc_profiler)
 
     def number_calls_made(self):
-        """Then its function and arguments are packed, to which a number is added, and its message is sent."""
+        """Then the call's function and arguments are packed, together with its number, and the message is sent."""
         api.PythonUDF = functools.partial(self._number_call, api.PythonUDF)
         for name in ("_invoke_rpc_python_udf", "_invoke_remote_python_udf"):
             setattr(api, name, functools.partial(self._send_call, getattr(api, name)))
 
     def _note_call(self, plain, should_profile, qualified_name, func, rpc_type, worker):
-        if worker.id != self.rank:  # a call to itself is counted where it is served, which is here
+        if worker.id != self.rank:  # a call to this rank itself is counted when it is served
             self.count(func)
         self.thread.call = rpc_type.value, worker.id
         return plain(should_profile, qualified_name, func, rpc_type, worker)
@@ -129,7 +135,7 @@ class Recorder:
         answer = plain(*message)
         begun = self.thread.sent
         if begun["cat"] == "sync":
-            self.thread.awaited = begun  # it ends in the wait that follows
+            self.thread.awaited = begun  # this bar ends when the wait that follows ends
             return answer
         future = answer._get_future() if begun["cat"] == "remote" else answer  # remote() returns an RRef
         future.add_done_callback(lambda _: _end(begun))
@@ -138,7 +144,7 @@ class Recorder:
     # ----------------------------------------------------------------------------------------------- calls served
 
     def watch_calls_served(self):
-        """Each call that is served passes here.  init_rpc looks this function up, once."""
+        """Each call that is served enters this function of torch, which init_rpc looks up once."""
         internal._run_function = functools.partial(self._serve_call, internal._run_function)
 
     def _serve_call(self, plain, call):
@@ -149,7 +155,7 @@ class Recorder:
         begun = self.begin("run", _name(call.func, call.args), call=number)
         result = plain(call)
         _end(begun)
-        if isinstance(result, torch._C.Future):  # of async_execution: the answer leaves when somebody completes it
+        if isinstance(result, torch._C.Future):  # async_execution: the answer leaves when this Future is completed
             held = self.begin("held", begun["name"], call=number)
             result.add_done_callback(lambda _: _end(held))
         return result
@@ -157,7 +163,7 @@ class Recorder:
     # --------------------------------------------------------------------------------------------- waits and work
 
     def watch_waits_and_work(self):
-        """Each wait for a Future passes here, each backward pass, and each step of a DistributedOptimizer."""
+        """Record each wait for a Future, each distributed backward pass, and each step of a DistributedOptimizer."""
         plain_wait = torch._C.Future.wait
 
         def wait(future):
@@ -172,16 +178,16 @@ class Recorder:
 
         torch._C.Future.wait = wait
         dist_autograd.backward = bar("work", "backward")(dist_autograd.backward)
-        if optim := sys.modules.get("torch.distributed.optim"):  # only where it is used: it takes a second to load
+        if optim := sys.modules.get("torch.distributed.optim"):  # not imported if unused: that takes a second
             optim.DistributedOptimizer.step = bar("work", "optimizer step")(optim.DistributedOptimizer.step)
 
     # ------------------------------------------------------------------------------------------------- handing in
 
     def packed(self):
-        """Return all bars, as bytes for the store."""
+        """Return the recording as bytes for the store."""
         full = len(self.bars) == self.bars.maxlen
         bars = [dict(each) for each in list(self.bars)]
-        now = time.time_ns()  # one end for all that other threads are still in: these bars lie one in the other
+        now = time.time_ns()  # the same end for all open bars, so that nested bars stay nested
         for each in bars:
             if "dur" not in each:
                 each |= {"dur": now - each["ts"], "name": f"{each['name']} (unfinished)", "args": {}}
@@ -195,7 +201,7 @@ def _end(begun):
 
 
 def _name(func, args):
-    """Return the name of what a call runs: the method, say, not the helper of torch that is sent it."""
+    """Return the name of the function or method that a call runs, instead of the helper of torch that runs it."""
     name = getattr(func, "__name__", str(func))
     module = getattr(func, "__module__", None) or ""
     if name.startswith("_local_invoke"):  # rref.rpc_sync().method(...) is _local_invoke(rref, "method", ...)

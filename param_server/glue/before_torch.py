@@ -1,6 +1,7 @@
-"""What has to happen before torch is loaded.  Only a script that starts a job imports this, as its first line.
+"""What must happen before torch is imported.  A script that starts a job imports this module first.
 
-Runs in the process that was started, and (to no effect) in each spawned rank, which imports main.py as well.
+Runs in the process that the user started.  Each spawned rank imports main.py, and so this module, as well: in a rank
+it starts nothing.
 """
 
 import os
@@ -18,57 +19,59 @@ def leave_at_once(number, _frame):
 
 
 def start_fork_server():
-    """Start the process that ranks are forked from, unless it runs already.
+    """Start the fork server, the process from which all ranks are forked, unless it is running already.
 
-    It has loaded torch and this package and done nothing else.  So no rank has to load them again.
+    It imports torch and this package, and does nothing else.  So no rank has to import them again.
     """
     import multiprocessing.forkserver
     import multiprocessing.resource_tracker
 
-    # First torch, then what this package imports, and what each of torch's optimizers loads at its first step.
+    # torch first, then everything that main.py imports.  torch's optimizers import torch._dynamo at their first step.
     modules = ["torch.distributed.rpc", "main", "torch._dynamo"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
-    # Python starts this process and its resource tracker with `python -c`, which looks for every module in the current
-    # directory first.  There "main", or "random", may be a file of the user's, which must not be executed.  So they are
-    # started in this package's folder: there "main" is this package's (where the ranks work, each is told by itself).
+    # Python starts the fork server and the resource tracker with `python -c`, which looks for every module in the
+    # current directory first.  That directory may hold a "main.py" or "random.py" of the user's, which must not be
+    # executed.  So both are started in this package's folder, where "main" is this package's main.py.  This does not
+    # change the ranks' working directory: multiprocessing sends it to each rank.
     users_folder = os.getcwd()
     os.chdir(PACKAGE_FOLDER)
-    # It inherits the set of blocked signals, and so does each rank, which unblocks them when it handles them.
+    # The fork server inherits the blocked signals, and each rank inherits them from it.  A rank unblocks them once it
+    # handles them (watch.signals_as_bytes).
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        multiprocessing.resource_tracker.ensure_running()  # it unblocks some of them, hence once more:
+        multiprocessing.resource_tracker.ensure_running()  # unblocks some of them, so block them again
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         multiprocessing.forkserver.ensure_running()
-    except OSError as error:  # a TMPDIR whose name is too long for a socket in it, say
-        sys.exit(f"{os.path.basename(PACKAGE_FOLDER)}: no place for a socket in the temporary directory: {error}")
+    except OSError as error:  # for example, the name of TMPDIR is too long for a socket
+        sys.exit(f"{os.path.basename(PACKAGE_FOLDER)}: cannot make a socket in the temporary directory: {error}")
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         os.chdir(users_folder)
 
 
 def stop_fork_server():
-    """End the process that ranks are forked from (the ranks themselves stay), and remove its socket's folder."""
+    """Kill the fork server and remove the folder of its socket.  The ranks keep running."""
     if "multiprocessing.forkserver" in sys.modules:
         import multiprocessing
         import shutil
 
-        if pid := multiprocessing.forkserver._forkserver._forkserver_pid:  # it has no public name
+        if pid := multiprocessing.forkserver._forkserver._forkserver_pid:  # there is no public name for it
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(multiprocessing.process.current_process()._config.get("tempdir") or "", ignore_errors=True)
 
 
-if STARTED_HERE:  # loading torch takes seconds: until the job handles signals itself, they end this process quietly
+if STARTED_HERE:  # importing torch takes seconds; until the job handles signals itself, they end this process quietly
     for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # started in the background, or by nohup: not meant for us
+        if signal.getsignal(number) != signal.SIG_IGN:  # a shell's `&` and nohup set SIG_IGN: keep ignoring the signal
             signal.signal(number, leave_at_once)
 
-# When a rank dies, the RPC threads of the others each log it from C++, with a stack, beside the one line of the glue.
-# torch reads this level when it is loaded.
+# When a rank dies, each RPC thread of the other ranks logs this from C++, with a stack.  The glue prints one line
+# instead.  torch reads this level when it is imported.
 if "--debug" not in sys.argv:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 if STARTED_HERE:
     from glue.launchers import starts_ranks
 
-    if starts_ranks(sys.argv[1:]):  # now, so that the fork server loads torch while this process does
+    if starts_ranks(sys.argv[1:]):  # start it now: it imports torch while this process imports torch as well
         start_fork_server()

@@ -1,18 +1,18 @@
-"""Which rank this process is, where a launcher started it: torchrun, a plain env:// environment, Slurm or Open MPI.
+"""Read this process's rank from its launcher: torchrun, Slurm, Open MPI, or any that sets torch's env:// variables.
 
-Runs in every process, called from flags.py, and from before_torch.py.  An explicit --rank comes before all of these.
+Runs in every process, called from flags.py and before_torch.py.  The flag --rank has priority over all launchers.
 """
 
 import dataclasses
 import os
 import re
 
-QUARTET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torch's own env://; Kubeflow's PyTorchJob sets them
+QUARTET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of torch's env://; Kubeflow's PyTorchJob sets them
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One rank's place in its job; address and port are None where the launcher does not know them."""
+    """One rank's place in its job.  `address` and `port` are None if the launcher does not provide them."""
 
     launcher: str
     rank: int
@@ -22,18 +22,21 @@ class Place:
 
 
 def find_place(environ=os.environ):
-    """Return the Place that a launcher gave this process, or None.  Raises ValueError, one line, for half of one."""
+    """Return the Place that a launcher gave this process, or None if there is no launcher.
+
+    Raises ValueError, with one line for the user, if only some of the env:// variables are set.
+    """
     meeting = (environ.get("MASTER_ADDR"), int(environ["MASTER_PORT"]) if environ.get("MASTER_PORT") else None)
     if "RANK" in environ or "WORLD_SIZE" in environ:
         if missing := [name for name in QUARTET if not environ.get(name)]:
-            raise ValueError(f"the environment has a part of {', '.join(QUARTET)}, but not {', '.join(missing)}")
+            raise ValueError(f"the environment sets some of {', '.join(QUARTET)}, but not {', '.join(missing)}")
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment (RANK, WORLD_SIZE, ...)"
         return Place(launcher, int(environ["RANK"]), int(environ["WORLD_SIZE"]), *meeting)
-    # Before Slurm: mpirun starts its ranks through a Slurm step of its own, one task per host.
+    # Checked before Slurm, because mpirun starts its ranks through a Slurm step of its own, with one task per host.
     if "OMPI_COMM_WORLD_RANK" in environ:
         rank, world_size = (int(environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
         return Place("Open MPI", rank, world_size, *meeting)
-    # Also the batch script itself, and a shell, have a SLURM_PROCID, 0: what counts is a step with several tasks.
+    # A batch script and an interactive shell have SLURM_PROCID=0 too.  Only a step with several tasks starts ranks.
     tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
     if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ and tasks > 1:
         host = _first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost"))
@@ -43,28 +46,31 @@ def find_place(environ=os.environ):
 
 
 def ranks_of_this_torchrun(rank, environ=os.environ):
-    """Return the ranks that this rank's torchrun has started on this host: they follow each other."""
+    """Return the ranks that this rank's torchrun has started on this host, which are consecutive."""
     first = rank - int(environ.get("LOCAL_RANK", 0))
     return range(first, first + int(environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def with_underscores(word):
-    """Return this word of a command line with its flag spelled as here: "--world_size=3" for "--world-size=3"."""
+    """Return this word of a command line with underscores in its flag: "--world_size=3" for "--world-size=3"."""
     name, equals, value = word.partition("=")
     return name[:2] + name[2:].replace("-", "_") + equals + value if name.startswith("--") else word
 
 
 def starts_ranks(words, environ=os.environ):
-    """True if a main.py with this command line starts all ranks itself, as far as that shows before it is parsed."""
+    """Return whether a main.py with this command line will start all ranks itself.
+
+    This is an estimate, made before the command line is parsed.
+    """
     try:
         started_by_launcher = find_place(environ) is not None
-    except ValueError:  # it will be refused
+    except ValueError:  # the command line will be refused
         return False
     flags = {with_underscores(word).partition("=")[0] for word in words}
     return not started_by_launcher and not flags & {"--rank", "--check", "--help", "-h"}
 
 
 def _first_host(nodes):
-    """Return the first of Slurm's "node[03-07,9],other": node03."""
+    """Return the first host of a list in Slurm's notation: "node03" for "node[03-07,9],other"."""
     prefix, first, suffix = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodes).groups()
     return prefix + (first or "") + suffix

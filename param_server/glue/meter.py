@@ -1,4 +1,4 @@
-"""What the steps of a training loop cost the rank that runs it: time, RPCs, and bytes on the wire.
+"""Measure what each step of a training loop costs the rank that runs the loop: time, RPCs, bytes on the wire.
 
 Runs in the ranks that train.
 """
@@ -15,10 +15,10 @@ from glue import trace
 
 
 class Meter:
-    """What the steps of a training loop cost this rank.  The loop says `with meter.step():` around each of them."""
+    """The cost of a training loop's steps on this rank.  The loop puts each step into a block `with meter.step():`."""
 
     def __init__(self, transport, warm_up=0):
-        """`transport`: bytes are counted only where all of them are seen, with "tcp"; `warm_up`: steps not timed."""
+        """`transport`: bytes are counted only with "tcp", where all go through sockets; `warm_up`: steps not timed."""
         self.count_bytes = transport == "tcp" and hasattr(socket, "TCP_INFO")
         self.warm_up = warm_up
         self.steps = 0
@@ -45,9 +45,9 @@ class Meter:
             self.bytes += wire_bytes() - bytes_before
 
     def figures(self):
-        """Return what a summary says of it: RPCs made and served, and TCP bytes sent and received, by this rank.
+        """Return figures for --summary_json: RPCs that this rank made and served, bytes that it sent and received.
 
-        RPCs are counted only with --trace, and bytes only with --transport tcp; without them a figure is None.
+        RPCs are counted only with --trace, and bytes only with --transport tcp.  A figure that was not counted is None.
         """
         steps = max(1, self.steps)
         counted = trace.is_recording()
@@ -61,8 +61,8 @@ class Meter:
 def wire_bytes():
     """Return how many bytes this process has sent and received over TCP so far, on all sockets that are open now.
 
-    The kernel counts them (Linux, tcp(7): TCP_INFO).  With `--transport tcp` that is everything RPC moves; the other
-    transports move tensors between processes of one host through memory.
+    The kernel counts them (Linux, tcp(7): TCP_INFO).  With `--transport tcp` these are all bytes of RPC.  The other
+    transports move tensors through memory between processes of one host.
     """
     total = 0
     for connection in psutil.Process().net_connections("tcp"):

@@ -1,6 +1,7 @@
-"""`--check`: explain this machine before the first run.
+"""`--check`: print what a job would find on this machine.
 
-Runs instead of the scenario: in one process, or with `--rank R` in every rank, where they meet and try each other.
+Runs instead of the scenario.  Without `--rank` it runs in one process.  With `--rank R` it runs in every rank, and the
+ranks also meet and test the connections between them.
 """
 
 import socket
@@ -21,7 +22,10 @@ TRIES, SECONDS_TO_CONNECT = 50, 3.0
 
 
 def explain(args, devices=None):
-    """Print what a job would find on this machine; `devices` of the ranks, if they have met: then they use the port."""
+    """Print what a job would find on this machine.
+
+    `devices`: the ranks' devices, if the ranks have met already.  Then they use the port, and it is not checked.
+    """
     name = socket.gethostname()
     meeting = devices is not None
     print(f"host         {name}, which resolves to {_resolve(name)} (not used: ranks listen on one interface, by name)")
@@ -44,22 +48,26 @@ def explain(args, devices=None):
         devices = devices_of([{"host": name, "gpus": len(gpus) * (rank in on_gpu)} for rank in range(ranks)])
     places = ", ".join(dict.fromkeys(devices))
     print(f"GPUs         {len(gpus)} ({', '.join(gpus) or why}); --device {args.device}: ranks on {places}")
-    built = "built in" if dist.is_available() and rpc.is_available() else "NOT built in: no package here can run"
+    usable = dist.is_available() and rpc.is_available()
+    built = "built in" if usable else "NOT built in: no package of this repository can run"
     print(f"torch        {torch.__version__}, torch.distributed.rpc {built}")
     if not meeting:
         print(f"next         python {PACKAGE}/main.py --world_size {args.world_size}")
 
 
 def meet(job):
-    """Meet the other ranks: plain TCP first, because it says which pair fails; then RPC's round trip to each."""
+    """Try a TCP connection to each other rank, then measure the round trip of an RPC to each.
+
+    TCP comes first because its error names the two ranks between which there is no connection.
+    """
     if job.rank == 0 or not job.spawned:
         explain(job.args, job.devices)
     peers = [rank for rank in range(job.world_size) if rank != job.rank]
     broken = _connect_to_each(job, peers)
-    job.wait_for_all()  # all have tried; if one cannot reach another, the job ends here, before RPC would wait for it
+    job.wait_for_all()  # every rank has tried all others
     if broken:
         raise ConnectionError("; ".join(broken))
-    job.wait_for_all()
+    job.wait_for_all()  # not reached by a rank that has raised, so the job ends before init_rpc can hang
     rpc.init_rpc(job.workers[job.rank], rank=job.rank, world_size=job.world_size, rpc_backend_options=job.rpc_options())
     for rank in peers:
         times = []
@@ -74,7 +82,7 @@ def meet(job):
 
 
 def _connect_to_each(job, peers):
-    """Return, for each peer to which a TCP connection failed, a line that says why."""
+    """Return one line, with the reason, for each peer to which a TCP connection failed."""
     _, own = interface_towards(job.address[0])
     listener = socket.create_server((own, 0))
     store = job.store("check")
@@ -98,7 +106,7 @@ def _resolve(host):
 
 
 def _holder_of(port):
-    """Return who listens on this TCP port, as far as this user may see; "" if nobody does."""
+    """Return a description of the process that listens on this TCP port; "" if there is none, or it cannot be seen."""
     try:
         sockets = psutil.net_connections("tcp")
     except psutil.AccessDenied:  # macOS, without root

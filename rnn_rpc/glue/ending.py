@@ -1,7 +1,7 @@
-"""How a job ends before its work is done: a value, the line that each rank prints of it, and leaving.
+"""How a job ends before its work is done: the reason (End), the line that each rank prints, and ending the process.
 
-Runs in every rank and in the process that spawned them.  The first of them that notices it writes an End into the
-store.  All others find it there, and print it.
+Runs in every rank, and in the process that spawned the ranks.  The first process that notices a reason to end writes an
+End into the store.  All others read it from the store and print it.
 """
 
 import contextlib
@@ -16,48 +16,53 @@ import threading
 from glue import PermanentError, checkpoint
 
 PACKAGE = os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-STORE_HOLDER = -1  # in place of a rank: the process that holds the store
-# A key of the store.  Its value has "workers", the range of ranks that the job can lose as long as one of them is left,
-# and "lost": which of them are lost, and why.  Every rank reads it with every beat, so it is kept short.
+STORE_HOLDER = -1  # used instead of a rank for the process that holds the store
+# A key of the store.  Its value has two entries.  "workers" is a range of ranks: the job can lose all of them but one.
+# "lost" names those that are lost, each with the reason.  Every rank reads this key at every heartbeat, so the value is
+# kept short.
 LOSSES = "losses"
 NO_LOSSES = json.dumps({"workers": [0, 0], "lost": {}})
 CONNECTION_TROUBLE = re.compile(
     r"\beof\b|tensorpipe|connection|socket|ECONN|broken pipe|tim(ed?|e-) ?out|\b(Dist|TCP)Store", re.I
 )
 REMOTE_ERROR = re.compile(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\n")
-# If a served function raises an Exception, torch sends its text together with the rank.  These three are no Exceptions.
-# C++ sends their text alone, so the caller cannot know which of the ranks that it has called sent it.
+# If a served function raises an Exception, torch sends its text together with the rank.  These three are not subclasses
+# of Exception.  For them C++ sends the text alone, so the caller does not learn which rank sent it.
 SERVED_EXIT = re.compile(r"(SystemExit|KeyboardInterrupt|GeneratorExit): .*")
 
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """`kind`: one of "lost", "failed", "missing", "interrupted"; `rank`: where it happened; `why`: one line."""
+    """Why a job ends.
+
+    `kind` is "lost", "failed", "missing" or "interrupted".  `rank` is the rank to which it happened.  `why` is one line
+    for the user.
+    """
 
     kind: str
     rank: int
     why: str
-    again: bool = True  # whether a restart may help: not where the user must correct something first, such as a file
-    signal: int = 0  # the one that interrupted the job
+    again: bool = True  # whether a restart may help; False if the user must correct something first, such as a file
+    signal: int = 0  # the number of the signal that interrupted the job
 
     @property
     def status(self):
-        """The exit status of every rank that leaves because of this."""
+        """The exit status of every rank that ends for this reason."""
         return 128 + self.signal if self.kind == "interrupted" else 1
 
 
 def interrupted(rank, number):
-    """Return the End of a job that got this signal."""
+    """Return the End of a job that the signal `number` has interrupted."""
     return End("interrupted", rank, f"interrupted by {signal.Signals(number).name}", again=False, signal=number)
 
 
 def of_exception(error, rank):
     """Return the End for an exception that was raised in this rank, or that a remote call brought back."""
     if isinstance(error, SystemExit):
-        return End("failed", rank, f"it left in the middle of its work (sys.exit({error.code!r}))")
+        return End("failed", rank, f"it called sys.exit({error.code!r}) before its work was done")
     kind, cause = type(error).__name__, str(error)
     remote = list(REMOTE_ERROR.finditer(cause))
-    if remote:  # "On WorkerInfo(...):\n<repr>\n<traceback>", nested where calls were: the innermost is the cause
+    if remote:  # "On WorkerInfo(...):\n<repr>\n<traceback>", nested if calls were nested: the innermost is the cause
         rank = int(remote[-1][1])
         kind, _, cause = _last_line_of_traceback(cause[remote[-1].end() :]).partition(": ")
         kind = kind.rpartition(".")[2]  # a traceback names the module as well
@@ -65,12 +70,15 @@ def of_exception(error, rank):
         return End("failed", rank, f"a function that it called on another rank ended with {served_exit[0].strip()}")
     permanent = kind == PermanentError.__name__  # its text is written for the user
     line = cause if permanent else f"{kind}: {cause}"
-    line = " ".join(line.split()).partition(" Exception raised from ")[0]  # without the stack of C++
+    line = " ".join(line.split()).partition(" Exception raised from ")[0]  # remove the C++ stack
     return End("failed", rank, line, again=not permanent)
 
 
 def is_connection_trouble(error):
-    """Return whether this exception, or its cause, suggests that another rank is gone: a heartbeat will show which."""
+    """Return whether this exception, or one of its causes, suggests that another rank has died.
+
+    The exception does not reliably name that rank; its missing heartbeat does.
+    """
     while error:
         if isinstance(error, RuntimeError) and CONNECTION_TROUBLE.search(of_exception(error, 0).why):
             return True
@@ -79,49 +87,53 @@ def is_connection_trouble(error):
 
 
 def line(end, me, names, holder, spawned, mine):
-    """Return the line that rank `me` prints on stderr, or None where there is nothing to add.
+    """Return the line that rank `me` prints on stderr, or None if it prints nothing.
 
-    `names` of the ranks, `holder` of the store; `spawned`: all write to one terminal; `mine`: this rank has noticed.
+    `names`: the ranks as the user reads them; `holder`: the process that holds the store; `spawned`: whether all ranks
+    write to one terminal; `mine`: whether this rank was the first that noticed it.
     """
     about, why = holder if end.rank == STORE_HOLDER else names[end.rank], end.why
     if end.kind == "interrupted" or (end.rank == me and not mine and spawned):
-        return None  # in the second case the rank that received the exception has printed it
+        return None  # in the second case, the rank that received the exception prints the line
     if end.kind == "missing" or end.rank == me or (end.kind == "failed" and mine):
         return f"{names[me] if end.kind == 'missing' else about}: {why}"
-    if end.kind == "failed":  # one terminal has the cause already; in others it is repeated
+    if end.kind == "failed":  # if all ranks share one terminal, it shows the cause already
         why = "it failed" if spawned else f"it failed: {why}"
     return f"{names[me]}: lost {about}: {why}"
 
 
 def full_names(workers):
-    """Return each rank's name as users read it, from the workers' names by rank."""
+    """Return each rank's name as the user reads it: "rank 1 (observer1)".  `workers`: the worker names, by rank."""
     return [f"rank {rank} ({worker})" for rank, worker in enumerate(workers)]
 
 
 def claim(store, end):
-    """Write `end` into the store as the job's, unless there is one already; return the one that is there."""
+    """Write `end` into the store, unless the store has an End already.  Return the End that is in the store."""
     store.compare_set("end", "", "-")
     return read(store.compare_set("end", "-", json.dumps(dataclasses.asdict(end))))
 
 
 def read(value):
-    """Return the End in a value of the store, or None while the job goes on."""
+    """Return the End that this value of the store contains, or None if the job is still running."""
     return None if value == b"-" else End(**json.loads(value))
 
 
 def can_go_on_without(store, workers):
-    """From here on the job goes on without those of `workers`, a range of ranks, that are lost, until the last."""
+    """From now on, if a rank in the range `workers` is lost, the job goes on without it, unless none would be left."""
     store.compare_set(LOSSES, NO_LOSSES, json.dumps({"workers": [workers.start, workers.stop], "lost": {}}))
 
 
 def drop(store, rank, why):
-    """Let the job go on without `rank`; return False if it cannot: it needs this rank, or this is the last worker."""
+    """Let the job go on without `rank`.
+
+    Return False if that is impossible, because the job needs this rank or because it is the last worker.
+    """
     found = store.compare_set(LOSSES, "", NO_LOSSES)
     while True:
         losses = json.loads(found)
         workers = range(*losses["workers"])
         if str(rank) in losses["lost"]:
-            return True  # another rank has noticed it before
+            return True  # another rank has recorded the loss already
         if rank not in workers or len(losses["lost"]) == len(workers) - 1:
             return False
         losses["lost"][str(rank)] = why
@@ -132,17 +144,17 @@ def drop(store, rank, why):
 
 
 def lost(store):
-    """Return {rank: why} of the ranks that the job has gone on without."""
+    """Return {rank: why} for the ranks that the job has lost and gone on without."""
     return read_losses(store.compare_set(LOSSES, "", NO_LOSSES))
 
 
 def read_losses(value):
-    """Return {rank: why} from the store's value."""
+    """Return {rank: why} from the value of the key LOSSES."""
     return {int(rank): why for rank, why in json.loads(value)["lost"].items()}
 
 
-def say_at_the_end(lost, restarts, names):
-    """Print which ranks a job that has done its work went on without, and how often it was started again, if so."""
+def print_losses_and_restarts(lost, restarts, names):
+    """After a job has done its work, print which ranks it lost on the way, and how often it was restarted, if any."""
     if lost:
         print(f"The job finished without {', '.join(names[rank] for rank in sorted(lost))}.")
     if restarts:
@@ -150,11 +162,11 @@ def say_at_the_end(lost, restarts, names):
 
 
 def within(seconds, call):
-    """Return call(), or None if it takes longer or fails.  Its thread may go on after that."""
+    """Return call(), or None if it fails or takes more than `seconds`.  Its thread may go on after that."""
     answer = []
 
     def try_it():
-        with contextlib.suppress(RuntimeError):  # from a store that is gone
+        with contextlib.suppress(RuntimeError):  # raised if the store is gone
             answer.append(call())
 
     thread = threading.Thread(target=try_it, daemon=True)
@@ -169,16 +181,16 @@ def print_error(text):
 
 
 def leave_now(status, text=None):
-    """End this process at once, from any thread: other threads may be in calls that never return."""
+    """End this process at once.  May be called on any thread; other threads may be in calls that never return."""
     print_error(text)
     checkpoint.finish_writing(seconds=2)
-    with contextlib.suppress(OSError):  # the reader may be gone
+    with contextlib.suppress(OSError):  # the process that reads our output may have ended
         sys.stdout.flush()
     os._exit(status)
 
 
 def _last_line_of_traceback(text):
-    """Return "ValueError: ..." from the text of a remote exception: the last line that is not indented."""
-    kept = text.partition("\n\nAt:\n")[0].splitlines()  # pybind11 appends where it re-raised
+    """Return, from the text of a remote exception, its last line that is not indented: "ValueError: ..."."""
+    kept = text.partition("\n\nAt:\n")[0].splitlines()  # pybind11 appends the place where it raised it again
     lines = [line for line in kept if line and not line[0].isspace()]
     return lines[-1] if lines else text

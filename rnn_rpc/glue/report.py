@@ -14,19 +14,19 @@ from tqdm import tqdm
 from glue import PermanentError
 from glue.checkpoint import write_aside
 
-FEW_POINTS = 20  # of a curve: each of them is marked
-NOTHING_LEFT = "Nothing is left to do: the checkpoint is of a finished run."  # said after "Going on after ..."
+FEW_POINTS = 20  # a curve with at most so many points has a marker at each
+NOTHING_LEFT = "Nothing is left to do: the checkpoint is of a finished run."  # printed after "Going on after ..."
 
 tqdm.set_lock(threading.RLock())  # tqdm's own lock is a system-wide semaphore, which a killed process leaves behind
 
 
 class Report:
-    """The result of one run, as it grows: say() and scalar() while it works, close() at the end."""
+    """Collects the result of one run: say() and scalar() are called during the work, close() at the end."""
 
     def __init__(self, scenario, args):
         self.scenario, self.args = scenario, args
         self.started = time.perf_counter()
-        self.curves = {}  # name -> ([step, ...], [value, ...])
+        self.curves = {}  # name -> ([x, ...], [y, ...])
         self.writer = None
         if args.logdir:
             from torch.utils.tensorboard import SummaryWriter  # seconds to import, so only when asked for
@@ -39,11 +39,11 @@ class Report:
         sys.stdout.flush()
 
     def progress(self, total=None, unit="step"):
-        """Return a tqdm bar on a terminal; piped, it stays silent."""
+        """Return a tqdm progress bar, which prints nothing if stderr is not a terminal."""
         return tqdm(total=total, unit=unit, leave=False, dynamic_ncols=True, disable=not sys.stderr.isatty())
 
     def scalar(self, name, value, step):
-        """Note one point of a curve, for --logdir and --plot."""
+        """Record one point of the curve `name`, for --logdir and --plot."""
         steps, values = self.curves.setdefault(name, ([], []))
         steps.append(step)
         values.append(float(value))
@@ -51,11 +51,11 @@ class Report:
             self.writer.add_scalar(name, value, step)
 
     def close(self, plot, xlabel, floor=None, counts=None, **figures):
-        """Write --summary_json (with the scenario's own `figures`) and --plot.  Returns the summary.
+        """Write --summary_json, which includes the scenario's own `figures`, and --plot.  Returns the summary.
 
-        `plot`: {label of the vertical axis: {name of a curve: words for the legend}}, a panel for each axis; `floor`, a
-        (label, value) pair: a horizontal line in the last of them, for a known bound or target; `counts`, a (label,
-        {whole number: how often}) pair: a histogram beside them.
+        `plot`: {label of the vertical axis: {name of a curve: its text in the legend}}; each axis gets a panel.
+        `floor`: (label, value), drawn as a horizontal line in the last of these panels: a known bound or target.
+        `counts`: (label, {whole number: how often}), drawn as a histogram in a further panel.
         """
         args = self.args
         seconds = round(time.perf_counter() - self.started, 3)
@@ -74,11 +74,11 @@ class Report:
         from matplotlib.figure import Figure  # a second to import, so only when asked for
         from matplotlib.ticker import MaxNLocator
 
-        label, times = counts or ("", {})  # none in a run that had nothing left to do
+        label, times = counts or ("", {})  # empty if the run had nothing left to do
         widths = [7 if len(plot) == 1 else 5] * len(plot) + [3.5] * bool(times)
         figure = Figure((sum(widths), 4), layout="constrained")
         panels = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
-        for axes, (ylabel, curves) in zip(panels, plot.items(), strict=False):  # the histogram comes after them
+        for axes, (ylabel, curves) in zip(panels, plot.items(), strict=False):  # the histogram's panel is left over
             for name, words in curves.items():
                 steps, values = self.curves.get(name, ([], []))
                 axes.plot(steps, values, label=words, linewidth=1.2, marker="o" if len(steps) <= FEW_POINTS else None)
@@ -100,9 +100,10 @@ class Report:
 
 
 def staleness_figures(counts):
-    """Return what a summary says of staleness: its mean over all gradients, and the largest.
+    """Return the figures of a summary for staleness: the mean over all gradients, and the maximum.
 
-    `counts`: {staleness, the updates between reading weights and applying their gradient: how many gradients had it}.
+    `counts`: {staleness: how many gradients had it}.  Staleness is the number of updates between reading the weights
+    for a gradient and applying the gradient.
     """
     gradients = sum(counts.values())
     total = sum(staleness * count for staleness, count in counts.items())
@@ -111,8 +112,11 @@ def staleness_figures(counts):
 
 
 def check_finite(value, what, step, lower="--lr", at_most=float("inf")):
-    """Return `value` (a number, or a tensor of one); raise PermanentError if training diverged."""
+    """Return `value` as a number; raise PermanentError if it shows that training has diverged.
+
+    `value` is a number or a tensor with one element; `what`: its name for the user; `lower`: the flag to lower.
+    """
     value = value.item() if isinstance(value, torch.Tensor) else value
-    if not abs(value) <= at_most or value in (float("inf"), float("-inf")):  # NaN is not less than anything
+    if not abs(value) <= at_most or value in (float("inf"), float("-inf")):  # `not <=` is true for NaN as well
         raise PermanentError(f"step {step}: the {what} is {value:g}: training has diverged, try a lower {lower}")
     return value

@@ -1,7 +1,7 @@
-"""What `--trace FILE` leaves: all ranks' bars on one time line, for ui.perfetto.dev or as a picture, and a table.
+"""What `--trace FILE` writes: the bars of all ranks on one time axis, for ui.perfetto.dev or as a picture, and a table.
 
-Runs in the one process of a job that writes it: the starting process, or rank 0 of ranks started one by one.  The
-picture has a lane for each thread, dark where it works and pale where it waits, and the messages between them.
+Runs in one process of a job: the starting process, or rank 0 if the ranks were not spawned.  The picture has a lane for
+each thread, dark while the thread works and pale while it waits, and arrows for the messages between the lanes.
 """
 
 import collections
@@ -15,22 +15,23 @@ from datetime import timedelta
 from glue import ending
 from glue.checkpoint import write_aside
 
-LANES = ("main thread", "calls in flight", "RPC thread", "answers owed")  # of a rank, from above
-NO_THREAD = {"async": LANES[1], "remote": LANES[1], "held": LANES[3]}  # kinds of bars for which no thread waits
+LANES = ("main thread", "calls in flight", "RPC thread", "answers owed")  # the groups of a rank's lanes, from above
+NO_THREAD = {"async": LANES[1], "remote": LANES[1], "held": LANES[3]}  # kinds of bars during which no thread waits
 
 BAR_COLORS = {"waiting": "#c6dbec", "working": "#1d5b8c", "backward": "#7aa6c8"}
-STATES = {"backward": "backward", "run": "working", "step": "working", "work": "working"}  # by name or kind of a bar
-MESSAGE_COLORS = ("#d55e00", "#009e73", "#cc79a7", "#e69f00", "#000000")  # one for each process but the busiest
+STATES = {"backward": "backward", "run": "working", "step": "working", "work": "working"}  # by a bar's name or kind
+MESSAGE_COLORS = ("#d55e00", "#009e73", "#cc79a7", "#e69f00", "#000000")  # one for each process except the busiest
 ARROW = {"arrowstyle": "-|>", "linewidth": 0.9, "mutation_scale": 6, "shrinkA": 0, "shrinkB": 0}
-PAPER = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}  # below a name
-MOST_CALLS = 60  # in a picture
+PAPER = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}  # the background of a name
+MOST_CALLS = 60  # in one picture
 
 
 def collect(path, window, store, names, end=None, patience=0):
-    """Write --trace from what the ranks hand in (waiting so many seconds for it), and print a table.
+    """Read the ranks' recordings from the store, write the file of --trace to `path`, and print a table.
 
-    `window`: the first and the last step to draw, or None; `names`: all workers'; `end`: the End of a job whose work is
-    not done.  Raises OSError.
+    `window`: the numbers of the first and the last step to draw, or None; `names`: the worker names of all ranks;
+    `end`: the End, if the job's work is not done; `patience`: how many seconds to wait for the recordings.  Raises
+    OSError.
     """
     parts = _handed_in(store, len(names), end, patience)
     bars = [bar for part in parts.values() for bar in part["bars"]]
@@ -43,10 +44,10 @@ def collect(path, window, store, names, end=None, patience=0):
     print(table(names, calls))
     for host, (shift, error) in clocks.items():
         if error:
-            print(f"The clock of {host} was put right by {shift / 1e6:+.3f} ms, give or take {error / 1e6:.3f} ms.")
+            print(f"The clock of {host} was corrected by {shift / 1e6:+.3f} ms (error at most {error / 1e6:.3f} ms).")
     for rank, part in parts.items():
         if part["full"]:
-            print(f"--trace: {names[rank]} had more to record, these are the last {len(part['bars']):,} bars.")
+            print(f"--trace: {names[rank]} recorded too many bars; the last {len(part['bars']):,} are kept.")
     events = lay_out(names, bars, {rank: part["main"] for rank, part in parts.items()}) + arrows(calls)
     if end:
         last = max(map(end_of, bars), default=0)
@@ -61,19 +62,19 @@ def collect(path, window, store, names, end=None, patience=0):
 
 
 def _handed_in(store, world_size, end, patience):
-    """Return {rank: what it has handed in}, of those that have."""
+    """Return {rank: its recording} for the ranks that have handed one in."""
     lost = set(ending.lost(store))
     if end and end.kind == "lost":
         lost.add(end.rank)
     keys = {rank: f"trace/{rank}" for rank in range(world_size)}
     if patience:
-        with contextlib.suppress(RuntimeError):  # another is lost as well
+        with contextlib.suppress(RuntimeError):  # raised if another rank is lost as well
             store.wait([key for rank, key in keys.items() if rank not in lost], timedelta(seconds=patience))
     return {rank: json.loads(zlib.decompress(store.get(key))) for rank, key in keys.items() if store.check([key])}
 
 
 def in_microseconds(events):
-    """Turn the events' nanoseconds into the format's microseconds, from the first bar on."""
+    """Convert the events' times from nanoseconds to the file format's microseconds, counted from the first bar."""
     zero = min((event["ts"] for event in events if event["ph"] == "X"), default=0)
     for event in events:
         if "ts" in event:
@@ -87,9 +88,10 @@ def end_of(bar):
 
 
 def join(bars):
-    """Return (call, run, answered) of each call whose both sides are known: the caller's bar, and the callee's.
+    """Return (call, run, answered) for each call that was recorded at the caller and at the callee.
 
-    With the end of `answered` the answer leaves: `run`, or the bar of a Future that was completed later.
+    `call` is the caller's bar, `run` the callee's.  The answer leaves at the end of `answered`: this is `run`, or the
+    bar of a Future that was completed after `run`.
     """
     made, served, held = {}, {}, {}  # number of the call -> bar
     for bar in bars:
@@ -104,9 +106,10 @@ def join(bars):
 
 
 def line_up(calls, hosts):
-    """Return {host: (ns to add to its clock, by how much that may be wrong)}; the clock of the first host is right.
+    """Return {host: (ns to add to its clock, the largest error of this correction)}.
 
-    A call is served after it was sent, and before its answer is there: both bound the difference of two clocks.
+    The clock of the first host is taken as correct.  A call is served after it was sent, and before its answer arrives.
+    So each call gives a lower and an upper bound for the difference of two clocks.
     """
     bounds = {}  # (host, other host) -> (lowest, highest) number of ns to add to the other's clock
     for call, run, answered in calls:
@@ -116,7 +119,7 @@ def line_up(calls, hosts):
         _narrow(bounds, (one, other), low, high)
         _narrow(bounds, (other, one), -high, -low)
     clocks = dict.fromkeys(list(hosts.values())[:1], (0, 0))
-    for _ in hosts:  # from one host to the next
+    for _ in hosts:  # repeated, to reach hosts that have no calls with the first one
         for (one, other), (low, high) in bounds.items():
             if one in clocks and other not in clocks:
                 shift, error = clocks[one]
@@ -130,28 +133,34 @@ def _narrow(bounds, pair, low, high):
 
 
 def table(names, calls):
-    """Return a line for each caller, callee and function: the calls, and where the median one's milliseconds go."""
+    """Return a table with a line for each caller, callee and function.
+
+    Columns: the number of calls, and medians in milliseconds: of the whole call at the caller, of its part on the wire
+    and in queues, and of its part at the callee.
+    """
     groups = collections.defaultdict(list)
     for call, run, answered in calls:
         whole = call["dur"]
-        there = end_of(answered) - run["ts"]
-        groups[f"{names[call['pid']]} -> {names[run['pid']]}: {call['name']}"].append((whole, whole - there, there))
+        at_callee = end_of(answered) - run["ts"]
+        group = f"{names[call['pid']]} -> {names[run['pid']]}: {call['name']}"
+        groups[group].append((whole, whole - at_callee, at_callee))
     width = max(map(len, groups), default=26)
     lines = [f"{'RPCs, median milliseconds':<{width}}   calls   at caller  wire, queue   at callee"]
-    for who, times in sorted(groups.items()):
+    for group, times in sorted(groups.items()):
         medians = ""
         for column in range(3):
             medians += f"{statistics.median(row[column] for row in times) / 1e6:>12.3f}"
-        lines.append(f"{who:<{width}}{len(times):>8,}{medians}")
+        lines.append(f"{group:<{width}}{len(times):>8,}{medians}")
     return "\n".join(lines)
 
 
 def lay_out(names, bars, mains):
-    """Return the bars, each with a lane as its "tid", and the lanes' names.  `mains`: {rank: its main thread}.
+    """Return the bars with a lane as their "tid", and events that name the lanes.  `mains`: {rank: its main thread}.
 
-    A bar is nested in its thread's, or takes the first lane that is free: which RPC thread serves a call means nothing.
+    A bar goes into the lane in which a bar of the same thread is open, or into the first free lane of its group.  So an
+    RPC thread has no lane of its own, because it does not matter which thread serves a call.
     """
-    open_bars = collections.defaultdict(list)  # (rank, group of lanes) -> for each lane, its open bars: (end, thread)
+    open_bars = collections.defaultdict(list)  # (rank, group) -> for each lane a list of its open bars, (end, thread)
     labels = [_label("process_name", rank, 0, name) for rank, name in enumerate(names)]
     labelled = set()
     bars = sorted(bars, key=lambda bar: (bar["ts"], -bar["dur"]))
@@ -167,7 +176,7 @@ def lay_out(names, bars, mains):
 
 
 def _free_lane(lanes, bar, thread):
-    """Put a bar into one of `lanes`: into that where its thread's bar is open, else into one that is free."""
+    """Put a bar into one of `lanes`, as lay_out says, and return the number of that lane."""
     for lane in lanes:
         lane[:] = [(end, whose) for end, whose in lane if end > bar["ts"]]
     if all(lanes):
@@ -183,9 +192,9 @@ def _label(kind, rank, lane, name):
 
 
 def arrows(calls):
-    """Return an arrow from bar to bar for each call, and one for its answer: two events each."""
+    """Return two arrows for each call, one for the call and one for its answer.  An arrow is a pair of events."""
     events = []
-    for call, run, answered in calls:  # one nanosecond before its end a bar is still there
+    for call, run, answered in calls:  # 1 ns before its end, an arrow's end is still inside the bar
         ends = (call, call["ts"]), (run, run["ts"]), (answered, end_of(answered) - 1), (call, end_of(call) - 1)
         for number, (bar, time) in enumerate(ends, start=4 * call["args"]["call"]):
             arrow = {"ph": "sf"[number % 2], "bp": "e", "id": number // 2, "name": call["name"], "cat": "message"}
@@ -197,9 +206,11 @@ def arrows(calls):
 
 
 def draw(file, kind, traces, steps=None, milliseconds=None):
-    """Draw `traces`, {title: Chrome's events}, one below the other at one time scale.  `kind`: png or svg.
+    """Draw `traces`, {title: events of Chrome's trace format}, below each other with the same time scale.
 
-    `steps`: the first and the last to draw; without, one of median length, or what was before a failure.
+    `kind`: "png" or "svg"; `steps`: the numbers of the first and the last step to draw.  Without `steps`, a step of
+    median length is drawn.  If the job has failed, or has no steps, the last calls are drawn.  `milliseconds`: the
+    length of the period, if it is not that of the steps.
     """
     from matplotlib.figure import Figure  # a second to import, so only when asked for
     from matplotlib.lines import Line2D
@@ -211,7 +222,7 @@ def draw(file, kind, traces, steps=None, milliseconds=None):
     heights = [len(view.rows) for view in views]
     figure = Figure((10, 0.28 * sum(heights) + 0.4 * len(heights) + 0.7), layout="constrained")
     panels = figure.subplots(len(views), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    keys = {}  # what the legend says: its marks
+    keys = {}  # the legend: {text: mark}
     for axes, title, view in zip(panels, traces, views, strict=True):
         view.draw(axes)
         axes.set_title(title, loc="left", fontsize=9)
@@ -224,17 +235,17 @@ def draw(file, kind, traces, steps=None, milliseconds=None):
 
 
 def bars_of(events, start=0.0, end=float("inf")):
-    """Return the bars between two times, without torch's own RPCs."""
+    """Return the bars between two times, without torch's internal RPCs."""
     bars = [event for event in events if event["ph"] == "X" and not event["name"].startswith("torch.rpc.")]
     return [bar for bar in bars if bar["ts"] < end and end_of(bar) > start]
 
 
 def choose_window(events, wanted):
-    """Return (start, end) of what to draw, see draw(): MOST_CALLS calls at most."""
+    """Return (start, end) of the period to draw, with at most MOST_CALLS calls.  `wanted`: `steps` of draw()."""
     bars = bars_of(events)
     calls = [bar["ts"] for bar in bars if "to" in bar["args"]]
     steps = [bar for bar in bars if bar["cat"] == "step"]
-    steps = [bar for bar in steps if bar["pid"] == steps[0]["pid"]]  # of one rank
+    steps = [bar for bar in steps if bar["pid"] == steps[0]["pid"]]  # the steps of one rank
     chosen = sorted(steps, key=lambda bar: bar["dur"])[len(steps) // 2 :][:1]
     if wanted:
         chosen = [bar for bar in steps if wanted[0] <= int(bar["name"].split()[1]) <= wanted[1]] or chosen
@@ -245,12 +256,12 @@ def choose_window(events, wanted):
 
 
 class View:
-    """Some milliseconds of one trace: its bars and messages, and a row for each lane that has more than waiting."""
+    """A period of one trace: its bars and messages, and a row for each lane.  Lanes that only wait are left out."""
 
     def __init__(self, events, start, span):
-        """From `start` on, for so many microseconds."""
+        """`start` and `span` of the period are in microseconds."""
         self.start = start
-        self.width = span / 1e3  # in milliseconds, as all that is drawn
+        self.width = span / 1e3  # in milliseconds, like everything that is drawn
         labels = [event for event in events if event["ph"] == "M"]
         self.names = {(label["name"], label["pid"], label["tid"]): label["args"]["name"] for label in labels}
         self.ends = [event for event in events if event["ph"] == "i"]  # how the job ended
@@ -265,19 +276,19 @@ class View:
         self.colors = colors_of_partners(events)
 
     def states(self):
-        """Return what the threads do in this view, in the order of the legend."""
+        """Return the states of threads that occur in this view, in the order of the legend."""
         shown = {state_of(bar) for bar in self.bars}
         return [state for state in BAR_COLORS if state in shown]
 
     def partners(self):
-        """Return (name, color) of each process that has messages of its own color here."""
+        """Return (name, color) for each process whose messages have a color of their own and occur in this view."""
         if len(self.colors) < 2:
             return []
-        shown = {rank for message in self.messages for rank in (self.partner(message),)}
+        shown = {self.partner(message) for message in self.messages}
         return [(self.names["process_name", rank, 0], self.colors[rank]) for rank in self.colors if rank in shown]
 
     def partner(self, message):
-        """Return the rank whose color a message has: the one at either end that is not the busiest."""
+        """Return the rank whose color a message has: its sender or receiver, but not the busiest rank."""
         ranks = sorted({end["pid"] for end in message})
         return next((rank for rank in ranks if rank in self.colors), None)
 
@@ -288,7 +299,7 @@ class View:
         """Draw the bars, their names, and the messages between them."""
         for bar in self.bars:
             length = bar["dur"] / 1e3
-            edge = 0.4 if length > self.width / 200 else 0  # around a very short one it would be all that is seen
+            edge = 0.4 if length > self.width / 200 else 0  # an edge would hide a very short bar
             place = self.rows[lane_of(bar)], length, 0.7, self.milliseconds(bar)
             axes.barh(*place, color=BAR_COLORS[state_of(bar)], edgecolor="white", linewidth=edge)
         for message in self.messages:
@@ -308,31 +319,31 @@ class View:
         axes.tick_params(labelsize=7)
 
     def write_names(self, axes):
-        """Write each bar's name into it, where there is room."""
-        taken = {}  # row -> how far its last name reaches
+        """Write its name into each bar that has room for it."""
+        taken = {}  # row -> where the last name in it ends
         for bar in self.bars:
             row = self.rows[lane_of(bar)]
             left = max(self.milliseconds(bar), 0)
             right = min(self.milliseconds(bar) + bar["dur"] / 1e3, self.width)
-            length = 0.007 * self.width * (len(bar["name"]) + 1)  # about that of the name
+            length = 0.007 * self.width * (len(bar["name"]) + 1)  # about the length of the name
             if right - left > length and left >= taken.get(row, 0):
                 taken[row] = left + length
                 axes.text(left, row, f" {bar['name']}", fontsize=6.5, va="center", clip_on=True, bbox=PAPER)
 
 
 def lane_of(event):
-    """Return (rank, lane within it)."""
+    """Return (rank, number of the lane within the rank)."""
     return event["pid"], event["tid"]
 
 
 def state_of(bar):
-    """Return what its thread does during a bar: a key of BAR_COLORS."""
+    """Return what the thread does during this bar: a key of BAR_COLORS."""
     return STATES.get(bar["name"]) or STATES.get(bar["cat"], "waiting")
 
 
 def messages_of(events, start, end):
-    """Return the messages (event where it leaves, event where it arrives) that leave between two times."""
-    tails = {}  # number of the arrow -> where it begins
+    """Return the messages that leave between two times, as (event at the sender, event at the receiver)."""
+    tails = {}  # number of the arrow -> the event where it begins
     messages = []
     for event in events:
         if event["ph"] == "s":
@@ -345,9 +356,9 @@ def messages_of(events, start, end):
 
 
 def colors_of_partners(events):
-    """Return {rank: color of its messages}, for all ranks but the one that has most messages: they tell whose they are.
+    """Return {rank: color of its messages} for all ranks except the one with the most messages.
 
-    With a server and two trainers, for example, what goes to and from a trainer has that trainer's color.
+    With a server and two trainers, for example, the messages to and from each trainer have that trainer's color.
     """
     counts = collections.Counter(event["pid"] for event in events if event["ph"] in "sf")
     busiest = [rank for rank, _ in counts.most_common(1)]

@@ -1,6 +1,6 @@
-"""What all packages have in common on a GPU that their ranks share.  Skipped, saying so, where there is none.
+"""Tests of all packages on a GPU, which the ranks share.  They are skipped, with the reason, if there is no GPU.
 
-The equivalences on a GPU stand beside those on the CPU, in each package's test_equivalence.py.
+Each package's test_equivalence.py compares the results of the GPU and of the CPU with those of a single process.
 """
 
 import os
@@ -18,7 +18,7 @@ DEVICE = "cuda"
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU"),
 ]
 # About 2,000 iterations each.
 LONG_RUNS = {
@@ -54,7 +54,7 @@ def test_gpu_memory_stays_flat(package):
 
 DDP = ["--num_trainers", 2, "--epochs", 2, "--batches", 20]
 PS = ["--dataset", "synthetic", "--max_batches", 5]
-TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs here")
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine does not have two CUDA GPUs")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are n
     ],
 )
 def test_several_ranks_that_compute(package, flags, says):
-    """For which there is no single process to compare with; DDP's trainers compare their replicas."""
+    """There is no single process to compare them with.  DDP's trainers compare their replicas with each other."""
     done = run_main(package, *flags, "--device", DEVICE)
     assert (done.returncode, done.stderr) == (0, "") and says in done.stdout, (done.stdout, done.stderr)
 

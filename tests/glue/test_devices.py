@@ -1,7 +1,7 @@
 """Which rank uses which device, and hosts whose GPU or driver does not work.
 
-There is no GPU in these tests.  A stub takes the driver's place (stub_driver.c): it finds one GPU, writes down which
-processes call it, and fails.
+These tests need no GPU.  A stand-in for the driver (stub_driver.c) reports one GPU, records which processes call it,
+and then fails.
 """
 
 import re
@@ -29,11 +29,11 @@ def hellos(*places):
     "places, devices",
     [
         ([("a", 0)] * 2, ["cpu", "cpu"]),
-        ([("a", 2)] * 3, ["cuda:0", "cuda:1", "cuda:0"]),  # few GPUs are shared
+        ([("a", 2)] * 3, ["cuda:0", "cuda:1", "cuda:0"]),  # more ranks than GPUs: they share
         ([("a", 2), ("a", 2), ("b", 2), ("b", 2)], ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]),
         ([("a", 2), ("b", 2), ("a", 2), ("b", 2)], ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]),  # Slurm, cyclic
-        ([("a", 1)] * 2, ["cuda:0", "cuda:0"]),  # each sees one of its own only: Slurm, pods, a part of a GPU (MIG)
-        ([("a", 2), ("a", 0), ("a", 2)], ["cuda:0", "cpu", "cuda:1"]),  # who does not compute takes none
+        ([("a", 1)] * 2, ["cuda:0", "cuda:0"]),  # each rank sees only one GPU (Slurm, pods, MIG)
+        ([("a", 2), ("a", 0), ("a", 2)], ["cuda:0", "cpu", "cuda:1"]),  # a rank that does not compute takes no GPU
         ([("a", 4), ("b", 0), ("b", 1)], ["cuda:0", "cpu", "cuda:0"]),
     ],
 )
@@ -80,7 +80,7 @@ def test_a_rank_that_does_not_compute_needs_no_gpu_on_its_host(monkeypatch, caps
 
 
 def test_auto_says_what_it_chose(monkeypatch, capsys):
-    """In one line, with the reason if it is the CPU; and nothing where the device was named."""
+    """It prints one line, with the reason if it chose the CPU, and no line if --device names a device."""
     with package_on_path("rl_rpc"):
         import main
 
@@ -113,14 +113,14 @@ def test_num_gpus_says_which_device(monkeypatch, capsys):
 
 
 def test_only_channels_that_this_torch_has_are_named():
-    """On another platform torch lacks some, and init_rpc would fail."""
+    """On other platforms torch lacks some channels, and init_rpc fails if one of them is named."""
     assert tensors.built_in("_channels", ["cma", "of_another_platform", "basic"]) == ["cma", "basic"]
     assert tensors.built_in("_transports", ["of_another_platform", "uv"]) == ["uv"]
 
 
 @pytest.mark.parametrize("transport, channels", [("uv", ["cma", "mpt_uv", "basic"]), ("tcp", ["basic"])])
 def test_no_channel_for_cuda_is_made(transport, channels, monkeypatch):
-    """Those for the CPU are all there, in torch's own order."""
+    """All channels for the CPU are named, in torch's own order."""
     made = []
     monkeypatch.setattr(job.rpc, "TensorPipeRpcBackendOptions", lambda **keywords: made.append(keywords))
     monkeypatch.setattr(job.dist, "register_rendezvous_handler", lambda *_: None)
@@ -134,10 +134,10 @@ def test_no_channel_for_cuda_is_made(transport, channels, monkeypatch):
 
 @pytest.fixture(scope="module")
 def stub_driver(tmp_path_factory):
-    """Return a function: (what cuInit returns, the driver's version) to an environment with that driver."""
+    """Return a function of (what cuInit returns, the driver's version); it returns an environment with that driver."""
     compiler = shutil.which("cc")
     if compiler is None:
-        pytest.skip("no C compiler (cc) here")
+        pytest.skip("there is no C compiler (cc)")
     folder = tmp_path_factory.mktemp("driver")
     source = ROOT / "tests" / "harness" / "stub_driver.c"
     for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
@@ -150,7 +150,7 @@ def stub_driver(tmp_path_factory):
             "STUB_LOG": str(folder / "calls"),
             "STUB_INIT": str(init),
             "STUB_VERSION": str(version),
-            "TP_VERBOSE_LOGGING": "5",  # TensorPipe tells which channels it makes
+            "TP_VERBOSE_LOGGING": "5",  # TensorPipe logs which channels it makes
         }
 
     environment.calls = folder / "calls"
@@ -164,9 +164,9 @@ TENSORPIPE = re.compile(r"^V\d{4} .*\n", re.MULTILINE)
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
 @pytest.mark.parametrize("package", RL_AND_SLOWLY_THE_OTHERS)
 def test_a_run_on_the_cpu_leaves_the_driver_alone(package, stub_driver):
-    """Ranks ask it for the number of GPUs, as torch does in each process; the starting process and fork server do not.
+    """Ranks ask the driver for the number of GPUs, as torch does; the starting process and the fork server do not.
 
-    A driver that does not work is not mentioned then.
+    No message mentions a driver that does not work.
     """
     flags = [*JOBS[package]["size"], *JOBS[package]["short"], "--transport", "uv"]
     run = start_main(package, *flags, env=stub_driver(init=999))
@@ -179,10 +179,10 @@ def test_a_run_on_the_cpu_leaves_the_driver_alone(package, stub_driver):
     assert not ranks & ({str(run.pid)} | {parent for _, parent, _ in calls})
     asked = {"cuInit", "cuDriverGetVersion", "cuGetExportTable", "nvmlInit", "nvmlDeviceGetCount_v2"}
     assert {function for _, _, function in calls} <= asked
-    assert "registering channel cma" in err and "CUDA" not in err  # of TensorPipe
+    assert "registering channel cma" in err and "CUDA" not in err  # messages of TensorPipe
 
 
-FAILURES = {  # how the driver fails: (cuInit, version), what torch says of it
+FAILURES = {  # how the driver fails: (result of cuInit, version), and torch's message
     "too old": ((0, 11000), "driver on your system is too old (found version 11000)"),
     "broken": ((999, 13020), "CUDA unknown error"),
     "of another version than its library": ((803, 13020), "unsupported display driver / cuda driver combination"),
@@ -210,4 +210,4 @@ def test_check_tells_how_the_driver_fails(failure, stub_driver):
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("GPUs ")]
     assert line.startswith("GPUs         0 (") and words in line and line.endswith("--device cpu: ranks on cpu")
-    assert "\ntorch        " in done.stdout  # and goes on
+    assert "\ntorch        " in done.stdout  # the lines after it are printed too

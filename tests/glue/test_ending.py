@@ -1,4 +1,4 @@
-"""How a job ends is a value, and the line that each rank prints of it a function: no processes here."""
+"""How a job ends (ending.py): the End, and the line that each rank prints.  These tests start no processes."""
 
 import pytest
 from torch.distributed import DistNetworkError, DistStoreError
@@ -16,23 +16,23 @@ SILENT = "silent for 8 s (killed, stopped, or unreachable)"
 @pytest.mark.parametrize(
     "end, me, spawned, mine, said",
     [
-        # a rank that noticed first, or was told: the same line
+        # the rank that noticed first, and a rank that read it from the store, print the same line
         (End("lost", 1, SILENT), 0, False, True, f"rank 0 (agent): lost rank 1 (observer1): {SILENT}"),
         (End("lost", 1, SILENT), 2, True, False, f"rank 2 (observer2): lost rank 1 (observer1): {SILENT}"),
-        # the store's holder is named by what it is
+        # the process that holds the store has a description instead of a rank
         (End("lost", STORE_HOLDER, "broke"), 1, True, True, "rank 1 (observer1): lost the starting process: broke"),
-        # it woke up after the others had called it lost
+        # a stopped rank that continues after the others have lost it
         (End("lost", 1, SILENT), 1, False, False, f"rank 1 (observer1): {SILENT}"),
-        # an exception: its own rank, or the rank to which it came back over RPC, says it whole
+        # an exception: the rank itself, or the rank to which RPC returned it, prints all of it
         (End("failed", 0, "ValueError: no"), 0, True, True, "rank 0 (agent): ValueError: no"),
         (End("failed", 1, "KeyError: 'no'"), 0, True, True, "rank 1 (observer1): KeyError: 'no'"),
-        # the others: once more where they have a terminal of their own
+        # the other ranks repeat the reason only if they have a terminal of their own
         (End("failed", 1, "KeyError: 'no'"), 2, True, False, "rank 2 (observer2): lost rank 1 (observer1): it failed"),
         (
             End("failed", 1, "KeyError: 'no'"), 2, False, False,
             "rank 2 (observer2): lost rank 1 (observer1): it failed: KeyError: 'no'",
         ),
-        # the one that failed, told of it by the rank that met its exception: silent in the same terminal
+        # the rank that failed, if another rank got its exception first: in the same terminal it prints nothing
         (End("failed", 1, "KeyError: 'no'"), 1, True, False, None),
         (End("failed", 1, "KeyError: 'no'"), 1, False, False, "rank 1 (observer1): KeyError: 'no'"),
         (End("missing", 0, "rank 2 (observer2) did not come"), 0, False, True,
@@ -58,8 +58,8 @@ Traceback (most recent call last):
 KeyError: 'x'
 """
 
-# A served function that calls sys.exit() leaves torch's _run_function, which catches Exception only.  The answer that
-# C++ then sends does not say which rank it comes from.
+# torch's _run_function catches only Exception, so not the SystemExit of a served function that calls sys.exit().  The
+# answer that C++ then sends does not name the rank from which it comes.
 SERVED_EXIT = "SystemExit: 0\n\nAt:\n  observer.py(3): step\n  torch/distributed/rpc/internal.py(210): _run_function\n"
 NESTED_EXIT = f"On WorkerInfo(id=2, name=observer2):\nRuntimeError('...')\nTraceback ...\nRuntimeError: {SERVED_EXIT}"
 
@@ -72,7 +72,7 @@ NESTED_EXIT = f"On WorkerInfo(id=2, name=observer2):\nRuntimeError('...')\nTrace
         (RuntimeError("eof Exception raised from readLoop at x.cpp:1 frame #0: f"), 0, "RuntimeError: eof", True),
         (RuntimeError(REMOTE), 2, "KeyError: 'x'", True),
         (ValueError(REMOTE.replace("KeyError", "glue.PermanentError")), 2, "'x'", False),
-        (SystemExit(0), 0, "it left in the middle of its work (sys.exit(0))", True),
+        (SystemExit(0), 0, "it called sys.exit(0) before its work was done", True),
         (RuntimeError(SERVED_EXIT), 0, "a function that it called on another rank ended with SystemExit: 0", True),
         (RuntimeError(NESTED_EXIT), 2, "a function that it called on another rank ended with SystemExit: 0", True),
     ],
@@ -96,12 +96,12 @@ def test_what_an_exception_says_of_the_jobs_end(error, rank, why, again):
     ],
 )
 def test_an_error_that_a_vanished_peer_may_have_caused(error, trouble):
-    """Only then is a missing heartbeat waited for, which takes seconds; any other error is told at once."""
+    """Only for these errors a rank waits some seconds for a missing heartbeat; it prints all others at once."""
     assert ending.is_connection_trouble(error) == trouble
 
 
 def test_a_loss_is_a_loss_wherever_it_is_noticed():
-    """A peer that vanished while a checkpoint was put in place: the ValueError about it is not the user's to mend."""
+    """If a peer dies while a checkpoint is loaded, the ValueError is not a mistake of the user's."""
     try:
         try:
             raise RuntimeError("eof (this error originated at tensorpipe/transport/shm/connection_impl.cc:259)")
@@ -129,7 +129,7 @@ def test_the_first_reason_given_is_the_reason():
 
 def test_the_job_goes_on_without_workers_until_the_last():
     store = Store()
-    assert not ending.drop(store, 1, SILENT)  # nobody has said that it can
+    assert not ending.drop(store, 1, SILENT)  # can_go_on_without was not called yet
     ending.can_go_on_without(store, range(1, 4))
     assert ending.drop(store, 3, SILENT) and ending.drop(store, 1, "killed")
     assert ending.drop(store, 3, "killed"), "noticed before"

@@ -1,4 +1,4 @@
-"""Files that a run writes are whole or not there; reading a checkpoint executes nothing."""
+"""A run writes its files completely or not at all; loading a checkpoint executes no code from it."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_kill_9_at_any_moment_leaves_a_whole_file(tmp_path):
     for _ in range(3):
         command = [sys.executable, "-c", SAVE_FOREVER, str(ROOT / "rl_rpc"), str(path)]
         saver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert saver.stdout.readline() == "1\n"  # one is written; now kill it at a random moment of a later one
+        assert saver.stdout.readline() == "1\n"  # one is written; kill the process at a random moment of a later one
         time.sleep(draw.uniform(0.0, 0.05))
         os.kill(saver.pid, signal.SIGKILL)
         printed = saver.stdout.read().split()
@@ -87,7 +87,7 @@ class Hostile:
 
 
 def damaged_files(tmp_path):
-    """Name -> path of files that are not a checkpoint of rl_rpc."""
+    """Return {description: path} of files that are not a checkpoint of rl_rpc."""
     good = tmp_path / "good.pt"
     torch.save({"scenario": "rl_rpc", "settings": {}, "state": {"weights": torch.ones(1000)}}, good)
     content = good.read_bytes()
@@ -119,7 +119,7 @@ def test_what_is_not_a_checkpoint_is_refused_and_not_executed(tmp_path):
         message = str(refused.value)
         assert name in message and "\n" not in message, message
     assert not (tmp_path / "executed").exists()
-    torch.load(tmp_path / "hostile torch file", weights_only=False)  # the file is hostile indeed:
+    torch.load(tmp_path / "hostile torch file", weights_only=False)  # shows that this file does execute code:
     assert (tmp_path / "executed").exists()
 
 
@@ -134,11 +134,12 @@ def test_a_foreign_checkpoint_ends_the_run_in_one_line(package, tmp_path):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_checkpoint_made_with_another_seed_ends_the_run_in_one_line(package, tmp_path):
-    """Everything random derives from the seed: the run would go on with other data."""
+    """All random numbers are derived from the seed, so the run would continue with other data."""
     torch.save({"scenario": package, "settings": {"seed": 7}, "state": {}}, tmp_path / "other.pt")
     flags = (*JOBS[package]["size"], *JOBS[package]["short"], "--checkpoint", tmp_path / "other.pt", "--resume")
     done = run_main(package, *flags)
-    assert_one_line_error(done, 1, "other.pt was made with --seed 7, and this run has 1: it cannot go on from it")
+    expected = "other.pt was made with --seed 7, and this run has 1: this run cannot resume from it"
+    assert_one_line_error(done, 1, expected)
 
 
 # ------------------------------------------------------------------------------------- outputs that are no regular file
@@ -175,10 +176,10 @@ def test_a_symbolic_link_is_followed_and_not_replaced(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a small disk")
 def test_a_full_disk_is_told_in_one_line_and_keeps_the_last_good_checkpoint(tmp_path):
-    """64 kB: the first checkpoint fits, the second beside it does not."""
+    """The disk has 64 kB.  The first checkpoint fits on it, but a second one beside it does not."""
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], capture_output=True)
     if mounted.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.decode().strip()}")
+        pytest.skip(f"a small disk cannot be mounted: {mounted.stderr.decode().strip()}")
     try:
         with package_on_path("rl_rpc"):
             from glue import checkpoint
@@ -195,7 +196,7 @@ def test_a_full_disk_is_told_in_one_line_and_keeps_the_last_good_checkpoint(tmp_
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-# The scenario's smallest run, and a figure that its summary has after it.
+# For each package: the flags of its smallest run, and a figure of its summary.
 FINISHED = {
     "rl_rpc": (["--max_episodes", 2, "--eval_episodes", 1], "running_reward"),
     "rnn_rpc": (["--epochs", 1, "--corpus_tokens", 2000], "heldout_perplexity"),
@@ -209,7 +210,7 @@ DDP_AND_SLOWLY_THE_OTHERS = [
 
 @pytest.mark.parametrize("package", DDP_AND_SLOWLY_THE_OTHERS)
 def test_to_resume_a_finished_run_is_no_failure(package, tmp_path):
-    """It says that nothing is left to do, and leaves the same files as any run, with the result as it was."""
+    """It prints that nothing is left to do, and writes the same files as other runs, with the result of before."""
     flags, figure = FINISHED[package]
     flags = [*flags, "--checkpoint", tmp_path / "end.pt", "--summary_json", tmp_path / "summary.json"]
     done = run_main(package, *flags)

@@ -1,4 +1,4 @@
-"""The command line that all packages share."""
+"""The flags that all packages share (flags.py)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the tests themselves rest on: tests/harness."""
+"""Tests of tests/harness, which the other tests use."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ HARNESS = ROOT / "tests" / "harness"
 
 
 def test_the_pretend_device_says_what_torch_lacks_for_it(monkeypatch):
-    """The reason for which the tests that run on it are skipped then."""
+    """Tests that need the pretend device are skipped with this reason."""
     monkeypatch.delattr(backend_registration, "_setup_privateuseone_for_python_backend", raising=False)
     device = load_module(HARNESS / "pretend_device.py")
     assert device.MISSING.endswith("cannot add a device that is written in Python")

@@ -1,4 +1,4 @@
-"""Who started this process, and which rank it is."""
+"""Which launcher has started this process, and with which rank (launchers.py)."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}
     "environ, place",
     [
         ({}, None),
-        ({"MASTER_ADDR": "10.0.0.1"}, None),  # left over in a shell
+        ({"MASTER_ADDR": "10.0.0.1"}, None),  # a variable that was left in a shell
         (QUARTET, Place("the environment (RANK, WORLD_SIZE, ...)", 1, 3, "10.0.0.1", 29501)),
         (QUARTET | {"TORCHELASTIC_RUN_ID": "none"}, Place("torchrun", 1, 3, "10.0.0.1", 29501)),
         (STEP | QUARTET, Place("the environment (RANK, WORLD_SIZE, ...)", 1, 3, "10.0.0.1", 29501)),
@@ -27,7 +27,7 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}
         (STEP | {"SLURM_JOB_NODELIST": "gpu-a,gpu-b"}, Place("Slurm", 1, 3, "gpu-a", 19713)),
         (STEP | {"SLURM_JOB_NODELIST": "r[1-2]n,x", "MASTER_PORT": "5"}, Place("Slurm", 1, 3, "r1n", 5)),
         (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, None),  # srun --pty bash
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "4711"}, None),  # the batch script itself
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "4711"}, None),  # the batch script
         (OPEN_MPI, Place("Open MPI", 2, 3)),
         (STEP | OPEN_MPI, Place("Open MPI", 2, 3)),  # mpirun in an allocation starts its ranks through a step
         (OPEN_MPI | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7"}, Place("Open MPI", 2, 3, "10.0.0.1", 7)),
@@ -48,7 +48,7 @@ def test_the_place_that_a_launcher_gives(environ, place):
         (["-h"], {}, False),
         (["--help"], {}, False),
         ([], QUARTET, False),
-        ([], {"RANK": "1"}, False),  # it will be refused
+        ([], {"RANK": "1"}, False),  # will be refused
         ([], STEP, False),
         ([], STEP | {"SLURM_STEP_NUM_TASKS": "1"}, True),  # srun --pty bash
         ([], OPEN_MPI, False),
@@ -60,7 +60,7 @@ def test_whether_a_command_starts_all_ranks_shows_before_torch_is_loaded(words, 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_that_is_what_the_parser_decides(package, monkeypatch):
-    """For each flag of the package, in both spellings, and also where it is a part of another one's name."""
+    """For each flag of the package, in both spellings, also if its name is the beginning of another flag's name."""
     parsers = []
     with package_on_path(package):
         import main
@@ -76,7 +76,7 @@ def test_that_is_what_the_parser_decides(package, monkeypatch):
         for name, action in parsers[0]._option_string_actions.items():
             if action.dest == "help":
                 continue
-            action.type = None  # a flag's name is the matter here, any value will do
+            action.type = None  # only the flag's name matters, so that any value is accepted
             action.choices = None
             for spelled in (name, name.replace("_", "-")):
                 word = spelled if action.nargs == 0 else f"{spelled}=1"

@@ -1,6 +1,6 @@
-"""Any death ends the job: for every package and way of starting, any role, any moment, any kind of death.
+"""If a rank dies, the job ends: in every package, however it was started, in any role, at any moment, in any way.
 
-`python tests/tools/soak_faults.py` draws such cases by the hundred.
+`python tests/tools/soak_faults.py` runs hundreds of such cases.
 """
 
 import pytest
@@ -40,7 +40,7 @@ def test_a_death_ends_the_job_more_cases(case):
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_as_it_leaves_is_not_waited_for():
-    """The others have left with status 0; only the starting process is there to notice."""
+    """The other ranks have ended with status 0, so only the starting process can notice it."""
     with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["short"], fault=(1, "stop", 0)) as job:
         assert job.wait(60) == [1], job.text()
         assert job.errors() == "rl_rpc: lost rank 1 (observer1): killed by SIGKILL"

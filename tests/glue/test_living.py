@@ -1,4 +1,4 @@
-"""Which rank waits for which (job.py), with a real store, and threads in the place of ranks."""
+"""Which ranks a rank waits for (job.py).  The store is a real one; the ranks are threads."""
 
 import argparse
 import socket
@@ -13,11 +13,11 @@ with package_on_path("rl_rpc"):
     from glue import ending, meeting
     from glue.job import Job
 
-SOON = 10  # seconds: nothing here takes as long
+SOON = 10  # seconds; everything in these tests is faster
 
 
 class Rank(Job):
-    """A rank that has met the others, and does not end the process of the tests."""
+    """A Job that has joined, and that does not end its process, which is the process of the tests."""
 
     def __init__(self, rank, world_size, port, on_lost="stop"):
         args = argparse.Namespace(world_size=world_size, on_lost=on_lost, torchrun=False, restarts=0)
@@ -25,8 +25,8 @@ class Rank(Job):
         self.main_store, self.beat_store = (
             dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False) for _ in range(2)
         )
-        self.alone = None  # why it has left the others
-        self.ended = None  # how it has ended the job
+        self.alone = None  # the reason with which it has left a job that goes on
+        self.ended = None  # the End with which it has ended the job
 
     def leave_alone(self, why):
         self.alone = why
@@ -38,7 +38,7 @@ class Rank(Job):
 
 @pytest.fixture
 def group():
-    """Return a function that makes the ranks of a group."""
+    """Return a function that makes a group of ranks."""
     server = meeting.store_on(socket.create_server(("127.0.0.1", 0)))
 
     def make(world_size, on_lost="stop"):
@@ -46,13 +46,13 @@ def group():
         return [Rank(rank, world_size, server.port, on_lost) for rank in range(world_size)]
 
     yield make
-    for number in range(1, 4):  # whoever waits still, where a test has failed
+    for number in range(1, 4):  # release threads that still wait after a test has failed
         for rank in range(3):
             server.set(f"meeting{number}/{rank}", "")
 
 
 def start(function, *arguments):
-    """Call it on a thread of its own: what waits in C++ could not be ended by the test's deadline."""
+    """Call the function on a new thread, because the test's deadline cannot interrupt a wait in C++."""
     thread = threading.Thread(target=function, args=arguments, daemon=True)
     thread.start()
     return thread
@@ -85,7 +85,7 @@ def test_a_lost_rank_is_waited_for_no_longer(group):
         rank.see({third.rank: "killed"})
     assert is_over(first_waits) and is_over(second_waits)
     assert first.lost == {2: "killed"}
-    again = start(first.wait_for_all)  # nor in any later meeting
+    again = start(first.wait_for_all)  # and in later meetings
     assert is_over(start(second.wait_for_all))
     assert is_over(again)
 
@@ -106,7 +106,7 @@ def test_a_loss_is_told_once_and_a_rank_that_is_lost_itself_leaves(group, capsys
     for _ in range(2):
         first.see(losses)
     assert done.wait(SOON)
-    with first.telling:  # then it has printed its line
+    with first.telling:  # when this lock is free, the line has been printed
         assert told == [2] and first.ended is None
     assert capsys.readouterr().err == "rl_rpc: lost rank 2 (worker2): killed; its work is thrown away\n"
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""What a Meter counts around the steps of a loop (meter.py)."""
+"""What a Meter counts in the steps of a training loop (meter.py)."""
 
 import socket
 
@@ -16,28 +16,28 @@ SENT = 10_000  # bytes
 @pytest.fixture
 def connection():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        here = socket.create_connection(listener.getsockname())
-        there, _ = listener.accept()
-    with here, there:
-        yield here, there
+        sender = socket.create_connection(listener.getsockname())
+        receiver, _ = listener.accept()
+    with sender, receiver:
+        yield sender, receiver
 
 
 def exchange(connection):
-    """Send SENT bytes, and one back, with which the kernel learns that they have arrived."""
-    here, there = connection
-    here.sendall(bytes(SENT))
+    """Send SENT bytes, and one byte back.  Its packet acknowledges the others, so that the kernel counts them."""
+    sender, receiver = connection
+    sender.sendall(bytes(SENT))
     left = SENT
     while left:
-        left -= len(there.recv(left))
-    there.sendall(b"!")
-    assert here.recv(1) == b"!"
+        left -= len(receiver.recv(left))
+    receiver.sendall(b"!")
+    assert sender.recv(1) == b"!"
 
 
 def test_bytes_on_the_wire_are_counted(connection):
-    """Both ends are sockets of this process: what one has sent, and the other has received."""
+    """Both ends are sockets of this process, so each byte counts twice: as sent and as received."""
     before = meters.wire_bytes()
     exchange(connection)
-    assert meters.wire_bytes() - before == pytest.approx(2 * SENT + 2, abs=2)  # the last byte may be under way
+    assert meters.wire_bytes() - before == pytest.approx(2 * SENT + 2, abs=2)  # the last byte may be on its way
 
 
 def test_a_meter_counts_what_its_steps_cost(connection, monkeypatch):
@@ -59,7 +59,7 @@ def test_a_meter_counts_what_its_steps_cost(connection, monkeypatch):
 
 
 def test_what_is_not_counted_is_none():
-    """Bytes only where all of them go over TCP, and RPCs only where they are recorded."""
+    """Bytes are counted only if all of them go over TCP, and RPCs only if they are recorded."""
     meter = meters.Meter("uv")
     with meter.step():
         pass

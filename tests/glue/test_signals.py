@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP end a job quietly, at any moment and however it was started; nothing of it is left."""
+"""Ctrl-C, SIGTERM and SIGHUP end a job quietly, at any moment and however it was started.  It leaves nothing behind."""
 
 import os
 import re
@@ -24,7 +24,7 @@ def signals_of(pid, kind):
 
 
 def wait_until_it_handles_signals(pid):
-    """The first instruction: before it, Python itself has the signals, and dies of them."""
+    """Wait until main.py's first instruction has run.  Before it, Python's default handlers end the process."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         if signal.SIGTERM in signals_of(pid, "SigCgt"):
@@ -34,11 +34,11 @@ def wait_until_it_handles_signals(pid):
 
 
 def interrupt(way, number, target, seconds, flags=()):
-    """Start a job (in terminals: its last rank alone), send the signal so much later, check what is promised.
+    """Start a job (in terminals: only its last rank), send the signal after `seconds`, and check how it ends.
 
-    `seconds` None: as soon as all its ranks are there.
+    If `seconds` is None, the signal is sent as soon as all ranks are running.
     """
-    ours = {"TMPDIR": tempfile.mkdtemp()}  # other programs use the usual one at the same time
+    ours = {"TMPDIR": tempfile.mkdtemp()}  # the default folder is used by other programs too
     flags, only = [*JOBS["rl_rpc"]["long"], *flags], [2] if way == "terminals" else None
     with Job("rl_rpc", way, flags, env=ours, only=only) as job:
         (process,) = job.processes
@@ -46,9 +46,9 @@ def interrupt(way, number, target, seconds, flags=()):
         if seconds is None:
             assert job.pid_of(2), job.text()
             (fork_server,) = forked(children_of(process.pid))
-            assert signals_of(fork_server, "SigBlk") >= set(STATUS)  # so does each rank, until it handles them
+            assert signals_of(fork_server, "SigBlk") >= set(STATUS)  # ranks inherit this
         else:
-            time.sleep(seconds)  # the case's moment, not a wait for anything
+            time.sleep(seconds)  # the moment of this case
         (os.killpg if target == "group" else os.kill)(process.pid, number)
         status = job.wait(5)
         assert status == [STATUS[number]], (status, job.text())
@@ -67,7 +67,7 @@ def test_a_starting_process_leaves_at_once(number, target, seconds):
 
 
 def test_ranks_that_have_just_begun_leave_quietly(tmp_path):
-    """With --checkpoint, too: one that had to load torch by itself would tell where in that Ctrl-C has met it."""
+    """Also with --checkpoint.  A rank that had to import torch by itself would print a traceback of the import."""
     interrupt("spawned", signal.SIGINT, "group", None, ["--checkpoint", str(tmp_path / "checkpoint.pt")])
 
 
@@ -109,7 +109,7 @@ def test_a_working_job_ends_quietly_and_keeps_the_checkpoint(package, way, targe
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["torchrun", "a rank"])
 def test_sigterm_under_torchrun_is_obeyed_within_three_seconds(target):
-    """What Slurm's scancel and Kubernetes send first."""
+    """Slurm's scancel and Kubernetes send SIGTERM first."""
     with Job("rl_rpc", "torchrun", JOBS["rl_rpc"]["long"]) as job:
         assert job.wait_for_text(JOBS["rl_rpc"]["training"], 90)
         ranks = [job.pid_of(rank) for rank in range(3)]
@@ -138,7 +138,7 @@ def test_a_killed_starting_process_takes_every_rank_with_it():
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["spawned", "terminals"])
 def test_a_job_that_is_stopped_as_a_whole_goes_on(way):
-    """Ctrl-Z and fg; a machine that stands still for a while: who was stopped oneself blames nobody for silence."""
+    """As with Ctrl-Z and fg, or on a machine that is suspended: a rank that was stopped itself loses no other rank."""
     with Job("rl_rpc", way, [*JOBS["rl_rpc"]["long"], "--log_interval", "1"], fault=(0, "none", 0)) as job:
         assert job.wait_for_text(r"Episode \d+", 60)
         everybody = [pid for process in job.processes for pid in job.members(process)]
@@ -146,5 +146,5 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(way):
             for pid in everybody:
                 os.kill(pid, number)
             played = len(re.findall(r"Episode \d+", job.text()))
-            time.sleep(7)  # longer than who is silent is waited for, and then than it takes to say so
+            time.sleep(7)  # longer than a silent rank is waited for
         assert len(re.findall(r"Episode \d+", job.text())) > played and job.errors() == "", job.text()

@@ -1,4 +1,4 @@
-"""What the starting process does when ranks end (launch.py), with ranks that are no processes: in milliseconds."""
+"""What the starting process does when ranks end (launch.py).  The ranks are not processes, so the tests are fast."""
 
 import argparse
 import contextlib
@@ -67,7 +67,7 @@ def test_a_lost_job_starts_again_and_resumes(ends, max_restarts, status, attempt
 
 
 class Rank:
-    """What the starting process knows of a rank: a pipe that is closed when the rank ends, and how it has ended."""
+    """A stand-in for a rank's process: its sentinel, a pipe that is closed when the rank ends, and its exit code."""
 
     def __init__(self, number, exitcode, ends_by_itself):
         self.sentinel, self.pipe = os.pipe()
@@ -89,10 +89,10 @@ class Rank:
 
 
 def spawn(args, monkeypatch, exitcodes, left=(), stuck=(), done=lambda store: None, signal_number=None):
-    """Return the End of a group whose ranks end with `exitcodes`; those in `left` have said that their work is done.
+    """Return the End of a group whose ranks end with `exitcodes`; those in `left` have reported that they are done.
 
-    `stuck` ranks do not end by themselves; `done(store)` is called before the first one ends; `signal_number`: comes to
-    the starting process.
+    The ranks in `stuck` do not end by themselves.  `done(store)` is called before the first rank ends.  If
+    `signal_number` is given, the starting process gets this signal.
     """
     plain_define = launch.define_job
 
@@ -128,9 +128,9 @@ def test_ranks_that_have_done_their_work_end_the_job_well(args, monkeypatch, cap
 
 @pytest.mark.parametrize("other_files", range(8))
 def test_killed_ranks_could_not_say_why_so_the_starting_process_does(other_files, args, monkeypatch, capsys):
-    """As when memory is full: the kernel kills one, and then the others before they have noticed.
+    """If memory is full, the kernel may kill several ranks before any of them notices.
 
-    The first of them is named, whatever the numbers are that the system gives to their pipes.
+    The first of them is named.  This must not depend on the numbers that the system gives to their pipes.
     """
     with contextlib.ExitStack() as files:
         for _ in range(other_files):
@@ -148,7 +148,7 @@ def test_what_a_rank_has_said_is_not_said_twice(status, args, monkeypatch, capsy
 
 def test_a_rank_that_left_without_having_done_its_work_is_lost(args, monkeypatch, capsys):
     end, _ = spawn(args, monkeypatch, [0, 0, 0], left=[0, 2])
-    assert end == End("lost", 1, "left by itself, with status 0")
+    assert end == End("lost", 1, "its process ended with exit status 0")
 
 
 def test_a_rank_that_does_not_leave_when_all_others_have_is_killed(args, monkeypatch, capsys):
@@ -175,18 +175,18 @@ def test_a_rank_that_does_not_end_after_a_loss_is_killed(args, monkeypatch, caps
 
 
 def test_a_signal_is_told_to_every_rank(args, monkeypatch, capsys):
-    """A terminal's Ctrl-C reaches them by itself, a SIGTERM to the starting process does not."""
+    """Ctrl-C in a terminal reaches all ranks without our help, but a SIGTERM to the starting process does not."""
     told, stores, ranks = [], [], []
 
     def tell(pid, number):
         told.append((pid, number))
-        if len(told) == args.world_size:  # then they leave
+        if len(told) == args.world_size:  # then all ranks end
             for rank in ranks:
                 rank.end()
 
     monkeypatch.setattr(launch.os, "kill", tell)
     status = 128 + signal.SIGTERM
-    stuck = [0, 1, 2]  # until they are told
+    stuck = [0, 1, 2]  # until they get the signal
     end, _ = spawn(args, monkeypatch, [status] * 3, stuck=stuck, done=stores.append, signal_number=signal.SIGTERM)
     assert told == [(1000 + rank, signal.SIGTERM) for rank in range(3)]
     assert end.status == status and ending.read(stores[0].get("end")) == end

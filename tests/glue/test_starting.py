@@ -1,4 +1,4 @@
-"""The lifecycle that launch.py and job.py promise, for every package: ports, sockets, meeting, Ctrl-C, restarts."""
+"""How jobs start and end in every package (launch.py, job.py): ports, sockets, joining, restarts, --check."""
 
 import argparse
 import contextlib
@@ -56,7 +56,7 @@ def test_no_mode_writes_to_stderr(package, mode):
 
 
 def listening_inodes():
-    """Socket inode -> local address (hex) of everything that listens on this machine over TCP."""
+    """Return {socket inode: local address in hex} of all TCP sockets of this machine that listen."""
     found = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError), open(table) as file:
@@ -68,7 +68,7 @@ def listening_inodes():
 
 
 class SocketSampler(threading.Thread):
-    """Notes, again and again until stopped, which addresses the processes of a job listen on."""
+    """A thread that records, until it is stopped, on which addresses the processes of a job listen."""
 
     LOOPBACK = frozenset({"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"})
 
@@ -77,7 +77,7 @@ class SocketSampler(threading.Thread):
         self.sessions, self.samples, self.seen, self.stopping = sessions, 0, set(), threading.Event()
 
     def run(self):
-        while not self.stopping.wait(0.05):  # unhurried: it takes its time from the job
+        while not self.stopping.wait(0.05):  # not more often, because it slows the job
             listening = listening_inodes()
             for session in self.sessions:
                 for pid in session_members(session):
@@ -95,11 +95,12 @@ class SocketSampler(threading.Thread):
 
 
 def watch_sockets(package, way, tmp_path):
-    """The host's name must not save us: where we may, the job runs on a host whose name resolves to nothing.
+    """Run a job and check that it listens on loopback only.
 
-    Nor may its folder: it is a user's, with files that are named like the modules that a job imports.
+    If possible, it runs on a host whose name does not resolve, so that the name cannot be the reason for loopback.  Its
+    working directory has files with the names of the modules that a job imports.
     """
-    temporary = tempfile.mkdtemp()  # its name is short enough for a socket, tmp_path's may not be
+    temporary = tempfile.mkdtemp()  # tmp_path's name may be too long for a socket
     shared = set(os.listdir("/dev/shm"))
     users_folder, results = tmp_path / "users", tmp_path / "results"
     users_folder.mkdir()
@@ -136,7 +137,7 @@ def test_a_temporary_directory_with_too_long_a_name_is_told_in_one_line(tmp_path
     long = tmp_path / ("x" * 100)
     long.mkdir()
     done = run_main("rl_rpc", env={"TMPDIR": str(long)})
-    assert_one_line_error(done, 1, "rl_rpc: no place for a socket in the temporary directory", "path too long")
+    assert_one_line_error(done, 1, "rl_rpc: cannot make a socket in the temporary directory", "path too long")
     assert not list(long.iterdir())
 
 
@@ -152,7 +153,7 @@ def test_a_run_in_terminals_is_quiet_listens_on_loopback_only_and_leaves_nothing
 @pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_torchrun_in_a_folder_with_files_named_like_ours(package, tmp_path):
-    """Spawned, and in terminals: above."""
+    """The tests above do this for the other ways to start."""
     fill_with_traps(tmp_path)
     with Job(package, "torchrun", JOBS[package]["short"], cwd=tmp_path) as job:
         assert job.wait(120) == [0], job.text()
@@ -161,12 +162,12 @@ def test_torchrun_in_a_folder_with_files_named_like_ours(package, tmp_path):
 
 
 def test_all_ranks_are_forks_of_one_process_that_has_loaded_torch_and_the_package(tmp_path):
-    """Python tells each module that a process loads.  With --checkpoint, which begins like another flag, --check."""
+    """Python lists the modules that each process imports.  --checkpoint is used because it begins like --check."""
     flags = [*short("rl_rpc"), "--checkpoint", str(tmp_path / "checkpoint.pt")]
     with Job("rl_rpc", "spawned", flags, env={"PYTHONPROFILEIMPORTTIME": "1"}, cwd=ROOT) as job:
         assert job.wait(60) == [0], job.text()
         loaded = re.findall(r"^import time: .*\| +(torch|agent|torch\._dynamo)$", job.errors(), re.M)
-    # The process that was started loads them, and the one from which the ranks are forked; the three ranks do not.
+    # The starting process and the fork server import them; the three ranks do not.
     times = {name: loaded.count(name) for name in loaded}
     assert times == {"torch": 2, "agent": 2, "torch._dynamo": 1}
 
@@ -174,7 +175,7 @@ def test_all_ranks_are_forks_of_one_process_that_has_loaded_torch_and_the_packag
 @pytest.mark.slow
 @pytest.mark.crowd
 def test_jobs_side_by_side():
-    """Of all packages, and two of one: ddp_rpc's tutorial has two fixed ports, which allow one job on a machine."""
+    """Jobs of all packages, and two of ddp_rpc, whose original tutorial uses fixed ports and so allows only one job."""
     packages = (*PACKAGES, "ddp_rpc")
     jobs = [start_main(package, *short(package)) for package in packages]
     for package, job in zip(packages, jobs, strict=True):
@@ -226,11 +227,11 @@ def test_rank_0_that_never_comes_is_waited_for_aloud_and_named():
 
 
 def test_rank_0_that_never_defines_the_job_is_waited_for_aloud_and_named(monkeypatch, capsys):
-    """Where torchrun holds the store, the store is there before rank 0 is."""
+    """If torchrun holds the store, the store exists before rank 0 does."""
     with package_on_path("rl_rpc"):
         from glue import meeting
     store = meeting.store_on(socket.create_server(("127.0.0.1", 0)))
-    monkeypatch.setattr(meeting, "SAY_AFTER_SECONDS", 0)
+    monkeypatch.setattr(meeting, "PRINT_AFTER_SECONDS", 0)
     monkeypatch.setattr(meeting, "leave_now", lambda status, why: sys.exit(f"{status} {why}"))
     names, args = ["rank 0 (agent)", "rank 1 (observer1)"], argparse.Namespace(join_timeout=1, agree=())
     waiting = meeting.Meeting(1, args, names, "torchrun", spawned=False)
@@ -251,8 +252,8 @@ def test_a_name_that_is_not_known_yet_is_waited_for_aloud(monkeypatch, capsys):
         return plain("localhost", *how)
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(meeting, "SAY_AFTER_SECONDS", 0)
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # where it says on which interface to listen
+    monkeypatch.setattr(meeting, "PRINT_AFTER_SECONDS", 0)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # meeting.py sets variables for the interface
     me, args = "rank 0 (agent)", argparse.Namespace(join_timeout=5, agree=())
     coming = meeting.Meeting(0, args, [me], me, spawned=False)
     assert coming.find_address("agent.svc", 29500) == ("127.0.0.1", 29500)
@@ -280,7 +281,7 @@ socket.getaddrinfo = getaddrinfo
 
 @pytest.mark.slow
 def test_a_job_whose_name_becomes_known_late(tmp_path):
-    """As in a cluster whose name service learns a pod's name some seconds after the pod has started."""
+    """In a cluster, a pod's name may be resolved only some seconds after the pod has started."""
     (tmp_path / "sitecustomize.py").write_text(LATE_NAME_SERVICE)
     env = {"PYTHONPATH": str(tmp_path), "NAME_IS_KNOWN": str(tmp_path / "known")}
     with Job("rl_rpc", "terminals", [*JOBS["rl_rpc"]["short"], "--master_addr", "agent.svc"], env=env) as job:
@@ -305,11 +306,11 @@ STRANGERS = [
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_fit_is_refused_and_the_job_goes_on():
-    """Strangers are there before rank 0 is, and poll: still it is rank 0 that says what job this is."""
+    """Ranks with other flags are started before rank 0, and wait for it.  Still rank 0 defines the job."""
     port = free_port()
     place = ["--master_port", port, "--join_timeout", 60]
     strangers = [start_main(package, *flags, *place) for _, _, package, flags in STRANGERS[:-1]]
-    time.sleep(3)  # let them poll: nothing tells from outside
+    time.sleep(3)  # time to let them wait; nothing shows it from outside
     agent = start_main("rl_rpc", *short("rl_rpc"), *place, "--rank", 0)
     wait_for_listener(port)
     _, _, package, flags = STRANGERS[-1]
@@ -334,7 +335,8 @@ def test_a_place_is_given_to_one_process_only(monkeypatch):
         coming.take_place(store, "cpu")
     first = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: first + 1)
-    with pytest.raises(SystemExit, match=f"2 rank 1 .*refused, because it is there already, as process {first} on"):
+    expected = f"2 rank 1 .*refused, because this rank has joined already, as process {first} on"
+    with pytest.raises(SystemExit, match=expected):
         coming.take_place(store, "cpu")
 
 
@@ -344,12 +346,12 @@ def test_a_place_that_is_taken_is_refused():
     place = [*short("rl_rpc"), "--master_port", port, "--join_timeout", 60]
     first = [start_main("rl_rpc", *place, "--rank", rank) for rank in (0, 1)]
     wait_for_listener(port)
-    time.sleep(4)  # let rank 1 say hello first: nothing tells from outside
+    time.sleep(4)  # time for rank 1 to join; nothing shows it from outside
     second = run_main("rl_rpc", *place, "--rank", 1)
     last = start_main("rl_rpc", *place, "--rank", 2)
     for rank in [*first, last]:
         rank.communicate(timeout=90)
-    assert second.returncode == 2 and "is there already" in second.stderr, second.stderr
+    assert second.returncode == 2 and "has joined already" in second.stderr, second.stderr
     assert [rank.returncode for rank in [*first, last]] == [0, 0, 0]
 
 
@@ -369,7 +371,7 @@ def wait_for_listener(port, seconds=60):
 @pytest.mark.parametrize("package, way", [("rl_rpc", "spawned"), ("rnn_rpc", "torchrun")])
 def test_a_job_that_lost_a_rank_comes_back(package, way, tmp_path):
     checkpoint, summary = tmp_path / "checkpoint.pt", tmp_path / "summary.json"
-    lengths = {  # long enough to be killed in the middle, short enough to wait for
+    lengths = {  # long enough to be killed in the middle
         "rl_rpc": ["--max_episodes", "30", "--reward_threshold", "1e9", "--eval_episodes", "1"],
         "rnn_rpc": ["--epochs", "8", "--corpus_tokens", "40000"],
     }  # param_server: in tests/param_server/test_runs.py
@@ -398,7 +400,7 @@ def test_without_a_checkpoint_it_starts_afresh_and_says_so():
         assert job.wait_for_text("Episode 10", 60)
         os.kill(job.pid_of(1), signal.SIGKILL)
         assert job.wait(120) == [0], job.text()
-        assert "No checkpoint: starting afresh." in job.text()
+        assert "No checkpoint: starting from the beginning." in job.text()
 
 
 # ---------------------------------------------------------------------------------------------------- remote exceptions
@@ -406,7 +408,7 @@ def test_without_a_checkpoint_it_starts_afresh_and_says_so():
 
 @pytest.mark.slow
 def test_a_remote_exception_is_told_once_with_type_message_and_rank():
-    fault = (1, "remote", 0)  # observer1's next call raises KeyError: inside its run_episode, which the agent called
+    fault = (1, "remote", 0)  # observer1's next call raises KeyError, in its run_episode
     with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], fault=fault) as job:
         assert job.wait(60) == [1]
         text = job.text()

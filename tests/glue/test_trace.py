@@ -1,4 +1,4 @@
-"""--trace: both sides of every RPC, from every rank, in one file or picture, however the job was started and ended."""
+"""--trace records both sides of every RPC of all ranks, in one file or picture, however a job is started and ends."""
 
 import collections
 import json
@@ -23,7 +23,7 @@ RL = [*JOBS["rl_rpc"]["size"], *JOBS["rl_rpc"]["short"]]
 
 
 def events_in(path):
-    """Return a trace's events, after reading them as ui.perfetto.dev does: every bar fits, every arrow has two ends."""
+    """Return a trace's events, after checking what ui.perfetto.dev needs: bars are nested, arrows have two ends."""
     events = json.loads(path.read_text())["traceEvents"]
     lanes, ends = collections.defaultdict(list), collections.defaultdict(list)
     for event in events:
@@ -31,7 +31,7 @@ def events_in(path):
             lanes[event["pid"], event["tid"]].append((round(event["ts"] * 1e3), round(event["dur"] * 1e3)))
         elif event["ph"] in "sf":
             ends[event["id"]].append(event)
-    for bars in lanes.values():  # in one lane bars follow each other, or lie one in the other
+    for bars in lanes.values():  # in a lane, two bars are nested or do not overlap
         open_bars = []
         for start, length in sorted(bars, key=lambda bar: (bar[0], -bar[1])):
             assert start >= 0 and length >= 0
@@ -41,7 +41,7 @@ def events_in(path):
             open_bars.append(start + length)
     for tail, tip in ends.values():
         assert (tail["ph"], tip["ph"]) == ("s", "f") and tail["ts"] <= tip["ts"]
-        for end in (tail, tip):  # an arrow is fastened to the bar that is there at this moment
+        for end in (tail, tip):  # an arrow's end belongs to the bar at this time
             time = round(end["ts"] * 1e3)
             assert any(start <= time < start + length for start, length in lanes[end["pid"], end["tid"]]), end
     named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
@@ -54,7 +54,7 @@ def bars(events, cat, name=None):
 
 
 def arrows(events):
-    """Return {id: (caller or callee at the tail, at the tip)}."""
+    """Return {id: (event at the tail, event at the tip)}."""
     ends = collections.defaultdict(list)
     for event in events:
         if event["ph"] in "sf":
@@ -62,7 +62,7 @@ def arrows(events):
     return ends
 
 
-# -------------------------------------------------------------------------------------------------------- what is there
+# ------------------------------------------------------------------------------------------------ what a trace contains
 
 
 def test_a_trace_shows_both_sides_of_every_rpc(tmp_path):
@@ -83,12 +83,12 @@ def test_a_trace_shows_both_sides_of_every_rpc(tmp_path):
             assert call["ts"] < run["ts"] < run["ts"] + run["dur"] < call["ts"] + call["dur"]
     assert len(bars(events, "remote", "Observer")) == 2 and len(bars(events, "step")) == result["episodes"] == 20
     assert len(bars(events, "async", "run_episode")) == len(bars(events, "run", "run_episode")) == 40
-    assert any(event["name"] == "torch.rpc._gather_to_leader" for event in events), "torch's own are told apart"
+    assert any(event["name"] == "torch.rpc._gather_to_leader" for event in events), "torch's own calls"
     matched = [event for event in events if event.get("cat") in CALLS]
-    assert len(arrows(events)) == 2 * len(matched), "there and back"
+    assert len(arrows(events)) == 2 * len(matched), "one for the call, one for the answer"
     row = re.search(r"observer1 -> agent: select_action +([\d,]+) +([\d.]+) +([\d.]+) +([\d.]+)\n", done.stdout)
-    whole, wire, there = map(float, row.groups()[1:])
-    assert 0 < there < whole and 0 < wire < whole and int(row[1].replace(",", "")) > 100
+    whole, wire, at_callee = map(float, row.groups()[1:])
+    assert 0 < at_callee < whole and 0 < wire < whole and int(row[1].replace(",", "")) > 100
     assert sorted(os.listdir(tmp_path)) == ["summary.json", "trace.json"]
 
     assert run_main("rl_rpc", *RL, "--summary_json", plain).returncode == 0  # recording changes nothing
@@ -123,7 +123,7 @@ def test_backward_and_optimizer_have_bars(package, tmp_path):
     assert len(bars(events, "async", "torch.optim._new_local_optimizer")) + len(
         bars(events, "remote", "torch.optim._new_local_optimizer")
     )
-    if package == "param_server":  # a method is named, and not the helper that torch sends it by
+    if package == "param_server":  # the method is named, not torch's helper
         assert len(bars(events, "run", "forward")) == len(steps) and not bars(events, "run", "call_method")
 
 
@@ -176,7 +176,7 @@ def test_a_trace_of_a_job_that_lost_a_rank_says_so(way, tmp_path):
     (mark,) = (event for event in events if event["ph"] == "i")
     assert mark["name"].startswith("rank 1: ") and mark["ts"] >= max(bar["ts"] for bar in bars(events, "run"))
     last = max(bars(events, "async", "run_episode"), key=lambda bar: (bar["args"]["to"] == "observer1", bar["ts"]))
-    assert 2 * last["args"]["call"] not in arrows(events), "nobody knows what the lost rank did with it"
+    assert 2 * last["args"]["call"] not in arrows(events), "the lost rank's side of this call is not recorded"
     assert len(bars(events, "sync", "select_action")) > 50
     assert os.listdir(tmp_path) == ["trace.json"]
 
@@ -197,8 +197,8 @@ def test_between_two_hosts_no_arrow_points_back_in_time(tmp_path):
         flags = [*JOBS["rl_rpc"]["short"], "--trace", str(trace)]
         with RanksOnTwoHosts(hosts, "rl_rpc", flags) as ranks:
             assert ranks.wait(120) == [0, 0, 0], ranks.text()
-            assert re.search(rf"The clock of {NAMES[1]} was put right by \S+ ms, give or take \d", ranks.text())
-    events = events_in(trace)  # arrows are looked at there
+            assert re.search(rf"The clock of {NAMES[1]} was corrected by \S+ ms .error at most \d", ranks.text())
+    events = events_in(trace)  # also checks the arrows
     served = {run["args"]["call"]: run for run in bars(events, "run")}
     calls = [call for call in bars(events, "sync", "select_action") if call["pid"] == 1]  # rank 1 is on the other host
     assert min(call["dur"] for call in calls) > 10_000 and all(call["args"]["call"] in served for call in calls)
@@ -208,12 +208,12 @@ def test_between_two_hosts_no_arrow_points_back_in_time(tmp_path):
 
 
 def test_clocks_of_several_hosts_are_lined_up():
-    """Three hosts, each reached from the one before: what is 7 s ahead and 3 s behind comes within a round trip."""
+    """Three hosts, each called by the one before.  Clocks 7 s and 3 s wrong are corrected to within a round trip."""
     ahead = {"a": 0, "b": 7_000_000_000, "c": -3_000_000_000}
     hosts = dict(enumerate(ahead))
 
     def call(caller, callee, sent, arrived, left, back):
-        """Return a pair, as join() does, of a call with these four times."""
+        """Return a call with these four times, as join() does."""
         sides = ((caller, sent, back), (callee, arrived, left))
         bars = [{"pid": r, "ts": t + ahead[hosts[r]], "dur": end - t} for r, t, end in sides]
         return bars[0], bars[1], bars[1]
@@ -234,7 +234,7 @@ def test_clocks_of_several_hosts_are_lined_up():
 
 @pytest.fixture
 def recorder(monkeypatch):
-    """Yield the module glue.trace of rl_rpc; what it replaces in torch is put back afterwards."""
+    """Yield the module glue.trace of rl_rpc; restore afterwards what it replaces in torch."""
     from torch.distributed.rpc import api, internal
 
     replaced = [(api, name) for name in ("PythonUDF", "_invoke_rpc_python_udf", "_invoke_remote_python_udf")]

@@ -1,4 +1,4 @@
-"""What READMEs draw by hand is what a traced run does; and what --plot draws can be read."""
+"""The diagrams of the READMEs agree with traced runs, the moving picture counts correctly, and plots have labels."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def as_pattern(diagram):
 
 
 def diagrams():
-    """Each sequence diagram of the packages' READMEs, and the flags of main.py that its comment (`%%`) names."""
+    """Yield each sequence diagram of the packages' READMEs, with the flags of main.py that its comment (`%%`) names."""
     for package in PACKAGES:
         text = (ROOT / package / "README.md").read_text()
         for diagram in re.findall(r"```mermaid\n(sequenceDiagram.*?)```", text, re.DOTALL):
@@ -80,7 +80,7 @@ def test_the_moving_picture_counts_the_environment_steps_that_were_played(tmp_pa
     with package_on_path("rl_rpc"):
         times = {mode: pictures.times_of_steps(traces, mode, 1) for mode in traces}
     assert {mode: len(each) for mode, each in times.items()} == played
-    assert len(set(times["step"])) == played["step"]  # one by one
+    assert len(set(times["step"])) == played["step"]  # each step at a time of its own
     assert len(set(times["rollout"])) == 6  # at the end of each of two observers' three episodes
 
 

@@ -1,4 +1,4 @@
-"""Ranks on two hosts: every package works across them with the documented flags only, and a cut link ends the job."""
+"""Ranks on two hosts: every package works with the documented flags only, and the job ends if the link is cut."""
 
 import os
 import re
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
 class RanksOnTwoHosts:
-    """The ranks of one job: rank 0 on host 0, the others in turn on host 1 and host 0."""
+    """The ranks of one job: rank 0 on host 0, the others alternately on host 1 and host 0."""
 
     def __init__(self, hosts, package, flags):
         self.processes, self.outputs = [], []
@@ -66,7 +66,7 @@ def test_works_across_two_hosts(package):
 
 @pytest.mark.slow
 def test_a_cut_link_ends_the_job():
-    package = "ddp_rpc"  # RPC, and beside it a process group
+    package = "ddp_rpc"  # it uses RPC and a process group
     with TwoHosts() as hosts, RanksOnTwoHosts(hosts, package, JOBS[package]["long"]) as ranks:
         deadline = time.monotonic() + 90
         while not re.search(JOBS[package]["training"], ranks.text()):

@@ -1,4 +1,4 @@
-"""Ranks that a launcher starts: torchrun on two hosts, and tasks that know their rank from their environment."""
+"""Ranks that a launcher starts: torchrun on two hosts, and tasks that read their rank from environment variables."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ DONE = "Greedy policy over 1 episodes"
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_torchrun_on_two_nodes():
-    """RPC, and beside it a process group."""
+    """With RPC and a process group."""
     with TwoHosts() as hosts, Nodes(hosts, "ddp_rpc", ["--epochs", "2", "--batches", "20"]) as nodes:
         assert nodes.wait(120) == [0, 0], nodes.texts()
         first, second = nodes.texts()
@@ -33,7 +33,7 @@ def test_torchrun_on_two_nodes():
 
 
 class Nodes:
-    """torchrun on both hosts, two ranks on each, as docs/CLUSTERS.md does where a host's name is a loopback address."""
+    """torchrun on both hosts, with two ranks on each, as in docs/CLUSTERS.md for hosts named by a loopback address."""
 
     def __init__(self, hosts, package, flags):
         self.outputs, self.processes = [], []
@@ -50,7 +50,7 @@ class Nodes:
         return self
 
     def __exit__(self, *_):
-        for name in NAMES:  # torchrun puts each rank into a session of its own: who is on the host is what counts
+        for name in NAMES:  # each rank has its own session, so end all processes of the host
             there = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
             for pid in map(int, there.split()):
                 with contextlib.suppress(ProcessLookupError):
@@ -80,7 +80,7 @@ def open_mpi(rank):
 
 
 def free_job_id():
-    """Return a Slurm job's number whose port, 15000 + number modulo 10000, is free here."""
+    """Return a number for a Slurm job such that its port, 15000 + number modulo 10000, is free."""
     while True:
         number = random.randrange(10_000, 20_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 5_000 + number)):

@@ -1,4 +1,4 @@
-"""The heartbeat (watch.py), one rank of it at a time, on a clock that stands in for the real one: no processes here."""
+"""Heartbeats (watch.py) of one rank at a time, with a simulated clock and store.  These tests start no processes."""
 
 import json
 import types
@@ -13,14 +13,14 @@ with package_on_path("rl_rpc"):
 
 
 class Over(BaseException):
-    """What the watch said at last, in the place of the end of its process."""
+    """Raised instead of ending the process, with what the Watch reported last."""
 
 
 class World:
-    """The store, the clock, and the job of one rank that is watched here; the other ranks beat by the clock."""
+    """The store, the clock and the job of the one rank that is tested; the other ranks' heartbeats are simulated."""
 
     def __init__(self, monkeypatch, rank, world_size, torchrun=False, stops=None, until=60.0):
-        """`stops`: {rank: when it beats for the last time}; `until`: the seconds after which the test is over."""
+        """`stops`: {rank: the time of its last heartbeat}; `until`: the time at which the test ends."""
         self.now, self.until, self.stops = 0.0, until, stops or {}
         self.beats_every = dict.fromkeys(range(world_size), watch.BEAT_SECONDS)
         self.values, self.read_keys, self.events = {}, [], {}
@@ -34,7 +34,7 @@ class World:
         self.watch.start_beating(self)
 
     def run(self):
-        """Let the heartbeat run; return what it said at last, and when."""
+        """Run the heartbeats; return what the Watch reported last, and at which time."""
         with pytest.raises(Over) as over:
             self.watch._beat()
         return over.value.args[0], self.now
@@ -121,7 +121,7 @@ def test_who_has_not_come_yet_who_has_left_and_who_is_lost_are_not_missed(monkey
 
 
 def test_who_was_stopped_oneself_blames_nobody(monkeypatch):
-    """Ctrl-Z and fg: the others need a moment, too, until they beat again."""
+    """After Ctrl-Z and fg, the other ranks also need some time until their next heartbeat."""
     world = World(monkeypatch, 0, 2, stops={1: 5.0})
 
     def stand_still():
@@ -157,7 +157,7 @@ def test_a_rank_that_has_left_watches_on_and_beats_no_more(monkeypatch):
 
 @pytest.mark.parametrize("rank, silent", [(5, 6), (5, 0), (0, 6)])
 def test_torchruns_sigterm_makes_the_ranks_of_its_host_find_out_soon(rank, silent, monkeypatch):
-    """Ranks 4 to 7 are on the second host; those of the first, which know nothing of it, beat every second."""
+    """Ranks 4 to 7 are on the second host.  Those of the first get no signal, so they beat only once a second."""
     monkeypatch.setenv("LOCAL_RANK", str(rank % 4))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     world = World(monkeypatch, rank, 8, torchrun=True, stops={silent: 9.5})
@@ -174,7 +174,7 @@ def test_torchruns_sigterm_makes_the_ranks_of_its_host_find_out_soon(rank, silen
 
 
 def test_in_a_hurry_the_living_are_not_blamed(monkeypatch):
-    """It was torchrun itself that was told to end."""
+    """Here the user has ended torchrun itself, so no rank is lost."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     world = World(monkeypatch, 5, 8, torchrun=True, until=20.0)

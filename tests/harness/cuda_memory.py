@@ -1,9 +1,9 @@
-"""Run a package's main.py and let every rank tell, at its end, how much GPU memory it held half-way and at the end.
+"""Run a package's main.py; each rank prints how much GPU memory it held after half of its work and at the end.
 
     python tests/harness/cuda_memory.py PACKAGE [main.py's own flags]
 
-Prints "memory rank R: A B" on stdout: MiB that the rank's caching allocator had reserved after half of its work, and
-after all of it.  A leak of a tensor per iteration shows as B well above A.
+Each rank prints "memory rank R: A B": the MiB that its caching allocator had reserved after half of its work (A) and
+after all of it (B).  If one tensor is leaked in each iteration, B is much larger than A.
 """
 
 import pathlib
@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / PACKAGE))
 
 import torch  # noqa: E402
 
-import main as package_main  # noqa: E402  (the package's; found through the line above)
+import main as package_main  # noqa: E402  (the package's main.py, through the path set above)
 
 
 def run_worker(rank, args, job):

@@ -1,4 +1,7 @@
-"""Deaths drawn from a number: one rank of a job dies, and what the contract promises of the others is checked."""
+"""Random failures: one rank of a job dies, and the behaviour of the other ranks is checked against CONTRACT.
+
+A case (the job, the rank, and how and when it dies) is derived from a number, so that it can be repeated.
+"""
 
 import contextlib
 import os
@@ -16,14 +19,14 @@ ERRORS = {"exception": "ValueError", "memory": "MemoryError"}
 KINDS = (*SIGNALS, *ERRORS, "sys.exit")
 MOMENTS = ("start", "training", "end")
 
-# The contract, first row that fits: what the other ranks' statuses are, a line that stands in the output, how many of
-# the others name the dead rank in a line of their own, and within how many seconds all is over.
-# (kind, way of starting, moment, statuses, line, others, seconds)
+# What must happen; the first row that matches the case holds.  Columns: kind of failure, way of starting, moment; then
+# the exit statuses of the other ranks, a regular expression for a line of the output, how many of the other ranks must
+# print a line of their own that names the dead rank, and the number of seconds after which all must have ended.
 CONTRACT = [
     ("exception", "*", "training", {1}, r"rank {rank} \({name}\): ValueError: injected fault", "all but one", 15),
     ("memory", "*", "training", {1}, r"rank {rank} \({name}\): MemoryError: injected fault", "all but one", 15),
-    ("sys.exit", "*", "training", {1}, r"rank {rank} \({name}\): it left in the middle", "all", 15),
-    # The rank that called the function names itself as the caller: nothing tells it which rank has left.
+    ("sys.exit", "*", "training", {1}, r"rank {rank} \({name}\): it called sys.exit\(0\)", "all", 15),
+    # The line names the rank that called the function, because it does not learn which rank has exited.
     (
         "served exit",
         "*",
@@ -34,21 +37,21 @@ CONTRACT = [
         15,
     ),
     ("SIG*", "*", "training", {1}, r"lost rank {rank} \({name}\)", "all", 15),
-    # Before it met the others it is one that never came (--join_timeout 20, from when they
-    # themselves have started, which takes its time on a busy machine); torchrun may end them before they know.
+    # If the rank dies before it has joined, the others wait for it until --join_timeout, which is 20 s from their own
+    # start.  Starting takes long on a busy machine.  torchrun may end the others before they notice.
     ("SIG*", "torchrun", "start", {1}, r"\({name}\)|\brank +: {rank} ", "some", 60),
     ("SIG*", "*", "start", {1}, r"\({name}\)", "some", 60),
-    # At the end it may have been missed, or its work was done already.
+    # At the end, the others may have noticed the loss, or its work may have been done already.
     ("SIG*", "*", "end", {1}, r"lost rank {rank} \({name}\)", "some", 15),
     ("SIG*", "*", "end", {0}, r"", "some", 15),
 ]
 
 
 def draw_case(number):
-    """One case from a seed: (package, way, rank, kind, moment, seconds to wait at that moment)."""
+    """Return the case of this number: (package, way, rank, kind, moment, seconds to wait at that moment)."""
     packages = list(JOBS)
     draw = random.Random(number)
-    package, way = packages[number % 4], WAYS[number // 4 % 3]  # every pair comes up in 12 cases
+    package, way = packages[number % 4], WAYS[number // 4 % 3]  # 12 successive cases have every pair
     rank = draw.randrange(len(JOBS[package]["names"]))
     kind = draw.choice(KINDS)
     moment = draw.choice(MOMENTS) if kind in SIGNALS else "training"
@@ -56,9 +59,9 @@ def draw_case(number):
 
 
 def run_case(package, way, rank, kind, moment, seconds, impatient=False):
-    """Start the job, let one rank die, check what the contract promises; return the seconds that the others took.
+    """Start the job, let one rank die, check CONTRACT; return after how many seconds the other ranks had ended.
 
-    `impatient`: silent ranks are lost sooner than they are in main.py, which saves time and changes nothing else.
+    `impatient`: a silent rank is lost sooner than in main.py.  This saves time and changes nothing else.
     """
     facts = JOBS[package]
     name, others = facts["names"][rank], [other for other in range(len(facts["names"])) if other != rank]
@@ -69,13 +72,14 @@ def run_case(package, way, rank, kind, moment, seconds, impatient=False):
     with Job(package, way, flags, fault=fault) as job:
         dead, peers = let_die(job, rank, kind, moment, seconds, others)
         died_at = time.monotonic()
-        while any(map(command_of, peers)):  # ends that the commands we started do not show: spawned, under torchrun
+        while any(map(command_of, peers)):  # as long as one of the other ranks is running
             assert time.monotonic() < died_at + rows[0][6], job.text()
             time.sleep(0.02)
         took = time.monotonic() - died_at
-        statuses = job.wait(45 if (kind, way) == ("SIGSTOP", "torchrun") else 15)  # torchrun waits for it: its own 30 s
+        # torchrun waits 30 s for a stopped process.
+        statuses = job.wait(45 if (kind, way) == ("SIGSTOP", "torchrun") else 15)
         text, left = job.text(), job.survivors()
-        if way == "terminals":  # what is started there ends by itself; a stopped process is its terminal's to end
+        if way == "terminals":  # a stopped rank cannot end, and no other process is responsible for ending it
             statuses = [status for number, status in enumerate(statuses) if number != rank]
             left = [pid for pid in left if pid != dead]
         assert not left, (left, text)
@@ -88,23 +92,23 @@ def run_case(package, way, rank, kind, moment, seconds, impatient=False):
             if f"rank {other} ({facts['names'][other]}): lost rank {rank} ({name})" not in text
         ]
         assert len(silent) <= {"all": 0, "all but one": 1, "some": len(others)}[row[5]], (silent, text)
-        if way != "torchrun":  # its own report of a failure has a traceback
+        if way != "torchrun":  # torchrun's own report of a failure includes a traceback
             assert not re.search(NOISE, text), text
         return took
 
 
 def let_die(job, rank, kind, moment, seconds, others):
-    """Return (the dead rank's process id, its peers') as soon as it is dead."""
+    """Wait until the rank has died, or send it the signal; return (its process id, the process ids of `others`)."""
     facts = JOBS[job.package]
     if kind not in SIGNALS:
         pids = [job.pid_of(other) for other in others]
-        job.wait_for_text("injected fault|left in the middle|ended with SystemExit", 90 + seconds)
+        job.wait_for_text("injected fault|called sys.exit|ended with SystemExit", 90 + seconds)
         return None, list(filter(None, pids))
     if moment != "start":
         job.wait_for_text(facts["training" if moment == "training" else "done"], 90)
     pid, pids = job.pid_of(rank), [job.pid_of(other) for other in others]
-    time.sleep(seconds / 30 if moment == "end" else seconds)  # the case's random moment, not a wait for anything
-    with contextlib.suppress(ProcessLookupError, TypeError):  # it may have ended by itself
+    time.sleep(seconds / 30 if moment == "end" else seconds)  # the random moment of this case
+    with contextlib.suppress(ProcessLookupError, TypeError):  # the process may have ended already
         os.kill(pid, SIGNALS[kind])
     return pid, list(filter(None, pids))
 

@@ -1,12 +1,18 @@
-"""Run a package's main.py with a fault in one rank: what the tests cannot do to it with a signal from outside.
+"""Run a package's main.py with a fault in one rank, for faults that a test cannot cause by sending a signal.
 
     python tests/harness/faulty_main.py PACKAGE RANK FAULT SECONDS [main.py's own flags]
 
-FAULT is raised in that rank once SECONDS have passed since it met the others: from its next RPC, or, in a rank that
-makes none, from its main thread where it waits: for the others, or for answers from a queue (ddp_rpc's master).
-"sys.exit" is raised in the main thread alone, "served exit" only in a function that this rank serves: see ending.py.
-"none": no fault.  "stop": a SIGSTOP when it has learned that all have done their work.  Works spawned, by rank, and
-under torchrun.  A silent rank is called lost after LOST_AFTER seconds instead of main.py's 8, to save the tests' time.
+FAULT is raised in that rank when SECONDS have passed since it joined.  It is raised by the rank's next RPC.  In a rank
+that makes no RPCs, the main thread raises it where it waits for the other ranks or for a queue (ddp_rpc's master).
+
+    exception, memory, remote    ValueError, MemoryError, KeyError
+    sys.exit                     sys.exit(0), on the main thread only
+    served exit                  sys.exit(0), only in a function that this rank serves: see ending.py
+    stop                         SIGSTOP to itself, when it has read that all ranks have done their work
+    none                         no fault
+
+It works with all ways to start ranks.  A silent rank is lost after LOST_AFTER seconds, instead of 8 as in main.py, to
+save time.
 """
 
 import os
@@ -23,7 +29,7 @@ LOST_AFTER = 4.0
 sys.path.insert(0, str(ROOT / PACKAGE))
 sys.argv[0] = str(ROOT / PACKAGE / "main.py")
 
-import main as package_main  # noqa: E402  (the package's; found through the line above)
+import main as package_main  # noqa: E402  (the package's main.py, through the path set above)
 from glue import watch  # noqa: E402
 
 watch.LOST_AFTER_SECONDS = LOST_AFTER

@@ -1,4 +1,4 @@
-"""What the tests share: run a package's commands as a user would, and import a package's modules."""
+"""What the tests share: run a package's commands as a user does, and import a package's modules."""
 
 import contextlib
 import functools
@@ -15,17 +15,17 @@ import tempfile
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-NOISE = r"Traceback|Exception raised from|^frame #"  # Python's, and C++'s
+NOISE = r"Traceback|Exception raised from|^frame #"  # tracebacks of Python and of C++
 PACKAGES = ("rl_rpc", "rnn_rpc", "ddp_rpc", "param_server")
 
 
 def run_script(path, *flags, timeout=120, env=None):
     """Run `python path flags` (path relative to the repository) to its end; return the CompletedProcess (text).
 
-    Without variables of its own the command is a fork of a process that has loaded torch already, see warm.py.
+    Without `env` the command is a fork of a process that has imported torch already, see warm.py.
     """
     command = [sys.executable, str(ROOT / path), *map(str, flags)]
-    # Into files: a pipe would stay open until Python's fork server, a second later, has ended as well.
+    # The output goes to files.  A pipe would stay open until Python's fork server has ended too, a second later.
     with tempfile.NamedTemporaryFile("r+") as out, tempfile.NamedTemporaryFile("r+") as err:
         if env is None:
             status = run_warm(command, out.name, err.name, timeout)
@@ -42,19 +42,19 @@ def read_whole(path):
 
 @functools.cache
 def warm_process():
-    """Start warm.py, once; return the address where it waits.  Tests that tests run share that of the outermost."""
+    """Start warm.py once; return the address at which it waits.  If a test runs tests, these use the same process."""
     if "WARM_PROCESS" in os.environ:
         return os.environ["WARM_PROCESS"]
     address = os.path.join(tempfile.mkdtemp(), "warm")
     command = [sys.executable, str(ROOT / "tests" / "harness" / "warm.py"), address]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "warm\n"
-    warm_process.process = process  # its stdin stays open as long as this process lives
+    warm_process.process = process  # keep the Popen, so that its stdin stays open until this process ends
     return address
 
 
 def run_warm(command, out, err, timeout, cwd=None):
-    """Let the warm process become `command`; return its exit status."""
+    """Let a fork of the warm process run `command`; return its exit status."""
     with multiprocessing.connection.Client(warm_process(), "AF_UNIX") as connection:
         environ = os.environ | {"WARM_PROCESS": warm_process()}
         request = {"argv": command[1:], "cwd": cwd or os.getcwd(), "environ": environ, "stdout": out, "stderr": err}
@@ -72,12 +72,12 @@ def run_main(package, *flags, timeout=120, env=None):
 
 
 def run_on_pretend_device(package, *flags, timeout=120):
-    """Run it with every rank's tensors on the pretend device."""
+    """Like run_main, but the ranks that compute use the pretend device."""
     return run_script("tests/harness/pretend_main.py", package, *flags, timeout=timeout)
 
 
 def start_main(package, *flags, env=None, **popen):
-    """Start `python <package>/main.py flags` in a session of its own; return the Popen (text pipes)."""
+    """Start `python <package>/main.py flags` in a new session; return the Popen, with text pipes."""
     command = [sys.executable, str(ROOT / package / "main.py"), *map(str, flags)]
     return subprocess.Popen(
         command,
@@ -91,16 +91,16 @@ def start_main(package, *flags, env=None, **popen):
 
 
 def assert_one_line_error(done, status, *words):
-    """The run ended with this status and said why in one line, with these words in it (argparse: usage before it)."""
+    """Assert that the run ended with this status, without a traceback, and that one line contains all `words`."""
     assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
     assert not re.search(NOISE, done.stderr), done.stderr
-    # Where ranks were running, a line of each other rank follows: that it has lost the one that failed.
+    # If several ranks were running, each other rank adds a line that it has lost the rank that failed.
     lines = done.stderr.strip().splitlines()
     assert any(all(word in line for word in words) for line in lines), (words, done.stderr)
 
 
 def assert_refused(package, flags, capsys, *words):
-    """parse_args, the first thing that main.py calls, refuses these flags: status 2, and one line."""
+    """Assert that parse_args of main.py refuses these flags with status 2 and one line that contains all `words`."""
     with package_on_path(package), pytest.raises(SystemExit) as refused:
         import main
 
@@ -111,7 +111,10 @@ def assert_refused(package, flags, capsys, *words):
 
 @contextlib.contextmanager
 def package_on_path(package):
-    """Import a package's modules by their plain names, and forget them afterwards: several have a `main`."""
+    """Allow `import main` and the like from this package; remove its modules from sys.modules afterwards.
+
+    They must be removed because all packages have modules of the same names.
+    """
     folder = str(ROOT / package)
     before = set(sys.modules)
     sys.path.insert(0, folder)
@@ -125,7 +128,7 @@ def package_on_path(package):
 
 
 def load_bench(package):
-    """Import a package's file in bench/."""
+    """Import bench/<package>.py."""
     with package_on_path(package):
         before = sys.path[:]
         sys.path.insert(0, str(ROOT / "bench"))

@@ -1,4 +1,4 @@
-"""Whole jobs for the lifecycle tests: start one in any of the three ways, find its ranks, wait for its end."""
+"""Jobs for tests: start a job in any of the three ways, find the processes of its ranks, wait for its end."""
 
 import contextlib
 import importlib.metadata
@@ -15,8 +15,8 @@ import time
 
 from helpers import ROOT
 
-# Per package: roles by rank; flags of a run that goes on until it is ended, and of one that ends by itself within
-# seconds; what a rank prints once training is under way, and when its work is done.
+# For each package: the worker names by rank; the flags for the number of ranks, for a run that does not end by itself
+# ("long"), and for one that ends within seconds ("short"); what is printed during training, and when the work is done.
 JOBS = {
     "rl_rpc": {
         "names": ["agent", "observer1", "observer2"],
@@ -55,7 +55,7 @@ WAYS = ("spawned", "terminals", "torchrun")
 
 
 def free_port():
-    """Return a port on which nobody listens, below those that the system gives to connections meanwhile."""
+    """Return a free port, below the range from which the system assigns ports to connections."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -63,9 +63,10 @@ def free_port():
 
 
 def fill_with_traps(folder):
-    """Fill `folder` with a file for each name of a module that a job may import; one that is imported leaves a trace.
+    """Write into `folder` a file for each module name that a job may import.  A file that is imported leaves a mark.
 
-    A job that is started in this folder must import none of them: they are the user's own, and only named like ours.
+    They stand for a user's files that happen to have such names.  A job that is started in this folder must import none
+    of them.
     """
     ours = {path.stem for package in JOBS for path in (ROOT / package).iterdir()}
     installed = set(importlib.metadata.packages_distributions())
@@ -80,7 +81,7 @@ def executed_traps(folder):
 
 
 class Job:
-    """One job: start it, then kill what you like.  Use as a context manager: nothing of it survives the block."""
+    """One job.  Used as a context manager: all processes of the job are killed at the end of the block."""
 
     def __init__(
         self,
@@ -95,9 +96,11 @@ class Job:
         script=None,
         cwd=None,
     ):
-        """`fault`: (rank, kind, seconds), see faulty_main.py; `env`: more variables; `only`: ranks to start.
+        """Start the job.  `way`: one of WAYS; `flags`: of main.py.
 
-        `script`: run this instead of the package's main.py; `cwd`: in this folder.
+        `fault`: (rank, kind, seconds), see faulty_main.py; `other_hostname`: if root, give the host a name that does
+        not resolve; `runner_flags`: of torchrun; `env`: further environment variables; `only`: the ranks to start;
+        `script`: what to run instead of the package's main.py; `cwd`: the working directory.
         """
         self.package, self.way = package, way
         self.names = JOBS[package]["names"]
@@ -116,7 +119,7 @@ class Job:
             torchrun = os.path.join(sysconfig.get_path("scripts"), "torchrun")
             here = ["--master-port", port, "--nproc-per-node", str(len(self.names))]
             commands = [[torchrun, *here, *runner_flags, *base]]
-        if other_hostname and os.geteuid() == 0:  # a host whose own name does not resolve to loopback
+        if other_hostname and os.geteuid() == 0:  # a host name that does not resolve to loopback
             rename = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere.invalid; exec "$@"', "sh"]
             commands = [[*rename, *command] for command in commands]
         self.folder = tempfile.TemporaryDirectory()
@@ -145,7 +148,7 @@ class Job:
         self.folder.cleanup()
 
     def text(self, outputs=None):
-        """Return everything that all processes have printed so far."""
+        """Return all output so far of all processes, or that of `outputs`."""
         parts = []
         for output in self.outputs if outputs is None else outputs:
             with open(output.name, errors="replace") as file:
@@ -157,7 +160,7 @@ class Job:
         return self.text(self.outputs[1::2])
 
     def wait_for_text(self, pattern, seconds):
-        """Return True once the job has printed `pattern`, False if it ended without."""
+        """Return True when the job has printed `pattern`; False if all its processes ended without printing it."""
         deadline = time.monotonic() + seconds
         while not re.search(pattern, self.text()):
             if all(process.poll() is not None for process in self.processes):
@@ -167,16 +170,16 @@ class Job:
         return True
 
     def wait_for_file(self, path, seconds):
-        """Return as soon as there is such a file."""
+        """Return when the file exists."""
         deadline = time.monotonic() + seconds
         while not os.path.exists(path):
             assert time.monotonic() < deadline, f"no {path} after {seconds} s:\n{self.text()}"
             time.sleep(0.02)
 
     def pid_of(self, rank, seconds=60):
-        """Return the process of a rank, as soon as all are there; None if the job has ended before.
+        """Return the process id of a rank when all ranks are running; None if the job ends before.
 
-        One child of the fork server alone may be a command that loading torch starts, a moment after its fork.
+        If the fork server has only some children yet, one of them may be a command that importing torch starts.
         """
         if self.way == "terminals":
             return self.processes[rank].pid
@@ -193,10 +196,10 @@ class Job:
         return None
 
     def wait(self, seconds):
-        """Wait until every started process has ended; return their exit statuses.  Fails after `seconds`."""
+        """Wait until every process that was started has ended; return their exit statuses.  Fails after `seconds`."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
-            if self.is_stopped(process.pid):  # by the test (SIGSTOP), in a terminal of its own: it never ends
+            if self.is_stopped(process.pid):  # stopped by the test (SIGSTOP): it will not end
                 continue
             try:
                 process.wait(max(0.01, deadline - time.monotonic()))
@@ -211,15 +214,15 @@ class Job:
         return False
 
     def members(self, process):
-        """Return the live processes that one started process has brought up, itself included."""
+        """Return the live processes that `process` has started, directly or indirectly, and itself."""
         members = session_members(process.pid)
-        if self.way == "torchrun":  # it puts each rank into a session of its own; all know the port where they meet
+        if self.way == "torchrun":  # each rank has a session of its own; the port identifies them
             everyone = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
             members += [pid for pid in everyone if f"MASTER_PORT={self.port}" in environment_of(pid)]
         return members
 
     def survivors(self, seconds=5):
-        """Return the processes of this job that are left (Python's own helper processes take a moment to notice)."""
+        """Return the processes of this job that do not end within `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             left = [pid for process in self.processes for pid in self.members(process)]
@@ -229,12 +232,12 @@ class Job:
 
 
 def left_in(folder):
-    """Return what a run has left in its temporary directory (apart from torch's own cache: one for all runs)."""
+    """Return the files that a run has left in its temporary directory, without torch's cache, which runs share."""
     return [name for name in os.listdir(folder) if not name.startswith("torchinductor_")]
 
 
 def session_members(session):
-    """All live processes of a session (zombies are not)."""
+    """Return the processes of a session, without zombies."""
     members = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -257,13 +260,19 @@ def children_of(pid):
 
 
 def ranks_of(pid):
-    """The ranks of a spawned job in their order, as far as they are there: forked by a child of the first process."""
+    """Return the process ids of a spawned job's ranks that run already, in their order.
+
+    The ranks are children of the fork server, which is a child of the process `pid`.
+    """
     servers = forked(children_of(pid))
     return sorted(rank for server in servers for rank in forked(children_of(server)))
 
 
 def forked(pids):
-    """Those of Python's fork server, and its forks: loading torch starts a passing command of another name as well."""
+    """Return those of `pids` that are Python's fork server or forks of it.
+
+    Importing torch starts short-lived commands of other names, which are left out.
+    """
     return [pid for pid in pids if "multiprocessing.forkserver" in command_of(pid)]
 
 

@@ -1,9 +1,9 @@
-"""A job that goes on without lost workers, reduced to what the glue does: workers count at rank 0 until it is enough.
+"""A minimal job that goes on without lost workers (--on_lost continue), to test the glue without a scenario.
 
     python tests/harness/lost_main.py [--enough N] [--fail R] [flags that all packages share]
 
-Each worker (rank >= 1) calls rank 0 --enough times; the one that is to fail raises an error instead of its 20th call.
-Rank 0 is done when each living one is.
+Each worker (rank >= 1) calls a function of rank 0 N times.  Worker R raises an error after 20 calls.  Rank 0 has done
+its work when every living worker has made its calls.
 """
 
 import pathlib
@@ -12,7 +12,7 @@ import threading
 
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent.parent / "rl_rpc"
 sys.path.insert(0, str(PACKAGE))
-sys.argv[0] = str(PACKAGE / "main.py")  # so that ranks are forked from a process that has loaded torch
+sys.argv[0] = str(PACKAGE / "main.py")  # so that before_torch.py starts the fork server
 
 import glue.before_torch  # noqa: E402, F401  (first, as in every main.py)
 

@@ -1,16 +1,17 @@
-"""A pretend accelerator: shows on a machine without a GPU that every tensor is where it belongs.
+"""A pretend accelerator, with which a machine without a GPU can test that every tensor is on the right device.
 
-Importing this file adds the device "pretend:0" to this process.  A tensor there computes on the CPU, hence the same
-numbers, but is as strict as one on a GPU: it refuses to meet a CPU tensor in one operator, and to hand out its numpy
-array.  It also refuses to be pickled, as all that crosses RPC is, and all that enters a checkpoint; and to take part in
-a collective of a process group, for ours are on the CPU.
+Importing this file adds the device "pretend:0" to this process.  Tensors on it compute on the CPU, so the numbers are
+the same.  But like tensors on a GPU, they raise an error if they are used in one operator together with a CPU tensor,
+or if their numpy array is requested.  They also raise an error if they are pickled, which happens to everything that is
+sent by RPC or written to a checkpoint, or if they are given to a collective, because this repository's process groups
+are on the CPU.
 
-Import it before the process's first backward(): autograd counts the devices then, and starts a thread for each.  (A
-test file's imports are early enough, for pytest imports them all before it runs a test.)  Without a part of torch that
-is still experimental, MISSING says so, and there is no such device.
+Import it before the first backward() of the process, because autograd then counts the devices and starts a thread for
+each.  (Imports of a test file are early enough, because pytest imports all test files before it runs a test.)  It needs
+an experimental part of torch.  If torch does not have it, MISSING says so, and the device does not exist.
 
-What it cannot carry: sparse tensors, a second device (autograd would know of one only), streams, a torch.Generator of
-its own (it draws from the CPU's), and torch.tensor(..., device=...), for which there is tensor_by_copy.
+It does not support sparse tensors, a second device (autograd would only find one), streams, a torch.Generator of its
+own (it uses the CPU's), and torch.tensor(..., device=...), for which tensor_by_copy can be used.
 """
 
 import torch
@@ -24,11 +25,12 @@ except ImportError:
     MISSING = f"torch {torch.__version__} cannot add a device that is written in Python"
 
 DEVICE = "pretend:0"
-COPIES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from", "aten::_copy_from_and_resize"}  # may go between devices
+# Operators that copy between devices.
+COPIES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from", "aten::_copy_from_and_resize"}
 
 
 class PretendTensor(torch.Tensor):
-    """A tensor that says it is on DEVICE; `elem` is the CPU tensor that it computes with."""
+    """A tensor whose device is DEVICE.  `elem` is the CPU tensor with which it computes."""
 
     @staticmethod
     def __new__(cls, elem):
@@ -43,7 +45,7 @@ class PretendTensor(torch.Tensor):
         return self.detach()
 
     @data.setter
-    def data(self, other):  # flat_weights.py makes parameters views of one tensor with it: same shape, same type
+    def data(self, other):  # used by flat_weights.py, with a tensor of the same shape and type
         self.elem = other.elem
 
     def __repr__(self):
@@ -67,18 +69,18 @@ class PretendTensor(torch.Tensor):
 
 
 def run(operator, *args, **kwargs):
-    """Run an ATen operator that has a tensor of DEVICE among its arguments, or is to make one there."""
+    """Run an ATen operator that has a tensor on DEVICE among its arguments, or that creates one on DEVICE."""
     name, leaves = operator._schema.name, pytree.tree_leaves((args, kwargs))
     ours = [leaf for leaf in leaves if isinstance(leaf, PretendTensor)]
     others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, PretendTensor)]
-    if ours and name not in COPIES and any(tensor.dim() for tensor in others):  # a single number may, as on a GPU
+    if ours and name not in COPIES and any(tensor.dim() for tensor in others):  # numbers are allowed, as on a GPU
         raise RuntimeError(f"{name}: tensors of the pretend device and of the CPU were mixed")
     if name.startswith("c10d::") and any(
         tensor.is_floating_point() for tensor in ours
-    ):  # DDP sends integers of its own
+    ):  # integers are allowed, because DDP itself sends some
         raise TypeError(f"{name}: a tensor of the pretend device was given to a collective")
 
-    if name == "aten::copy_":  # its first argument says where the result is
+    if name == "aten::copy_":  # the result is on the device of the first argument
         result_is_ours = isinstance(args[0], PretendTensor)
     elif kwargs.get("device") is not None:
         result_is_ours = torch.device(kwargs["device"]) == torch.device(DEVICE)
@@ -87,21 +89,21 @@ def run(operator, *args, **kwargs):
 
     args, kwargs = pytree.tree_map(to_cpu, (args, kwargs))
     result = BY_HAND.get(name, operator)(*args, **kwargs)
-    # What works in place returns an argument: hand back the caller's own, not another tensor of the same memory.
+    # An in-place operator returns one of its arguments.  Return the caller's tensor object, not a new one.
     same = {id(tensor.elem): tensor for tensor in ours} | {id(tensor): tensor for tensor in others}
     wrap = PretendTensor if result_is_ours else lambda tensor: tensor
     return pytree.tree_map_only(torch.Tensor, lambda t: same[id(t)] if id(t) in same else wrap(t), result)
 
 
 def to_cpu(leaf):
-    """Return what an operator's argument is on the CPU."""
+    """Return an operator's argument with DEVICE replaced by the CPU."""
     if isinstance(leaf, PretendTensor):
         return leaf.elem
     return torch.device("cpu") if isinstance(leaf, torch.device) and leaf == torch.device(DEVICE) else leaf
 
 
 def lstm_cell(from_input, from_hidden, cell, input_bias=None, hidden_bias=None):
-    """What torch computes in one operator where there is no CPU: (hidden, cell, the gates for the backward pass)."""
+    """Return (hidden, cell, gates for the backward pass): one operator in torch, which has no version for the CPU."""
     gates = from_input + from_hidden if input_bias is None else from_input + from_hidden + input_bias + hidden_bias
     i, f, g, o = gates.chunk(4, 1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
@@ -127,12 +129,12 @@ BY_HAND = {
 
 
 def tensor_by_copy(data, *, device=None, make=torch.tensor, **keywords):
-    """What a test puts in the place of torch.tensor, which goes around the operators: make it on the CPU, and copy."""
+    """Create the tensor on the CPU and copy it.  Tests use this instead of torch.tensor, which calls no operator."""
     return make(data, **keywords).to(device)
 
 
 class DeviceModule:
-    """What torch asks of `torch.<device>`, like torch.cuda."""
+    """The functions that torch expects in the module `torch.<device>`, such as torch.cuda."""
 
     is_available = staticmethod(lambda: True)
     device_count = staticmethod(lambda: 1)
@@ -144,5 +146,5 @@ class DeviceModule:
 
 if MISSING is None:
     set_up_backend("pretend", backend_module=DeviceModule())
-    library = torch.library.Library("_", "IMPL")  # for as long as this name refers to it
+    library = torch.library.Library("_", "IMPL")  # it is active as long as this object exists
     library.fallback(run, dispatch_key="PrivateUse1")

@@ -2,8 +2,8 @@
 
     python tests/harness/pretend_main.py PACKAGE [main.py's own flags]
 
-Which ranks use it is the package's and the glue's own choice.  Spawned ranks import this file again, as __mp_main__: so
-the device is there in every process.
+The package and the glue choose which ranks use it.  Spawned ranks import this file again, as __mp_main__, so that every
+process has the device.
 """
 
 import functools
@@ -17,18 +17,18 @@ sys.argv[0] = str(ROOT / PACKAGE / "main.py")
 
 import torch  # noqa: E402
 
-import main as package_main  # noqa: E402  (the package's; found through the line above)
+import main as package_main  # noqa: E402  (the package's main.py, through the path set above)
 import pretend_device  # noqa: E402
 from glue import job, tensors  # noqa: E402
 
 
 def start_pretend(device, computes):
-    """In the place of start_cuda: how many devices a rank may use."""
+    """Replaces start_cuda: return how many devices a rank may use."""
     return int(computes)
 
 
 def pretend_devices_of(hellos):
-    """In the place of devices_of, and by it.  Every rank says what all have."""
+    """Replaces devices_of, and calls it.  Every rank prints the devices of all ranks."""
     names = [name.replace("cuda", "pretend") for name in tensors.devices_of(hellos)]
     print("devices:", *names, flush=True)
     return names
@@ -36,7 +36,7 @@ def pretend_devices_of(hellos):
 
 job.start_cuda, job.devices_of = start_pretend, pretend_devices_of
 torch.tensor = functools.partial(pretend_device.tensor_by_copy, make=torch.tensor)
-if PACKAGE == "param_server":  # in mode `remote` the server has devices of its own: --num_gpus
+if PACKAGE == "param_server":  # in mode `remote` the server's devices come from --num_gpus
     import digits_net
     import remote_server
 

@@ -1,9 +1,9 @@
-/* A driver for no GPU: built as libcuda.so.1 and libnvidia-ml.so.1 and put first on LD_LIBRARY_PATH, it shows who
-   starts CUDA, and what a program says when the driver does not work.
+/* A stand-in for NVIDIA's driver, without a GPU.  It is built as libcuda.so.1 and libnvidia-ml.so.1 and put first on
+   LD_LIBRARY_PATH.  With it, tests see which processes start CUDA, and what a program prints if the driver fails.
 
-   Each call is a line in the file $STUB_LOG: process, its parent, function.  libnvidia-ml finds one GPU; CUDA then fails
-   in the way that $STUB_INIT (what cuInit returns) and $STUB_VERSION (the driver's version) say.  Where cuInit succeeds,
-   what comes after it fails.  */
+   Each call adds a line to the file $STUB_LOG: process, parent process, function.  libnvidia-ml reports one GPU.  Then
+   CUDA fails: cuInit returns $STUB_INIT, and the driver's version is $STUB_VERSION.  If cuInit succeeds, the functions
+   that are called after it fail.  */
 
 #include <fcntl.h>
 #include <stdio.h>
@@ -27,10 +27,10 @@ int cuInit(unsigned flags) { note("cuInit"); return number("STUB_INIT"); }
 
 int cuDriverGetVersion(int *version) { note("cuDriverGetVersion"); *version = number("STUB_VERSION"); return 0; }
 
-/* CUDA's runtime asks for tables without a name: CUDA_ERROR_NOT_FOUND */
+/* CUDA's runtime asks for undocumented tables.  500 is CUDA_ERROR_NOT_FOUND. */
 int cuGetExportTable(const void **table, const void *id) { note("cuGetExportTable"); return 500; }
 
-/* The runtime looks every function up here. */
+/* The runtime gets every function from this one. */
 int cuGetProcAddress_v2(const char *name, void **function, int version, unsigned long long flags, int *status) {
     *function = !strcmp(name, "cuInit") ? (void *)cuInit
               : !strcmp(name, "cuDriverGetVersion") ? (void *)cuDriverGetVersion

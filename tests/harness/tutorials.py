@@ -1,4 +1,4 @@
-"""The programs on one page (tutorial.py and its like), run with the real command: all ranks at once, or one by one."""
+"""Run tutorial.py and the other programs that have one file: with one command, or with one command for each rank."""
 
 import contextlib
 import os
@@ -14,20 +14,20 @@ from jobs import free_port
 
 
 def copied_alone(path, folder):
-    """Copy one program (path relative to the repository) alone into a new folder; return the copy's path."""
+    """Copy one program (its path is relative to the repository) into an empty folder; return the copy's path."""
     alone = folder / "an empty folder"
     alone.mkdir(exist_ok=True)
     return shutil.copy(ROOT / path, alone)
 
 
 def run_spawned(path, *flags, cwd=None, timeout=120):
-    """Run `python path flags` on a free port; return the CompletedProcess (text).  Nothing of it survives this call."""
+    """Run `python path flags` on a free port; return the CompletedProcess.  All its processes end with this call."""
     (done,) = _run([[path, "--master_port", free_port(), *flags]], cwd, timeout)
     return done
 
 
 def run_in_terminals(path, world_size, *flags, order=None, cwd=None, timeout=120):
-    """Run each rank with a command of its own; return their CompletedProcesses (text), by rank.
+    """Run each rank with a command of its own; return their CompletedProcesses, by rank.
 
     `order`: the order in which the ranks are started; without it, the last rank first.
     """
@@ -39,7 +39,7 @@ def run_in_terminals(path, world_size, *flags, order=None, cwd=None, timeout=120
 
 
 def _run(commands, cwd, timeout):
-    """Run these commands side by side until all have ended; each is a path and its flags."""
+    """Run these commands at the same time until all have ended.  Each command is a path and its flags."""
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         processes = []
@@ -53,7 +53,7 @@ def _run(commands, cwd, timeout):
                 process.wait(max(0.01, deadline - time.monotonic()))
         finally:
             for process in processes:
-                with contextlib.suppress(ProcessLookupError):  # nobody of it is left
+                with contextlib.suppress(ProcessLookupError):  # raised if no process of this session is left
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         return [

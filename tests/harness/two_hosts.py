@@ -1,8 +1,9 @@
-"""Two hosts on one machine: network namespaces with a link between them, which can be cut or slow.
+"""Two hosts on one machine: network namespaces with a link between them, which can be slow, and can be cut.
 
-Needs root and ip (Debian: iproute2).  Each host has its own loopback, its own address on the link, and a name of its
-own that resolves to an address on which the other cannot reach it, as container images have.  A slow link is a pair of
-TUN devices with a process between them that hands each packet on after a delay (kernels without netem have no other).
+Needs root and the command ip (Debian: iproute2).  Each host has its own loopback interface, its own address on the
+link, and its own name.  As in container images, this name resolves to an address at which the other host cannot reach
+it.  A slow link is a pair of TUN devices, and a process that forwards each packet after a delay.  (If the kernel has no
+netem, there is no simpler way.)
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 
-WHOSE = sys.argv[2] if __name__ == "__main__" else os.getpid()  # tests run at once, each with hosts of its own
+WHOSE = sys.argv[2] if __name__ == "__main__" else os.getpid()  # for tests that run at the same time
 NAMES, DEVICES = [f"rpc-host-a-{WHOSE}", f"rpc-host-b-{WHOSE}"], [f"rpc-a{WHOSE}", f"rpc-b{WHOSE}"]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
@@ -29,7 +30,7 @@ def why_not():
         return "needs ip (Debian: iproute2)"
     tried = subprocess.run(["ip", "netns", "add", NAMES[0]], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", NAMES[0]], capture_output=True)
-    return "" if tried.returncode == 0 else f"network namespaces cannot be made here: {tried.stderr.strip()}"
+    return "" if tried.returncode == 0 else f"network namespaces cannot be made: {tried.stderr.strip()}"
 
 
 def ip(*words):
@@ -48,7 +49,7 @@ class TwoHosts:
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
             os.makedirs(f"/etc/netns/{name}", exist_ok=True)
-            with open(f"/etc/netns/{name}/hosts", "w") as hosts:  # what `ip netns exec` shows as /etc/hosts
+            with open(f"/etc/netns/{name}/hosts", "w") as hosts:  # `ip netns exec` mounts it as /etc/hosts
                 hosts.write(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
         if self.delay_ms:
             command = [sys.executable, os.path.abspath(__file__), str(self.delay_ms), str(WHOSE)]
@@ -74,17 +75,20 @@ class TwoHosts:
             shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
 
     def on(self, host, command):
-        """Return `command` as it is started on this host."""
+        """Return the command that runs `command` on this host."""
         rename = ["unshare", "--uts", "sh", "-c", f'hostname {NAMES[host]}; exec "$@"', "sh"]
         return ["ip", "netns", "exec", NAMES[host], *rename, *command]
 
     def cut(self):
-        """Take the link down, without a word to either side's programs."""
+        """Take the link down.  Programs on the two hosts get no error from this."""
         ip("-n", NAMES[1], "link", "set", DEVICES[1], "down")
 
 
 def open_tun(name, namespace):
-    """Return the file of a new TUN device: a packet written here is received by that namespace, and the other way."""
+    """Return the file descriptor of a new TUN device in `namespace`.
+
+    A packet that is written to it is received in the namespace; a packet that the namespace sends can be read from it.
+    """
     tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(tun, 0x400454CA, struct.pack("16sH", name.encode(), 0x0001 | 0x1000))  # TUNSETIFF: IFF_TUN, IFF_NO_PI
     ip("link", "set", name, "netns", namespace)
@@ -92,7 +96,7 @@ def open_tun(name, namespace):
 
 
 def carry(delay):
-    """Hand each packet from one TUN device to the other, `delay` seconds after it came.  Never returns."""
+    """Forward each packet from one TUN device to the other after `delay` seconds.  Never returns."""
     ends = [open_tun(*end) for end in zip(DEVICES, NAMES, strict=True)]
     print("carrying", flush=True)
     waiting, count = [], 0  # a heap of (due, order, end, packet)
@@ -107,7 +111,7 @@ def carry(delay):
                     heapq.heappush(waiting, (time.monotonic() + delay, count, other, packet))
         while waiting and waiting[0][0] <= time.monotonic():
             _, _, end, packet = heapq.heappop(waiting)
-            with contextlib.suppress(OSError):  # the device is down: the packet is lost, as on a cut wire
+            with contextlib.suppress(OSError):  # the device is down, so the packet is lost, as on a cut link
                 os.write(end, packet)
 
 

@@ -1,10 +1,10 @@
-"""A process that has loaded torch and waits to become any command: what a run costs in tests is its work, not imports.
+"""A process that has imported torch and runs commands as forks of itself, so that tests need not wait for imports.
 
     python tests/harness/warm.py SOCKET
 
-helpers.run_main and run_script use it for runs where starting is not the point; tests/glue starts its jobs for real.
-Each command is a fork of this process, and its spawned ranks are forks of one fork server for all commands, where each
-real command starts its own.  Ends when its stdin does: with the tests.
+helpers.run_main and run_script use it for runs whose start is not tested; tests/glue starts jobs with real commands.
+Each command is a fork of this process.  Its spawned ranks are forks of one fork server, which all commands share, while
+a real command starts a fork server of its own.  This process ends when its standard input is closed.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 
-os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # as glue/before_torch.py does, before torch is loaded
+os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # as glue/before_torch.py does, before torch is imported
 import torch.multiprocessing
 
 PRELOAD = [
@@ -34,7 +34,7 @@ for name in PRELOAD:
 
 
 class Adopted:
-    """What a spawned rank runs, with the command's output and environment, not the fork server's."""
+    """The function of a spawned rank, with the output and environment of its command instead of the fork server's."""
 
     def __init__(self, function, request):
         self.function, self.request = function, request
@@ -45,7 +45,7 @@ class Adopted:
 
 
 def adopt(request):
-    """Let this process write where the command's output goes, and see its environment."""
+    """Give this process the command's output files and environment."""
     for number, path in ((1, request["stdout"]), (2, request["stderr"])):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()
@@ -53,12 +53,12 @@ def adopt(request):
 
 
 def become(request):
-    """Turn this fork into the command; never returns."""
+    """Run the command in this fork.  Never returns."""
     os.setsid()
     os.chdir(request["cwd"])
     adopt(request)
     sys.path.append(os.path.dirname(os.path.abspath(__file__)))
-    from warm import Adopted  # under the name by which ranks can load it
+    from warm import Adopted  # imported under a name with which ranks can unpickle it
 
     plain = torch.multiprocessing.start_processes
     torch.multiprocessing.start_processes = lambda function, *args, **keywords: plain(
@@ -67,9 +67,10 @@ def become(request):
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     server = multiprocessing.forkserver
-    server.ensure_running = server._forkserver.ensure_running = lambda: None  # it does: it is the warm process's
-    multiprocessing.forkserver._forkserver._forkserver_pid = None  # and is not this command's to end,
-    multiprocessing.current_process()._config.pop("tempdir", None)  # nor is the folder of its socket to remove
+    server.ensure_running = server._forkserver.ensure_running = lambda: None  # it is running already
+    # The fork server and its folder belong to the warm process, so this command must not remove them at its end.
+    multiprocessing.forkserver._forkserver._forkserver_pid = None
+    multiprocessing.current_process()._config.pop("tempdir", None)
     sys.argv = request["argv"]
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     status = 0
@@ -97,18 +98,18 @@ def main():
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     listener = multiprocessing.connection.Listener(sys.argv[1], "AF_UNIX")
     print("warm", flush=True)
-    waiting = {}  # process id of a command -> the connection that wants its status
+    waiting = {}  # process id of a command -> the connection to which its exit status is sent
     while True:
         ready = multiprocessing.connection.wait([listener._listener._socket, woken, sys.stdin.fileno()])
         if sys.stdin.fileno() in ready:
             listener.close()
-            return os.rmdir(os.path.dirname(sys.argv[1]))  # which helpers.py has made for the socket
+            return os.rmdir(os.path.dirname(sys.argv[1]))  # the folder that helpers.py made for the socket
         if woken in ready:
             woken.recv(100)
             for pid in list(waiting):
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
-                    with contextlib.suppress(OSError):  # a test that did not wait for it any longer
+                    with contextlib.suppress(OSError):  # the test has stopped waiting for it
                         waiting.pop(pid).send(os.waitstatus_to_exitcode(status))
         if listener._listener._socket in ready:
             connection = listener.accept()

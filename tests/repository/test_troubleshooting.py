@@ -226,7 +226,7 @@ def another_seed(_):
     return stderr_of_ranks(["--rank", 1, "--seed", 7])
 
 
-@makes("it is there already")
+@makes("this rank has joined already")
 def a_number_twice(_):
     return stderr_of_ranks(["--rank", 1], ["--rank", 1])
 

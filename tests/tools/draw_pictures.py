@@ -1,10 +1,10 @@
-"""Draw the pictures of the READMEs again: what each mode's steps look like on the wire, and all seeds of a result.
+"""Draw the pictures of the READMEs: timelines of the modes, the rewards of several seeds, and the moving picture.
 
-    python tests/tools/draw_pictures.py timelines rl_rpc       # or another package: its pictures/timelines.png
-    python tests/tools/draw_pictures.py seeds                  # rl_rpc/pictures/seeds.png, of seeds 1 to 5
+    python tests/tools/draw_pictures.py timelines rl_rpc       # pictures/timelines*.png of this package
+    python tests/tools/draw_pictures.py seeds                  # rl_rpc/pictures/seeds.png, with seeds 1 to 5
     python tests/tools/draw_pictures.py moving                 # rl_rpc/pictures/moving.gif, at the top of the README
 
-Needs a machine on which nothing else is at work: what is drawn are times.
+The pictures show times, so nothing else should run on the machine.
 """
 
 import collections
@@ -28,8 +28,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 EPISODE = re.compile(r"^Episode (\d+)\t.*Average reward: ([\d.]+)$", re.MULTILINE)
-# Package -> its pictures of timelines: file, the modes in it by their titles, the step that is shown, and how many
-# milliseconds from its start. And the flags of all its runs.
+# Package -> (flags of all runs, pictures).  A picture is (file name, {title: flags of the mode}, the number of the step
+# that is shown, how many milliseconds are shown from its start on).
 TIMELINES = {
     "rl_rpc": (
         ["--world_size", "3", "--max_episodes", "40", "--eval_episodes", "0"],
@@ -63,12 +63,12 @@ TIMELINES = {
         ],
     ),
 }
-# The moving picture, in pixels, at the width at which a README is shown.
-WIDTH = 830
-STRIP = 150  # the height of what is above the timelines
+# Sizes of the moving picture in pixels.
+WIDTH = 830  # the width at which a README is shown
+STRIP = 150  # the height of the part above the timelines
 POLE = (300, 100)  # the size of one CartPole
 DPI = 130  # of the timelines, whose letters are 7 points high
-# Its time: a millisecond of the traces takes a second.
+# In the moving picture, a millisecond of the traces takes a second.
 FRAMES_PER_SECOND = 20
 MILLISECONDS = 8.0
 STILL_SECONDS = 2  # at the end, when the timelines are complete
@@ -80,7 +80,7 @@ def run(package, *flags):
 
 
 def draw_timelines(package):
-    """Draw the pictures of a package: in each, one panel per mode, all at one time scale."""
+    """Draw the pictures of a package.  Each has a panel for each mode, all with the same time scale."""
     sys.path.insert(0, str(ROOT / package))
     from glue import timeline
 
@@ -92,7 +92,7 @@ def draw_timelines(package):
 
 
 def traced(package, *flags):
-    """Run a package with --trace; return Chrome's events."""
+    """Run a package with --trace; return the events of the trace."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "trace.json")
         run(package, *flags, "--trace", str(path))
@@ -100,7 +100,7 @@ def traced(package, *flags):
 
 
 def draw_seeds():
-    """Draw the running reward of each of five seeds as a thin line, and their median."""
+    """Draw the running average of the reward of each of five seeds as a thin line, and their median as a thick one."""
     figure = Figure((7, 4), layout="constrained")
     axes = figure.subplots()
     curves = []
@@ -111,7 +111,7 @@ def draw_seeds():
         rewards = [float(reward) for _, reward in found]
         curves.append(rewards)
         axes.plot(episodes, rewards, color="tab:blue", linewidth=0.6, alpha=0.6, label=None if seed > 1 else "one seed")
-    longest = max(map(len, curves))  # a run that has ended stays where it was
+    longest = max(map(len, curves))  # a run that has ended keeps its last value
     median = [statistics.median(curve[min(at, len(curve) - 1)] for curve in curves) for at in range(longest)]
     axes.plot(range(1, longest + 1), median, color="tab:blue", linewidth=2, label="median of five")
     axes.axhline(475, linestyle="--", color="gray", linewidth=1, label="solved (475)")
@@ -126,7 +126,7 @@ def draw_seeds():
 
 
 def draw_moving():
-    """Draw CartPole before and after learning, and below it modes `step` and `rollout`, as they pass in time."""
+    """Draw CartPole before and after learning, and below it the timelines of modes `step` and `rollout`."""
     common, ((_, _, step, _), *_) = TIMELINES["rl_rpc"]
     sys.path.insert(0, str(ROOT / "rl_rpc"))
     traces = {mode: traced("rl_rpc", *common, "--mode", mode) for mode in ("step", "rollout")}
@@ -142,7 +142,7 @@ def draw_moving():
 
 
 def save_gif(path, pictures):
-    """Write an animation with the 64 colors that are seen most in it, each well apart from the others."""
+    """Write an animation with its 64 most frequent colors, leaving out colors that are close to a more frequent one."""
     seen = collections.Counter()
     for picture in pictures[:: FRAMES_PER_SECOND // 2]:
         seen.update({color: count for count, color in picture.getcolors(1 << 20)})
@@ -159,11 +159,11 @@ def save_gif(path, pictures):
     print(f"{path.name}: {pictures[0].size}, {len(pictures)} frames, {path.stat().st_size / 1e3:.0f} kB")
 
 
-# Above: two CartPoles, and the meaning of the colors.
+# The upper part: two CartPoles, and the meaning of the colors.
 
 
 def draw_strips(frames):
-    """Return so many pictures of two CartPoles: the policy with which the agent begins, and what it has learned."""
+    """Return so many pictures of two CartPoles: one with the untrained policy, and one with the trained policy."""
     import torch
 
     import play
@@ -171,7 +171,7 @@ def draw_strips(frames):
     from glue.tensors import seed_for
     from policy import Policy
 
-    torch.manual_seed(seed_for(1, 0))  # as the agent does
+    torch.manual_seed(seed_for(1, 0))  # like the agent
     untrained = Policy(*sizes(make_env("CartPole-v1")))
     with tempfile.TemporaryDirectory() as folder:
         saved = str(pathlib.Path(folder, "policy.pt"))
@@ -187,7 +187,10 @@ def draw_strips(frames):
 
 
 def play_on(policy):
-    """Yield (picture, words below it) of each step of one episode after the other; the end is shown for a while."""
+    """Play episodes without end; yield (picture, text below it) for each environment step.
+
+    The last picture of an episode is repeated for half a second.
+    """
     import play
     from actor import Actor
     from environment import make_env
@@ -200,7 +203,7 @@ def play_on(policy):
         poles = []
         draw = functools.partial(draw_pole, env, poles)
         play.play_episode(env, choose, seed_for(1, "play", episode), on_step=draw)
-        draw()  # after the last step
+        draw()  # the state after the last step
         for step, pole in enumerate(poles):
             yield pole, f"{step} steps"
         for _ in range(FRAMES_PER_SECOND // 2):
@@ -212,7 +215,7 @@ def draw_pole(env, poles):
 
 
 def draw_strip(shown):
-    """Return one picture of {title: (CartPole, words below it)}, side by side."""
+    """Return one picture with the CartPoles of `shown` side by side: {title: (picture, text below it)}."""
     from glue import timeline
 
     strip = Image.new("RGB", (WIDTH, STRIP), "white")
@@ -229,16 +232,16 @@ def draw_strip(shown):
 
 
 def write(picture, place, text, anchor, bold=False):
-    """Write into a picture.  `anchor`: as of PIL, where in the text `place` is."""
+    """Write a text into a picture.  `anchor`: PIL's code for the point of the text that is at `place`."""
     font = ImageFont.truetype(findfont("DejaVu Sans:bold" if bold else "DejaVu Sans"), 14)
     ImageDraw.Draw(picture).text(place, text, "black", font, anchor)
 
 
-# Below: the timelines, drawn once, and shown up to where they are.
+# The lower part: the timelines.  They are drawn once, and each frame shows them up to its time.
 
 
 def draw_sheet(traces, step):
-    """Return (a picture of two timelines, [(left, top, right, bottom) of each in it])."""
+    """Return (a picture of two timelines, [(left, top, right, bottom) of each of them])."""
     from glue import timeline
 
     titles = {
@@ -257,8 +260,8 @@ def draw_sheet(traces, step):
         view.draw(axes)
         axes.set_title(titles[mode], loc="left", fontsize=7.8, fontweight="bold")
         for name in axes.texts:
-            if name.get_text():  # an arrow has none
-                name.set_bbox(None)  # so large it would hide the bar
+            if name.get_text():  # arrows are texts without letters
+                name.set_bbox(None)  # at this size, the background would hide the bar
                 name.set_path_effects([withStroke(linewidth=2, foreground="white")])
     panels[-1].set_xlabel("milliseconds (each takes a second here)", fontsize=7)
     file = io.BytesIO()
@@ -269,9 +272,9 @@ def draw_sheet(traces, step):
 
 
 def times_of_steps(traces, mode, step):
-    """Return the milliseconds at which environment steps were over; in `rollout`, at which their episode was.
+    """Return, for each environment step, the milliseconds at which it ended; in `rollout`, at which its episode ended.
 
-    Both modes play the same episodes.  How long each of them is can be counted in the calls of `step`.
+    Both modes play the same episodes, so their numbers of steps are counted in the calls of mode `step`.
     """
     from glue import timeline
 
@@ -286,13 +289,13 @@ def times_of_steps(traces, mode, step):
 
 
 def episodes_of(events):
-    """Return the observers' bars of run_episode: one observer's episodes in order, then the next one's."""
+    """Return the observers' bars of run_episode, sorted by observer and then by time."""
     bars = [event for event in events if event.get("cat") == "run" and event["name"] == "run_episode"]
     return sorted(bars, key=lambda bar: (bar["pid"], bar["ts"]))
 
 
 def sheet_until(sheet, panels, counts, milliseconds):
-    """Return the timelines as far as they have come, and how many environment steps have been played."""
+    """Return the picture of the timelines up to this time, with the number of environment steps played so far."""
     picture = sheet.copy()
     draw = ImageDraw.Draw(picture)
     shown = min(milliseconds, MILLISECONDS)

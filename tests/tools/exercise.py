@@ -1,15 +1,15 @@
-"""The exercises in the packages' EXERCISES.md: what `./run_all.sh exercise rl 2` runs.
+"""Print, check, start and solve the exercises of EXERCISES.md.  `./run_all.sh exercise rl 2` runs this program.
 
-python tests/tools/exercise.py list              list all exercises, and which are done
-python tests/tools/exercise.py rl 2              print exercise 2 of rl_rpc, and check the code as it stands now
-python tests/tools/exercise.py rl 2 start        take out of the code what this exercise has you write
-python tests/tools/exercise.py rl 2 solution     write the solution into the code
+    python tests/tools/exercise.py list              list all exercises, and which of them are done
+    python tests/tools/exercise.py rl 2              print exercise 2 of rl_rpc, and check the present code
+    python tests/tools/exercise.py rl 2 start        remove from the code what is to be written in this exercise
+    python tests/tools/exercise.py rl 2 solution     write the solution into the code
 
-A section of the page is an exercise: "## 2. Title", the text, a line "Check: `command`", a hint, and the solution as a
-diff.  Where the code as published contains the solution already, the exercise starts with taking it out.
+An exercise is a section of EXERCISES.md: "## 2. Title", the text, a line "Check: `command`", a hint, and the solution
+as a diff.  If the published code contains the solution, the exercise begins with the action `start`.
 
-results/exercises.json holds the names of the exercises that were started, and of those that are done: an exercise stays
-done when the code is put back for the next one.
+results/exercises.json has the names of the exercises that were started, and of those that are done.  An exercise stays
+done when its code is restored for the next exercise.
 """
 
 import argparse
@@ -28,7 +28,7 @@ MEMORY = ROOT / "results" / "exercises.json"
 
 @dataclass
 class Exercise:
-    """`text` is what is read before it is tried; `check` a command; `solution` a diff."""
+    """An exercise: `text` is printed before it is tried, `check` is a command, and `solution` a diff."""
 
     title: str
     text: str
@@ -41,26 +41,26 @@ class Exercise:
         return set(re.findall(r"^\+\+\+ (.+)$", self.solution, re.MULTILINE))
 
     def is_as_published(self):
-        """Return whether this is an exercise that begins with `start`, and the published solution is in the code."""
+        """Return whether this exercise begins with `start`, and the code still contains the published solution."""
         taken_out = re.search(r"^-.*exercise \d", self.solution, re.MULTILINE)
         return bool(taken_out and applied(self.solution, ROOT, backwards=True))
 
     def passes(self, **output):
-        """Run the check; return whether it passed.  `output`: as of subprocess.run."""
+        """Run the check; return whether it passed.  `output`: further arguments of subprocess.run."""
         return subprocess.run(self.command(), cwd=ROOT, **output).returncode == 0
 
     def command(self):
-        """Return the words of the check, to be run where the code is."""
+        """Return the check as a list of words, to be run in the repository's folder."""
         python, *words = shlex.split(self.check)
         assert python == "python"
         return [sys.executable, *words]
 
     def start(self, root=ROOT):
-        """Take the solution out of the code below `root`; return False if it is not in there."""
+        """Remove the solution from the code below `root`; return False if the code does not contain it."""
         return write(applied(self.solution, root, backwards=True))
 
     def solve(self, root=ROOT):
-        """Write the solution into the code below `root`; return False if it is in there already, or does not fit."""
+        """Write the solution into the code below `root`; return False if it is present already, or does not fit."""
         return not applied(self.solution, root, backwards=True) and write(applied(self.solution, root))
 
 
@@ -79,10 +79,10 @@ def read_page(package):
 
 
 def applied(diff, root, backwards=False):
-    """Return {path: text} of what a diff makes of the files below `root`; {} where a piece of it has no place.
+    """Return {path: new text} for the files that a diff changes below `root`, or {} if a part of it does not fit.
 
-    "+++ path" names a file, "@@" begins a piece.  A piece is found by its text alone, which must occur once: no line
-    numbers, so a diff holds as long as the lines that it is about.
+    "+++ path" names a file, and "@@" begins a part.  A part has no line numbers.  Its place is found by its old text,
+    which must occur exactly once, so a diff fits as long as these lines do not change.
     """
     texts, path = {}, None
     for piece in re.split(r"^(?=\+\+\+ |@@)", diff, flags=re.MULTILINE)[1:]:
@@ -101,17 +101,17 @@ def applied(diff, root, backwards=False):
 
 
 def write(texts):
-    """Write files, {path: text}; return whether there were any."""
+    """Write the files, {path: text}; return whether there were any."""
     for path, text in texts.items():
         path.write_text(text)
     return bool(texts)
 
 
-# ------------------------------------------------------------------------------------------------- what is done
+# --------------------------------------------------------------------------------------------- which exercises are done
 
 
 def read_memory():
-    """Return (names of the exercises that were started, names of those that are done), a name being "rl 2"."""
+    """Return the names of the exercises that were started, and of those that are done.  A name is, e.g., "rl 2"."""
     memory = json.loads(MEMORY.read_text()) if MEMORY.exists() else {}
     return set(memory.get("started", ())), set(memory.get("done", ()))
 
@@ -122,7 +122,7 @@ def write_memory(started, done):
 
 
 def changed_files():
-    """Return the files that are not as in the last commit; None where there is no commit to compare with."""
+    """Return the files that differ from the last commit, or None if this is not a git repository."""
     diff = ["git", "diff", "--name-only", "--relative", "HEAD"]
     try:
         return set(subprocess.run(diff, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines())
@@ -131,19 +131,19 @@ def changed_files():
 
 
 def all_exercises():
-    """Return {"rl 2": its Exercise} of all four pages, in order."""
+    """Return {name: Exercise} for all four pages, in order."""
     return {f"{short} {n}": each for short in PACKAGES for n, each in enumerate(read_page(PACKAGES[short]), 1)}
 
 
 def print_list():
-    """List all exercises.  A check is run only where files have changed, or the exercise was begun with `start`."""
+    """List all exercises.  A check is run only if its files have changed, or if the exercise was begun with `start`."""
     exercises = all_exercises()
     started, done = read_memory()
     started &= exercises.keys()
     done &= exercises.keys()
     changed = changed_files()
     if changed is not None:
-        started = {name for name in started if exercises[name].files & changed}  # the others were put back
+        started = {name for name in started if exercises[name].files & changed}  # the code of the others was restored
     for name, each in exercises.items():
         print(f"{name:<7}{each.title:<60}", end="", flush=True)
         if name in done:
@@ -171,7 +171,7 @@ def check(name, each):
         return 1
     started, done = read_memory()
     if name not in started and each.is_as_published():
-        print(f"The check passes: the published solution is in the code. `exercise {name} start` takes it out.")
+        print(f"The check passes: the published solution is in the code. `exercise {name} start` removes it.")
         return 0
     write_memory(started, done | {name})
     print("Solved: the check passes.")
@@ -196,9 +196,9 @@ def main():
     if args.action == "check":
         return check(name, exercise)
     if args.action == "start" and not exercise.start():
-        sys.exit("Nothing to take out: the solution is not in the code, or has been changed.")
+        sys.exit("Nothing to remove: the code does not contain the solution, or it has been changed.")
     if args.action == "solution" and not exercise.solve():
-        sys.exit("The solution does not fit: it is in there already, or its surroundings have been changed.")
+        sys.exit("The solution does not fit: the code contains it already, or the lines around it have been changed.")
     started, done = read_memory()
     write_memory(started | {name}, done)
     return 0

@@ -1,11 +1,11 @@
-"""How often the published code of the batch page loses a gradient, or answers with a model that is half updated.
+"""Count how often the tutorial on batch processing loses a gradient, or answers with a model that is half updated.
 
     python tests/tools/published_batch.py --trainers 5 --batch_update_size 1 --side 256
 
-The model is six equal square matrices, and every gradient is all ones. So an update of n gradients must find n in every
-number of the sum, and all numbers of a model must be equal whenever a trainer gets it. Four ways are tried in turn:
-gradients are added before the lock is taken (the published code) or under it (the page's text), and the answer is the
-server's model itself (both) or a copy (tutorial_batch.py).
+The model consists of six equal square matrices, and every gradient consists of ones.  So the sum of n gradients must be
+n everywhere, and all numbers of a model that a trainer gets must be equal.  A model with different numbers is called
+torn.  Four variants are measured in turn.  Gradients are added before the lock is taken (the published code) or under
+it (the text of the page).  The answer is the server's model itself (both of them) or a copy of it (tutorial_batch.py).
 """
 
 import argparse
@@ -31,7 +31,7 @@ MATRICES = 6
 
 
 class Server:
-    """The parameter server of the batch page, which also counts the updates whose sum of gradients is wrong."""
+    """The parameter server of the tutorial, which also counts the updates whose sum of gradients is wrong."""
 
     def __init__(self, args, under_lock, answer_copy):
         self.size, self.under_lock, self.answer_copy = args.batch_update_size, under_lock, answer_copy
@@ -50,7 +50,10 @@ class Server:
     @staticmethod
     @rpc.functions.async_execution
     def update_and_fetch_model(server_rref, grads):
-        """Add a trainer's gradients; return a Future of the model after the update.  All trainers call this at once."""
+        """Add a trainer's gradients; return a Future of the model after the update.
+
+        Several trainers may call this at the same time.
+        """
         self = server_rref.local_value()
         if not self.under_lock:
             self.add(grads)
@@ -62,7 +65,7 @@ class Server:
             if self.count == self.size:
                 self.wrong += any(bool((p.grad != self.size).any()) for p in self.model.parameters())
                 for p in self.model.parameters():
-                    p.grad.fill_(self.size)  # put right, so that later models are not taken for torn ones
+                    p.grad.fill_(self.size)  # corrected, because a wrong sum would make later models look torn
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=False)
                 self.count, self.answer = 0, torch.futures.Future()
@@ -72,7 +75,7 @@ class Server:
 
 
 def run_trainer(server_rref, args):
-    """Send gradients of ones; return how many of the models that came back have numbers that differ."""
+    """Send gradients of ones; return how many of the models in the answers are torn."""
     grads = [torch.ones(args.side, args.side)] * MATRICES
     torn = 0
     for _ in range(args.gradients):
@@ -105,8 +108,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainers", type=int, default=5)
     parser.add_argument("--batch_update_size", type=int, default=5, help="gradients in an update")
-    parser.add_argument("--side", type=int, default=256, help="of each matrix")
-    parser.add_argument("--gradients", type=int, default=100, help="of each trainer")
+    parser.add_argument("--side", type=int, default=256, help="rows and columns of each matrix")
+    parser.add_argument("--gradients", type=int, default=100, help="gradients that each trainer sends")
     args = parser.parse_args()
     os.environ["MASTER_ADDR"] = "localhost"
     os.environ["MASTER_PORT"] = str(free_port())

@@ -1,6 +1,8 @@
-"""Let ranks die by the hundred: the cases of test_lifecycle_faults.py, from other seeds, until one breaks the contract.
+"""Run many random failures of ranks, of which test_lifecycle_faults.py runs a few, and check each against CONTRACT.
 
-python tests/tools/soak_faults.py --cases 100 --seed 1000
+    python tests/tools/soak_faults.py --cases 100 --seed 1000
+
+CONTRACT, in tests/harness/faults.py, is what must happen when a rank dies.
 """
 
 import argparse
@@ -37,7 +39,7 @@ def main():
         )
     for kind, seconds in sorted(took.items()):
         print(f"{kind}: {len(seconds)} cases, median {statistics.median(seconds):.1f} s, longest {max(seconds):.1f} s")
-    print(f"{broken} of {args.cases} cases broke the contract")
+    print(f"{broken} of {args.cases} cases did not fit CONTRACT")
     return 1 if broken else 0
 
 

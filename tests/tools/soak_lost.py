@@ -1,11 +1,12 @@
-"""Let trainers or observers be lost by the dozen, under --on_lost continue, and check what is promised of the others.
+"""Run many jobs with --on_lost continue, in which random trainers or observers are lost, and check the other ranks.
 
-python tests/tools/soak_lost.py param_server --cases 60
-python tests/tools/soak_lost.py rl_rpc --cases 40 --seed 7
+    python tests/tools/soak_lost.py param_server --cases 60
+    python tests/tools/soak_lost.py rl_rpc --cases 40 --seed 7
 
-A line per case, a summary by kind, status 1 if any case broke.  param_server: status 0, `lost` in the summary, every
-image of every epoch applied exactly once, as the images themselves count, and rank 0's memory flat (losses.py).
-rl_rpc: status 0, `lost` in the summary, all episodes played.
+It prints a line for each case and a summary by kind of failure.  The exit status is 1 if a check has failed.  For both
+packages it checks that the job's exit status is 0 and that `lost` in its summary is right.  For param_server it also
+checks that every image of every epoch was applied exactly once and that rank 0's memory does not grow (losses.py), and
+for rl_rpc that all episodes were played.
 """
 
 import argparse
@@ -28,11 +29,11 @@ from jobs import Job
 losses = load_module(ROOT / "tests" / "param_server" / "losses.py")
 
 RL_MODES = ("step", "packed", "batched", "rollout", "async")
-OBSERVERS, EPISODES = (1, 2, 3), {"rollout": 200, "async": 400}  # 60 of those that call in every step
+OBSERVERS, EPISODES = (1, 2, 3), {"rollout": 200, "async": 400}  # in the other modes 60
 
 
 def draw_rl_case(number):
-    """One case from a seed: (mode, {observer's rank: (kind, seconds since the third episode)})."""
+    """Return the case of this number: (mode, {observer's rank: (kind, seconds after the third episode)})."""
     draw = random.Random(number)
     victims = draw.sample(OBSERVERS, draw.randint(1, len(OBSERVERS) - 1))
     kinds = {victim: (draw.choice(list(SIGNALS)), round(draw.uniform(0.0, 1.0), 3)) for victim in victims}
@@ -40,7 +41,7 @@ def draw_rl_case(number):
 
 
 def run_rl_case(mode, faults):
-    """Run it and check; return the job's summary."""
+    """Run a case and check the job; return its summary."""
     episodes = EPISODES.get(mode, 60)
     with tempfile.TemporaryDirectory() as folder:
         summary = os.path.join(folder, "summary.json")
@@ -51,7 +52,7 @@ def run_rl_case(mode, faults):
             pids, began = {victim: job.pid_of(victim) for victim in faults}, time.monotonic()
             for victim, (kind, at) in sorted(faults.items(), key=lambda fault: fault[1][1]):
                 time.sleep(max(0.0, began + at - time.monotonic()))
-                with contextlib.suppress(ProcessLookupError):  # the job was faster
+                with contextlib.suppress(ProcessLookupError):  # the job has ended already
                     os.kill(pids[victim], SIGNALS[kind])
             assert job.wait(90) == [0], job.text()
             assert not job.survivors() and "Traceback" not in job.text(), job.text()
@@ -75,21 +76,20 @@ def main():
     kinds, broken, lost = collections.Counter(), 0, 0
     for number in range(args.seed, args.seed + args.cases):
         mode, faults = draw(number)
-        told = " ".join(f"{victim}:{kind}:{at}" for victim, (kind, at) in sorted(faults.items()))
+        shown = " ".join(f"{victim}:{kind}:{at}" for victim, (kind, at) in sorted(faults.items()))
         started = time.monotonic()
         try:
             summary = run(mode, faults)
         except AssertionError as error:
             broken += 1
-            print(f"{number} {mode}, {told}: BROKEN {error}", flush=True)
+            print(f"{number} {mode}, {shown}: BROKEN {error}", flush=True)
             continue
         lost += len(summary["lost"])
         kinds.update(kind for kind, _ in faults.values())
-        print(f"{number} {mode}, {told}: lost {summary['lost']} ({time.monotonic() - started:.0f} s)", flush=True)
-    print(
-        ", ".join(f"{kind}: {count}" for kind, count in sorted(kinds.items())), "that did no harm;", lost, "were lost"
-    )
-    print(f"{broken} of {args.cases} cases broke the promise")
+        print(f"{number} {mode}, {shown}: lost {summary['lost']} ({time.monotonic() - started:.0f} s)", flush=True)
+    print("Failures without harm:", ", ".join(f"{kind}: {count}" for kind, count in sorted(kinds.items())))
+    print(f"Lost ranks: {lost}")
+    print(f"{broken} of {args.cases} cases failed a check")
     return 1 if broken else 0
 
 

@@ -1,4 +1,4 @@
-"""Copy the glue from rl_rpc/, where it is edited, to the other three packages.
+"""Copy rl_rpc/glue, which is the copy to edit, to the other three packages.
 
 python tests/tools/sync_glue.py
 """

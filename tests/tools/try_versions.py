@@ -1,9 +1,10 @@
-"""Run the quick tests on each pair of a Python and a torch, each in an environment of its own (gigabytes per pair).
+"""Run the quick tests with several versions of Python and torch.
 
     python tests/tools/try_versions.py                               # every supported Python, torch 2.11 and the newest
     python tests/tools/try_versions.py --pythons 3.11 --torches 2.11 2.14.1 newest --tests tests/rl_rpc
 
-A Python that is not on PATH is named in the table, and counts as not tried.  Environments are kept for the next time.
+Each pair of versions gets an environment of several gigabytes, which is kept for the next time.  A Python that is not
+on PATH is listed in the table as "not tried", and the exit status is then 1.
 """
 
 import argparse
@@ -22,10 +23,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pythons", nargs="+", default=["3.10", "3.11", "3.12", "3.13", "3.14"], metavar="X.Y")
     parser.add_argument("--torches", nargs="+", default=["2.11", "newest"], metavar="VERSION")
-    parser.add_argument("--tests", nargs="+", default=["tests"], metavar="PATH", help="of these, those that are quick")
+    parser.add_argument("--tests", nargs="+", default=["tests"], metavar="PATH", help="tests to run, without slow ones")
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path(tempfile.gettempdir(), "try_versions"))
     parser.add_argument(
-        "--minutes", type=float, default=30, help="for each installation, and for each run of the tests"
+        "--minutes", type=float, default=30, help="time limit of each installation, and of each run of the tests"
     )
     args = parser.parse_args()
     rows, good = [("python", "torch", "torchvision", "minutes", "result")], True
@@ -44,10 +45,10 @@ def main():
 
 
 def try_pair(python, torch, folder, args):
-    """Return (versions of what was installed, the result in words, whether the tests passed)."""
+    """Return ({package: installed version}, text of the result, whether the tests passed)."""
     interpreter = shutil.which(f"python{python}")
-    if interpreter is None or subprocess.run([interpreter, "-c", ""], capture_output=True).returncode:  # or a shim
-        return {}, f"not tried: no python{python} here", False
+    if interpreter is None or subprocess.run([interpreter, "-c", ""], capture_output=True).returncode:
+        return {}, f"not tried: there is no python{python}", False
     log = folder.with_name(f"{folder.name}.log")
     folder.parent.mkdir(parents=True, exist_ok=True)
     wanted = "torch" if torch == "newest" else f"torch=={torch}" if torch.count(".") > 1 else f"torch=={torch}.*"
@@ -62,9 +63,9 @@ def try_pair(python, torch, folder, args):
 
         try:
             if not run(interpreter, "-m", "venv", str(folder)):
-                return {}, f"no environment, see {log}", False
+                return {}, f"the environment could not be made, see {log}", False
             if not run(*pip, "install", "--quiet", "--upgrade", wanted, *requirements):
-                return {}, f"not installed, see {log}", False
+                return {}, f"the installation failed, see {log}", False
             passed = run(*pytest, *args.tests)
         except subprocess.TimeoutExpired:
             return {}, f"more than {args.minutes:g} minutes, see {log}", False
