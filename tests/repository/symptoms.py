@@ -40,6 +40,7 @@ from jobs import free_port
 SEEN = {}
 second_has_run = threading.Event()
 finished = []
+meetings = []
 layers = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3))
 
 
@@ -284,7 +285,7 @@ def autograd():
 
 
 def one_name(rank):
-    see("is not unique", lambda: join(rank, name="observer"))
+    see("RPC worker name observer", lambda: join(rank, name="observer"))
 
 
 def taken_port(rank):
@@ -359,6 +360,56 @@ def second_group(rank):
         meeting.wait()
 
 
+def join_dynamic(name, rank):
+    """Join a group without a fixed size, whose store is in the process of "a"."""
+    rpc.init_rpc(name, rank=rank, rpc_backend_options=rpc.TensorPipeRpcBackendOptions(rpc_timeout=2))
+
+
+def dynamic_group(rank):
+    """Return when "b" is in a group without a fixed size; return the store, in the process of "a"."""
+    store = None
+    if rank == 0:  # multi_tenant: init_rpc uses this store
+        port = int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    meeting.wait()
+    if rank == 1:
+        join_dynamic("b", 1)
+    meeting.wait()
+    return store
+
+
+def join_after_a_kill(rank):
+    store = dynamic_group(rank)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.3)
+    see("wait timeout after", lambda: join_dynamic("a", 0))
+    del store
+
+
+def join_with_a_number_in_use(rank):
+    store = dynamic_group(rank)
+    if rank == 1:
+        time.sleep(60)
+    see("RPC worker id 1", lambda: join_dynamic("a", 1))
+    del store
+
+
+def owner_has_left(rank):
+    store = dynamic_group(rank)
+    if rank == 0:
+        join_dynamic("a", 0)
+        rref = rpc.remote("b", Agent)
+        rref.to_here()
+    meeting.wait()
+    if rank == 1:
+        rpc.shutdown()
+    meeting.wait()
+    if rank == 0:
+        see("could not find destination id", rref.to_here)
+        del store
+
+
 def stranger(rank):
     """Something else connects to b's ports, which ends b; b's C++ says so on its stderr."""
     said = f"{tempfile.gettempdir()}/stderr_of_b_{os.environ['MASTER_PORT']}"
@@ -414,6 +465,7 @@ def start(scene):
     global meeting
     fork = multiprocessing.get_context("fork")
     meeting = fork.Barrier(2)  # of the two processes of this scene
+    meetings.append(meeting)  # else the next scene's Barrier could get the same shared memory
     port = free_port()
     answers, sent = fork.Pipe(duplex=False)
     processes = [fork.Process(target=play, args=(scene, rank, port, sent)) for rank in range(2)]
@@ -430,6 +482,7 @@ def main():
     else:  # all of them at once would be too many processes for a small machine
         play_at_once([calls, one_name, taken_port, alone, killed, no_thread_left, without_rpc])
         play_at_once([own_rref, unused_result, collective, second_group, stranger])
+        play_at_once([join_after_a_kill, join_with_a_number_in_use, owner_has_left])
     print(json.dumps(SEEN))
 
 
