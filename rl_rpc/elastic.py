@@ -45,11 +45,12 @@ def join(name):
 
 @torch.no_grad()
 def run_episodes(weights):
-    """Called by the agent, one call at a time. Play episodes of 1000 or more steps together. Return
-    the states (T, 4) and actions (T, 1) of each. An empty list means that this observer leaves."""
+    """Called by the agent, one call at a time. Play whole episodes for about a second. Return the
+    states (T, 4) and actions (T, 1) of each. An empty list means that this observer leaves."""
     policy.load_state_dict(weights)
     episodes = []
-    while sum(len(actions) for _, actions in episodes) < 1000:
+    end = time.monotonic() + 1
+    while not episodes or time.monotonic() < end:
         states, actions = [], []
         state, _ = env.reset()
         ended = False
@@ -156,8 +157,7 @@ if __name__ == "__main__":  # RPC sends functions by name: every rank finds them
     torch.manual_seed(args.rank)
     logging.getLogger("torch.distributed.rpc").setLevel(logging.CRITICAL)
     name = f"observer{args.rank}" if args.rank else "agent"
-    # A join takes at most rpc_timeout, too. The transport "uv" uses no CPU time while it waits.
-    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=10, _transports=["uv"])
+    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=10, _transports=["uv"])  # uv: no polling
     options.init_method = f"tcp://{args.master_addr}:{args.master_port}"
     try:  # Nobody can join after a member was killed, or after a join that failed (CONCEPTS.md).
         rpc.init_rpc(name, rank=args.rank, rpc_backend_options=options)  # without world_size

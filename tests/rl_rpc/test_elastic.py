@@ -227,7 +227,7 @@ def test_elastic_observers_end_when_the_agent_is_killed(terminals):
 @pytest.mark.slow
 def test_elastic_learns_and_takes_no_rank_twice(terminals):
     """A policy that has not learned keeps the pole up for about 22 steps."""
-    terminals.start(0, "--max_episodes", 350, "--seconds", 1000)
+    terminals.start(0, "--seconds", 60)
     terminals.start(1)
     terminals.wait_for(0, "observers: 1")
     terminals.send(1, signal.SIGINT)
