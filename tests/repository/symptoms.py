@@ -18,6 +18,7 @@ import multiprocessing.connection
 import os
 import pathlib
 import pickle
+import select
 import signal
 import socket
 import sys
@@ -41,6 +42,7 @@ from jobs import free_port
 SEEN = {}
 second_has_run = threading.Event()
 finished = []
+meetings = []
 layers = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3))
 
 
@@ -172,7 +174,7 @@ def stderr_of_cpp(symptom):
 
 
 def join(rank, name=None, **options):
-    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=5, **options)
+    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=20, **options)
     rpc.init_rpc(name or "ab"[rank], rank=rank, world_size=2, rpc_backend_options=options)
 
 
@@ -181,15 +183,15 @@ def join(rank, name=None, **options):
 
 def calls(rank):
     note_error("RPC has not been initialized", lambda: rpc.rpc_sync("b", gradients, args=(0,)))
+    if rank == 1:
+        del sys.modules["__main__"].only_here
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         join(rank)
     SEEN["as a ProcessGroup"] = "\n".join(f"{each.category.__name__}: {each.message}" for each in warned)
     if rank == 1:
-        del sys.modules["__main__"].only_here
         rpc.shutdown()
         return
-    time.sleep(0.2)  # until b has deleted only_here
     rref = rpc.remote("b", Agent)
     note_error("ran for more than set timeout", lambda: rpc.rpc_sync("b", time.sleep, args=(0.5,), timeout=0.1))
     note_error("Can't get attribute", lambda: rpc.rpc_sync("b", only_here))
@@ -288,7 +290,7 @@ def autograd():
 
 
 def one_name(rank):
-    note_error("is not unique", lambda: join(rank, name="observer"))
+    note_error("RPC worker name observer", lambda: join(rank, name="observer"))
 
 
 def taken_port(rank):
@@ -363,6 +365,59 @@ def second_group(rank):
         meeting.wait()
 
 
+def join_dynamic(name, rank):
+    """Join a group without a fixed size, whose store is in the process of "a"."""
+    rpc.init_rpc(name, rank=rank, rpc_backend_options=rpc.TensorPipeRpcBackendOptions(rpc_timeout=2))
+
+
+def dynamic_group(rank):
+    """Return when "b" is in a group without a fixed size; return the store, in the process of "a"."""
+    store = None
+    if rank == 0:  # multi_tenant: init_rpc uses this store
+        port = int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    meeting.wait()
+    if rank == 1:
+        join_dynamic("b", 1)
+    meeting.wait()
+    return store
+
+
+def join_after_a_kill(rank):
+    store = dynamic_group(rank)
+    if rank == 1:
+        dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"])).set("pid of b", str(os.getpid()))
+        time.sleep(60)
+    victim = os.pidfd_open(int(store.get("pid of b")))
+    signal.pidfd_send_signal(victim, signal.SIGKILL)
+    select.select([victim], [], [])  # returns when b has ended
+    note_error("wait timeout after", lambda: join_dynamic("a", 0))
+    del store
+
+
+def join_with_a_number_in_use(rank):
+    store = dynamic_group(rank)
+    if rank == 1:
+        time.sleep(60)
+    note_error("RPC worker id 1", lambda: join_dynamic("a", 1))
+    del store
+
+
+def owner_has_left(rank):
+    store = dynamic_group(rank)
+    if rank == 0:
+        join_dynamic("a", 0)
+        rref = rpc.remote("b", Agent)
+        rref.to_here()
+    meeting.wait()
+    if rank == 1:
+        rpc.shutdown()
+    meeting.wait()
+    if rank == 0:
+        note_error("could not find destination id", rref.to_here)
+        del store
+
+
 def stranger(rank):
     """A program that does not use RPC connects to b's ports.  Then b ends, and its C++ part writes why to stderr."""
     log_path = f"{tempfile.gettempdir()}/stderr_of_b_{os.environ['MASTER_PORT']}"
@@ -417,7 +472,8 @@ def start_scene(scene):
     """Start a scene.  Return its two processes, and the end of a pipe through which rank 0 sends what it has seen."""
     global meeting
     fork = multiprocessing.get_context("fork")
-    meeting = fork.Barrier(2)  # for the two processes of this scene
+    meeting = fork.Barrier(2)  # of the two processes of this scene
+    meetings.append(meeting)  # else the next scene's Barrier could get the same shared memory
     port = free_port()
     answers, sent = fork.Pipe(duplex=False)
     processes = [fork.Process(target=run_scene, args=(scene, rank, port, sent)) for rank in range(2)]
@@ -431,9 +487,10 @@ def main():
     scenes = [globals()[name] for name in sys.argv[1:]]
     if scenes:
         run_at_once(scenes)
-    else:  # all scenes at the same time would be too many processes for a small machine
+    else:  # all of them at once would be too many processes for a small machine
         run_at_once([calls, one_name, taken_port, alone, killed, no_thread_left, without_rpc])
         run_at_once([own_rref, unused_result, collective, second_group, stranger])
+        run_at_once([join_after_a_kill, join_with_a_number_in_use, owner_has_left])
     print(json.dumps(SEEN))
 
 

@@ -56,7 +56,7 @@ TORCH = (
     "module 'torch.distributed.rpc'",
     "RPC has not been initialized",
     "RPC is already initialized",
-    "is not unique",
+    "RPC worker name observer",
     "as a ProcessGroup",
     "`init_rpc` does not return",
     "code: -98",
@@ -95,6 +95,9 @@ TORCH = (
     "memory of one process grows",
     "`shutdown` does not return",
     "no longer running",
+    "wait timeout after",
+    "RPC worker id 1",
+    "could not find destination id",
 )
 NOT_MADE = re.compile(r"\*\(not made here\)\*$")
 
