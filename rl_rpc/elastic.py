@@ -50,7 +50,7 @@ def run_episodes(weights):
     policy.load_state_dict(weights)
     episodes = []
     end = time.monotonic() + 1
-    while not episodes or time.monotonic() < end:
+    while not ctrl_c.is_set() and (not episodes or time.monotonic() < end):
         states, actions = [], []
         state, _ = env.reset()
         ended = False
