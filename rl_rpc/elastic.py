@@ -53,12 +53,11 @@ def run_episodes(weights):
     while not ctrl_c.is_set() and (not episodes or time.monotonic() < end):
         states, actions = [], []
         state, _ = env.reset()
-        ended = False
-        while not ended:
+        terminated = truncated = False
+        while not (terminated or truncated):
             states.append(torch.from_numpy(state))
             actions.append(torch.multinomial(policy(states[-1]), 1))
             state, _, terminated, truncated, _ = env.step(actions[-1].item())
-            ended = terminated or truncated
         episodes.append((torch.stack(states), torch.stack(actions)))
     return [] if ctrl_c.is_set() else episodes
 
@@ -111,7 +110,7 @@ def run_agent(seconds, max_episodes):
             speed = f"{steps / (time.monotonic() - start):,.0f} steps/s\tobservers: {len(members)}"
             print(f"Episode {i_episode}\tAverage reward: {steps / len(episodes):.2f}\t{speed}")
         else:
-            time.sleep(0.1)  # there is no observer at present
+            ctrl_c.wait(0.1)  # there is no observer at present
     for name, answer in list(members.items()):
         answer.set_result((False, None))
         with contextlib.suppress(RuntimeError):  # the observer may have ended already
@@ -127,8 +126,9 @@ def run_observer(name):
             break
         time.sleep(0.1)
     print(f"{name} joined")
-    while not answer.done():  # answer.wait() would keep Python from handling Ctrl-C
-        time.sleep(0.1)
+    answered = threading.Event()
+    answer.add_done_callback(lambda _: answered.set())
+    answered.wait()  # answer.wait() would keep Python from handling Ctrl-C
     try:
         inform, problem = answer.wait()
     except RuntimeError as error:
