@@ -53,7 +53,7 @@ def single_process(seed, observers, episodes):
 
 
 def learn(policy, optimizer, trajectories):
-    """Train on the episodes of all observers, like the agent."""
+    """Train on the episodes of all observers, as the agent does."""
     loss = reinforce_loss(policy, trajectories, gamma=0.99)
     optimizer.zero_grad()
     loss.backward()
