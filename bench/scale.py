@@ -1,4 +1,4 @@
-"""Measure how the rate of work grows with the number of workers, and print what the formula of the package's SCALE.md predicts.
+"""Measure how the rate of work grows with the number of workers, beside the prediction of the package's SCALE.md.
 
     python bench/scale.py ps                      # param_server, mode replica, with 1, 2, 4, 8 and 16 trainers
     python bench/scale.py ps --batch_size 2       # small batches: the pushes take most of the time
