@@ -2,8 +2,9 @@
 
     python bench/actors.py ray        # or monarch
 
-For each measurement it reads a line of JSON and writes one, until its standard input ends.  The first line that it
-writes says whether the library is installed.  Besides the library it needs only numpy.
+The first line on standard output says whether the library is installed.  For each measurement the program then reads a
+line of JSON from standard input, and writes a line of JSON.  The program ends when its standard input ends.  It needs
+only the library and numpy.
 """
 
 import json
@@ -14,7 +15,7 @@ import time
 
 
 def connect_ray():
-    """Return two functions: one calls a Ray actor, one ends it."""
+    """Return two functions: the first calls a Ray actor, the second ends the actor."""
     import ray
 
     class Target:
@@ -27,7 +28,7 @@ def connect_ray():
 
 
 def connect_monarch():
-    """Return two functions: one calls a Monarch actor, one ends it."""
+    """Return two functions: the first calls a Monarch actor, the second ends the actor."""
     from monarch.actor import Actor, endpoint, this_host
 
     class Target(Actor):
@@ -41,7 +42,7 @@ def connect_monarch():
 
 
 def measure(call, payload, calls):
-    """Return the seconds of each call, and of all calls together."""
+    """Make the calls; return the seconds that each call took, and the seconds that all calls took together."""
     seconds = []
     begun = time.perf_counter()
     for _ in range(calls):
@@ -52,7 +53,7 @@ def measure(call, payload, calls):
 
 
 def main():
-    # This folder has a file ray.py, which would be imported instead of the library.
+    # This folder has a file ray.py, and `import ray` would import this file instead of the library.
     sys.path.remove(str(pathlib.Path(__file__).resolve().parent))
     # Standard output is for the answers only, so what the libraries print is sent to stderr.
     answers = os.fdopen(os.dup(1), "w", buffering=1)

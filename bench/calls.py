@@ -1,19 +1,19 @@
-"""What one call to another process costs: torch RPC in its different forms, and other ways to make such a call.
+"""Measure one call to another process, with the different forms of torch RPC and with other libraries.
 
     python bench/calls.py                            # about two minutes on 2 cores
     python bench/calls.py --rounds 1 --calls 50      # a quick run
     python bench/calls.py --ray_python DIR/bin/python --monarch_python DIR/bin/python --json calls.json
     python bench/calls.py --messages                 # how many messages torch sends for one call
-    python bench/calls.py --agent 10 20              # torch's own benchmark of an RL agent, see published_agent.py
+    python bench/calls.py --agent 10 20              # torch's own benchmark of an RL agent (published_agent.py)
 
 Each call sends one payload to another process of this machine, where a function does nothing and returns None.  In each
-round, every way to call makes its calls in turn.  Two processes are started for it and end after it, because even an
-idle rank would keep a core busy (the shm transport polls) and so slow down the next measurement.  The tables show
-medians over the rounds.
+round, all ways to call are measured in turn.  Each measurement starts two processes, and ends them.  An idle rank would
+slow down the next measurement, because the shm transport polls, and so keeps a core busy.  (The actors of Ray and
+Monarch are started only once.)  The tables show medians over the rounds.
 
-torch RPC sends a tensor as it is.  For Pipe, gRPC, Ray and Monarch the payload is the numpy array that shares the
-tensor's memory, because pickling a torch tensor takes longer.  gloo sends only tensors.  There the payload "nothing" is
-a tensor of one byte, and the array of 4 floats a tensor of 16 bytes.
+torch RPC sends a tensor as it is.  Pipe, gRPC, Ray and Monarch send the numpy array that shares the tensor's memory,
+because pickling a torch tensor takes longer.  gloo sends only tensors.  With gloo the payload "nothing" is a tensor of
+one byte, and the payload "array of 4 floats" is a tensor of 16 bytes.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def serve_pipe(folder, pipe, schedule):
 
 
 def serve_gloo(folder, pipe, schedule):
-    """Receive and answer.  With gloo the receiver must be given the size and the number of messages in advance."""
+    """Receive each message and answer it.  With gloo the receiver must know size and number in advance."""
     join_gloo(0, folder)
     answer = torch.zeros(1, dtype=torch.uint8)
     for name, calls in schedule.items():
@@ -117,7 +117,7 @@ def serve_grpc(folder, pipe, schedule):
 
 # ------------------------------------------------------------------------------------------------- the ways to call
 #
-# Each is a context manager that yields run(payload, calls).  run makes so many calls, and returns the seconds of each.
+# Each is a context manager that yields run(payload, calls).  run makes `calls` calls, and returns the seconds of each.
 
 
 @contextlib.contextmanager
@@ -206,7 +206,7 @@ def one_by_one(call):
 
 
 def in_flight(window, send):
-    """Like one_by_one, but with up to `window` calls in flight, whose results are awaited in the order of sending."""
+    """Like one_by_one, but up to `window` calls are in flight.  Their results are awaited in the order of sending."""
 
     def run(payload, calls):
         seconds = []
@@ -232,7 +232,7 @@ def in_flight(window, send):
 
 
 class Way(NamedTuple):
-    """A way to call: `connect`, the caller's context manager, and `serve`, the function that the other process runs."""
+    """A way to call.  `connect` is the caller's context manager.  `serve` is the function that the callee runs."""
 
     connect: object
     serve: object
@@ -258,7 +258,7 @@ def make_ways():
 
 
 def figures_of(seconds, elapsed):
-    """Return the figures of some calls: `seconds` of each call, and `elapsed` seconds of all together."""
+    """Return the figures of some calls.  `seconds`: time of each call; `elapsed`: time of all calls together."""
     p50, p95 = np.percentile(seconds, [50, 95])
     return {"p50_ms": p50 * 1e3, "p95_ms": p95 * 1e3, "calls_per_second": len(seconds) / elapsed}
 
@@ -275,13 +275,13 @@ def call_all(run, schedule):
 
 
 def in_caller(connect, work, folder, pipe):
-    """Connect and do the work.  Runs in the calling process."""
+    """Connect, and return the result of work(run).  This function runs in the calling process."""
     with connect(folder, pipe) as run:
         return work(run)
 
 
 def between_two_processes(way, work, schedule):
-    """Start the two processes of `way`; return what `work(run)` returns in the calling process."""
+    """Start the two processes of `way`; return the result of work(run) in the calling process."""
     with tempfile.TemporaryDirectory() as folder:
         caller_end, server_end = multiprocessing.Pipe()
         caller = functools.partial(in_caller, way.connect, work, folder, caller_end)
@@ -293,10 +293,10 @@ def between_two_processes(way, work, schedule):
 
 
 class Actor:
-    """A subprocess that runs actors.py in the Python of Ray or Monarch, where it calls an actor."""
+    """A subprocess that runs actors.py, in the Python of Ray or Monarch.  actors.py calls an actor."""
 
     def __init__(self, library, python):
-        """Start it.  `missing` is None, or says why the library is not available.  Raises RuntimeError on failure."""
+        """Start the subprocess; raise RuntimeError if it fails.  `missing`: None, or why the library is missing."""
         command = [python, str(pathlib.Path(__file__).with_name("actors.py")), library]
         self.process = None
         try:
@@ -334,10 +334,10 @@ class Actor:
 
 
 def count_messages(run, calls=10):
-    """Return how many messages a call sends, in both directions together: the first call, and a later one.
+    """Return {"first": messages of the first call, "each": messages of a later call}, in both directions together.
 
-    torch has no counter for them.  But RPC writes a line into its log for each message, at a log level that no public
-    setting selects.
+    torch has no counter for messages.  But RPC writes a line into its log for each message, at a log level that no
+    public setting selects.
     """
     level = ctypes.c_int.in_dll(ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so"), "FLAGS_caffe2_log_level")
     with tempfile.TemporaryFile("w+") as log:
@@ -347,7 +347,7 @@ def count_messages(run, calls=10):
         level.value = -1
 
         def messages_so_far():
-            """Return the number of messages, when none has been added for 0.3 s: some are sent after a call returns."""
+            """Return the number of messages, when it has been the same for 0.3 s: some follow the end of a call."""
             before = None
             while before != (count := read_log(log)):
                 before = count
@@ -368,7 +368,7 @@ def count_messages(run, calls=10):
 
 
 def read_log(log):
-    """Return how many messages are in the caller's log: those that it sent and those that it received."""
+    """Return how many messages the caller has sent and received, by the lines of its log."""
     log.seek(0)
     text = log.read()
     kinds = ("is sending request", "received response", "received request", "is sending response")
@@ -395,7 +395,7 @@ def print_table(name, rows, missing):
 
 
 def print_page(rows, missing):
-    """Print the table of docs/CONCEPTS.md."""
+    """Print the table of docs/CONCEPTS.md, in Markdown."""
     ratio = "ratio of the median to `by name, shm`"
     print(f"\n| way to call | {' | '.join(PAYLOADS)} | calls/s, {SMALL} | {ratio}, {SMALL} |")
     print(f"|---{'|---' * len(PAYLOADS)}|---|---|")

@@ -1,4 +1,4 @@
-"""What the programs in bench/ share: import a package's modules, run its main.py, compare runs in one table."""
+"""Functions that the programs in bench/ share: they import a package, run its main.py, and compare runs in a table."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ def run_main(package, flags, timeout=900):
 
 
 def places(device):
-    """Return {suffix of a variant's name: flags} for the devices to measure: the CPU, and with "cuda" also the GPU."""
+    """Return {suffix of a variant's name: flags} for the CPU, and also for the GPU if `device` is "cuda"."""
     found = {"": ["--device", "cpu"]}
     if device == "cuda":
         found[", cuda"] = ["--device", "cuda"]
@@ -43,10 +43,11 @@ def places(device):
 
 
 def interleave(variants, repeats=3):
-    """Call each of `variants` (name -> callable returning a dict of figures) in turn, `repeats` times: A B C A B C ...
+    """Call each of `variants` (name -> callable) in turn, `repeats` times: A B C A B C ...
 
-    The speed of a shared machine changes over time.  With this order, runs that are compared with each other take place
-    at nearly the same time.
+    Each callable returns a dict of figures.  This function returns {name: list of these dicts}.  The speed of a shared
+    machine changes over time.  In this order, the runs of one repeat take place at nearly the same time, and can be
+    compared with each other.
     """
     from tqdm import tqdm
 
@@ -61,9 +62,9 @@ def interleave(variants, repeats=3):
 
 
 def table(rows, figure, baseline, title=None, digits=0):
-    """Print each variant's median, spread and ratio to `baseline`; return the numbers.
+    """Print the median, the spread and the ratio to `baseline` for each variant; return the numbers.
 
-    A ratio is that of two runs of the same repeat.
+    A ratio divides the figures of two runs of the same repeat.
     """
     width = max(len(name) for name in ["variant", *rows])
     print(f"\n{title or figure}\n{'variant':{width}} {'median':>12} {'min - max':>23} {'ratio to ' + baseline:>32}")
@@ -80,10 +81,10 @@ def table(rows, figure, baseline, title=None, digits=0):
 
 
 def run_together(works, theirs=(), seconds=200):
-    """Call each of `works` in a process of its own, all at the same time; return what the first one returns.
+    """Call each of `works` in a process of its own, all at the same time; return the result of the first work.
 
-    `theirs`: ends of pipes that are passed to the processes, and that this process closes.  Raises RuntimeError if a
-    process fails or takes more than `seconds`.  The processes are forked from one that has imported torch.
+    `theirs`: ends of pipes that the works use; this process closes its own copies of them.  Raises RuntimeError if a
+    process fails or takes more than `seconds`.  The processes are forked from a process that has imported torch.
     """
     start = multiprocessing.get_context("forkserver")
     start.set_forkserver_preload(["torch.distributed.rpc"])
@@ -94,7 +95,7 @@ def run_together(works, theirs=(), seconds=200):
     for process in processes:
         process.start()
     for end in (answers, *theirs):
-        end.close()  # the processes have copies; when they end, recv raises EOFError
+        end.close()  # the processes have copies; when these processes end, recv raises EOFError
     try:
         if not answer.poll(seconds):
             raise RuntimeError(f"no result within {seconds} s")
@@ -118,9 +119,9 @@ def _send_result(work, answers):
 
 @contextlib.contextmanager
 def rpc_worker(name, names, folder, **options):
-    """Join an RPC group on this machine as the worker `name`; leave when all workers have finished the block.
+    """Join an RPC group on this machine as the worker `name`; leave when all workers have finished the `with` block.
 
-    `names`: the names of all workers, in the order of their ranks; `folder`: an empty folder through which they meet.
+    `names`: the names of all workers, in the order of their ranks.  `folder`: an empty folder, where they meet.
     """
     import torch.distributed.rpc as rpc
 
@@ -139,7 +140,7 @@ def spread(values, digits, width):
 
 
 def write_json(path, numbers):
-    """Write the raw numbers to `path`, the value of --json, if it is given."""
+    """Write the raw numbers to the file `path`, the value of --json.  Without --json, write nothing."""
     if path:
         with open(path, "w") as file:
             json.dump(numbers, file, indent=2)

@@ -1,11 +1,17 @@
-"""Measure ddp_rpc: batches or samples per second of each mode and of a plain loop in one process; bytes; memory.
+"""Measure ddp_rpc: speed of each mode and of one process without RPC, bytes per training step, and memory of servers.
 
     python bench/ddp_rpc.py                        # all tables: about 25 minutes on 2 cores
     python bench/ddp_rpc.py --tables modes --repeats 3 --json bench.json
 
-Tables: modes (about the tutorial's sizes, with 1 and 2 servers), bags (8, 64 and 1024 in a batch), rows (10^2 to 10^6),
-wire (bytes per training step and trainer, all over TCP), memory (of each of 1, 2 and 4 servers).
-Rates are those of the training loop, with RPC and without it.  They leave out start-up, making data and evaluation.
+These tables are measured:
+
+- modes: batches per second at about the tutorial's sizes, with 1 and 2 servers
+- bags: samples per second with 8, 64 and 1024 bags in a batch
+- rows: batches per second with 10^2 to 10^6 rows in the embedding table
+- wire: bytes per training step and trainer, over TCP
+- memory: memory of each server, if the embedding table is divided among 1, 2 and 4 servers
+
+Speeds are those of the training loop.  Start-up, the making of data, and evaluation are not timed.
 """
 
 import argparse
@@ -30,7 +36,7 @@ EPOCHS = 3
 
 
 def single_process(device, *cell):
-    """Return the figures of the same job without RPC and DDP: the faster of one intra-op thread and all cores."""
+    """Do the same job without RPC and DDP, on one core and on all cores; return the figures of the faster run."""
     runs = []
     for threads in {1, tensors.usable_cores()}:
         torch.set_num_threads(threads)
@@ -68,13 +74,13 @@ def train_alone(device, num_embeddings, batch_bags, batches):
 
 
 def run(mode, rows, bags, batches, *words):
-    """Run main.py on random targets with the further flags `words`; return its summary."""
+    """Run main.py on random targets, with `words` as further flags; return its summary."""
     sizes = ["--num_embeddings", rows, "--batch_bags", bags, "--batches", batches, "--epochs", EPOCHS]
     return run_main("ddp_rpc", ["--mode", mode, "--targets", "random", *sizes, *words])
 
 
 def variants(args, *cell, servers=(1,)):
-    """Return {name: callable} for interleave, for one table.  `cell`: (rows, bags, batches)."""
+    """Return {name: callable} for the variants of one table, as interleave needs it.  `cell`: (rows, bags, batches)."""
     calls = {SINGLE: lambda: single_process("cpu", *cell)}
     if args.device == "cuda":
         calls[SINGLE + ", cuda"] = lambda: single_process("cuda", *cell)

@@ -1,11 +1,11 @@
-"""One parameter server on torch RPC, in Ray and in Monarch: images/s and accuracy, interleaved (docs/MIGRATING.md).
+"""Measure the parameter server in torch RPC, in Ray and in Monarch: images/s and accuracy, for docs/MIGRATING.md.
 
     python bench/migrating.py --ray_python ray-env/bin/python --monarch_python monarch-env/bin/python
 
-This takes about 7 minutes on 2 cores.  Every program trains the same network for one epoch on the same images, in
-batches of 32, with two trainers; single.py trains in one process with one thread.  Time is measured from the start of
-training, when the data has been loaded, until the last trainer has ended.  Without --data_dir, 19,200 digits are drawn
-from a seed.
+The measurement takes about 7 minutes on 2 cores.  Every program trains the same network for one epoch on the same
+images, in batches of 32.  single.py trains in one process with one thread, and the other programs have two trainers.
+The programs are run in turn.  Time is measured from the start of training, when all data has been loaded, until the
+last trainer has ended.  Without --data_dir, the images are 19,200 digits that this program draws from a seed.
 """
 
 import argparse
@@ -73,13 +73,13 @@ def run_replica(args):
 
 
 def run_program(args, command):
-    """Run a program of docs/migrating, which prints its images/s, with the given Python."""
+    """Run a program of docs/migrating and read the images/s that it prints.  `command`: its Python and its path."""
     out = run([*command, "--dataset", "mnist", "--data_dir", args.data_dir])
     return {"images_per_second": float(re.search(r" ([\d.]+) images/s", out)[1]), "test_accuracy": accuracy_in(out)}
 
 
 def run_here(args, program):
-    """Run tutorial.py or single.py of param_server, which print no times, and measure its training loop."""
+    """Run tutorial.py or single.py of param_server, and measure the training loop, because they print no times."""
     out = run([sys.executable, __file__, "--inside", program, "--data_dir", args.data_dir])
     times = [json.loads(line) for line in re.findall(r'^\{"images".*\}$', out, re.MULTILINE)]
     seconds = max(each["ended"] for each in times) - min(each["started"] for each in times)
@@ -88,7 +88,7 @@ def run_here(args, program):
 
 
 def run(command):
-    """Return what a command prints.  Raises RuntimeError if it fails."""
+    """Run a command and return what it prints.  Raises RuntimeError if the command fails."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise RuntimeError(f"{command} ended with status {done.returncode}: {done.stderr.strip()}")
@@ -103,7 +103,7 @@ def accuracy_in(out):
 
 
 def with_clock(run_training_loop):
-    """Wrap the training loop of tutorial.py or single.py, so that it also prints when it started and ended."""
+    """Return the training loop of tutorial.py or single.py in a function that also prints its start and its end."""
 
     def timed(first, train_loader):  # first: in tutorial.py the rank, in single.py the network
         started = time.time()  # the same clock in all processes of this machine

@@ -1,10 +1,10 @@
-"""Measure param_server: images/s and bytes by mode and number of trainers, and accuracy against staleness.
+"""Measure param_server: images/s, bytes, accuracy and staleness, by mode and number of trainers.
 
-    python bench/param_server.py --data_dir data                      speed: about 10 minutes on 2 cores
-    python bench/param_server.py --data_dir data --tables accuracy    modes x trainers x seeds: about 30 minutes
+    python bench/param_server.py --data_dir data                      # images/s and bytes: about 10 minutes on 2 cores
+    python bench/param_server.py --data_dir data --tables accuracy    # accuracy and staleness: about 30 minutes
 
-Every table includes one process without RPC, with the same network, data and settings.  If --data_dir has no MNIST, the
-synthetic data set is used; the first line of the output names the data set.
+Every table includes one process without RPC, with the same network, data and settings.  If the folder of --data_dir has
+no MNIST, the synthetic data set is used.  The first line of the output names the data set.
 """
 
 import argparse
@@ -128,7 +128,7 @@ def single(args, threads, *flags):
 
 
 def two_processes(args):
-    """Return a callable that runs two such processes at the same time, without any exchange, and adds up images/s."""
+    """Return a callable that runs train_in_one_process twice at the same time, and adds up their images/s."""
 
     def both():
         runs = [finish(process) for process in [start_single(args, 1), start_single(args, 1)]]

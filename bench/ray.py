@@ -1,14 +1,14 @@
-"""Compare param_server's asynchronous mode with a parameter server in Ray: images/s, interleaved.
+"""Compare the images/s of param_server's asynchronous mode with those of a parameter server in Ray.
 
     python bench/ray.py --ray_python /tmp/ray-venv/bin/python --data_dir data --repeats 3
 
 Ray is not a dependency of this repository.  Install it into an environment of its own
 (`python -m venv DIR; DIR/bin/pip install ray`); torch is imported from the environment that runs this program.
 
-In Ray, `Server` and `Trainer` below are actors.  Weights and gradients go through Ray's object store, and the server
-applies each gradient when it arrives.  There are two variants.  "as a user would": the plain network, torch's defaults,
-one thread per actor.  "same settings": param_server's network (channels last) and malloc settings, and one flat tensor
-each for all weights and for all gradients.
+In Ray, the classes `Server` and `Trainer` of this file are actors.  Weights and gradients are sent through Ray's object
+store.  The server applies each gradient when the gradient arrives.  There are two variants.  Both use one thread per
+actor.  The variant "as a user would" has the plain network and torch's defaults.  The variant "same settings" has
+param_server's network (channels last) and malloc settings, one flat tensor for all weights, and one for all gradients.
 """
 
 import argparse
@@ -26,7 +26,7 @@ use_package("param_server")
 
 
 def run_ray(args):
-    """Train with Ray and print images/s.  Runs in the Python that has Ray."""
+    """Train with Ray and print images/s.  This function runs in the Python that has Ray."""
     sys.path.remove(HERE)  # otherwise `import ray` would import this file
     import ray
 
@@ -59,7 +59,7 @@ def run_ray(args):
 
 
 def make_net(same):
-    """Return the network: if `same`, param_server's; otherwise the tutorial's, unchanged."""
+    """Return the network of param_server if `same` is true, and otherwise the unchanged network of the tutorial."""
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -89,7 +89,7 @@ def make_net(same):
 
 
 class Server:
-    """Holds the weights, and applies each gradient with SGD when it arrives.  A Ray actor."""
+    """A Ray actor, which holds the weights.  It applies each gradient with SGD when the gradient arrives."""
 
     def __init__(self, lr, same):
         import torch
@@ -115,7 +115,7 @@ class Server:
 
 
 class Trainer:
-    """Holds a replica of the network and a share of the data.  A Ray actor."""
+    """A Ray actor, which holds a replica of the network and a share of the data."""
 
     def __init__(self, number, args, same):
         from mnist_data import Batches, load_digits

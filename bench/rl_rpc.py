@@ -1,11 +1,12 @@
-"""Measure rl_rpc: environment steps per second of each mode, and of a plain loop in one process.
+"""Measure rl_rpc: environment steps per second of each mode, and of one process without RPC.
 
     python bench/rl_rpc.py                         # world sizes 2, 3 and 5: about ten minutes on 2 cores
     python bench/rl_rpc.py --world_sizes 3 --repeats 1 --json bench.json
 
-All rows of a table play the same episodes, from the same seed, and learn from them.  There are two exceptions: mode
-async plays other episodes, and the bare environment only takes steps.  Rates include training, but not start-up.  The
-modes with RPCs in every environment step play only the first episodes, because they would take too long.
+All variants of a table play the same episodes, from the same seed, and learn from these episodes.  There are two
+exceptions: mode async plays other episodes, and the bare environment only takes steps.  The time of training counts,
+and the time of start-up does not.  The modes that send RPCs in every environment step play only the first episodes,
+because all episodes would take too long.
 """
 
 import argparse
@@ -30,11 +31,11 @@ SINGLE, BARE = "single process", "bare environment"
 
 
 def single_process(seed, observers, episodes):
-    """Do the job without RPC: play all observers' episodes in this process, one after another, and learn from them.
+    """Do the job without RPC: play the episodes of all observers in this process, one by one, and learn from them.
 
-    It is as fast as we can make it with the same policy and environment, so that the comparison is fair.  It chooses
-    actions like the observers, computes one forward pass with gradients per episode like the agent, and uses one
-    intra-op thread, because more threads do not help.
+    This loop is as fast as we can make it with the same policy and environment, so that the comparison is fair.  It
+    chooses actions as the observers do.  It computes one forward pass with gradients for each episode, as the agent
+    does.  It uses one intra-op thread, because more threads do not make it faster.
     """
     torch.set_num_threads(1)
     env = make_env("CartPole-v1")
@@ -52,7 +53,7 @@ def single_process(seed, observers, episodes):
 
 
 def learn(policy, optimizer, trajectories):
-    """Train on the episodes of all observers, like the agent."""
+    """Train on the episodes of all observers, as the agent does."""
     loss = reinforce_loss(policy, trajectories, gamma=0.99)
     optimizer.zero_grad()
     loss.backward()
@@ -78,7 +79,7 @@ def play(env, actor, seed, ob_id, episode):
 
 
 def bare_environment(seed, steps=50_000):
-    """Step an environment with random actions, without a policy: no mode can be faster on one core."""
+    """Take random actions in an environment, without a policy.  On one core no mode can be faster than this."""
     env = make_env("CartPole-v1")
     actions = env.action_space.start + np.random.default_rng(seed).integers(env.action_space.n, size=steps)
     env.reset(seed=seed)

@@ -2,11 +2,12 @@
 
     python bench/rnn_rpc.py                            # vocabularies 100 to 33,000: about 25 minutes on 2 cores
     python bench/rnn_rpc.py --vocabularies 10000 --repeats 1 --json bench.json
-    python bench/rnn_rpc.py --wire_bytes               # bytes per training step: computed, and counted by the kernel
+    python bench/rnn_rpc.py --wire_bytes               # bytes per training step, computed and counted
 
-All rows of a table train the same model on the same text: E = H = 200 (sizes of embedding and hidden state), 2 layers,
-T = 35 (tokens per sequence), B = 20 (sequences per batch).  Rates leave out start-up and evaluation.  `single process`
-has one intra-op thread, like each rank; `single, 2 threads` has two.
+All variants of a table train the same model on the same text.  The sizes of embedding and hidden state are E = H = 200.
+There are 2 layers, T = 35 tokens in a sequence, and B = 20 sequences in a batch.  Start-up and evaluation are not
+timed.  The variant `single process` has one intra-op thread, as each rank has.  The variant `single, 2 threads` has two
+intra-op threads.  With --wire_bytes, the bytes are computed from the shapes of the tensors, and the kernel counts them.
 """
 
 import argparse
@@ -29,7 +30,7 @@ E, H, LAYERS, T, B = 200, 200, 2, 35, 20
 
 
 def text_length(steps):
-    """Return the length of a generated text whose first nine tenths, the training part, make `steps` batches."""
+    """Return the length of a generated text whose training part, the first nine tenths, has `steps` batches."""
     return (B * (T * steps + 1)) * 10 // 9 + 1
 
 
@@ -92,7 +93,7 @@ def speed_with(vocabulary, args):
 
 
 def payload_bytes(mode, vocabulary):
-    """Return the bytes of all tensors that one training step sends, in the forward pass and in the backward pass."""
+    """Return the bytes of all tensors that are sent in one training step, in the forward and in the backward pass."""
     ids, floats = 8 * T * B, 4 * T * B
     lookup = ids + 2 * floats * E  # token ids to the server; vectors to the trainer, and their gradients back
     outputs = 2 * floats * H  # LSTM outputs to the server, and their gradients back

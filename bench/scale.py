@@ -1,16 +1,17 @@
-"""Measure how the rate of work grows with the number of workers, and print what the formula of SCALE.md predicts.
+"""Measure how the rate of work grows with the number of workers, beside the prediction of the package's SCALE.md.
 
     python bench/scale.py ps                      # param_server, mode replica, with 1, 2, 4, 8 and 16 trainers
-    python bench/scale.py ps --batch_size 2       # little computation, so that the pushes take most of the time
+    python bench/scale.py ps --batch_size 2       # small batches: the pushes take most of the time
     python bench/scale.py rl --workers 1 2 4      # rl_rpc, mode rollout, with 1, 2 and 4 observers
     sudo python bench/scale.py ps --delay 5       # rank 0 on another host, with a delay of 5 ms one way
 
 The prediction uses the figures that were measured with the first number of workers.  A unit of work is an environment
-step of rl_rpc, and a push of param_server.  Each rank is a process, and the kernel reports its CPU time when it ends.
-The CPU time of a unit is the difference between a long run and a short run, so that start-up does not count.
+step of rl_rpc, or a push of param_server.  Each rank is a process.  When a process ends, the kernel reports its CPU
+time.  To leave out start-up, the CPU time of one unit is computed from the difference between a long and a short run.
 
-Columns: units of work per second, measured and predicted; milliseconds of CPU time for one unit, of rank 0 and of the
-worker.  rl_rpc resumes with a policy that has solved CartPole, because the formula assumes episodes of equal length.
+The columns of the table are the measured and the predicted units of work per second, and the milliseconds of CPU time
+that rank 0 and the worker need for one unit.  rl_rpc continues from a policy that has solved CartPole, because the
+formula assumes that all episodes have the same length.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from two_hosts import ADDRESSES, TwoHosts, why_not
 
 @dataclass
 class Scenario:
-    """What is run, and its unit of work.  `work`: the sizes of a short run and of a long run."""
+    """A package to measure, its flags, and its unit of work.  `work`: the sizes of a short run and of a long run."""
 
     package: str
     unit: str
@@ -107,7 +108,7 @@ def run_job(scenario, workers, servers, work, batch_size, hosts):
 
 
 def measure(scenario, workers, args, hosts):
-    """Return medians: units per second, CPU seconds per unit of rank 0 and of a worker, units per size of `work`."""
+    """Return four medians: units per second, CPU seconds of rank 0 and of the workers for a unit, units per `work`."""
     rows = []
     for _ in range(args.repeats):
         short, long = (run_job(scenario, workers, args.servers, work, args.batch_size, hosts) for work in scenario.work)
@@ -119,7 +120,7 @@ def measure(scenario, workers, args, hosts):
 
 @functools.cache
 def alone():
-    """Return the seconds that playing an environment step, and learning from it, take alone on a core."""
+    """Return two times in seconds, on a core without other work: to play an environment step, and to learn from it."""
     import rl_rpc  # bench/rl_rpc.py
     from actor import Actor
     from environment import make_env
@@ -144,7 +145,7 @@ def alone():
 
 
 def predict(scenario, workers, one, cores):
-    """Return the units per second that the formula of SCALE.md predicts from `one`, the measurement with one worker."""
+    """Return the units per second that the formula of SCALE.md predicts.  `one`: the measurement with one worker."""
     rate, rank_0, worker, n = one
     if scenario.package == "rl_rpc":  # all observers play at the same time, then the agent learns
         play, learn = alone()

@@ -1,9 +1,10 @@
-"""Measure rl_rpc's modes over a network link with delay: environment steps per second.
+"""Measure the environment steps per second of rl_rpc's modes over a network link with delay.
 
     sudo python bench/slow_link.py
 
-The agent runs on one host, two observers run on another; both are network namespaces (tests/harness/two_hosts.py).
-All modes play the same number of episodes, and all but async play the same episodes.
+The agent runs on one host, and two observers run on another.  Both hosts are network namespaces of this machine, which
+tests/harness/two_hosts.py makes.  All modes play the same number of episodes.  All modes but async play the same
+episodes.
 """
 
 import argparse

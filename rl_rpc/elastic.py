@@ -2,7 +2,7 @@
 rank in a terminal of its own. Ctrl-C makes an observer leave.
 
     python elastic.py --rank 0   # the agent: it trains for --seconds, counted from the first join
-    python elastic.py --rank 1   # an observer; then --rank 2, 3, ... at any time
+    python elastic.py --rank 1   # an observer; --rank 2, 3, ... start others, at any time
 """
 
 import argparse
@@ -23,18 +23,18 @@ env = gym.make("CartPole-v1")  # each environment step has the reward 1
 policy = torch.nn.Sequential(  # from states (T, 4) to the probabilities (T, 2) of the two actions
     torch.nn.Linear(4, 128), torch.nn.ReLU(), torch.nn.Linear(128, 2), torch.nn.Softmax(dim=-1)
 )
-ctrl_c = threading.Event()  # an observer then leaves; the agent ends the job for all ranks
-members = {}  # for the agent: the name of each observer in the group -> the answer to its `join`
-used = set()  # for the agent: the names of all observers that have ever joined
-lost = set()  # for the agent: the names of those that were killed, or did not answer in time
+ctrl_c = threading.Event()  # set by Ctrl-C: an observer leaves, the agent ends the job for all
+members = {}  # of the agent: name of each observer in the group -> the Future returned by `join`
+used = set()  # of the agent: the names of all observers that have ever joined
+lost = set()  # of the agent: the names of observers that were killed or did not answer in time
 
 
 @rpc.functions.async_execution
 def join(name):
-    """Called by an observer. This only adds names, so it needs no lock. The answer comes when the
-    observer must leave: whether to inform the other members, and an error message or None."""
+    """An observer calls this function. No lock: it only adds names. The returned Future gets its
+    value when the observer must leave: (inform the others or not, error message or None)."""
     answer = torch.futures.Future()
-    if name in used:  # torch would use its connection to the old process, which is broken
+    if name in used:  # torch would use the broken connection to the old process
         answer.set_result((True, f"{name} ends: its --rank has been used before; take another"))
     else:
         print(f"{name} joined")
@@ -45,8 +45,8 @@ def join(name):
 
 @torch.no_grad()
 def run_episodes(weights):
-    """Called by the agent, one call at a time. Play whole episodes for about a second. Return the
-    states (T, 4) and actions (T, 1) of each. An empty list means that this observer leaves."""
+    """The agent makes one such call at a time. Play whole episodes for about a second. Return the
+    states (T, 4) and actions (T, 1) of each episode of T steps; [] if this observer leaves."""
     policy.load_state_dict(weights)
     episodes = []
     end = time.monotonic() + 1
@@ -63,7 +63,7 @@ def run_episodes(weights):
 
 
 def collect_episodes():
-    """Let all observers play at the same time. Drop those that leave and those that are lost."""
+    """Let all observers play at the same time. Forget observers that leave or are lost."""
     futs = {name: rpc.rpc_async(name, run_episodes, (policy.state_dict(),)) for name in [*members]}
     episodes = []
     for name, fut in futs.items():
@@ -81,7 +81,7 @@ def collect_episodes():
 
 
 def finish_episodes(episodes, optimizer, gamma=0.99):
-    """Train on all these episodes (REINFORCE, as in tutorial.py). No RPC in here."""
+    """Make one update from all these episodes, by REINFORCE as in tutorial.py, without RPC."""
     log_probs, returns = [], []
     for states, actions in episodes:
         log_probs.append(policy(states).gather(1, actions).squeeze(1).log())
@@ -110,11 +110,11 @@ def run_agent(seconds, max_episodes):
             speed = f"{steps / (time.monotonic() - start):,.0f} steps/s\tobservers: {len(members)}"
             print(f"Episode {i_episode}\tAverage reward: {steps / len(episodes):.2f}\t{speed}")
         else:
-            ctrl_c.wait(0.1)  # there is no observer at present
+            ctrl_c.wait(0.1)  # no observer is in the group now
     for name, answer in list(members.items()):
         answer.set_result((False, None))
         with contextlib.suppress(RuntimeError):  # the observer may have ended already
-            rpc.rpc_sync(name, int)  # does nothing, but gives the answer the time to arrive
+            rpc.rpc_sync(name, int)  # int() does nothing; the call gives the answer time to arrive
     rpc.shutdown(graceful=False)
     sys.exit(None if used else "no observer has joined")
 
@@ -128,12 +128,12 @@ def run_observer(name):
     print(f"{name} joined")
     answered = threading.Event()
     answer.add_done_callback(lambda _: answered.set())
-    answered.wait()  # answer.wait() would keep Python from handling Ctrl-C
+    answered.wait()  # in answer.wait(), Python would not handle Ctrl-C
     try:
         inform, problem = answer.wait()
     except RuntimeError as error:
         inform, problem = False, f"{name} has lost the agent: {str(error).splitlines()[0]}"
-    rpc.shutdown(graceful=inform)  # no barrier: it tells the other members that this one leaves
+    rpc.shutdown(graceful=inform)  # graceful: it informs the others, but is no barrier
     print(f"{name} left")
     sys.exit(problem)
 
@@ -143,8 +143,8 @@ def parse_args():
     parser.add_argument("--rank", type=int, required=True, help="0: the agent; else an observer")
     parser.add_argument("--master_addr", default="localhost", help="where rank 0 runs")
     parser.add_argument("--master_port", type=int, default=29500, help="a free port there")
-    parser.add_argument("--seconds", type=float, default=60, help="the agent stops after these")
-    parser.add_argument("--max_episodes", type=int, default=100000, help="or after these")
+    parser.add_argument("--seconds", type=float, default=60, help="the agent stops after so many")
+    parser.add_argument("--max_episodes", type=int, default=100000, help="or after so many")
     args = parser.parse_args()
     if args.rank < 0 or args.seconds <= 0 or args.max_episodes < 1:
         parser.error("--rank must be 0 or more, --seconds and --max_episodes more than 0")
@@ -157,7 +157,7 @@ if __name__ == "__main__":  # RPC sends functions by name: every rank finds them
     torch.manual_seed(args.rank)
     logging.getLogger("torch.distributed.rpc").setLevel(logging.CRITICAL)
     name = f"observer{args.rank}" if args.rank else "agent"
-    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=10, _transports=["uv"])  # uv: no polling
+    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=10, _transports=["uv"])  # TCP: no polling
     options.init_method = f"tcp://{args.master_addr}:{args.master_port}"
     try:  # Nobody can join after a member was killed, or after a join that failed (CONCEPTS.md).
         rpc.init_rpc(name, rank=args.rank, rpc_backend_options=options)  # without world_size

@@ -15,12 +15,12 @@ def here():
     return f"process {os.getpid()}, thread {threading.get_native_id()}"
 
 
-class Counter(Actor):  # runs one call at a time
+class Counter(Actor):  # an actor runs one call at a time
     def __init__(self):
         self.count = 0
 
     @endpoint
-    def add(self, a, b):  # only endpoints of an actor can be called, so add is one
+    def add(self, a, b):  # a method, because only endpoints of an actor can be called
         return a + b, here()
 
     @endpoint
@@ -35,9 +35,9 @@ class Counter(Actor):  # runs one call at a time
 
 if __name__ == "__main__":
     print("The main thread is", here())
-    process = this_host().spawn_procs(per_host={"workers": 1})  # one process; "workers" is any name
+    process = this_host().spawn_procs(per_host={"workers": 1})  # "workers" can be any name
     counter = process.spawn("counter", Counter)  # returns before the Counter is made
-    total, place = counter.add.call_one(torch.ones(2), 1).get()  # returns a Future; get() waits
+    total, place = counter.add.call_one(torch.ones(2), 1).get()  # get() waits for the Future
     print("rpc_sync: ", total, "from", place)
     future = counter.add.call_one(torch.ones(2), 2)
     total, place = future.get()
@@ -46,4 +46,4 @@ if __name__ == "__main__":
         count, place = counter.increment.call_one().get()
         print("remote:    the Counter counts", count, "in", place)
     print("to_here:   a copy of its count is", counter.get_count.call_one().get())
-    process.stop("done").get()  # ends the process (the end of this program would end it too)
+    process.stop("done").get()  # ends that process; the end of this program would end it too

@@ -1,6 +1,6 @@
-"""The job of param_server/tutorial.py in Monarch, with the tutorial's network, data and batches.
+"""The job of param_server/tutorial.py in Monarch, with the same network, data and batches.
 
-Autograd does not pass through an actor's methods. So a trainer computes with a copy of the
+Monarch has no autograd through an actor's methods. So a trainer computes with a copy of the
 weights. For each batch it makes one call, which sends gradients to the server and returns the
 new weights.
 
@@ -40,11 +40,11 @@ class Net(nn.Module):
 
 
 class ParameterServer(Actor):
-    """Holds the weights. An actor runs one call at a time, so it needs no lock."""
+    """Holds the weights. An actor runs one call at a time, so the server needs no lock."""
 
     def __init__(self, args):
         torch.set_num_threads(1)
-        torch.manual_seed(args.seed)  # weights
+        torch.manual_seed(args.seed)  # for the weights
         self.args = args
         self.model = Net()
         self.optimizer = optim.SGD(self.model.parameters(), lr=0.03)
@@ -55,7 +55,7 @@ class ParameterServer(Actor):
 
     @endpoint
     def apply_gradients(self, gradients):
-        """Make a step with a trainer's gradients (arrays), and return the new weights."""
+        """Make an optimizer step with a trainer's gradients (arrays); return the new weights."""
         for param, gradient in zip(self.model.parameters(), gradients, strict=True):
             param.grad = torch.from_numpy(gradient)
         self.optimizer.step()
@@ -78,9 +78,9 @@ class ParameterServer(Actor):
 
 class Trainer(Actor):
     def __init__(self, server, args):
-        rank = context().actor_instance.rank.rank + 1  # Monarch counts from 0, the tutorial from 1
+        rank = context().actor_instance.rank.rank + 1  # Monarch counts from 0, tutorial.py from 1
         torch.set_num_threads(1)
-        torch.manual_seed(args.seed + rank)  # dropout
+        torch.manual_seed(args.seed + rank)  # for dropout
         self.server = server
         order = torch.Generator().manual_seed(args.seed + rank)
         train_set = load_digits(args, train=True)
@@ -143,8 +143,8 @@ if __name__ == "__main__":
     server_procs = this_host().spawn_procs(per_host={"servers": 1})
     server = server_procs.spawn("parameter_server", ParameterServer, args)
     trainer_procs = this_host().spawn_procs(per_host={"trainers": args.world_size - 1})
-    trainers = trainer_procs.spawn("trainers", Trainer, server, args)  # one in each process
-    trainers.is_ready.call().get()  # call() calls all actors
+    trainers = trainer_procs.spawn("trainers", Trainer, server, args)  # one per process
+    trainers.is_ready.call().get()  # call() calls all trainers
     started = time.perf_counter()
     all_losses = trainers.run_training_loop.call().get()
     seconds = time.perf_counter() - started

@@ -21,7 +21,7 @@ def add(a, b):  # a task: Ray chooses a process for each call
 
 
 @ray.remote
-class Counter:  # an actor: an object in a process of its own, which runs one call at a time
+class Counter:  # an actor: an object in a process of its own. It runs one call at a time
     def __init__(self):
         self.count = 0
 
@@ -34,10 +34,10 @@ class Counter:  # an actor: an object in a process of its own, which runs one ca
 
 
 if __name__ == "__main__":
-    # Starts Ray's own processes on this machine. ray.init(address="auto") joins a running cluster.
+    # This starts Ray's processes on this machine. ray.init(address="auto") joins a running cluster.
     ray.init(include_dashboard=False, logging_level="ERROR")
     print("The main thread is", here())
-    total, place = ray.get(add.remote(torch.ones(2), 1))  # remote() returns at once; get() waits
+    total, place = ray.get(add.remote(torch.ones(2), 1))  # remote() does not wait; get() does
     print("rpc_sync: ", total, "from", place)
     future = add.remote(torch.ones(2), 2)
     total, place = ray.get(future)

@@ -1,4 +1,4 @@
-"""The job of param_server/tutorial.py in Ray, with the tutorial's network, data and batches.
+"""The job of param_server/tutorial.py in Ray, with the same network, data and batches.
 
 Ray has no autograd across processes. So a trainer computes with a copy of the weights. For each
 batch it makes one call, which sends gradients to the server and returns the new weights.
@@ -38,13 +38,13 @@ class Net(nn.Module):
         return F.log_softmax(self.fc2(x), dim=1)  # (B, 10)
 
 
-@ray.remote(num_cpus=0)  # so that it starts on a machine with any number of cores
+@ray.remote(num_cpus=0)  # so that the actor starts on a machine with any number of cores
 class ParameterServer:
-    """Holds the weights. An actor runs one call at a time, so it needs no lock."""
+    """Holds the weights. An actor runs one call at a time, so the server needs no lock."""
 
     def __init__(self, args):
         torch.set_num_threads(1)
-        torch.manual_seed(args.seed)  # weights
+        torch.manual_seed(args.seed)  # for the weights
         self.args = args
         self.model = Net()
         self.optimizer = optim.SGD(self.model.parameters(), lr=0.03)
@@ -54,9 +54,9 @@ class ParameterServer:
         return [param.detach().numpy() for param in self.model.parameters()]
 
     def apply_gradients(self, gradients):
-        """Make a step with a trainer's gradients (arrays), and return the new weights."""
+        """Make an optimizer step with a trainer's gradients (arrays); return the new weights."""
         for param, gradient in zip(self.model.parameters(), gradients, strict=True):
-            param.grad = torch.tensor(gradient)  # a copy, since the array is read-only
+            param.grad = torch.tensor(gradient)  # a copy, because the array is read-only
         self.optimizer.step()
         return self.get_weights()
 
@@ -74,7 +74,7 @@ class ParameterServer:
 class Trainer:
     def __init__(self, rank, server, args):
         torch.set_num_threads(1)
-        torch.manual_seed(args.seed + rank)  # dropout
+        torch.manual_seed(args.seed + rank)  # for dropout
         self.rank = rank
         self.server = server
         order = torch.Generator().manual_seed(args.seed + rank)
