@@ -38,8 +38,8 @@ class Corpus:
         )
         if self.floor:
             text += (
-                f"\nNo model can get below a perplexity of {self.floor:.3f}, "
-                f"and a model that uses only the last word not below {self.bigram_floor:.3f}."
+                f"\nNo model can get below a perplexity of {self.floor:.3f}. "
+                f"A model that uses only the last word cannot get below {self.bigram_floor:.3f}."
             )
         return text
 
