@@ -1,4 +1,4 @@
-"""PyTorch's tutorial "Getting started with Distributed RPC Framework", part 1, newer edition.
+"""The newer text of PyTorch's tutorial "Getting started with Distributed RPC Framework", part 1.
 
 The agent (rank 0) owns a policy and trains it. Each observer (every other rank) owns a CartPole
 environment, and asks the agent for each action. Comments such as "row 7" refer to the numbered
@@ -91,7 +91,7 @@ class Agent:
         torch.futures.wait_all(futs)  # until all observers have finished this episode
 
     def finish_episode(self, gamma):
-        """Train on the episodes of all observers; return the lowest total reward. No RPC."""
+        """Train on the episodes of all observers; return the lowest total reward. Send no RPC."""
         min_reward = min(sum(rewards) for rewards in self.rewards.values())
         self.running_reward = 0.05 * min_reward + (1 - 0.05) * self.running_reward
         log_probs, returns = [], []
@@ -169,5 +169,5 @@ if __name__ == "__main__":
         run_worker(args.rank, args)  # one rank in this terminal
 
 # Limits: when a rank dies, the other ranks end if they were spawned, and hang if each is in a
-# terminal. A port in use ends the run. Nothing is saved. Each environment step takes two RPCs. What
-# the full program does instead: glue/watch.py, meeting.py, checkpoint.py and faster_agents.py.
+# terminal. A port in use ends the run. Nothing is saved. Each environment step takes two RPCs. The
+# full program solves this in glue/watch.py, glue/launch.py, glue/checkpoint.py, faster_agents.py.
