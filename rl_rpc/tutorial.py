@@ -1,4 +1,4 @@
-"""PyTorch's tutorial "Getting started with Distributed RPC Framework", part 1, newer edition.
+"""The newer text of PyTorch's tutorial "Getting started with Distributed RPC Framework", part 1.
 
 The agent (rank 0) owns a policy and trains it. Each observer (every other rank) owns a CartPole
 environment, and asks the agent for each action. Comments such as "row 7" refer to the numbered
@@ -43,7 +43,7 @@ class Observer:
         self.env.reset(seed=1000 * seed + self.id)  # a seed for each observer (row 7)
 
     def run_episode(self, agent_rref):
-        """Play one episode. Only the agent calls this, one call at a time, so it needs no lock."""
+        """Play one episode. Only the agent calls this, one call at a time. So this needs no lock."""
         state, _ = self.env.reset()  # a numpy array (4,), which is cheaper to send than a tensor
         for _ in range(10000):
             # send the state to the agent to get an action, and apply it to the environment
@@ -72,8 +72,8 @@ class Agent:
         self.reward_threshold = gym.make("CartPole-v1").spec.reward_threshold
 
     def select_action(self, ob_id, state):
-        """Return the action (int) for a state (4,). Several observers call this at once. It needs
-        no lock (row 10): each has its own lists and generator, and no call changes the policy."""
+        """Return the action (int) for a state (4,). Several observers call this at once. It needs no
+        lock (row 10): each observer has its own data, and the policy does not change meanwhile."""
         probs = self.policy(torch.from_numpy(state).unsqueeze(0), self.generators[ob_id])
         # Categorical(probs).sample() does the same, but has no argument for a generator.
         action = torch.multinomial(probs, 1, generator=self.generators[ob_id]).item()
@@ -81,7 +81,7 @@ class Agent:
         return action
 
     def report_reward(self, ob_id, reward):
-        """Store the reward of the last action. It needs no lock, for the same reasons."""
+        """Store the reward of the last action. Like select_action, this needs no lock."""
         self.rewards[ob_id].append(reward)
 
     def run_episode(self):
@@ -91,7 +91,7 @@ class Agent:
         torch.futures.wait_all(futs)  # until all observers have finished this episode
 
     def finish_episode(self, gamma):
-        """Train on the episodes of all observers; return the lowest total reward. No RPC."""
+        """Train on the episodes of all observers; return the lowest total reward. Send no RPC."""
         min_reward = min(sum(rewards) for rewards in self.rewards.values())
         self.running_reward = 0.05 * min_reward + (1 - 0.05) * self.running_reward
         log_probs, returns = [], []
@@ -169,5 +169,5 @@ if __name__ == "__main__":
         run_worker(args.rank, args)  # one rank in this terminal
 
 # Limits: when a rank dies, the other ranks end if they were spawned, and hang if each is in a
-# terminal. A port in use ends the run. Nothing is saved. Each environment step takes two RPCs. What
-# the full program does instead: glue/watch.py, meeting.py, checkpoint.py and faster_agents.py.
+# terminal. A port in use ends the run. Nothing is saved. Each environment step takes two RPCs. The
+# full program solves this in glue/watch.py, glue/launch.py, glue/checkpoint.py, faster_agents.py.
