@@ -75,13 +75,13 @@ class ParameterServer(nn.Module):
         return functional_call(layers, weights, (inp,))
 
     def get_dist_gradients(self, cid):
-        """Return {name: gradient} of a context. It needs no lock: only one trainer has this context."""
+        """Return {name: gradient} of a context. It needs no lock: only one trainer calls this."""
         grads = dist_autograd.get_gradients(cid)
         params = self.model.named_parameters()
         return {name: grads[param] for name, param in params if param in grads}
 
     def get_param_rrefs(self):
-        """Return an RRef to each parameter. All trainers call this. It needs no lock: it only reads."""
+        """Return an RRef to each parameter. All trainers call this. It only reads: no lock."""
         return [rpc.RRef(param) for param in self.model.parameters()]
 
 
@@ -146,7 +146,7 @@ def run_training_loop(rank, train_loader):
 
 
 def get_accuracy(test_loader, model):
-    """Runs on the server, which has the network [2]. TrainerNet.eval() would not reach the network."""
+    """Runs on the server [2], because TrainerNet.eval() would not reach the server's network."""
     model.eval()
     correct_sum = 0
     with torch.no_grad():
@@ -214,6 +214,5 @@ if __name__ == "__main__":
         run_worker(args.rank, args)  # one rank in this terminal
 
 # If a rank dies, spawned ranks end, but ranks in terminals may wait forever. main.py names the lost
-# rank, and ends the job or continues without this rank (--on_lost). This program needs a free port.
-# If main.py spawns the ranks, it finds a free port. This program saves nothing. main.py saves and
-# continues (--checkpoint, --resume).
+# rank, and ends the job or continues without it (--on_lost). This program needs a free port, and
+# saves nothing. main.py finds a free port for spawned ranks, and has --checkpoint and --resume.
