@@ -1,8 +1,8 @@
 """PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework" on one page.
 
-It follows the text of 2020-11-28, for torch 1.5. [4] refers to row 4 of DIFFERENCES.md.
+It follows the text of 2020-11-28, for torch 1.5. A number such as [4] is a row of DIFFERENCES.md.
 Rank 0 is the server and has the network. All other ranks are trainers, which train at the same
-time: each sends images to the server and gets predictions. The trainer computes the loss. The
+time. Each trainer sends images to the server, gets predictions, and computes the loss. The
 backward pass through the network and the optimizer's step run on the server.
 
 python tutorial.py                            # starts a server and two trainers on this machine
@@ -64,7 +64,7 @@ class ParameterServer(nn.Module):
     def forward(self, inp):
         """Return log-probabilities (B, 10) of images (B, 1, 28, 28). Trainers call it at any time.
 
-        Between a trainer's forward and backward another trainer may change the weights. So [1]:
+        Another trainer may change the weights before this trainer's backward pass. So [1]:
         1. Each call computes with clones. Autograd passes through clone() back to the weights.
         2. Cloning and steps take the same lock, so that all clones are of the same version.
         3. Each call has layers of its own, because functional_call puts the clones into them.
@@ -75,7 +75,7 @@ class ParameterServer(nn.Module):
         return functional_call(layers, weights, (inp,))
 
     def get_dist_gradients(self, cid):
-        """Return {name: gradient} of a context. Only its trainer calls this: no lock needed."""
+        """Return {name: gradient} of a context. It needs no lock: only one trainer calls this."""
         grads = dist_autograd.get_gradients(cid)
         params = self.model.named_parameters()
         return {name: grads[param] for name, param in params if param in grads}
@@ -101,11 +101,11 @@ class SGD(optim.SGD):
         """Runs on the server, for each trainer. A lock of torch prevents two steps at once."""
         with global_lock:  # our lock prevents cloning during a step
             super().step()
-        self.zero_grad()  # torch put this context's gradients into .grad; remove them
+        self.zero_grad()  # remove the gradients that torch has put from the context into .grad
 
 
 def run_parameter_server(rank, args):
-    torch.manual_seed(args.seed)  # for weights and dropout (its masks depend on the order of calls)
+    torch.manual_seed(args.seed)  # for weights and dropout (the masks depend on the order of calls)
     test_loader = DataLoader(load_digits(args, train=False), batch_size=32)
     print("PS master initializing RPC")
     rpc.init_rpc("parameter_server", rank=rank, world_size=args.world_size)
@@ -146,7 +146,7 @@ def run_training_loop(rank, train_loader):
 
 
 def get_accuracy(test_loader, model):
-    """Runs on the server, which has the network [2]. TrainerNet.eval() would not reach it."""
+    """Runs on the server [2], because TrainerNet.eval() would not reach the server's network."""
     model.eval()
     correct_sum = 0
     with torch.no_grad():
@@ -187,7 +187,7 @@ def parse_args():
 
 def run_worker(rank, args):
     """Run one rank in this process: the server or a trainer. Sets torch's number of threads."""
-    torch.set_num_threads(1)  # for each RPC thread: the trainers' calls share the cores
+    torch.set_num_threads(1)  # per operation, because ranks and RPC threads share the cores
     if rank == 0:
         run_parameter_server(rank, args)
         return
@@ -195,7 +195,7 @@ def run_worker(rank, args):
     rpc.init_rpc(f"trainer_{rank}", rank=rank, world_size=args.world_size)
     print(f"Worker {rank} done initializing RPC")
     order = torch.Generator().manual_seed(args.seed + rank)
-    train_set = load_digits(args, train=True)  # the server has downloaded it before init_rpc [10]
+    train_set = load_digits(args, train=True)  # downloaded by the server before init_rpc [10]
     share = range(rank - 1, len(train_set), args.world_size - 1)  # this trainer's images [3]
     train_set = Subset(train_set, share)
     train_loader = DataLoader(train_set, batch_size=32, shuffle=True, generator=order)
@@ -214,5 +214,5 @@ if __name__ == "__main__":
         run_worker(args.rank, args)  # one rank in this terminal
 
 # If a rank dies, spawned ranks end, but ranks in terminals may wait forever. main.py names the lost
-# rank, and ends the job or continues it (--on_lost). This program needs a free port; main.py finds
-# one if it spawns the ranks. This program saves nothing; main.py has --checkpoint and --resume.
+# rank, and ends the job or continues without it (--on_lost). This program needs a free port, and
+# saves nothing. main.py finds a free port for spawned ranks, and has --checkpoint and --resume.
