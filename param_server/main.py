@@ -58,7 +58,7 @@ def parse_args(argv=None):
     add("--max_staleness", type=non_negative_int, metavar="S", help="bounded: the largest lead, in pushes (default: 4)")
     add("--sync_every", type=positive_int, default=1, metavar="K", help="batches between two pushes")
     add("--num_servers", type=positive_int, default=1, metavar="M", help="servers that share the weights")
-    add("--overlap", action="store_true", help="compute the next batch while a push is under way: one update staler")
+    add("--overlap", action="store_true", help="compute the next batch while a push is under way, with older weights")
     args = parser.parse_args(argv)
 
     for flag in REPLICA:
