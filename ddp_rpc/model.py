@@ -80,8 +80,8 @@ def split_by_shard(ids_I, offsets_B, num_shards):
     parts = []
     for shard in range(num_shards):
         mine_I = shard_I == shard
-        # A bag begins after k ids of the batch.  In this shard's part it begins after those of the k ids that the
-        # shard has.
+        # A bag begins after k ids of the batch.  If this shard has m of these k ids, the bag begins after m ids in
+        # this shard's part.
         mine_before = F.pad(mine_I.cumsum(0), (1, 0))
         parts.append((row_I[mine_I], mine_before[offsets_B]))
     return parts
