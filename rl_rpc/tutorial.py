@@ -43,7 +43,7 @@ class Observer:
         self.env.reset(seed=1000 * seed + self.id)  # a seed for each observer (row 7)
 
     def run_episode(self, agent_rref):
-        """Play one episode. Only the agent calls this, one call at a time. So this needs no lock."""
+        """Play one episode. Only the agent calls this, one call at a time: it needs no lock."""
         state, _ = self.env.reset()  # a numpy array (4,), which is cheaper to send than a tensor
         for _ in range(10000):
             # send the state to the agent to get an action, and apply it to the environment
@@ -72,7 +72,7 @@ class Agent:
         self.reward_threshold = gym.make("CartPole-v1").spec.reward_threshold
 
     def select_action(self, ob_id, state):
-        """Return the action (int) for a state (4,). Several observers call this at once. It needs no
+        """Return the action (int) for a state (4,). Several observers call this at once, without a
         lock (row 10): each observer has its own data, and the policy does not change meanwhile."""
         probs = self.policy(torch.from_numpy(state).unsqueeze(0), self.generators[ob_id])
         # Categorical(probs).sample() does the same, but has no argument for a generator.
