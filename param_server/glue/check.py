@@ -28,7 +28,7 @@ def explain(args, devices=None):
     """
     name = socket.gethostname()
     meeting = devices is not None
-    print(f"host         {name}, which resolves to {_resolve(name)} (not used: ranks listen on one interface, by name)")
+    print(f"host         {name}, which resolves to {_resolve(name)} (not used: ranks use the address in the next line)")
     address = _resolve(args.master_addr)
     try:
         interface, own = interface_towards(address)
