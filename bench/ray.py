@@ -1,6 +1,6 @@
 """Compare the images/s of param_server's asynchronous mode with those of a parameter server in Ray.
 
-    python bench/ray.py --ray_python /tmp/ray-venv/bin/python --data_dir data --repeats 3
+    python bench/ray.py --ray_python DIR/bin/python --data_dir data --repeats 3
 
 Ray is not a dependency of this repository.  Install it into an environment of its own
 (`python -m venv DIR; DIR/bin/pip install ray`); torch is imported from the environment that runs this program.
