@@ -41,7 +41,11 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 import published_agent
-from common import interleave, rpc_worker, run_together, spread, write_json
+from common import interleave, rpc_worker, run_together, spread, use_package, write_json
+
+use_package("rl_rpc")
+
+from glue import flags, tensors
 
 PAYLOADS = {
     "nothing": None,
@@ -451,17 +455,12 @@ def compare_messages():
     return counts
 
 
-def positive(text):
-    number = int(text)
-    if number < 1:
+def world_size(text):
+    """Return the number.  Raises ValueError if it is below 3: a coordinator, the agent, and at least one observer."""
+    number = flags.positive_int(text)
+    if number < 3:
         raise ValueError
     return number
-
-
-def world_size(text):
-    if positive(text) < 3:
-        raise ValueError
-    return int(text)
 
 
 def parse_args(argv=None):
@@ -469,9 +468,9 @@ def parse_args(argv=None):
         prog="bench/calls.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--rounds", type=positive, default=5, metavar="N", help="how often each way to call is measured")
+    add("--rounds", type=flags.positive_int, default=5, metavar="N", help="how often each way to call is measured")
     calls_help = "calls with each payload in a round; with 1 MB, a quarter of them"
-    add("--calls", type=positive, default=300, metavar="N", help=calls_help)
+    add("--calls", type=flags.positive_int, default=300, metavar="N", help=calls_help)
     add("--ray_python", default=sys.executable, metavar="FILE", help="the Python that has Ray")
     add("--monarch_python", default=sys.executable, metavar="FILE", help="the Python that has Monarch")
     add("--markdown", action="store_true", help="also print the table of docs/CONCEPTS.md")
@@ -484,7 +483,7 @@ def parse_args(argv=None):
 def main():
     args = parse_args()
     started = time.perf_counter()
-    print(f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores")
+    print(f"torch {torch.__version__}, {tensors.usable_cores()} cores")
     if args.agent:
         numbers = published_agent.compare(args.agent, TRANSPORTS, args.rounds)
     elif args.messages:

@@ -53,17 +53,43 @@ def warm_process():
     return address
 
 
+class WarmCommand:
+    """A command that a fork of the warm process runs.  It has those methods of a Popen that the tests use."""
+
+    def __init__(self, command, out, err, cwd=None, env=None):
+        """`out`, `err`: paths of the files for its output.  `env`: further variables of its environment."""
+        self.args = command
+        self.returncode = None
+        self.connection = multiprocessing.connection.Client(warm_process(), "AF_UNIX")
+        environ = os.environ | {"WARM_PROCESS": warm_process()} | (env or {})
+        request = {"argv": command[1:], "cwd": cwd or os.getcwd(), "environ": environ, "stdout": out, "stderr": err}
+        self.connection.send(request)
+        self.pid = self.connection.recv()
+
+    def wait(self, timeout=None):
+        if self.returncode is None:
+            if not self.connection.poll(timeout):
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            self.returncode = self.connection.recv()
+            self.connection.close()
+        return self.returncode
+
+    def poll(self):
+        return self.wait(0) if self.returncode is not None or self.connection.poll() else None
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+
 def run_warm(command, out, err, timeout, cwd=None):
     """Let a fork of the warm process run `command`; return its exit status."""
-    with multiprocessing.connection.Client(warm_process(), "AF_UNIX") as connection:
-        environ = os.environ | {"WARM_PROCESS": warm_process()}
-        request = {"argv": command[1:], "cwd": cwd or os.getcwd(), "environ": environ, "stdout": out, "stderr": err}
-        connection.send(request)
-        pid = connection.recv()
-        if not connection.poll(timeout):
-            os.killpg(pid, signal.SIGKILL)
-            raise subprocess.TimeoutExpired(command, timeout, read_whole(out), read_whole(err))
-        return connection.recv()
+    process = WarmCommand(command, out, err, cwd)
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.connection.close()
+        raise subprocess.TimeoutExpired(command, timeout, read_whole(out), read_whole(err)) from None
 
 
 def run_main(package, *flags, timeout=120, env=None):

@@ -50,6 +50,8 @@ def adopt(request):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(request["environ"])
+    if "PYTHONUNBUFFERED" in os.environ:  # Python reads this variable only when it starts, and a fork does not start it
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def become(request):

@@ -1,7 +1,6 @@
 """rl_rpc/elastic.py: observers that join, leave and are killed, each a command of its own as in a terminal."""
 
 import contextlib
-import multiprocessing.connection
 import os
 import re
 import signal
@@ -12,7 +11,7 @@ import time
 import pytest
 import torch
 
-from helpers import ROOT, load_module, read_whole, warm_process
+from helpers import ROOT, WarmCommand, load_module, read_whole
 from jobs import free_port
 from tutorials import copied_alone
 
@@ -20,35 +19,10 @@ PATH = "rl_rpc/elastic.py"
 LINE = re.compile(r"^Episode (\d+)\tAverage reward: ([\d.]+)\t([\d,]+) steps/s\tobservers: (\d+)$", re.M)
 
 
-class Warm:
-    """A rank that is a fork of a process that has loaded torch: see warm.py. It has what is used here of a Popen."""
-
-    def __init__(self, command, out, err):
-        self.args, self.returncode = command, None
-        self.connection = multiprocessing.connection.Client(warm_process(), "AF_UNIX")
-        environ = os.environ | {"PYTHONUNBUFFERED": "1"}
-        request = {"argv": command[1:], "cwd": os.getcwd(), "environ": environ, "stdout": out, "stderr": err}
-        self.connection.send(request)
-        self.pid = self.connection.recv()
-
-    def wait(self, seconds=None):
-        if self.returncode is None:
-            if not self.connection.poll(seconds):
-                raise subprocess.TimeoutExpired(self.args, seconds)
-            self.returncode = self.connection.recv()
-        return self.returncode
-
-    def poll(self):
-        return self.wait(0) if self.returncode is not None or self.connection.poll() else None
-
-    def send_signal(self, number):
-        os.kill(self.pid, number)
-
-
 class Terminals:
     """The ranks of one group, each started on its own. Nothing of them survives the block.
 
-    With `warm` they do not load torch each, which takes longer than all else.
+    With `warm`, each rank is a fork of a process that has loaded torch, because loading it takes longer than the test.
     """
 
     def __init__(self, folder, warm):
@@ -71,12 +45,12 @@ class Terminals:
         command = [sys.executable, self.script, "--rank", rank, "--master_port", self.port, *flags]
         command = [str(word) for word in command]
         with open(self.folder / f"{rank}.out", "w") as out, open(self.folder / f"{rank}.err", "w") as err:
+            env = {"PYTHONUNBUFFERED": "1"}  # so that each line can be read as soon as it is printed
             if self.warm:
-                self.processes[rank] = Warm(command, out.name, err.name)
+                self.processes[rank] = WarmCommand(command, out.name, err.name, env=env)
             else:
-                environ = os.environ | {"PYTHONUNBUFFERED": "1"}
                 self.processes[rank] = subprocess.Popen(
-                    command, stdout=out, stderr=err, start_new_session=True, env=environ
+                    command, stdout=out, stderr=err, start_new_session=True, env=os.environ | env
                 )
 
     def output(self, rank):
