@@ -50,7 +50,7 @@ class Job:
         self.place = None  # the name of the meeting in which this rank waits for the others
         self.meetings = 0  # how often wait_for_all() was called
         self.callback = None  # the argument of on_lost()
-        self.telling = threading.Lock()  # held while the callback runs, so that losses are handled one after another
+        self.report_lock = threading.Lock()  # held while the callback runs, so that losses are handled in turn
         self.failed = None  # why this rank itself has failed, or None
 
     # ------------------------------------------------------------------------------------------ what run_worker uses
@@ -190,8 +190,8 @@ class Job:
         if not ending.drop(self.beat_store, rank, why):
             self.end(End(kind, rank, why))
 
-    def see(self, losses):
-        """Learn from the store which ranks are lost: `losses` is {rank: why}.  Called on the heartbeat's thread."""
+    def take_losses(self, losses):
+        """Act on the losses that the store holds: `losses` is {rank: why}.  Called on the heartbeat's thread."""
         for rank in losses.keys() - self.lost.keys():
             if rank == self.rank:
                 self.leave_alone(self.reason_to_leave_alone() or losses[rank])
@@ -199,7 +199,7 @@ class Job:
                 self.lost[rank] = losses[rank]
                 self.beat_store.set(f"{self.place}/{rank}", "lost")  # so that this rank stops waiting for it
                 self.lock.notify_all()
-            threading.Thread(target=self._tell, args=(rank, losses[rank]), daemon=True).start()
+            threading.Thread(target=self._report_loss, args=(rank, losses[rank]), daemon=True).start()
 
     def reason_to_leave_alone(self, end=None):
         """Return the reason if the job goes on without this rank, which must then leave alone; otherwise None."""
@@ -210,8 +210,8 @@ class Job:
             return end.why if ending.drop(self.beat_store, self.rank, end.why) else None
         return None
 
-    def _tell(self, rank, why):
-        with self.telling:
+    def _report_loss(self, rank, why):
+        with self.report_lock:
             try:
                 work = self.callback(rank) if self.callback else ""
             except Exception as error:

@@ -26,7 +26,7 @@ def start_fork_server():
     import multiprocessing.forkserver
     import multiprocessing.resource_tracker
 
-    # torch first, then everything that main.py imports.  torch's optimizers import torch._dynamo at their first step.
+    # torch first, then everything that main.py imports.  A torch optimizer imports torch._dynamo when it is made.
     modules = ["torch.distributed.rpc", "main", "torch._dynamo"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     # Python starts the fork server and the resource tracker with `python -c`, which looks for every module in the

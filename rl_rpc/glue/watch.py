@@ -21,8 +21,8 @@ BEAT_SECONDS = 1.0  # between two heartbeats of a rank
 LOST_AFTER_SECONDS = 8.0  # a rank without a heartbeat for so long is lost
 WAKE_SECONDS = 3 * BEAT_SECONDS  # time for the next heartbeat of this process, if it was stopped and continues
 # These two hold from torchrun's SIGTERM on, because SIGKILL follows.
-HURRIED_BEAT_SECONDS = 0.1
-HURRIED_LOST_AFTER_SECONDS = 1.4
+FAST_BEAT_SECONDS = 0.1
+FAST_LOST_AFTER_SECONDS = 1.4
 
 
 class Watch:
@@ -37,12 +37,12 @@ class Watch:
         self.watched = {*range(1, world_size)} if rank == 0 else {0}
         # After torchrun's SIGTERM this rank also watches the other ranks of its torchrun, because one of them may have
         # died, and rank 0 may not have noticed it yet.
-        self.watched_in_a_hurry = self.watched | ({*ranks_of_this_torchrun(rank)} - {rank}) if torchrun else set()
+        self.watched_when_fast = self.watched | ({*ranks_of_this_torchrun(rank)} - {rank}) if torchrun else set()
         self.store = None
         self.lock = threading.Lock()  # guards `left`, and writes to the rank's own key
         self.left = False
         self.alarmed = False  # whether a SIGALRM has come since the last heartbeat
-        self.hurry = threading.Event()  # set when torchrun's SIGTERM has come; then heartbeats are faster
+        self.fast = threading.Event()  # set when torchrun's SIGTERM has come; then heartbeats are faster
         self.beater = threading.Thread(target=self._beat, daemon=True)
 
     def start_signals(self):
@@ -54,7 +54,7 @@ class Watch:
         self.store = store
         # Reading a key that does not exist would wait, so all keys that this rank reads are created.
         store.compare_set(LOSSES, "", NO_LOSSES)
-        for key in ["end", *beat_keys(self.watched | self.watched_in_a_hurry)]:
+        for key in ["end", *beat_keys(self.watched | self.watched_when_fast)]:
             store.compare_set(key, "", "-")
         store.set(self.own_key, "here")
         self.beater.start()
@@ -74,13 +74,13 @@ class Watch:
             self.store.set(self.own_key, "left")
 
     def _beat(self):
-        watched, hurried = self.watched, False
+        watched, fast = self.watched, False
         last, silent = {}, {}  # of each watched rank: its last heartbeat, and the seconds since it has changed
         looked = time.monotonic()
         try:
             while True:
                 beats = self._exchange_heartbeats(watched)
-                patience = HURRIED_LOST_AFTER_SECONDS if hurried else LOST_AFTER_SECONDS
+                patience = FAST_LOST_AFTER_SECONDS if fast else LOST_AFTER_SECONDS
                 # If more than two seconds have passed, this process itself was stopped, perhaps with the whole job
                 # (Ctrl-Z).  The others then need time to continue too, so at most two seconds are counted as silence.
                 now = time.monotonic()
@@ -92,10 +92,10 @@ class Watch:
                     missed = rank not in self.job.lost and beat not in (b"-", b"left")
                     if missed and silent[rank] > patience:
                         self.job.drop(rank, f"silent for {silent[rank]:.0f} s (killed, stopped, or unreachable)")
-                if hurried:
-                    time.sleep(HURRIED_BEAT_SECONDS)
-                elif self.hurry.wait(BEAT_SECONDS):
-                    watched, hurried = self.watched_in_a_hurry, True
+                if fast:
+                    time.sleep(FAST_BEAT_SECONDS)
+                elif self.fast.wait(BEAT_SECONDS):
+                    watched, fast = self.watched_when_fast, True
                     silent = {}
         except RuntimeError:  # raised if the store is gone
             self.job.end(End("lost", STORE_HOLDER, "the connection to it broke"))
@@ -111,7 +111,7 @@ class Watch:
         *beats, losses, end = self.store.multi_get([*beat_keys(watched), LOSSES, "end"])
         if found := read(end):
             self.job.end(found, mine=False)
-        self.job.see(read_losses(losses))
+        self.job.take_losses(read_losses(losses))
         return beats
 
     def _await_signals(self, received):
@@ -129,8 +129,8 @@ class Watch:
                 self.job.end(End("lost", STORE_HOLDER, f"silent for {LOST_AFTER_SECONDS + WAKE_SECONDS:g} s"))
             elif number == signal.SIGTERM and self.torchrun and self.store:
                 # torchrun may have seen a rank die, but does not tell which.  Fast heartbeats show it within seconds.
-                self.hurry.set()
-                received.settimeout(HURRIED_LOST_AFTER_SECONDS + 0.5)
+                self.fast.set()
+                received.settimeout(FAST_LOST_AFTER_SECONDS + 0.5)
             else:
                 self.job.end(interrupted(self.rank, number))
 

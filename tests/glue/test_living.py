@@ -82,7 +82,7 @@ def test_a_lost_rank_is_waited_for_no_longer(group):
     first_waits, second_waits = start(first.wait_for_all), start(second.wait_for_all)
     assert is_waiting(first_waits) and is_waiting(second_waits)
     for rank in (first, second):
-        rank.see({third.rank: "killed"})
+        rank.take_losses({third.rank: "killed"})
     assert is_over(first_waits) and is_over(second_waits)
     assert first.lost == {2: "killed"}
     again = start(first.wait_for_all)  # and in later meetings
@@ -104,13 +104,13 @@ def test_a_loss_is_told_once_and_a_rank_that_is_lost_itself_leaves(group, capsys
     first.drop(2, "killed")
     losses = ending.lost(first.beat_store)
     for _ in range(2):
-        first.see(losses)
+        first.take_losses(losses)
     assert done.wait(SOON)
-    with first.telling:  # when this lock is free, the line has been printed
+    with first.report_lock:  # when this lock is free, the line has been printed
         assert told == [2] and first.ended is None
     assert capsys.readouterr().err == "rl_rpc: lost rank 2 (worker2): killed; its work is thrown away\n"
     with pytest.raises(SystemExit):
-        third.see(losses)
+        third.take_losses(losses)
     assert third.alone == "the others have gone on without it: killed"
     first.drop(1, "killed")  # the last worker
     assert first.ended == ending.End("lost", 1, "killed")

@@ -29,8 +29,8 @@ class World:
         monkeypatch.setattr(watch.signal, "setitimer", lambda *_: None)
         self.watch = watch.Watch(rank, world_size, self, torchrun)
         self.watch.beater = types.SimpleNamespace(start=lambda: None)
-        self.watch.hurry = types.SimpleNamespace(wait=self.wait)
-        self.hurry_at = float("inf")
+        self.watch.fast = types.SimpleNamespace(wait=self.wait)
+        self.fast_at = float("inf")
         self.watch.start_beating(self)
 
     def run(self):
@@ -49,8 +49,8 @@ class World:
             raise Over("nothing")
 
     def wait(self, seconds):
-        self.sleep(min(seconds, max(0.0, self.hurry_at - self.now)))
-        return self.now >= self.hurry_at
+        self.sleep(min(seconds, max(0.0, self.fast_at - self.now)))
+        return self.now >= self.fast_at
 
     # the store
 
@@ -84,7 +84,7 @@ class World:
     def end(self, end, mine=True):
         raise Over((end, mine))
 
-    def see(self, losses):
+    def take_losses(self, losses):
         self.lost |= losses
 
 
@@ -112,7 +112,7 @@ def test_whoever_is_silent_somebody_watches(monkeypatch):
     assert watched_by == {rank: {0} for rank in (1, 2, 3, 4)}
 
 
-def test_who_has_not_come_yet_who_has_left_and_who_is_lost_are_not_missed(monkeypatch):
+def test_ranks_that_are_absent_or_left_or_lost_are_not_missed(monkeypatch):
     world = World(monkeypatch, 0, 4, stops={3: 0.0})
     world.absent, world.values["beat/2"] = {1}, b"left"
     world.values["losses"] = json.dumps({"workers": [1, 4], "lost": {"3": "KeyError"}}).encode()
@@ -120,7 +120,7 @@ def test_who_has_not_come_yet_who_has_left_and_who_is_lost_are_not_missed(monkey
     assert world.lost == {3: "KeyError"}
 
 
-def test_who_was_stopped_oneself_blames_nobody(monkeypatch):
+def test_a_rank_that_was_stopped_itself_blames_no_other_rank(monkeypatch):
     """After Ctrl-Z and fg, the other ranks also need some time until their next heartbeat."""
     world = World(monkeypatch, 0, 2, stops={1: 5.0})
 
@@ -132,7 +132,7 @@ def test_who_was_stopped_oneself_blames_nobody(monkeypatch):
     assert world.run()[0] == "nothing"
 
 
-def test_what_others_found_is_told(monkeypatch):
+def test_the_end_that_another_rank_found_is_reported(monkeypatch):
     world, end = World(monkeypatch, 2, 4), End("lost", 1, "killed by SIGKILL")
     world.events = {3.0: lambda: ending.claim(world, end)}
     assert world.run() == ((end, False), 3.0)
@@ -161,23 +161,23 @@ def test_torchruns_sigterm_makes_the_ranks_of_its_host_find_out_soon(rank, silen
     monkeypatch.setenv("LOCAL_RANK", str(rank % 4))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     world = World(monkeypatch, rank, 8, torchrun=True, stops={silent: 9.5})
-    world.hurry_at = 10.2
+    world.fast_at = 10.2
 
     def beat_fast():
         for other in range(4, 8):
-            world.beats_every[other] = watch.HURRIED_BEAT_SECONDS
+            world.beats_every[other] = watch.FAST_BEAT_SECONDS
 
     world.events = {10.2: beat_fast}
     word, when = world.run()
     assert word[:2] == ("lost", silent)
-    assert when - 9.5 > watch.HURRIED_LOST_AFTER_SECONDS and when - 10.2 < watch.HURRIED_LOST_AFTER_SECONDS + 0.4
+    assert when - 9.5 > watch.FAST_LOST_AFTER_SECONDS and when - 10.2 < watch.FAST_LOST_AFTER_SECONDS + 0.4
 
 
-def test_in_a_hurry_the_living_are_not_blamed(monkeypatch):
+def test_fast_heartbeats_do_not_blame_living_ranks(monkeypatch):
     """Here the user has ended torchrun itself, so no rank is lost."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     world = World(monkeypatch, 5, 8, torchrun=True, until=20.0)
-    world.hurry_at = 10.2
+    world.fast_at = 10.2
     assert world.run()[0] == "nothing"
     assert set(world.read_keys) == {*(f"beat/{rank}" for rank in (0, 4, 6, 7)), "losses", "end"}

@@ -353,7 +353,7 @@ def test_an_answer_is_not_changed_by_later_updates():
 
 
 @pytest.mark.parametrize("lead", [0, 1, 3])
-def test_bounded_holds_back_who_runs_ahead(lead):
+def test_bounded_holds_back_a_trainer_that_runs_ahead(lead):
     server = one_server("bounded", 3, "--max_staleness", lead)
     for _ in range(lead):
         assert push(server, 1).done()
@@ -480,7 +480,7 @@ def test_sync_does_not_apply_what_a_lost_trainer_pushed_for_an_update_that_was_n
     assert len(server.scoreboard.assignments[2]) == 333
 
 
-def test_bounded_forgets_the_clock_of_who_is_lost():
+def test_bounded_forgets_the_clock_of_a_lost_trainer():
     server = one_server("bounded", 2, "--max_staleness", 1)
     push(server, 1)
     held = push(server, 1)
@@ -512,7 +512,7 @@ def test_what_a_lost_trainer_had_not_applied_is_assigned_to_the_living_as_often_
     assert last.value().epoch == 0  # still the same epoch
 
 
-def test_who_waits_for_the_epochs_end_is_answered_when_the_last_is_lost():
+def test_a_trainer_that_waits_for_the_epochs_end_is_answered_when_the_last_is_lost():
     server = one_server("async", 2, batches=10)
     for _ in range(5):
         push(server, 1)
