@@ -94,7 +94,7 @@ def accuracy_table(args):
     rows = {}
     variants = [("one process", 1), ("one process, joined batch", 2), ("one process, joined batch", 4)]
     variants += [(mode, trainers) for trainers in (2, 4) for mode in MODES]
-    variants.remove(("async, --overlap", 4))  # with this learning rate it diverges for some seeds
+    variants.remove(("async, --overlap", 4))  # with this learning rate it can diverge
     columns = f"{'trainers':>8} {'accuracy, mean':>15} {'accuracy by seed':>24} {'staleness mean':>15} {'its max':>7}"
     print(f"\n{'variant':26} {columns}")
     for name, trainers in variants:
