@@ -11,7 +11,7 @@ time.  To leave out start-up, the CPU time of one unit is computed from the diff
 
 The columns of the table are the measured and the predicted units of work per second, and the milliseconds of CPU time
 that rank 0 and the worker need for one unit.  rl_rpc continues from a policy that has solved CartPole, because the
-formula assumes that all episodes have the same length.
+formula assumes that all episodes have the same length.  The last line has the formula's values: e, g, o and n.
 """
 
 import argparse
@@ -144,13 +144,18 @@ def alone():
     return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
+def overhead(one):
+    """Return the seconds of a round with one observer, minus those of its play and learning.  `one`: see predict()."""
+    rate, _, _, n = one
+    return n / rate - n * sum(alone())
+
+
 def predict(scenario, workers, one, cores):
     """Return the units per second that the formula of SCALE.md predicts.  `one`: the measurement with one worker."""
     rate, rank_0, worker, n = one
     if scenario.package == "rl_rpc":  # all observers play at the same time, then the agent learns
         play, learn = alone()
-        fixed = n / rate - n * (play + learn)
-        return workers * n / (fixed + n * play * max(1, workers / cores) + workers * n * learn)
+        return workers * n / (overhead(one) + n * play * max(1, workers / cores) + workers * n * learn)
     return min(workers * rate, cores / (rank_0 + worker), 1 / rank_0)  # all ranks work at the same time
 
 
@@ -185,6 +190,9 @@ def main():
             *(f"{1000 * each:.3f}" for each in used),
         ]
         print(f"| {workers} | " + " | ".join(cells) + " |", flush=True)
+    if scenario.package == "rl_rpc":
+        play, learn = (1e6 * seconds for seconds in alone())
+        print(f"\ne = {play:.1f} µs, g = {learn:.2f} µs, o = {1e3 * overhead(one):.2f} ms, n = {one[3]:.0f}")
 
 
 if __name__ == "__main__":
