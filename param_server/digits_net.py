@@ -45,7 +45,7 @@ class Net(nn.Module):
         return F.log_softmax(self.fc2(x), dim=1)
 
     def dropout(self, x_BD, p, key, layer):
-        """Return nn.Dropout(p)(x_BD) with the mask of this key and layer.  Not Dropout2d: DIFFERENCES.md, row 8."""
+        """Return nn.Dropout(p)(x_BD) with the mask of this key and layer.  Not Dropout2d: DIFFERENCES.md, point 8."""
         if key is None or not self.training:
             return x_BD
         mask_BD = dropout_mask(x_BD.shape, p, *key, layer, dtype=x_BD.dtype)

@@ -1,6 +1,6 @@
 """PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions", first part.
 
-It follows the page of 2025-06-23 and its code in pytorch/examples. [B1] refers to row 1 of "The
+It follows the page of 2025-06-23 and its code in pytorch/examples. [B1] refers to point 1 of "The
 batch page" in DIFFERENCES.md. Rank 0 is the server ("ps") and has the model. All other ranks are
 trainers: each sends the gradients of one batch, and gets the model after the next update. With
 batching, an update uses one gradient of each trainer. Without it, each gradient makes an update.

@@ -1,7 +1,7 @@
 """The newer text of PyTorch's tutorial "Getting started with Distributed RPC Framework", part 1.
 
 The agent (rank 0) owns a policy and trains it. Each observer (every other rank) owns a CartPole
-environment, and asks the agent for each action. Comments such as "row 7" refer to the numbered
+environment, and asks the agent for each action. Comments such as "point 7" refer to the numbered
 points of DIFFERENCES.md, which explain where and why this program departs from the tutorial.
 
     python tutorial.py --world_size 3            # an agent and two observers, on this machine
@@ -31,7 +31,7 @@ class Policy(torch.nn.Module):
     def forward(self, x, generator):
         """Return the probabilities (1, 2) of the two actions in a state (1, 4)."""
         x = self.affine1(x)
-        # nn.Dropout does the same, but it has no argument for a random generator (row 9).
+        # nn.Dropout does the same, but it has no argument for a random generator (point 9).
         kept = torch.rand(x.shape, generator=generator) >= 0.6
         return torch.softmax(self.affine2(torch.relu(x * kept / 0.4)), dim=1)
 
@@ -40,7 +40,7 @@ class Observer:
     def __init__(self, seed):
         self.id = rpc.get_worker_info().id  # the rank of this process
         self.env = gym.make("CartPole-v1")
-        self.env.reset(seed=1000 * seed + self.id)  # a seed for each observer (row 7)
+        self.env.reset(seed=1000 * seed + self.id)  # a seed for each observer (point 7)
 
     def run_episode(self, agent_rref):
         """Play one episode. Only the agent calls this, one call at a time: it needs no lock."""
@@ -52,7 +52,7 @@ class Observer:
             # Report the reward, and wait for the answer. Without waiting, two reports could run on
             # two threads of the agent at the same time, and be stored in the wrong order.
             agent_rref.rpc_sync().report_reward(self.id, reward)
-            if terminated or truncated:  # the pole has fallen, or 500 steps are over (row 1)
+            if terminated or truncated:  # the pole has fallen, or 500 steps are over (point 1)
                 break
 
 
@@ -63,7 +63,7 @@ class Agent:
         self.agent_rref = rpc.RRef(self)  # sent to the observers in place of the agent itself
         self.rewards = {ob_id: [] for ob_id in ob_ids}
         self.saved_log_probs = {ob_id: [] for ob_id in ob_ids}
-        # One generator for each observer: the order of their calls must not matter (row 9).
+        # One generator for each observer: the order of their calls must not matter (point 9).
         self.generators = {i: torch.Generator().manual_seed(1000 * seed + i) for i in ob_ids}
         torch.manual_seed(1000 * seed)
         self.policy = Policy()
@@ -73,7 +73,7 @@ class Agent:
 
     def select_action(self, ob_id, state):
         """Return the action (int) for a state (4,). Several observers call this at once, without a
-        lock (row 10): each observer has its own data, and the policy does not change meanwhile."""
+        lock (point 10): each observer has its own data, and the policy does not change meanwhile."""
         probs = self.policy(torch.from_numpy(state).unsqueeze(0), self.generators[ob_id])
         # Categorical(probs).sample() does the same, but has no argument for a generator.
         action = torch.multinomial(probs, 1, generator=self.generators[ob_id]).item()
@@ -86,7 +86,7 @@ class Agent:
 
     def run_episode(self):
         # Each call runs Observer.run_episode in an observer's process, on an RPC thread.
-        # timeout=0 means no limit: an episode may take longer than the default of 60 s (row 5).
+        # timeout=0 means no limit: an episode may take longer than the default of 60 s (point 5).
         futs = [obs.rpc_async(timeout=0).run_episode(self.agent_rref) for obs in self.ob_rrefs]
         torch.futures.wait_all(futs)  # until all observers have finished this episode
 
@@ -96,7 +96,7 @@ class Agent:
         self.running_reward = 0.05 * min_reward + (1 - 0.05) * self.running_reward
         log_probs, returns = [], []
         for ob_id in self.rewards:
-            R, ob_returns = 0, []  # R starts at 0 again for each observer (row 8)
+            R, ob_returns = 0, []  # R starts at 0 again for each observer (point 8)
             for r in self.rewards[ob_id][::-1]:
                 R = r + gamma * R
                 ob_returns.insert(0, R)
@@ -105,7 +105,7 @@ class Agent:
             self.rewards[ob_id] = []
             self.saved_log_probs[ob_id] = []
         returns = torch.tensor(returns)
-        if len(returns) > 1:  # the deviation of a single number is NaN (row 14)
+        if len(returns) > 1:  # the deviation of a single number is NaN (point 14)
             returns = (returns - returns.mean()) / (returns.std() + 1e-7)
         policy_loss = (-torch.stack(log_probs) * returns).sum()
         self.optimizer.zero_grad()
@@ -120,7 +120,7 @@ def parse_args():
     parser.add_argument("--rank", type=int, help="run only this rank (none: all ranks)")
     parser.add_argument("--master_addr", default="localhost", help="host of rank 0")
     parser.add_argument("--master_port", type=int, default=29500, help="a free port of that host")
-    parser.add_argument("--max_episodes", type=int, default=2000, help="stop after so many (row 6)")
+    parser.add_argument("--max_episodes", type=int, default=2000, help="stop after so many (point 6)")
     parser.add_argument("--log_interval", type=int, default=10, help="episodes per printed line")
     parser.add_argument("--gamma", type=float, default=0.99, help="discount of future rewards")
     parser.add_argument("--seed", type=int, default=1, help="random seed for reproducibility")

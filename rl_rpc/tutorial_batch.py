@@ -43,7 +43,7 @@ class Observer:
     def __init__(self, seed):
         self.id = rpc.get_worker_info().id - 1  # observers count from 0, as batch rows do
         self.env = gym.make("CartPole-v1")
-        self.env.reset(seed=1000 * seed + self.id)  # a seed for each observer (row 7)
+        self.env.reset(seed=1000 * seed + self.id)  # a seed for each observer (point 7)
 
     def run_episode(self, agent_rref, batch, gamma):
         """Take NUM_STEPS steps. When an episode ends before, reset the environment, so that each
@@ -98,25 +98,25 @@ class Agent:
                 states, self.states = self.states, {}
                 future_actions, self.future_actions = self.future_actions, torch.futures.Future()
                 try:
-                    # A new tensor (N, 4): autograd needs it until the backward pass (row 22).
+                    # A new tensor (N, 4): autograd needs it until the backward pass (point 22).
                     m = Categorical(self.policy(torch.stack([states[i] for i in sorted(states)])))
                     actions = m.sample()  # (N,)
                     self.saved_log_probs.append(m.log_prob(actions))
                     future_actions.set_result(actions.tolist())
-                except Exception as error:  # sent to all observers, which wait for it (row 24)
+                except Exception as error:  # sent to all observers, which wait for it (point 24)
                     future_actions.set_exception(error)
         return future_action
 
     def run_episode(self, gamma):
         """Let all observers take NUM_STEPS steps, then train on them; return the average reward."""
         self.saved_log_probs = [] if self.batch else [[] for _ in self.ob_rrefs]
-        # timeout=0 means no limit: an episode may take longer than the default of 60 s (row 5).
+        # timeout=0 means no limit: an episode may take longer than the default of 60 s (point 5).
         observers = [ob_rref.rpc_async(timeout=0) for ob_rref in self.ob_rrefs]
         futs = [ob.run_episode(self.agent_rref, self.batch, gamma) for ob in observers]
         rewards = torch.tensor(torch.futures.wait_all(futs))  # (N, T)
         if self.batch:
             probs = torch.stack(self.saved_log_probs, dim=1)  # (N, T)
-        else:  # (N, T) as well; the page multiplies (N, T, 1) by (T, N) (row 23)
+        else:  # (N, T) as well; the page multiplies (N, T, 1) by (T, N) (point 23)
             probs = torch.stack([torch.cat(saved) for saved in self.saved_log_probs])
         policy_loss = -probs * rewards / len(futs)
         policy_loss.sum().backward()
@@ -152,8 +152,8 @@ def run_worker(rank, args, world_size, times):
         delays = []
         for batch in [True, False]:
             agent = Agent(world_size, batch, args.seed)
-            agent.run_episode(args.gamma)  # not timed: an optimizer's first step imports modules
-            start = time.perf_counter()  # the processes have started already (row 25)
+            agent.run_episode(args.gamma)  # not timed: torch loads some parts at their first use
+            start = time.perf_counter()  # the processes have started already (point 25)
             for _ in range(args.num_episode):
                 last = agent.run_episode(args.gamma)
             delays.append(time.perf_counter() - start)

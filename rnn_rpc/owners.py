@@ -78,7 +78,7 @@ def scale_gradients(context_id, factor):
 
 
 class SGD(optim.SGD):
-    """DistributedOptimizer replaces optim.SGD, but not this class, by a deprecated one (row 8 of DIFFERENCES.md)."""
+    """DistributedOptimizer replaces optim.SGD, but not this class, by a deprecated one (point 8 of DIFFERENCES.md)."""
 
 
 class Adam(optim.Adam):

@@ -69,7 +69,7 @@ def backward_through_a_call(neighbour, say):
 
 
 class SGD(optim.SGD):
-    """DistributedOptimizer replaces optim.SGD, but not this class, by a deprecated one (row 8 of DIFFERENCES.md)."""
+    """DistributedOptimizer replaces optim.SGD, but not this class, by a deprecated one (point 8 of DIFFERENCES.md)."""
 
 
 def run_ring(neighbour, seeds, lr, say):

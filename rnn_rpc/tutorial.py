@@ -27,7 +27,7 @@ from torch.distributed.rpc import RRef
 
 
 class EmbeddingTable(nn.Module):
-    def __init__(self, ntoken, ninp, seed):  # without dropout: row 18
+    def __init__(self, ntoken, ninp, seed):  # without dropout: point 18
         super().__init__()
         # skip_init leaves out torch's usual first values.  They would use the shared generator.
         self.encoder = nn.utils.skip_init(nn.Embedding, ntoken, ninp)
@@ -56,7 +56,7 @@ def _call_method(method, rref, *args):
 
 
 def _remote_method(method, rref, *args):
-    """Run the method on the owner of rref.  rref.rpc_sync() would do the same (row 7)."""
+    """Run the method on the owner of rref.  rref.rpc_sync() would do the same (point 7)."""
     return rpc.rpc_sync(rref.owner(), _call_method, args=(method, rref, *args))
 
 
@@ -69,7 +69,7 @@ class RNNModel(nn.Module):
     def __init__(self, ps, ntoken, ninp, nhid, nlayers):
         super().__init__()
         # remote() does not wait, so both constructors may run on ps at the same time, where they
-        # share one random generator.  With seeds of their own, a run is repeatable (row 14).
+        # share one random generator.  With seeds of their own, a run is repeatable (point 14).
         table_seed, decoder_seed = torch.randint(2**31, (2,)).tolist()
         self.emb_table_rref = rpc.remote(ps, EmbeddingTable, args=(ntoken, ninp, table_seed))
         self.rnn = nn.LSTM(ninp, nhid, nlayers)
@@ -90,14 +90,14 @@ class RNNModel(nn.Module):
 
 
 class SGD(optim.SGD):
-    """DistributedOptimizer replaces optim.SGD by a deprecated class, but not this one (row 8)."""
+    """DistributedOptimizer replaces optim.SGD by a deprecated class, but not this one (point 8)."""
 
 
 def get_next_batch(prob, T, B, nbatches):
     """Yield nbatches pairs (data, target), each (T, B).  A word's target is the next word."""
     words = list(torch.randint(len(prob), (2, B)))
     while len(words) <= T * nbatches:
-        # The next word: the word before the last, plus a random number drawn from prob (row 19).
+        # The next word: the word before the last, plus a random number drawn from prob (point 19).
         words.append((words[-2] + torch.multinomial(prob, B, replacement=True)) % len(prob))
     text = torch.stack(words)
     yield from zip(text[:-1].split(T), text[1:].split(T), strict=True)
@@ -108,7 +108,7 @@ def run_trainer(seed):
     prob = torch.softmax(-torch.arange(10.0), dim=0)  # probabilities of the random numbers 0 to 9
     lowest = torch.exp(-(prob * prob.log()).sum())  # exp(entropy); perplexity is exp(mean loss)
     heldout_data, heldout_target = next(get_next_batch(prob, T=1000, B=20, nbatches=1))
-    model = RNNModel("ps", ntoken=10, ninp=16, nhid=32, nlayers=1)  # sizes: row 19
+    model = RNNModel("ps", ntoken=10, ninp=16, nhid=32, nlayers=1)  # sizes: point 19
     # DistributedOptimizer makes an optimizer in each process that owns parameters.
     opt = DistributedOptimizer(SGD, model.parameter_rrefs(), lr=2.0)
     criterion = nn.CrossEntropyLoss()
@@ -120,12 +120,12 @@ def run_trainer(seed):
             # are deleted when the context ends.  So there is no zero_grad().
             with dist_autograd.context() as context_id:
                 output, hidden = model(data, hidden)
-                loss = criterion(output.flatten(0, 1), target.flatten())  # DIFFERENCES.md, row 4
+                loss = criterion(output.flatten(0, 1), target.flatten())  # DIFFERENCES.md, point 4
                 dist_autograd.backward(context_id, [loss])
                 opt.step(context_id)
             # The next batch needs the state without its graph, because the context has ended.
             hidden = (hidden[0].detach(), hidden[1].detach())
-        # If there were dropout, model.eval() would not turn it off on ps (row 9).
+        # If there were dropout, model.eval() would not turn it off on ps (point 9).
         with torch.no_grad():
             output, _ = model(heldout_data, None)
             loss = criterion(output.flatten(0, 1), heldout_target.flatten())

@@ -71,7 +71,7 @@ def plain_loop(start, batches, published_loss=False):
     for data, target in batches:
         output, hidden = lstm(table(data), tuple(state.detach() for state in hidden))
         scores = linear(output)
-        if published_loss:  # the classes are on axis 1, so they are the 20 streams (DIFFERENCES.md, row 4)
+        if published_loss:  # the classes are on axis 1, so they are the 20 streams (DIFFERENCES.md, point 4)
             loss = nn.functional.cross_entropy(scores, target[:, :10])
         else:
             loss = nn.functional.cross_entropy(scores.reshape(-1, 10), target.reshape(-1))
@@ -89,7 +89,7 @@ def largest_difference(ones, others):
 @pytest.mark.filterwarnings("ignore:You are using a Backend")
 @pytest.mark.parametrize("updates", [1, 10])
 def test_the_tutorial_equals_a_plain_loop(rpc_group, monkeypatch, updates):
-    """The server is another process.  With the published loss (row 4 of DIFFERENCES.md), they would not be equal."""
+    """The server is another process.  With the published loss (point 4 of DIFFERENCES.md), they would not be equal."""
     monkeypatch.setitem(sys.modules, "tutorial", tutorial)  # RPC pickles its classes by their module's name
     batches, model, start = trained(tutorial, monkeypatch, updates)
     assert {rref.owner_name() for rref in model.parameter_rrefs()} == {"ps", "trainer"}
