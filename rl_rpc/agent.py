@@ -151,9 +151,11 @@ class Agent:
         }
 
     def load_state_dict(self, state):
-        """Continue from a checkpoint, which may be of any mode and any world size."""
+        """Continue from a checkpoint, which may be of any mode and any world size. --lr may have another value."""
         self.policy.load_state_dict(state["policy"])
+        lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.param_groups[0]["lr"] = lr  # without this line, the checkpoint's learning rate would be used
         self.episodes = state["episode"]
         self.env_steps = state["env_steps"]
         self.running_reward = state["running_reward"]

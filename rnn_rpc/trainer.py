@@ -34,6 +34,7 @@ class Trainer:
         self.model = model
         self.loss = MODES[mode]
         self.lr = lr
+        self.annealed = 0  # how often the learning rate was divided
         self.clip = clip
         self.seed = seed
         # This makes a torch.optim optimizer in each process, for the parameters that the process owns.
@@ -107,6 +108,7 @@ class Trainer:
         if heldout_perplexity < self.best:
             self.best = heldout_perplexity
         else:
+            self.annealed += 1
             self.set_learning_rate(self.lr / ANNEALING)
 
     def set_learning_rate(self, lr):
@@ -139,13 +141,13 @@ class Trainer:
             "optimizers": optimizers,
             "epoch": self.epoch,
             "step": self.step,
-            "lr": self.lr,
+            "annealed": self.annealed,
             "heldout": self.heldout,
             "best": self.best,
         }
 
     def load_state(self, state):
-        """Continue from a `state` that state() has returned, in any mode."""
+        """Continue from a `state` that state() has returned, in any mode.  --lr may have another value."""
         self.model.load_state(state["model"])
         for owner, optimizer_rref in self.optimizer_rrefs.items():
             rpc.rpc_sync(owner, owners.load_optimizer_state, args=(optimizer_rref, state["optimizers"][owner]))
@@ -153,4 +155,5 @@ class Trainer:
         self.step = state["step"]
         self.heldout = state["heldout"]
         self.best = state["best"]
-        self.set_learning_rate(state["lr"])
+        self.annealed = state["annealed"]
+        self.set_learning_rate(self.lr / ANNEALING**self.annealed)

@@ -652,6 +652,16 @@ def test_a_checkpoint_of_another_seed_or_environment_is_refused(make_agent, monk
     assert "\n" not in str(refused.value) and file.read_bytes() == before
 
 
+def test_a_resumed_run_has_the_learning_rate_of_its_own_flag(make_agent):
+    """A run that has diverged is resumed with a lower --lr.  torch's optimizer would restore the old learning rate."""
+    first = make_agent(1, lr=0.01)
+    first.run_episode()
+    first.finish_episode()
+    again = make_agent(1, lr=0.001)
+    again.load_state_dict(first.state_dict())
+    assert [group["lr"] for group in again.optimizer.param_groups] == [0.001]
+
+
 def test_an_agent_goes_on_from_the_state_of_one_of_another_mode(make_agent):
     first = make_agent(2)
     for _ in range(3):

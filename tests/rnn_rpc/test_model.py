@@ -266,6 +266,17 @@ def test_an_annealed_learning_rate_goes_on_after_a_resume():
     assert resumed.lr == 0.5
 
 
+def test_a_resumed_run_anneals_the_learning_rate_of_its_own_flag():
+    """--lr is the rate at the start.  A resumed run divides its own --lr as often as the first run has divided."""
+    first = new_trainer(lr=8.0)
+    for heldout in (5.0, 6.0, 7.0):
+        first.anneal(heldout)
+    resumed = new_trainer(lr=16.0)
+    resumed.load_state(first.state())
+    groups = resumed.optimizer_rrefs["trainer"].local_value().optim.param_groups
+    assert resumed.lr == 1.0 and [group["lr"] for group in groups] == [1.0]
+
+
 def test_an_evaluation_is_without_dropout_on_every_worker():
     """This holds right after training too.  The hidden state of a batch is the start of the next batch."""
     trained = [trainer.Trainer(new_model(dropout), "loss", "sgd", 0.1, 0.0, seed=1) for dropout in (0.5, 0.0)]
