@@ -1,6 +1,6 @@
 """PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework" on one page.
 
-It follows the text of 2020-11-28, for torch 1.5. A number such as [4] is a row of DIFFERENCES.md.
+It follows the text of 2020-11-28, for torch 1.5. A number such as [4] is a point of DIFFERENCES.md.
 Rank 0 is the server and has the network. All other ranks are trainers, which train at the same
 time. Each trainer sends images to the server, gets predictions, and computes the loss. The
 backward pass through the network and the optimizer's step run on the server.

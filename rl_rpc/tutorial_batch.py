@@ -1,7 +1,7 @@
 """PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions", CartPole.
 
 The agent (rank 0) waits until all observers (the other ranks) have asked for an action, and answers
-them from one forward pass. "Row 22" is a point of DIFFERENCES.md. In mode `batched` of main.py,
+them from one forward pass. "Point 22" is a point of DIFFERENCES.md. In mode `batched` of main.py,
 which continues this program, observers may also end their episodes at different times.
 
     python tutorial_batch.py --plot times.png            # one job each with 1, 2, 3 and 4 observers

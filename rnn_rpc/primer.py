@@ -7,7 +7,7 @@ Every worker runs the three lessons with its neighbour, which is the next worker
 
 Sources: two examples in torch's documentation.  `backward_through_a_call` follows the example of distributed autograd,
 in which another worker adds two tensors of the caller.  `run_ring` follows the example of the distributed optimizer,
-in which it is called `_run_process`.  Row 20 of DIFFERENCES.md lists the differences.
+in which it is called `_run_process`.  Point 20 of DIFFERENCES.md lists the differences.
 """
 
 import argparse

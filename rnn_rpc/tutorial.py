@@ -5,7 +5,7 @@
     python tutorial.py --rank 1     # starts only rank 1, the trainer, in another terminal
 
 It follows part 2 of PyTorch's tutorial "Getting Started with Distributed RPC Framework", in the
-edition that DIFFERENCES.md calls the newer text.  "Row 4" means number 4 in DIFFERENCES.md.
+edition that DIFFERENCES.md calls the newer text.  "Point 4" means number 4 in DIFFERENCES.md.
 
 Rank 0, `ps`, owns the embedding table and the decoder.  Rank 1, `trainer`, has the LSTM and the
 training loop.  RPC sends functions and classes as names, and both ranks run this same file.
