@@ -80,7 +80,7 @@ def argument_parser(description, modes, world_size, on_lost=False):
     port_help = "port at that address (not used if all ranks are started on this machine: any free port is taken)"
     add("--master_port", type=port_number, default=29500, metavar="PORT", help=port_help)
     add("--join_timeout", type=positive_float, default=300, metavar="S", help="seconds to wait for missing ranks")
-    add("--mode", choices=list(modes), default=next(iter(modes)), help="how the messages between the processes are organised")
+    add("--mode", choices=list(modes), default=next(iter(modes)), help="how the messages are organised")
     seed_help = "seed of the job; each rank derives the seeds of its random numbers from it"
     add("--seed", type=non_negative_int, default=1, metavar="N", help=seed_help)
     device_help = "device on which ranks compute (several ranks may share a GPU); auto: cuda if there is a GPU"
