@@ -73,7 +73,7 @@ class Agent:
 
     def select_action(self, ob_id, state):
         """Return the action (int) for a state (4,). Several observers call this at once, without a
-        lock (point 10): each observer has its own data, and the policy does not change meanwhile."""
+        lock (point 10): each observer has its own data, and the policy does not change then."""
         probs = self.policy(torch.from_numpy(state).unsqueeze(0), self.generators[ob_id])
         # Categorical(probs).sample() does the same, but has no argument for a generator.
         action = torch.multinomial(probs, 1, generator=self.generators[ob_id]).item()
@@ -120,7 +120,7 @@ def parse_args():
     parser.add_argument("--rank", type=int, help="run only this rank (none: all ranks)")
     parser.add_argument("--master_addr", default="localhost", help="host of rank 0")
     parser.add_argument("--master_port", type=int, default=29500, help="a free port of that host")
-    parser.add_argument("--max_episodes", type=int, default=2000, help="stop after so many (point 6)")
+    parser.add_argument("--max_episodes", type=int, default=2000, help="the most (point 6)")
     parser.add_argument("--log_interval", type=int, default=10, help="episodes per printed line")
     parser.add_argument("--gamma", type=float, default=0.99, help="discount of future rewards")
     parser.add_argument("--seed", type=int, default=1, help="random seed for reproducibility")
