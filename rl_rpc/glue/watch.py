@@ -28,7 +28,7 @@ FAST_LOST_AFTER_SECONDS = 1.4
 class Watch:
     """Writes one rank's heartbeat, and watches those of others.
 
-    It calls `job`'s methods: drop(rank, why), see(losses), and end(End, mine), which ends this process.
+    It calls `job`'s methods: drop(rank, why), take_losses(losses), and end(End, mine), which ends this process.
     """
 
     def __init__(self, rank, world_size, job, torchrun):
