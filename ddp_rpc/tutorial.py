@@ -102,7 +102,7 @@ def _run_trainer(emb_rref, rank, seed):
                 loss = criterion(output, test_target)
                 accuracy = (output.argmax(dim=1) == test_target).double().mean()
             result = f"held-out loss {loss:.3f}, accuracy {accuracy:.3f} (chance 0.125, teacher 1)"
-            print(f"Training done for epoch {epoch}: {result}")
+            print(f"Training done for epoch {epoch}: {result}", flush=True)
     return torch.nn.utils.parameters_to_vector(model.fc.parameters()).detach()
 
 
