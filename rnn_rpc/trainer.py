@@ -33,7 +33,7 @@ class Trainer:
         """Make an optimizer in each process that owns parameters of the model."""
         self.model = model
         self.loss = MODES[mode]
-        self.lr = lr
+        self.first_lr = lr
         self.annealed = 0  # how often the learning rate was divided
         self.clip = clip
         self.seed = seed
@@ -109,13 +109,17 @@ class Trainer:
             self.best = heldout_perplexity
         else:
             self.annealed += 1
-            self.set_learning_rate(self.lr / ANNEALING)
+            self.set_learning_rate()
 
-    def set_learning_rate(self, lr):
+    @property
+    def lr(self):
+        """The learning rate: --lr, divided by four as often as it was annealed."""
+        return self.first_lr / ANNEALING**self.annealed
+
+    def set_learning_rate(self):
         """Set the learning rate of the optimizer in every process."""
-        self.lr = lr
         for owner, optimizer_rref in self.optimizer_rrefs.items():
-            rpc.rpc_sync(owner, owners.set_learning_rate, args=(optimizer_rref, lr))
+            rpc.rpc_sync(owner, owners.set_learning_rate, args=(optimizer_rref, self.lr))
 
     def generate(self, length):
         """Return `length` token ids that the model generates one after the other, with two RPCs for each."""
@@ -156,4 +160,4 @@ class Trainer:
         self.heldout = state["heldout"]
         self.best = state["best"]
         self.annealed = state["annealed"]
-        self.set_learning_rate(self.lr / ANNEALING**self.annealed)
+        self.set_learning_rate()
