@@ -13,6 +13,10 @@ from helpers import package_on_path
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# With this variable, the lines of several processes are in order even if a program does not flush them.  A user may not
+# have set it.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 ENVIRONMENT = dict(os.environ)
 
 
