@@ -11,7 +11,8 @@ time.  To leave out start-up, the CPU time of one unit is computed from the diff
 
 The columns of the table are the measured and the predicted units of work per second, and the milliseconds of CPU time
 that rank 0 and the worker need for one unit.  rl_rpc continues from a policy that has solved CartPole, because the
-formula assumes that all episodes have the same length.  The last line has the formula's values: e, g, o and n.
+formula assumes that all episodes have the same length.  After the table of rl_rpc, a line has the formula's values e,
+g, o and n.
 """
 
 import argparse
