@@ -26,7 +26,7 @@ def evaluate(model, log, heldout, step):
     """Return the model's loss and accuracy on all held-out bags, and the teacher's accuracy on them (a dict).
 
     All trainers call it at the same time, each with its own part of the bags.  All get the same result.  `step` is the
-    number of training steps so far.  Raises PermanentError if training has diverged.
+    number of training steps so far.  Raises UserError if training has diverged.
     """
     dist.barrier()  # all trainers have finished their training steps
     totals = torch.zeros(4, dtype=torch.float64)  # loss, correct, the teacher's correct, bags

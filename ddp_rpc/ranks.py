@@ -2,7 +2,7 @@
 
 import torch
 
-from glue import PermanentError
+from glue import UserError
 
 ROLES = "the ranks are --num_trainers (1 or more), then 1 master, then --num_servers (1 or more)"
 
@@ -29,10 +29,10 @@ def divide_ranks(world_size, num_trainers, num_servers):
 
 
 def check_trainer_devices(devices):
-    """Raise PermanentError if some of the trainers' devices are CPUs and others are GPUs.
+    """Raise UserError if some of the trainers' devices are CPUs and others are GPUs.
 
     A CPU and a GPU may compute results that differ in the last digit.  Then the replicas of `fc` would differ, too.
     """
     if len({torch.device(device).type for device in devices}) > 1:
         named = ", ".join(f"trainer{rank} on {device}" for rank, device in enumerate(devices))
-        raise PermanentError(f"trainers on CPUs and on GPUs ({named}): give all of them the same --device, cpu or cuda")
+        raise UserError(f"trainers on CPUs and on GPUs ({named}): give all of them the same --device, cpu or cuda")

@@ -25,7 +25,7 @@ def _run_trainer(emb_rrefs, rank, device, plan, master_rref, epochs_done=0, fc_s
     `emb_rrefs`: RRefs to the servers' EmbeddingShards.  `device`: a string.  `master_rref`: an RRef to the
     HybridMaster, which gets the results of each epoch.  When a run is resumed, `epochs_done` is the number of epochs
     that were trained before the checkpoint, and `fc_state` is the checkpoint's state_dict of `fc`.
-    Raises PermanentError if training diverges, and RuntimeError if the trainers' replicas of `fc` differ at the end.
+    Raises UserError if training diverges, and RuntimeError if the trainers' replicas of `fc` differ at the end.
     """
     torch.manual_seed(seed_for(plan.seed, "fc"))
     model = HybridModel(emb_rrefs, plan.embedding_dim, torch.device(device))

@@ -20,7 +20,7 @@ import tempfile
 import torch
 
 from drawn_digits import draw_digits
-from glue import PermanentError
+from glue import UserError
 from glue.tensors import seed_for
 
 MEAN, STD = 0.1307, 0.3081  # of MNIST's training images, scaled to 0..1; the tutorial uses the same
@@ -33,7 +33,7 @@ FILES = {
 def load_digits(dataset, data_dir, seed, train):
     """Return (images (N, 28, 28) uint8, labels (N,) int64) of --dataset.
 
-    Raise PermanentError, with one line for the user, if they are missing or damaged.
+    Raise UserError, with one line for the user, if they are missing or damaged.
     """
     if dataset == "synthetic":
         return draw_digits(20_000 if train else 4_000, seed_for(seed, "train" if train else "test"))
@@ -43,13 +43,11 @@ def load_digits(dataset, data_dir, seed, train):
     images_path, labels_path = (_find(data_dir, name) for name in FILES[train])
     images_N28, labels_N = _read(read_image_file, images_path), _read(read_label_file, labels_path)
     if len(images_N28) == 0 or images_N28.shape[1:] != (28, 28):
-        raise PermanentError(f"{images_path} holds a tensor {tuple(images_N28.shape)}, not images (N, 28, 28)")
+        raise UserError(f"{images_path} holds a tensor {tuple(images_N28.shape)}, not images (N, 28, 28)")
     if len(labels_N) != len(images_N28):
-        raise PermanentError(
-            f"{labels_path} has {len(labels_N)} labels for the {len(images_N28)} images of {images_path}"
-        )
+        raise UserError(f"{labels_path} has {len(labels_N)} labels for the {len(images_N28)} images of {images_path}")
     if labels_N.max() > 9:
-        raise PermanentError(f"{labels_path} has the label {labels_N.max()}: not digits")
+        raise UserError(f"{labels_path} has the label {labels_N.max()}: not digits")
     return images_N28, labels_N
 
 
@@ -108,7 +106,7 @@ def _download_if_missing(folder):
     except (OSError, RuntimeError) as error:  # RuntimeError: torchvision, if no mirror answers
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         ways = "Two ways out: --data_dir DIR with its four IDX files, plain or .gz; or --dataset synthetic"
-        raise PermanentError(f"MNIST is not in {folder} and cannot be downloaded ({reason}). {ways}") from None
+        raise UserError(f"MNIST is not in {folder} and cannot be downloaded ({reason}). {ways}") from None
 
 
 def _read(read, path):
@@ -121,4 +119,4 @@ def _read(read, path):
             plain.flush()
             return read(plain.name)
     except Exception as error:  # gzip, torchvision and torch raise different errors
-        raise PermanentError(f"{path} is not a file of MNIST, or is damaged: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path} is not a file of MNIST, or is damaged: {' '.join(str(error).split())}") from None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed.rpc as rpc
 
-from glue import PermanentError, checkpoint, report
+from glue import UserError, checkpoint, report
 from glue.tensors import all_cores
 from mnist_data import load_digits, normalised
 from rpc_names import trainers
@@ -187,7 +187,7 @@ class Scoreboard:
                 self.assignments = {None: progress["left"]}  # belongs to no trainer yet
             self.server.restore(state)
         except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-            raise PermanentError(f"cannot go on from {self.args.checkpoint}: {error}") from error
+            raise UserError(f"cannot go on from {self.args.checkpoint}: {error}") from error
         if self.epoch < self.args.epochs:
             self.report.say(f"Going on from update {self.updates}, epoch {self.epoch + 1}")
         else:

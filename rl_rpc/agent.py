@@ -104,7 +104,7 @@ class Agent:
     def finish_episode(self):
         """Train on the episodes of all observers; return the lowest of their total rewards. Sends no RPC.
 
-        Source: tutorial part 1, Agent.finish_episode. Raises PermanentError if training has diverged.
+        Source: tutorial part 1, Agent.finish_episode. Raises UserError if training has diverged.
         """
         # In the order of the ranks, so that sums are rounded in the same way in every run.
         trajectories = [self.trajectories[ob_id] for ob_id in sorted(self.trajectories)]

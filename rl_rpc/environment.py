@@ -7,13 +7,13 @@ Shapes: D = observation features, A = number of actions.
 
 import gymnasium as gym
 
-from glue import PermanentError
+from glue import UserError
 
 
 def make_env(env_id, render_mode=None):
     """Return a gymnasium environment with a flat Box observation (D,) and a Discrete(A) action space.
 
-    Raises PermanentError, with one line of text, if the environment does not exist, cannot be made, or does not fit.
+    Raises UserError, with one line of text, if the environment does not exist, cannot be made, or does not fit.
     Source: gymnasium.make replaces the tutorial's gym.make.
     """
     try:
@@ -22,17 +22,17 @@ def make_env(env_id, render_mode=None):
         options = {"render_mode": render_mode} if render_mode else {}
         env = gym.make(env_id, disable_env_checker=True, **options)
     except (gym.error.Error, ImportError) as error:  # unknown, deprecated, or a missing simulator
-        raise PermanentError(f"environment {env_id!r} cannot be made: {' '.join(str(error).split())}") from error
+        raise UserError(f"environment {env_id!r} cannot be made: {' '.join(str(error).split())}") from error
     observed = env.observation_space
     acted = env.action_space
     if not (isinstance(observed, gym.spaces.Box) and len(observed.shape) == 1):
         env.close()
-        raise PermanentError(
+        raise UserError(
             f"environment {env_id!r} has the observation space {observed}; the policy needs a flat Box (one row)"
         )
     if not isinstance(acted, gym.spaces.Discrete):
         env.close()
-        raise PermanentError(f"environment {env_id!r} has the action space {acted}; the policy needs a Discrete one")
+        raise UserError(f"environment {env_id!r} has the action space {acted}; the policy needs a Discrete one")
     return env
 
 

@@ -16,7 +16,7 @@ import torch.distributed.rpc as rpc
 
 from environment import make_env
 from faster_agents import MODES
-from glue import flags, launch, tensors
+from glue import flags, launch
 from glue.meter import Meter
 from progress import Progress
 
@@ -48,14 +48,10 @@ def parse_args(argv=None):
         make_env(args.env_id).close()
     except ValueError as error:
         parser.error(str(error))
-    # Shared memory (shm) answers fastest, but keeps a core busy for each rank that waits. In `rollout` and `async` the
-    # observers need the cores for their episodes. So if there are more ranks than cores, these modes use sockets (uv).
-    observers_need_cores = args.mode in ("rollout", "async") and args.world_size > tensors.usable_cores()
-    transport = "uv" if observers_need_cores else "shm"
     roles = "rank 0 is the agent, every other rank an observer"
     agree = ("env_id",)  # ranks that are started one by one must have the same values of these flags
     # Only the agent uses --device. The observers' copies of the policy compute one state at a time, on the CPU.
-    flags.check_arguments(parser, args, 2, roles, agree=agree, device_ranks=[0], transport=transport)
+    flags.check_arguments(parser, args, 2, roles, agree=agree, device_ranks=[0])
     if args.save and not os.path.isdir(os.path.dirname(os.path.abspath(args.save))):
         parser.error(f"--save {args.save}: that folder does not exist")  # refused before the training, not after it
     return args

@@ -36,7 +36,7 @@ def parse_args(argv=None):
 def load_policy(path):
     """Return (policy, env_id) from a file that main.py has written.
 
-    It executes no code from the file. It raises PermanentError for a file that main.py has not written.
+    It executes no code from the file. It raises UserError for a file that main.py has not written.
     """
     settings, state = checkpoint.load(path, "rl_rpc")
     policy = Policy(*sizes(make_env(settings["env_id"])))

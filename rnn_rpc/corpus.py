@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from glue import PermanentError
+from glue import UserError
 from glue.tensors import seed_for
 from markov_source import MarkovSource, spell_number
 
@@ -80,22 +80,22 @@ def generated_corpus(num_tokens, length, seed):
 def corpus_from_file(path, tokens):
     """Return a UTF-8 file as a Corpus.  `tokens` is "char" or "word".
 
-    Raises PermanentError, with a text of one line, if the file cannot be read or is not a text.
+    Raises UserError, with a text of one line, if the file cannot be read or is not a text.
     """
     try:
         with open(path, "rb") as file:
             data = file.read()
     except OSError as error:
-        raise PermanentError(f"--corpus {path}: {error.strerror}") from None
+        raise UserError(f"--corpus {path}: {error.strerror}") from None
     try:
         text = data.decode("utf-8-sig")  # -sig: without a byte order mark
     except UnicodeDecodeError as error:
         where = f"byte {error.start} is {data[error.start]:#04x}"
-        raise PermanentError(f"--corpus {path}: not a UTF-8 text ({where})") from None
+        raise UserError(f"--corpus {path}: not a UTF-8 text ({where})") from None
     if "\0" in text:
-        raise PermanentError(f"--corpus {path}: not a text (it contains zero bytes)")
+        raise UserError(f"--corpus {path}: not a text (it contains zero bytes)")
     if not text.strip():
-        raise PermanentError(f"--corpus {path}: there is no text in it")
+        raise UserError(f"--corpus {path}: there is no text in it")
     if tokens == "char":
         units = list(text)
     else:  # as in the word language model: words between white space, and a token for the end of each line
@@ -146,15 +146,15 @@ def get_next_batch(stream_SB, bptt):
 def training_streams(corpus, batch_size, bptt):
     """Return the streams of the training part (S, B) and those of the held-out part (S', B').
 
-    B' is at most EVAL_BATCH_SIZE.  Raises PermanentError if the text is too short for one batch.
+    B' is at most EVAL_BATCH_SIZE.  Raises UserError if the text is too short for one batch.
     """
     needed = batch_size * (bptt + 1)
     if len(corpus.train) < needed:
-        raise PermanentError(
+        raise UserError(
             f"{corpus.name}: {len(corpus.train)} tokens to train on are less than one batch, "
             f"{needed} = --batch_size {batch_size} x (--bptt {bptt} + 1)"
         )
     eval_batch_size = min(EVAL_BATCH_SIZE, len(corpus.heldout) // 2)
     if eval_batch_size == 0:
-        raise PermanentError(f"{corpus.name}: too short to hold out a tenth of it")
+        raise UserError(f"{corpus.name}: too short to hold out a tenth of it")
     return streams(corpus.train, batch_size), streams(corpus.heldout, eval_batch_size)

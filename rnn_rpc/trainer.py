@@ -52,7 +52,7 @@ class Trainer:
         Return the summed loss in nats, and the next hidden state.  There is no zero_grad(): each context has gradients
         of its own in every process, and they are deleted when it ends.
 
-        Raises PermanentError if training has diverged: the loss is not finite, or far worse than that of a blind guess.
+        Raises UserError if training has diverged: the loss is not finite, or far worse than that of a blind guess.
         Source: tutorial part 2, the body of the loop in run_trainer.
         """
         with dist_autograd.context() as context_id:

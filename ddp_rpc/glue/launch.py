@@ -17,15 +17,14 @@ import multiprocessing.connection
 import os
 import signal
 import socket
-import sys
-import threading
 import time
 import warnings
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from glue import before_torch, check, ending, timeline, watch
+from glue import UserError, before_torch, check, ending, timeline, watch
+from glue.checkpoint import new_job_id
 from glue.ending import End, leave_now
 from glue.job import Job
 from glue.meeting import define_job, store_on
@@ -54,7 +53,7 @@ def launch(run_worker, args, worker_name):
 
 def _run_rank(rank, run_worker, args, worker_name, parent_port=None):
     keep_freed_memory()
-    _keep_console_clean(args.debug)
+    _keep_console_clean()
     job = Job(rank, args, worker_name, parent_port)
     try:
         job.join()
@@ -70,39 +69,14 @@ def _run_rank(rank, run_worker, args, worker_name, parent_port=None):
         job.fail(error)
 
 
-def _keep_console_clean(debug):
-    """Suppress four known messages of torch, each by its own text."""
+def _keep_console_clean():
+    """Suppress three known messages of torch, each by its own text."""
     warnings.filterwarnings("ignore", message="You are using a Backend .*ProcessGroupGloo.* as a ProcessGroup")
     # DistributedOptimizer warns that an optimizer in Python holds the GIL.
     noisy = logging.getLogger("torch.distributed.optim.optimizer")
     noisy.addFilter(lambda record: "Creating the optimizer" not in record.msg)
-    if not debug:
-        shutdown = logging.getLogger("torch.distributed.rpc.api")  # what it logs, it also raises as an error
-        shutdown.addFilter(lambda record: "Shutdown Proceed" not in record.msg)
-        sys.stderr = _WithoutRemoteTracebacks(sys.stderr)
-
-
-class _WithoutRemoteTracebacks:
-    """sys.stderr without the traceback that torch prints in the process that serves a call.
-
-    torch also raises the exception in the caller, where it is printed.  torch has no option to switch off the first.
-    """
-
-    def __init__(self, stderr):
-        self._stderr = stderr
-        self._thread = threading.local()
-
-    def write(self, text):
-        # print() calls write() twice: with the text, and then with the end of the line.
-        if text.startswith("On WorkerInfo("):
-            self._thread.line_ends = True
-            return len(text)
-        if text == "\n" and vars(self._thread).pop("line_ends", False):
-            return len(text)
-        return self._stderr.write(text)
-
-    def __getattr__(self, name):
-        return getattr(self._stderr, name)
+    shutdown = logging.getLogger("torch.distributed.rpc.api")  # what it logs, it also raises as an error
+    shutdown.addFilter(lambda record: "Shutdown Proceed" not in record.msg)
 
 
 # ------------------------------------------------------------------------------------------ all ranks on this machine
@@ -111,11 +85,12 @@ class _WithoutRemoteTracebacks:
 def _spawn(run_worker, args, worker_name):
     """Start every rank on this machine, and again after a loss if --max_restarts allows it; return the exit status."""
     signals = watch.signals_as_bytes()
+    args.job_id = new_job_id()
     for restarts in range(args.max_restarts + 1):
         attempt = argparse.Namespace(**vars(args))
         if restarts:
             ending.print_error(f"restart {restarts} of {args.max_restarts}")
-            attempt.restarts, attempt.resume = restarts, True
+            attempt.restarts = restarts
         end = _spawn_once(run_worker, attempt, worker_name, signals)
         if end is None or not end.again:
             break
@@ -146,7 +121,7 @@ def _spawn_once(run_worker, args, worker_name, signals):
     if args.trace:
         try:
             timeline.collect(args.trace, args.trace_window, store, workers, end)
-        except OSError as error:  # for example, the disk is full
+        except UserError as error:  # for example, the disk is full
             ending.print_error(f"--trace: {error}")
             end = end or End("failed", 0, str(error), again=False)
     if not end:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
+from glue import UserError
 from glue.ending import PACKAGE
 from glue.meeting import interface_towards
 from glue.tensors import devices_of, gpu_names, usable_cores
@@ -66,7 +67,7 @@ def meet(job):
     broken = _connect_to_each(job, peers)
     job.wait_for_all()  # every rank has tried all others
     if broken:
-        raise ConnectionError("; ".join(broken))
+        raise UserError("; ".join(broken))
     job.wait_for_all()  # not reached by a rank that has raised, so the job ends before init_rpc can hang
     rpc.init_rpc(job.workers[job.rank], rank=job.rank, world_size=job.world_size, rpc_backend_options=job.rpc_options())
     for rank in peers:

@@ -8,18 +8,19 @@ the store, where the other ranks find it with their next heartbeat.
 import contextlib
 import signal
 import socket
+import sys
 import threading
-import traceback
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
+from torch.distributed.rpc import internal
 
-from glue import ending, timeline, trace, watch
+from glue import checkpoint, ending, timeline, trace, watch
 from glue.ending import End, leave_now, within
 from glue.meeting import Meeting, define_job, hold_store
-from glue.tensors import built_in, devices_of, share_cores, start_cuda
+from glue.tensors import best_transport, built_in, devices_of, share_cores, start_cuda
 from glue.watch import Watch
 
 FOREVER = timedelta(days=365)
@@ -52,14 +53,18 @@ class Job:
         self.callback = None  # the argument of on_lost()
         self.report_lock = threading.Lock()  # held while the callback runs, so that losses are handled in turn
         self.failed = None  # why this rank itself has failed, or None
+        # torch prints the traceback of every served function that raises, even if the reason is a lost rank, or an
+        # exception of a further rank, which has printed it.  It has no option for this, so its module gets a `print`.
+        internal.print = lambda *_, **__: self.print_served_error(sys.exc_info()[1])
 
     # ------------------------------------------------------------------------------------------ what run_worker uses
 
     def rpc_options(self, **kwargs):
         """Return the options for init_rpc, which then uses this job's store.  `kwargs` are passed to torch."""
         transport = self.args.transport
-        # TensorPipe's transport shm is fast, but keeps one core per rank busy even if there are no messages; uv (TCP)
-        # sleeps.  The channel "basic" sends tensors together with their message.  The default channel reads them from
+        if transport == "auto":
+            transport = best_transport(self.ranks_here)
+        # The channel "basic" sends tensors together with their message.  The default channel reads them from
         # the peer's memory instead.  torch has no public name for either option, hence the underscores.
         kwargs["_transports"] = built_in("_transports", ["shm", "uv"] if transport == "shm" else ["uv"])
         # All channels for CPU tensors, in torch's own order.  Without this option torch also creates the channels for
@@ -120,6 +125,9 @@ class Job:
             meeting.give_up(1, f"what listens at {meeting.where} is not {self.holder} (choose another --master_port)")
         if self.holds_store or (self.args.torchrun and self.rank == 0):
             define_job(self.main_store, self.args)
+        # torchrun's store outlives an attempt, so the keys without a prefix are those of all attempts.
+        id_of_all_attempts = self._client(prefix="").compare_set("job_id", "", checkpoint.new_job_id())
+        checkpoint.job_id = getattr(self.args, "job_id", None) or id_of_all_attempts.decode()
         meeting.agree(self.main_store)
         self.beat_store = self._client()
         self.watch.start_beating(self.beat_store)
@@ -165,10 +173,11 @@ class Job:
             expected = [f"{place}/{rank}" for rank in range(self.world_size) if rank not in self.lost]
         self.main_store.wait(expected, FOREVER)
 
-    def _client(self):
+    def _client(self, prefix=None):
         patience = timedelta(seconds=min(60.0, self.args.join_timeout))
         client = dist.TCPStore(*self.address, is_master=False, wait_for_workers=False, timeout=patience)
-        return dist.PrefixStore(f"attempt{self.args.restarts}", client)  # a restarted job must not read old keys
+        # A restarted job must not read old keys.
+        return dist.PrefixStore(f"attempt{self.args.restarts}" if prefix is None else prefix, client)
 
     def _hand_in_trace(self, store, end=None):
         """Put this rank's recording into the store.  Rank 0 also writes --trace, unless the ranks were spawned."""
@@ -183,7 +192,11 @@ class Job:
         if ending.is_connection_trouble(error):
             with self.lock:  # if a heartbeat is missed meanwhile, that reason is better than `error`
                 self.lock.wait_for(lambda: rank in self.lost, self.watch.seconds_until_a_loss_is_known())
-        self.drop(rank, ending.of_exception(error, rank).why, "failed")
+        end = ending.of_exception(error, rank)
+        if end.rank == rank:
+            self.drop(rank, end.why, "failed")
+        else:  # an error of the rank that `rank` has called
+            self.end(end)
 
     def drop(self, rank, why, kind="lost"):
         """Go on without `rank` if the job can; otherwise end the job."""
@@ -223,18 +236,36 @@ class Job:
 
     def fail(self, error):
         """End this process because of an exception.  The job ends too, unless it can go on without this rank."""
-        if self.args.debug:
-            traceback.print_exception(error)
-        if self.watch.is_beating() and ending.is_connection_trouble(error):
-            # Probably another rank is gone.  Wait until its heartbeat is missed, because then its name is known.  The
-            # heartbeat's thread then ends this process during the wait, or the job goes on without that rank.
-            with self.lock:
-                known = len(self.lost)
-                self.lock.wait_for(lambda: len(self.lost) > known, self.watch.seconds_until_a_loss_is_known())
+        if not self._comes_from_a_loss(error):
+            ending.print_traceback(error)
         end = ending.of_exception(error, self.rank)
         if self.beat_store and (why := within(2, lambda: self.reason_to_leave_alone(end))):
             self.leave_alone(why)
         self.end(end)
+
+    def print_served_error(self, error):
+        """Print the traceback of an exception that a function has raised which this rank serves."""
+
+        def print_it():
+            if not self._comes_from_a_loss(error):
+                ending.print_traceback(error)
+
+        if ending.is_connection_trouble(error):  # then it takes time to find out, but the caller waits for its answer
+            threading.Thread(target=print_it, daemon=True).start()
+        else:
+            ending.print_traceback(error)
+
+    def _comes_from_a_loss(self, error):
+        """Return whether this exception was raised because another rank is gone.
+
+        If it looks so, wait until that rank's heartbeat is missed, because then its name is known.  The heartbeat's
+        thread then ends this process during the wait, or the job goes on without that rank.
+        """
+        if not self.watch.is_beating() or not ending.is_connection_trouble(error):
+            return False
+        with self.lock:
+            known = len(self.lost)
+            return self.lock.wait_for(lambda: len(self.lost) > known, self.watch.seconds_until_a_loss_is_known())
 
     def leave_alone(self, why):
         """End this process, while the job goes on without it."""
@@ -253,7 +284,7 @@ class Job:
         if mine and store:  # with a time limit, because the process that holds the store may be dying
             first = within(2, lambda: ending.claim(store, end)) or end
             mine, end = first == end, first
-        ending.print_error(ending.line(end, self.rank, self.names, self.holder, self.spawned, mine))
+        ending.print_error(ending.line(end, self.rank, self.names, self.holder, self.spawned))
         if store:
             within(4, lambda: self._hand_in_trace(store, end))
             self._store_leaves_last(3.0, {end.rank} if end.kind == "lost" else set())

@@ -67,8 +67,7 @@ if STARTED_HERE:  # importing torch takes seconds; until the job handles signals
 
 # When a rank dies, each RPC thread of the other ranks logs this from C++, with a stack.  The glue prints one line
 # instead.  torch reads this level when it is imported.
-if "--debug" not in sys.argv:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 if STARTED_HERE:
     from glue.launchers import starts_ranks

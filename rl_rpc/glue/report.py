@@ -11,7 +11,7 @@ import time
 import torch
 from tqdm import tqdm
 
-from glue import PermanentError
+from glue import UserError
 from glue.checkpoint import write_aside
 
 FEW_POINTS = 20  # a curve with at most so many points has a marker at each
@@ -112,11 +112,11 @@ def staleness_figures(counts):
 
 
 def check_finite(value, what, step, lower="--lr", at_most=float("inf")):
-    """Return `value` as a number; raise PermanentError if it shows that training has diverged.
+    """Return `value` as a number; raise UserError if it shows that training has diverged.
 
     `value` is a number or a tensor with one element; `what`: its name for the user; `lower`: the flag to lower.
     """
     value = value.item() if isinstance(value, torch.Tensor) else value
     if not abs(value) <= at_most or value in (float("inf"), float("-inf")):  # `not <=` is true for NaN as well
-        raise PermanentError(f"step {step}: the {what} is {value:g}: training has diverged, try a lower {lower}")
+        raise UserError(f"step {step}: the {what} is {value:g}: training has diverged, try a lower {lower}")
     return value

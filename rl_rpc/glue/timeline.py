@@ -31,7 +31,7 @@ def collect(path, window, store, names, end=None, patience=0):
 
     `window`: the numbers of the first and the last step to draw, or None; `names`: the worker names of all ranks;
     `end`: the End, if the job's work is not done; `patience`: how many seconds to wait for the recordings.  Raises
-    OSError.
+    UserError.
     """
     parts = _handed_in(store, len(names), end, patience)
     bars = [bar for part in parts.values() for bar in part["bars"]]

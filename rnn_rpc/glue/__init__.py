@@ -20,8 +20,9 @@ All four packages have identical copies: edit rl_rpc/glue, then run `python test
 """
 
 
-class PermanentError(ValueError):
-    """An error that would happen again after a restart: a bad file, for example, or training that diverges.
+class UserError(ValueError):
+    """Something that the user must correct: a bad file, a port that is taken, training that diverges.
 
-    Its text is one line for the user.  After this error --max_restarts does not start the job again.
+    Its text is one line for the user, printed without a traceback, and --max_restarts does not start the job again.
+    Any other exception is a mistake in the code, and its traceback is printed.
     """

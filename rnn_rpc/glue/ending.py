@@ -12,8 +12,9 @@ import re
 import signal
 import sys
 import threading
+import traceback
 
-from glue import PermanentError, checkpoint
+from glue import UserError, checkpoint
 
 PACKAGE = os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 STORE_HOLDER = -1  # used instead of a rank for the process that holds the store
@@ -26,9 +27,8 @@ CONNECTION_TROUBLE = re.compile(
     r"\beof\b|tensorpipe|connection|socket|ECONN|broken pipe|tim(ed?|e-) ?out|\b(Dist|TCP)Store", re.I
 )
 REMOTE_ERROR = re.compile(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\n")
-# If a served function raises an Exception, torch sends its text together with the rank.  These three are not subclasses
-# of Exception.  For them C++ sends the text alone, so the caller does not learn which rank sent it.
-SERVED_EXIT = re.compile(r"(SystemExit|KeyboardInterrupt|GeneratorExit): .*")
+
+_printed, _printing = set(), threading.Lock()  # the tracebacks that this process has printed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +66,37 @@ def of_exception(error, rank):
         rank = int(remote[-1][1])
         kind, _, cause = _last_line_of_traceback(cause[remote[-1].end() :]).partition(": ")
         kind = kind.rpartition(".")[2]  # a traceback names the module as well
-    if kind == "RuntimeError" and (served_exit := SERVED_EXIT.match(cause)):
-        return End("failed", rank, f"a function that it called on another rank ended with {served_exit[0].strip()}")
-    permanent = kind == PermanentError.__name__  # its text is written for the user
-    line = cause if permanent else f"{kind}: {cause}"
-    line = " ".join(line.split()).partition(" Exception raised from ")[0]  # remove the C++ stack
-    return End("failed", rank, line, again=not permanent)
+    of_user = kind == UserError.__name__
+    line = " ".join((cause if of_user else f"{kind}: {cause}").split())
+    line = line.partition(" Exception raised from ")[0]  # without the C++ stack
+    if remote and not of_user:
+        line += _place_of_call(error, str(error)[: remote[-1].start()])
+    return End("failed", rank, line, again=not of_user)
+
+
+def _place_of_call(error, text):
+    """Return " (called from FILE, line N)" for a call that has failed on another rank; the mistake may be in the call.
+
+    `text`: of the error, from before that rank's own text; if calls were nested, it has the traceback of the caller.
+    """
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    places += re.findall(r'^  File "(.*)", line (\d+), in ', text, re.MULTILINE)
+    own = [f" (called from {file}, line {line})" for file, line in places if "/torch/" not in file]
+    return own[-1] if own else ""
+
+
+def print_traceback(error):
+    """Print where an exception was raised, so that people who edit this code find their line.
+
+    Nothing is printed for an error that the user must correct, for one that another rank has printed, and for one that
+    this rank has printed: several callers may run into the same mistake.
+    """
+    if isinstance(error, Exception) and not isinstance(error, UserError) and not REMOTE_ERROR.search(str(error)):
+        text = "".join(traceback.format_exception(error)).strip()
+        with _printing:
+            if text not in _printed:
+                _printed.add(text)
+                print_error(text)
 
 
 def is_connection_trouble(error):
@@ -86,20 +111,17 @@ def is_connection_trouble(error):
     return False
 
 
-def line(end, me, names, holder, spawned, mine):
+def line(end, me, names, holder, spawned):
     """Return the line that rank `me` prints on stderr, or None if it prints nothing.
 
     `names`: the ranks as the user reads them; `holder`: the process that holds the store; `spawned`: whether all ranks
-    write to one terminal; `mine`: whether this rank was the first that noticed it.
+    write to one terminal, where one line is enough for an error that the user must correct.
     """
-    about, why = holder if end.rank == STORE_HOLDER else names[end.rank], end.why
-    if end.kind == "interrupted" or (end.rank == me and not mine and spawned):
-        return None  # in the second case, the rank that received the exception prints the line
-    if end.kind == "missing" or end.rank == me or (end.kind == "failed" and mine):
-        return f"{names[me] if end.kind == 'missing' else about}: {why}"
-    if end.kind == "failed":  # if all ranks share one terminal, it shows the cause already
-        why = "it failed" if spawned else f"it failed: {why}"
-    return f"{names[me]}: lost {about}: {why}"
+    if end.kind == "interrupted" or (spawned and end.kind == "failed" and not end.again and end.rank != me):
+        return None
+    if end.kind == "missing" or end.rank == me:
+        return f"{names[me]}: {end.why}"
+    return f"{names[me]}: lost {holder if end.rank == STORE_HOLDER else names[end.rank]}: {end.why}"
 
 
 def full_names(workers):
@@ -166,7 +188,8 @@ def within(seconds, call):
     answer = []
 
     def try_it():
-        with contextlib.suppress(RuntimeError):  # raised if the store is gone
+        # RuntimeError: the store is gone; the others: a stream is closed, or cannot be written.
+        with contextlib.suppress(RuntimeError, OSError, ValueError, AttributeError):
             answer.append(call())
 
     thread = threading.Thread(target=try_it, daemon=True)
@@ -176,17 +199,19 @@ def within(seconds, call):
 
 
 def print_error(text):
+    """Print on stderr, if that is possible within seconds: its disk may be full, or nobody may read the pipe."""
     if text:
-        print(f"{PACKAGE}: {text}", file=sys.stderr, flush=True)
+        within(2, lambda: print(f"{PACKAGE}: {text}", file=sys.stderr, flush=True))
 
 
 def leave_now(status, text=None):
     """End this process at once.  May be called on any thread; other threads may be in calls that never return."""
-    print_error(text)
-    checkpoint.finish_writing(seconds=2)
-    with contextlib.suppress(OSError):  # the process that reads our output may have ended
-        sys.stdout.flush()
-    os._exit(status)
+    try:
+        print_error(text)
+        checkpoint.finish_writing(seconds=2)
+        within(2, lambda: sys.stdout.flush())  # its reader may be gone, or may not read
+    finally:
+        os._exit(status)
 
 
 def _last_line_of_traceback(text):

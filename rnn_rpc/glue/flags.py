@@ -89,7 +89,7 @@ def argument_parser(description, modes, world_size, on_lost=False):
     transport_help = (
         "how messages travel; uv: TCP sockets, but tensors through memory between processes of one machine; "
         "shm: shared memory, which keeps one core per rank busy; tcp: TCP sockets, also for tensors; "
-        "auto: uv, in rl_rpc depending on --mode"
+        "auto: shm if this host has two cores for each of its ranks, else uv"
     )
     add("--transport", choices=["auto", "shm", "uv", "tcp"], default="auto", help=transport_help)
     add("--logdir", metavar="DIR", help="write TensorBoard event files to this folder")
@@ -108,7 +108,6 @@ def argument_parser(description, modes, world_size, on_lost=False):
     add("--trace_window", type=_steps, metavar="A:B", help=window_help)
     check_help = "print what a job would find on this machine, then exit; with --rank, also connect to all other ranks"
     add("--check", action="store_true", help=check_help)
-    add("--debug", action="store_true", help="show tracebacks")
     return parser
 
 
@@ -120,15 +119,12 @@ def launched_place(parser, args):
         parser.error(str(error))
 
 
-def check_arguments(
-    parser, args, min_world_size, roles, max_world_size=None, agree=(), device_ranks=None, transport="uv"
-):
+def check_arguments(parser, args, min_world_size, roles, max_world_size=None, agree=(), device_ranks=None):
     """Refuse values that cannot work (one line, exit status 2), and complete `args`, which do not change afterwards.
 
     `roles`: which rank has which role, as text for the error line about a wrong --world_size.
     `agree`: the scenario's own flags that must have the same value in every rank.
     `device_ranks`: the ranks that compute on --device (default: all ranks); the others use no GPU.
-    `transport`: the transport that --transport auto selects.
 
     These attributes are added to `args`:
 
@@ -139,8 +135,6 @@ def check_arguments(
     """
     args.on_lost = vars(args).get("on_lost", "stop")
     args.agree = ("world_size", "mode", "seed", "check", "on_lost", *agree)
-    if args.transport == "auto":
-        args.transport = transport
     place = launched_place(parser, args)
     _take_place(args, place)
     _check_world_size(parser, args, min_world_size, max_world_size, roles)
@@ -165,7 +159,6 @@ def _take_place(args, place):
         args.master_port = place.port or args.master_port
     if args.torchrun:
         args.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        args.resume = args.resume or args.restarts > 0
 
 
 def _check_world_size(parser, args, min_world_size, max_world_size, roles):
@@ -184,7 +177,7 @@ def _check_combinations(parser, args):
         parser.error("--max_restarts is for ranks that one process spawns; under torchrun, use torchrun --max-restarts")
     if args.trace_window and not (args.trace or "").endswith((".png", ".svg")):
         parser.error("--trace_window needs --trace with a picture: FILE.png or FILE.svg")
-    if args.resume and not args.checkpoint and not args.restarts:
+    if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint FILE to go on from")
 
 

@@ -14,6 +14,7 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
+from glue import UserError
 from glue.ending import PACKAGE, leave_now
 
 # A rank that waits for others prints a line about it after so many seconds, and then again at this interval.
@@ -151,13 +152,13 @@ def interface_towards(address):
 def hold_store(address):
     """Return a TCPStore that listens on this address only; torch by itself would let it listen on all interfaces.
 
-    Raises OSError, with one line for the user.
+    Raises UserError.
     """
     try:
         return store_on(socket.create_server(address, backlog=1024))
     except OSError as error:
         why = f"{error.strerror} (choose another --master_port, or a --master_addr of this machine)"
-        raise OSError(f"cannot listen on {address[0]} port {address[1]}: {why}") from None
+        raise UserError(f"cannot listen on {address[0]} port {address[1]}: {why}") from None
 
 
 def store_on(listener):

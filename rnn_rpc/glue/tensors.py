@@ -7,11 +7,14 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import pathlib
 import warnings
 from collections import Counter
 
 import torch
 import torch.distributed.rpc as rpc
+
+from glue import UserError
 
 
 def why_no_gpu():
@@ -52,7 +55,7 @@ def start_cuda(device, computes):
     if device != "cuda" or not computes:
         return 0
     if why:
-        raise RuntimeError(f"--device cuda: {why}")
+        raise UserError(f"--device cuda: {why}")
     torch.cuda.init()  # afterwards device_count() asks CUDA, not the driver's library; they can differ (MIG)
     return torch.cuda.device_count()
 
@@ -95,17 +98,59 @@ def to_wire(tensor):
 
 
 def usable_cores():
-    """Return how many cores this process may use: OMP_NUM_THREADS if it is set, otherwise all on which it may run."""
-    wanted = None if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get("OMP_NUM_THREADS")  # torchrun sets it to 1
-    return int(wanted or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))
+    """Return how many cores this process may use: those on which it may run, or fewer if a container has a quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, int(min(cores, core_quota())))
+
+
+def core_quota(root="/sys/fs/cgroup", membership="/proc/self/cgroup"):
+    """Return how many cores the control groups of this process allow (cgroup v2 or v1); infinity without a limit.
+
+    `docker run --cpus 2` and a Kubernetes limit are such quotas.  A group's limit holds for the groups inside it too.
+    """
+    quota = float("inf")
+    with contextlib.suppress(OSError):
+        for line in pathlib.Path(membership).read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            mount = pathlib.Path(root, "cpu" if controllers else "")
+            for folder in (mount / group.lstrip("/"), *(mount / group.lstrip("/")).parents):
+                quota = min(quota, _quota_of(folder))
+                if folder == mount:
+                    break
+    return quota
+
+
+def _quota_of(folder):
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
+        if (folder / "cpu.max").exists():
+            limit, period = map(int, (folder / "cpu.max").read_text().split())
+        else:
+            limit, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        return limit / period if limit > 0 else float("inf")
+    return float("inf")
+
+
+def best_transport(ranks_here):
+    """Return the transport for `ranks_here` ranks on this host: "shm" or "uv".
+
+    Over shm a thread of each rank looks for messages all the time.  With a core of its own, it sees an answer sooner
+    than uv (TCP); without one, it keeps the rank from its work.  So shm needs two cores for each rank.
+    """
+    return "shm" if usable_cores() >= 2 * ranks_here else "uv"
 
 
 def share_cores(workers):
     """Set the number of intra-op threads to this process's share of the cores.
 
-    `workers`: how many processes on this host compute at the same time.
+    `workers`: how many processes on this host compute at the same time.  OMP_NUM_THREADS, if the user has set it,
+    replaces the number of cores.
     """
-    torch.set_num_threads(max(1, usable_cores() // workers))
+    # torchrun sets it to 1 in every rank.
+    wanted = "" if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get("OMP_NUM_THREADS", "")
+    cores = int(wanted.split(",")[0] or usable_cores())  # "2,1" is a list for nested regions
+    torch.set_num_threads(max(1, cores // workers))
 
 
 @contextlib.contextmanager

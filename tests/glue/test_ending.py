@@ -6,7 +6,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from helpers import package_on_path
 
 with package_on_path("rl_rpc"):
-    from glue import PermanentError, ending
+    from glue import UserError, ending
     from glue.ending import STORE_HOLDER, End
 
 NAMES = ["rank 0 (agent)", "rank 1 (observer1)", "rank 2 (observer2)"]
@@ -14,34 +14,26 @@ SILENT = "silent for 8 s (killed, stopped, or unreachable)"
 
 
 @pytest.mark.parametrize(
-    "end, me, spawned, mine, said",
+    "end, me, spawned, said",
     [
-        # the rank that noticed first, and a rank that read it from the store, print the same line
-        (End("lost", 1, SILENT), 0, False, True, f"rank 0 (agent): lost rank 1 (observer1): {SILENT}"),
-        (End("lost", 1, SILENT), 2, True, False, f"rank 2 (observer2): lost rank 1 (observer1): {SILENT}"),
+        (End("lost", 1, SILENT), 2, True, f"rank 2 (observer2): lost rank 1 (observer1): {SILENT}"),
         # the process that holds the store has a description instead of a rank
-        (End("lost", STORE_HOLDER, "broke"), 1, True, True, "rank 1 (observer1): lost the starting process: broke"),
+        (End("lost", STORE_HOLDER, "broke"), 1, True, "rank 1 (observer1): lost the starting process: broke"),
         # a stopped rank that continues after the others have lost it
-        (End("lost", 1, SILENT), 1, False, False, f"rank 1 (observer1): {SILENT}"),
-        # an exception: the rank itself, or the rank to which RPC returned it, prints all of it
-        (End("failed", 0, "ValueError: no"), 0, True, True, "rank 0 (agent): ValueError: no"),
-        (End("failed", 1, "KeyError: 'no'"), 0, True, True, "rank 1 (observer1): KeyError: 'no'"),
-        # the other ranks repeat the reason only if they have a terminal of their own
-        (End("failed", 1, "KeyError: 'no'"), 2, True, False, "rank 2 (observer2): lost rank 1 (observer1): it failed"),
-        (
-            End("failed", 1, "KeyError: 'no'"), 2, False, False,
-            "rank 2 (observer2): lost rank 1 (observer1): it failed: KeyError: 'no'",
-        ),
-        # the rank that failed, if another rank got its exception first: in the same terminal it prints nothing
-        (End("failed", 1, "KeyError: 'no'"), 1, True, False, None),
-        (End("failed", 1, "KeyError: 'no'"), 1, False, False, "rank 1 (observer1): KeyError: 'no'"),
-        (End("missing", 0, "rank 2 (observer2) did not come"), 0, False, True,
+        (End("lost", 1, SILENT), 1, False, f"rank 1 (observer1): {SILENT}"),
+        (End("failed", 0, "ValueError: no"), 0, True, "rank 0 (agent): ValueError: no"),
+        (End("failed", 1, "ValueError: no"), 2, True, "rank 2 (observer2): lost rank 1 (observer1): ValueError: no"),
+        # an error of the user's takes one line in a terminal
+        (End("failed", 1, "bad file", again=False), 1, True, "rank 1 (observer1): bad file"),
+        (End("failed", 1, "bad file", again=False), 0, True, None),
+        (End("failed", 1, "bad file", again=False), 0, False, "rank 0 (agent): lost rank 1 (observer1): bad file"),
+        (End("missing", 0, "rank 2 (observer2) did not come"), 0, False,
          "rank 0 (agent): rank 2 (observer2) did not come"),
-        (ending.interrupted(0, 2), 1, True, False, None),
+        (ending.interrupted(0, 2), 1, True, None),
     ],
 )  # fmt: skip
-def test_the_line_that_a_rank_prints(end, me, spawned, mine, said):
-    assert ending.line(end, me, NAMES, "the starting process", spawned, mine) == said
+def test_the_line_that_a_rank_prints(end, me, spawned, said):
+    assert ending.line(end, me, NAMES, "the starting process", spawned) == said
 
 
 @pytest.mark.parametrize("number, status", [(2, 130), (15, 143), (1, 129)])
@@ -58,23 +50,16 @@ Traceback (most recent call last):
 KeyError: 'x'
 """
 
-# torch's _run_function catches only Exception, so not the SystemExit of a served function that calls sys.exit().  The
-# answer that C++ then sends does not name the rank from which it comes.
-SERVED_EXIT = "SystemExit: 0\n\nAt:\n  observer.py(3): step\n  torch/distributed/rpc/internal.py(210): _run_function\n"
-NESTED_EXIT = f"On WorkerInfo(id=2, name=observer2):\nRuntimeError('...')\nTraceback ...\nRuntimeError: {SERVED_EXIT}"
-
 
 @pytest.mark.parametrize(
     "error, rank, why, again",
     [
-        (PermanentError("a bad\nfile"), 0, "a bad file", False),
+        (UserError("a bad\nfile"), 0, "a bad file", False),
         (ValueError("no\nnumber"), 0, "ValueError: no number", True),
         (RuntimeError("eof Exception raised from readLoop at x.cpp:1 frame #0: f"), 0, "RuntimeError: eof", True),
         (RuntimeError(REMOTE), 2, "KeyError: 'x'", True),
-        (ValueError(REMOTE.replace("KeyError", "glue.PermanentError")), 2, "'x'", False),
+        (ValueError(REMOTE.replace("KeyError", "glue.UserError")), 2, "'x'", False),
         (SystemExit(0), 0, "it called sys.exit(0) before its work was done", True),
-        (RuntimeError(SERVED_EXIT), 0, "a function that it called on another rank ended with SystemExit: 0", True),
-        (RuntimeError(NESTED_EXIT), 2, "a function that it called on another rank ended with SystemExit: 0", True),
     ],
 )
 def test_what_an_exception_says_of_the_jobs_end(error, rank, why, again):

@@ -22,6 +22,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import torch
 from glue import checkpoint
+checkpoint.job_id = "the job that is restarted"
 count = 0
 while True:
     count += 1
@@ -159,6 +160,33 @@ def test_a_device_is_written_to_and_not_replaced():
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode), "the device was replaced by a file"
 
 
+def test_a_file_on_a_ram_disk_is_replaced_like_any_other(tmp_path):
+    """/dev/shm is a folder for files, although it is below /dev."""
+    path = f"/dev/shm/{tmp_path.name}.pt"
+    flags = ["--world_size", 2, "--eval_episodes", 0, "--checkpoint", path]
+    try:
+        for episodes, resume in ((10, []), (20, ["--resume"]), (30, ["--resume"])):
+            done = run_main("rl_rpc", *flags, "--max_episodes", episodes, *resume)
+            assert done.returncode == 0, done.stderr
+        assert "Going on after episode 20" in done.stdout
+    finally:
+        os.unlink(path)
+
+
+def test_two_jobs_that_save_to_one_path_do_not_disturb_each_other(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    program = SAVE_FOREVER.replace('checkpoint.job_id = "the job that is restarted"', "")
+    command = [sys.executable, "-c", program, str(ROOT / "rl_rpc"), str(path)]
+    savers = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for _ in range(30):  # both have saved so often
+        for saver in savers:
+            assert saver.stdout.readline(), saver.communicate()[1]
+        assert load(path)["count"] > 0
+    for saver in savers:
+        saver.kill()
+        assert "Error" not in saver.communicate()[1]
+
+
 def test_a_symbolic_link_is_followed_and_not_replaced(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "file")
     with package_on_path("rl_rpc"):
@@ -186,7 +214,7 @@ def test_a_full_disk_is_told_in_one_line_and_keeps_the_last_good_checkpoint(tmp_
 
             checkpoint.save(tmp_path / "c.pt", "rl_rpc", {}, {"weights": torch.zeros(9000)})
             good = (tmp_path / "c.pt").read_bytes()
-            with pytest.raises(OSError, match=r"No space left on device.*c.pt"):
+            with pytest.raises(ValueError, match=r"c.pt: No space left on device"):
                 checkpoint.save(tmp_path / "c.pt", "rl_rpc", {}, {"weights": torch.zeros(9000)})
         assert (tmp_path / "c.pt").read_bytes() == good and os.listdir(tmp_path) == ["c.pt"]
         flags = [*JOBS["rl_rpc"]["size"], *JOBS["rl_rpc"]["short"], "--checkpoint", tmp_path / "c.pt"]

@@ -16,7 +16,7 @@ import torch
 
 import two_hosts
 from helpers import ROOT, read_whole, run_main, run_script, start_main
-from jobs import Job, free_port
+from jobs import JOBS, Job, free_port
 
 PAGE = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()
 ROWS = {int(row): symptom for row, symptom in re.findall(r"^\| (\d+) \| (.+?) \| .*\| .+ \|$", PAGE, re.MULTILINE)}
@@ -261,9 +261,11 @@ def killed(_):
     return rank_that_gets(signal.SIGKILL, "spawned", 1)
 
 
-@makes("lost rank 0 (agent): it failed")
+@makes("lost rank 0 (agent): ValueError")
 def the_agent_fails(_):
-    return output_of("rl_rpc", "--lr", "1e300", "--max_episodes", 50)
+    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], fault=(0, "exception", 0)) as job:
+        job.wait(60)
+        return job.errors()
 
 
 @makes("is a loopback address, and there are ranks on")

@@ -400,11 +400,6 @@ def test_ranks_must_agree_on_the_environment():
     assert {"env_id", "seed", "mode"} <= set(main_module.parse_args([]).agree)
 
 
-def test_transport_follows_the_mode():
-    assert main_module.parse_args(["--mode", "step", "--world_size", "99"]).transport == "shm"
-    assert main_module.parse_args(["--mode", "rollout", "--world_size", "9999"]).transport == "uv"
-
-
 # ---- concurrency -----------------------------------------------------------------------------------------------------
 
 

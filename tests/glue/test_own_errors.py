@@ -1,0 +1,86 @@
+"""A mistake in the code of a package: its traceback is printed once, in the rank where it was raised."""
+
+import re
+import shutil
+
+import pytest
+
+from helpers import ROOT
+from jobs import JOBS, WAYS, Job
+
+# For each package: a file, one of its lines, and what a reader might type instead; then the rank that runs this line.
+SERVED = {
+    "rl_rpc": ("agent.py", "trajectory.states.append(state)", "trajectory.stats.append(state)", 0),
+    "rnn_rpc": ("remote_layers.py", "self.encoder(", "self.encodr(", 0),
+    "ddp_rpc": ("embedding_server.py", "torch.set_grad_enabled(", "torch.set_grad_enable(", 3),
+    "param_server": ("remote_server.py", "functional_call(", "functional_cal(", 0),
+}
+MAIN_THREAD = {
+    "rl_rpc": ("agent.py", "loss.backward()", "loss.backwards()", 0),
+    "ddp_rpc": ("main.py", "master.resume()", "master.resum()", 2),
+}
+
+
+def copy_with_mistake(package, folder, name, right, wrong):
+    """Copy a package, and replace `right` by `wrong` wherever it stands in one of its files; return the main.py."""
+    copy = folder / package
+    shutil.copytree(ROOT / package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (copy / name).read_text()
+    assert right in text
+    (copy / name).write_text(text.replace(right, wrong))
+    return str(copy / "main.py")
+
+
+def assert_traceback_printed_once(job, rank, name, wrong):
+    """`wrong`: the line with the mistake, which is in the file `name`."""
+    errors = job.errors()
+    assert errors.count("Traceback (most recent call last)") == 1, errors
+    traceback = errors.partition("Traceback")[2]
+    assert re.search(rf'File ".*{name}", line \d+, in ', traceback), errors
+    cause = re.search(r"^ *((AttributeError|TypeError|NameError): .*)$", traceback, re.MULTILINE)[1]
+    names = JOBS[job.package]["names"]
+    assert f"rank {rank} ({names[rank]}): {cause}" in errors
+    for other, other_name in enumerate(names):
+        if other != rank and job.way != "torchrun":  # torchrun may end the others before they learn the reason
+            assert f"rank {other} ({other_name}): lost rank {rank} ({names[rank]}): {cause}" in errors
+
+
+@pytest.mark.parametrize("package", JOBS)
+def test_mistake_in_served_method_shows_its_traceback_once(package, tmp_path):
+    name, right, wrong, rank = SERVED[package]
+    main = copy_with_mistake(package, tmp_path, name, right, wrong)
+    with Job(package, "spawned", JOBS[package]["long"], script=main) as job:
+        assert job.wait(60) == [1], job.text()
+        assert_traceback_printed_once(job, rank, name, wrong)
+
+
+def test_mistake_in_a_call_names_the_line_of_the_call(tmp_path):
+    main = copy_with_mistake("rl_rpc", tmp_path, "observer.py", "select_action(self.id, state)", "select_action(state)")
+    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], script=main) as job:
+        assert job.wait(60) == [1], job.text()
+        assert re.search(
+            r"missing 1 required positional argument: 'state' \(called from .*observer.py, line \d+\)", job.errors()
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("package", MAIN_THREAD)
+def test_mistake_on_the_main_thread_shows_its_traceback_once(package, way, tmp_path):
+    name, right, wrong, rank = MAIN_THREAD[package]
+    main = copy_with_mistake(package, tmp_path, name, right, wrong)
+    with Job(package, way, JOBS[package]["long"], script=main) as job:
+        statuses = job.wait(60)
+        assert set(statuses) == {1}, job.text()
+        if way != "torchrun":  # torchrun prints a report of its own
+            assert_traceback_printed_once(job, rank, name, wrong)
+        assert re.search(rf'File ".*{name}", line \d+, in ', job.errors())
+
+
+def test_error_of_the_agent_is_not_blamed_on_observers(tmp_path):
+    name, right, wrong, rank = SERVED["rl_rpc"]
+    main = copy_with_mistake("rl_rpc", tmp_path, name, right, wrong)
+    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--on_lost", "continue"], script=main) as job:
+        assert job.wait(60) == [1], job.text()
+        assert_traceback_printed_once(job, rank, name, wrong)
+        assert "lost rank 1" not in job.errors() and "lost rank 2" not in job.errors()

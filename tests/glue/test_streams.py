@@ -1,0 +1,83 @@
+"""A rank ends whatever its output streams do: a full disk, a pipe that nobody reads, or whose reader is gone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from helpers import ROOT
+from jobs import JOBS, children_of, command_of, ranks_of, session_members
+
+LONG = [*JOBS["rl_rpc"]["size"], *JOBS["rl_rpc"]["long"], "--mode", "rollout"]
+
+
+def wait_until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def start(*flags, **streams):
+    command = [sys.executable, str(ROOT / "rl_rpc" / "main.py"), *LONG, *map(str, flags)]
+    return subprocess.Popen(command, start_new_session=True, **streams)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["spawned", "terminals"])
+@pytest.mark.parametrize("how", ["full disk", "pipe without reader", "pipe that nobody reads"])
+def test_a_rank_that_cannot_write_its_last_line_ends(way, how, tmp_path):
+    """Rank 1's stderr is such a stream (of a spawned job: that of all processes), and another rank is killed."""
+    read, write = os.pipe()
+    if how == "pipe that nobody reads":
+        os.set_blocking(write, False)
+        while True:
+            try:
+                os.write(write, b"x" * 4096)
+            except BlockingIOError:
+                break
+        os.set_blocking(write, True)
+    stream = open("/dev/full", "w") if how == "full disk" else os.fdopen(write, "w")
+    out = open(tmp_path / "out", "w+")
+    if way == "spawned":
+        processes = [start(stdout=out, stderr=stream)]
+    else:
+        port = 20_000 + os.getpid() % 10_000
+        place = ("--master_port", port, "--rank")
+        processes = [start(*place, rank, stdout=out, stderr=stream if rank == 1 else out) for rank in range(3)]
+    stream.close()
+    try:
+        assert wait_until(lambda: "Episode 20" in (tmp_path / "out").read_text(), 60)
+        if how == "pipe without reader":
+            os.close(read)
+        session = [pid for process in processes for pid in session_members(process.pid)]
+        os.kill(ranks_of(processes[0].pid)[0] if way == "spawned" else processes[0].pid, signal.SIGKILL)
+        assert wait_until(lambda: all(process.poll() is not None for process in processes), 15)
+        assert [process.returncode for process in processes][way == "terminals" :].count(1) >= 1
+        assert wait_until(lambda: not any(map(command_of, session)), 5)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("reader", ["gone", pytest.param("there", marks=pytest.mark.slow)])
+def test_no_rank_is_left_when_the_starting_process_is_killed(reader):
+    process = start(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        while "Episode 20" not in process.stdout.readline():
+            assert process.poll() is None
+        everybody = session_members(process.pid)
+        assert len(ranks_of(process.pid)) == 3 and children_of(process.pid)
+        if reader == "gone":
+            process.stdout.close()
+        process.kill()
+        assert wait_until(lambda: not session_members(process.pid), 15), list(map(command_of, everybody))
+    finally:
+        for pid in session_members(process.pid):
+            os.kill(pid, signal.SIGKILL)
