@@ -478,3 +478,20 @@ def test_torch_prints_no_traceback_when_a_peer_dies_in_shutdown():
     command = [sys.executable, "-c", PEER_LOST_IN_SHUTDOWN]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("raised EOF: end of file\n", "")
+
+
+@pytest.mark.parametrize("package", RL_AND_SLOWLY_THE_OTHERS)
+def test_without_torch_no_process_is_left(package, tmp_path):
+    """The fork server imports main.py.  If torch cannot be imported, main.py must not start a fork server there, too."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
+    process = start_main(package, env={"PYTHONPATH": str(tmp_path)})
+    try:
+        _, errors = process.communicate(timeout=60)  # until the last process of the session has closed its streams
+        assert process.returncode == 1 and "No module named 'torch'" in errors
+        deadline = time.monotonic() + 10
+        while session_members(process.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        for pid in session_members(process.pid):
+            os.kill(pid, signal.SIGKILL)
