@@ -10,8 +10,8 @@ import sys
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# The fork server and the ranks import main.py, and so this module, too.  They run no file (their sys.argv[0] is "-c"), or
-# they have torch already.
+# The fork server and the ranks import main.py, and so this module, too.  They run no file (their sys.argv[0] is "-c"),
+# or they have torch already.
 _script = os.path.abspath(sys.argv[0])
 STARTED_HERE = os.path.isfile(_script) and os.path.dirname(_script) == PACKAGE_FOLDER and "torch" not in sys.modules
 
