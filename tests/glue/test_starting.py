@@ -482,7 +482,7 @@ def test_torch_prints_no_traceback_when_a_peer_dies_in_shutdown():
 
 @pytest.mark.parametrize("package", RL_AND_SLOWLY_THE_OTHERS)
 def test_without_torch_no_process_is_left(package, tmp_path):
-    """The fork server imports main.py.  If torch cannot be imported, main.py must not start a fork server there, too."""
+    """The fork server imports main.py, which must not start a further fork server there."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
     process = start_main(package, env={"PYTHONPATH": str(tmp_path)})
     try:
