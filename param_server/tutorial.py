@@ -1,4 +1,4 @@
-"""PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework" on one page.
+"""PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework" in one file.
 
 It follows the text of 2020-11-28, for torch 1.5. A number such as [4] is a point of DIFFERENCES.md.
 Rank 0 is the server and has the network. All other ranks are trainers, which train at the same

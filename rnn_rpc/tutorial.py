@@ -1,4 +1,4 @@
-"""The tutorial on one page: a language model with its embedding and decoder on a parameter server.
+"""The tutorial in one file: a language model with its embedding and decoder on a parameter server.
 
     python tutorial.py              # starts both ranks on this machine
     python tutorial.py --rank 0     # starts only rank 0, the parameter server
