@@ -14,6 +14,7 @@ Shapes: B bags in a batch, I indices in a batch, D numbers in a row of the table
 import argparse
 import logging
 import os
+import sys
 import warnings
 
 import torch
@@ -113,8 +114,11 @@ def run_worker(rank, args):
     warnings.filterwarnings("ignore", message="You are using a Backend")
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
     num_trainers = args.world_size - 2
+    # torch's default transport, shared memory, keeps a core busy for every rank, so all ranks are
+    # slow if cores are few. TCP ("uv") does not. _transports is private to torch (difference 24).
+    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
     if rank == num_trainers:
-        rpc.init_rpc("master", rank=rank, world_size=args.world_size)
+        rpc.init_rpc("master", rank=rank, world_size=args.world_size, rpc_backend_options=options)
         table_size = (NUM_EMBEDDINGS, EMBEDDING_DIM)
         emb_rref = rpc.remote("ps", torch.nn.EmbeddingBag, table_size, kwargs={"mode": "sum"})
         # Run the training loop on the trainers. timeout=0 means no time limit (difference 3).
@@ -131,11 +135,12 @@ def run_worker(rank, args):
     elif rank < num_trainers:
         # For DDP. RPC can use the same port: trainer 0 is rank 0 of both groups (difference 5).
         dist.init_process_group(backend="gloo", rank=rank, world_size=num_trainers)
-        rpc.init_rpc(f"trainer{rank}", rank=rank, world_size=args.world_size)
+        name = f"trainer{rank}"
+        rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
         # An RPC thread runs _run_trainer. Meanwhile this thread waits in rpc.shutdown.
     else:
         torch.manual_seed(args.seed)  # for the table, which is made in this process (difference 10)
-        rpc.init_rpc("ps", rank=rank, world_size=args.world_size)
+        rpc.init_rpc("ps", rank=rank, world_size=args.world_size, rpc_backend_options=options)
         # The parameter server has no loop: its RPC threads answer the calls of the trainers.
     rpc.shutdown()  # waits until all ranks have called it and no call is left
     if rank < num_trainers:
@@ -162,6 +167,12 @@ if __name__ == "__main__":
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
+    if args.master_addr in ("localhost", "127.0.0.1"):
+        # Anyone who can connect to a rank can run code in it. So RPC and Gloo listen on the
+        # loopback interface only (difference 23). The store, at --master_port, listens on all.
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     if args.rank is None:
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # one process per rank
     else:

@@ -1,4 +1,4 @@
-"""PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework" on one page.
+"""PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework" in one file.
 
 It follows the text of 2020-11-28, for torch 1.5. A number such as [4] is a point of DIFFERENCES.md.
 Rank 0 is the server and has the network. All other ranks are trainers, which train at the same
@@ -14,6 +14,7 @@ import argparse
 import copy
 import logging
 import os
+import sys
 import warnings
 from threading import Lock
 
@@ -50,6 +51,10 @@ class Net(nn.Module):
         x = self.dropout2(F.relu(self.fc1(x)))  # (B, 128)
         return F.log_softmax(self.fc2(x), dim=1)  # (B, 10)
 
+
+# torch's default transport, shared memory, keeps a core busy for every rank, so all ranks are
+# slow if cores are few. TCP ("uv") does not. _transports is private to torch [22].
+rpc_options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
 
 param_server = None
 global_lock = Lock()  # on the server: held while the network is made, cloned or changed
@@ -108,7 +113,8 @@ def run_parameter_server(rank, args):
     torch.manual_seed(args.seed)  # for weights and dropout (the masks depend on the order of calls)
     test_loader = DataLoader(load_digits(args, train=False), batch_size=32)
     print("PS master initializing RPC")
-    rpc.init_rpc("parameter_server", rank=rank, world_size=args.world_size)
+    name = "parameter_server"
+    rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=rpc_options)
     print("RPC initialized! Running parameter server...")
     rpc.shutdown()  # waits for all ranks; until then RPC threads serve the trainers
     print("RPC shutdown on parameter server.")
@@ -192,7 +198,8 @@ def run_worker(rank, args):
         run_parameter_server(rank, args)
         return
     print(f"Worker rank {rank} initializing RPC")
-    rpc.init_rpc(f"trainer_{rank}", rank=rank, world_size=args.world_size)
+    name = f"trainer_{rank}"
+    rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=rpc_options)
     print(f"Worker {rank} done initializing RPC")
     order = torch.Generator().manual_seed(args.seed + rank)
     train_set = load_digits(args, train=True)  # downloaded by the server before init_rpc [10]
@@ -207,6 +214,12 @@ if __name__ == "__main__":
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
+    if args.master_addr in ("localhost", "127.0.0.1"):
+        # Anyone who can connect to a rank can run code in it. So RPC listens on the loopback
+        # interface only [21]. The store, at --master_port, still listens on all interfaces.
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
     # RPC sends functions and classes by name. Every rank finds them in this file, its main module.
     if args.rank is None:
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine

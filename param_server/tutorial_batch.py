@@ -15,6 +15,7 @@ import argparse
 import copy
 import os
 import statistics
+import sys
 import threading
 import time
 import warnings
@@ -147,7 +148,10 @@ def run_worker(rank, args, seconds=None):
     """Run one rank in this process. `seconds`: a queue that gets the time of the training."""
     torch.set_num_threads(1)  # the ranks share the cores
     name = f"trainer{rank}" if rank else "ps"
-    rpc.init_rpc(name, rank=rank, world_size=args.world_size)
+    # torch's default transport, shared memory, keeps a core busy for every rank, so all ranks are
+    # slow if cores are few. TCP ("uv") does not. _transports is private to torch [B12].
+    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+    rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
     if rank == 0:
         took = run_ps([f"trainer{r}" for r in range(1, args.world_size)], args)
         if seconds:
@@ -209,6 +213,12 @@ if __name__ == "__main__":
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
+    if args.master_addr in ("localhost", "127.0.0.1"):
+        # Anyone who can connect to a rank can run code in it. So RPC listens on the loopback
+        # interface only [B11]. The store, at --master_port, still listens on all interfaces.
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
     # RPC sends functions and classes by name. Every rank finds them in this file, its main module.
     if args.plot:
         measure(args)

@@ -157,7 +157,13 @@ if __name__ == "__main__":  # RPC sends functions by name: every rank finds them
     torch.manual_seed(args.rank)
     logging.getLogger("torch.distributed.rpc").setLevel(logging.CRITICAL)
     name = f"observer{args.rank}" if args.rank else "agent"
-    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=10, _transports=["uv"])  # TCP: no polling
+    if args.master_addr in ("localhost", "127.0.0.1"):
+        # Anyone who can connect to a rank can run code in it. So RPC listens on the loopback
+        # interface only. The store, at --master_port, still listens on all interfaces.
+        os.environ.setdefault("TP_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    # torch's default transport, shared memory, keeps a core busy for every rank, so all ranks are
+    # slow if cores are few. TCP ("uv") does not. _transports is private to torch.
+    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=10, _transports=["uv"])
     options.init_method = f"tcp://{args.master_addr}:{args.master_port}"
     try:  # Nobody can join after a member was killed, or after a join that failed (CONCEPTS.md).
         rpc.init_rpc(name, rank=args.rank, rpc_backend_options=options)  # without world_size

@@ -10,6 +10,7 @@ points of DIFFERENCES.md, which explain where and why this program departs from 
 
 import argparse
 import os
+import sys
 import warnings
 
 import gymnasium as gym
@@ -138,7 +139,10 @@ def run_worker(rank, args):
     """Run one rank: the agent or an observer."""
     torch.set_num_threads(1)  # all ranks of this machine share its cores
     name = AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
-    rpc.init_rpc(name, rank=rank, world_size=args.world_size)
+    # torch's default transport, shared memory, keeps a core busy for every rank, so all ranks are
+    # slow if cores are few. TCP ("uv") does not. _transports is private to torch (point 27).
+    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+    rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
     if rank == 0:
         agent = Agent(args.world_size, args.seed)
         threshold = agent.reward_threshold
@@ -163,6 +167,12 @@ if __name__ == "__main__":
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
+    if args.master_addr in ("localhost", "127.0.0.1"):
+        # Anyone who can connect to a rank can run code in it. So RPC listens on the loopback
+        # interface only (point 26). The store, at --master_port, still listens on all interfaces.
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
     if args.rank is None:
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:

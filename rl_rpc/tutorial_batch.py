@@ -10,6 +10,7 @@ which continues this program, observers may also end their episodes at different
 
 import argparse
 import os
+import sys
 import threading
 import time
 import warnings
@@ -147,7 +148,10 @@ def run_worker(rank, args, world_size, times):
     """Run one rank: the agent, or an observer. `times` is a queue for what the agent measures."""
     torch.set_num_threads(1)  # all ranks of this machine share its cores
     name = AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
-    rpc.init_rpc(name, rank=rank, world_size=world_size)
+    # torch's default transport, shared memory, keeps a core busy for every rank, so all ranks are
+    # slow if cores are few. TCP ("uv") does not. _transports is private to torch (point 27).
+    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+    rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
     if rank == 0:
         delays = []
         for batch in [True, False]:
@@ -170,6 +174,12 @@ if __name__ == "__main__":
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
+    if args.master_addr in ("localhost", "127.0.0.1"):
+        # Anyone who can connect to a rank can run code in it. So RPC listens on the loopback
+        # interface only (point 26). The store, at --master_port, still listens on all interfaces.
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
     times = mp.get_context("spawn").SimpleQueue()  # brings the agent's times to this process
     if args.rank is None:
         rows = []

@@ -13,6 +13,7 @@ in which it is called `_run_process`.  Point 20 of DIFFERENCES.md lists the diff
 import argparse
 import logging
 import os
+import sys
 import warnings
 
 import torch
@@ -109,7 +110,10 @@ def run_worker(rank, args):
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
     name = f"worker{rank}"
     neighbour = f"worker{(rank + 1) % args.world_size}"
-    rpc.init_rpc(name, rank=rank, world_size=args.world_size)
+    # torch's default transport, shared memory, keeps a core busy for every worker, so all of them are slow if cores are
+    # few.  TCP ("uv") does not.  _transports is private to torch (point 22 of DIFFERENCES.md).
+    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+    rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
     torch.manual_seed(args.seed * args.world_size + rank)
     seeds = torch.randint(2**31, (2,)).tolist()  # of the tensors that the neighbour makes for this worker
     lines = []
@@ -145,6 +149,12 @@ if __name__ == "__main__":
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
+    if args.master_addr in ("localhost", "127.0.0.1"):
+        # Anyone who can connect to a worker can run code in it.  So RPC listens on the loopback interface only.  The
+        # store, at --master_port, still listens on all interfaces (point 21 of DIFFERENCES.md).
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
     if args.rank is None:
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:

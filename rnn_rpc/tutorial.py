@@ -1,4 +1,4 @@
-"""The tutorial on one page: a language model with its embedding and decoder on a parameter server.
+"""The tutorial in one file: a language model with its embedding and decoder on a parameter server.
 
     python tutorial.py              # starts both ranks on this machine
     python tutorial.py --rank 0     # starts only rank 0, the parameter server
@@ -15,6 +15,7 @@ Shapes: T time steps, B streams (parts of a text, read side by side), V words, E
 import argparse
 import logging
 import os
+import sys
 import warnings
 
 import torch
@@ -138,11 +139,14 @@ def run_worker(rank, args):
     warnings.filterwarnings("ignore", "You are using a Backend")  # caused by torch
     # DistributedOptimizer logs that Python's GIL may slow down an optimizer such as SGD above.
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
+    # torch's default transport, shared memory, keeps a core busy for every rank, so all ranks are
+    # slow if cores are few.  TCP ("uv") does not.  _transports is private to torch (point 22).
+    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
     if rank == 1:
-        rpc.init_rpc("trainer", rank=rank, world_size=args.world_size)
+        rpc.init_rpc("trainer", rank=rank, world_size=args.world_size, rpc_backend_options=options)
         run_trainer(args.seed)
     else:
-        rpc.init_rpc("ps", rank=rank, world_size=args.world_size)
+        rpc.init_rpc("ps", rank=rank, world_size=args.world_size, rpc_backend_options=options)
         # The parameter server has no loop.  Its RPC threads serve the trainer's calls.
     rpc.shutdown()  # returns when both ranks have called it
 
@@ -161,6 +165,12 @@ if __name__ == "__main__":
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
+    if args.master_addr in ("localhost", "127.0.0.1"):
+        # Anyone who can connect to a rank can run code in it.  So RPC listens on the loopback
+        # interface only (point 21).  The store, at --master_port, still listens on all interfaces.
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
     if args.rank is None:
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:

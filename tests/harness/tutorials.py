@@ -38,6 +38,34 @@ def run_in_terminals(path, world_size, *flags, order=None, cwd=None, timeout=120
     return [done[order.index(rank)] for rank in range(world_size)]
 
 
+def run_until(text, commands, folder, timeout=60):
+    """Run these commands at the same time until one of them prints `text`, then kill them."""
+    processes, output = [], folder / "output"
+    try:
+        with open(output, "w") as file:
+            for command in commands:
+                environ = os.environ | {"PYTHONUNBUFFERED": "1"}
+                started = subprocess.Popen(
+                    command, stdout=file, stderr=file, env=environ, cwd=folder, start_new_session=True
+                )
+                processes.append(started)
+        deadline = time.monotonic() + timeout
+        while text not in read_whole(output):
+            assert time.monotonic() < deadline, read_whole(output)
+            assert not any(process.poll() for process in processes), read_whole(output)
+            time.sleep(0.02)
+    finally:
+        _kill(processes)
+
+
+def _kill(processes):
+    """Kill what each of these processes has started, and itself."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):  # raised if no process of this session is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def _run(commands, cwd, timeout):
     """Run these commands at the same time until all have ended.  Each command is a path and its flags."""
     deadline = time.monotonic() + timeout
@@ -52,10 +80,7 @@ def _run(commands, cwd, timeout):
             for process in processes:
                 process.wait(max(0.01, deadline - time.monotonic()))
         finally:
-            for process in processes:
-                with contextlib.suppress(ProcessLookupError):  # raised if no process of this session is left
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            _kill(processes)
         return [
             subprocess.CompletedProcess(
                 process.args,

@@ -1,4 +1,4 @@
-"""The programs on one page: their length, and what they import."""
+"""The programs in one file: what they import, what RPC adds to them, and where they listen."""
 
 import ast
 import re
@@ -7,19 +7,13 @@ import sys
 import pytest
 
 from helpers import PACKAGES, ROOT
+from listeners import Listeners
+from tutorials import run_until
+from two_hosts import ADDRESSES, DEVICES, TwoHosts, why_not
 
 LIBRARIES = {"torch", "torchvision", "gymnasium", "numpy", "matplotlib"}
-MOST_LINES = {"tutorial.py": 170, "tutorial_batch.py": 170, "single.py": 80}
-# With fewer lines these programs would be unclear.
-LONGER = {
-    "ddp_rpc/tutorial.py": 171,
-    "rl_rpc/tutorial.py": 173,
-    "rnn_rpc/tutorial.py": 171,
-    "param_server/tutorial.py": 218,  # it has the network, and two kinds of digits
-    "param_server/tutorial_batch.py": 222,  # it has the measurement and its picture
-    "rl_rpc/tutorial_batch.py": 192,
-}
-PROGRAMS = [path for name in MOST_LINES for path in sorted(ROOT.glob(f"*/{name}")) if path.parent.name in PACKAGES]
+NAMES = ("tutorial.py", "tutorial_batch.py", "single.py")
+PROGRAMS = [path for name in NAMES for path in sorted(ROOT.glob(f"*/{name}")) if path.parent.name in PACKAGES]
 
 
 def test_every_package_has_its_tutorial_and_the_same_without_rpc():
@@ -29,10 +23,8 @@ def test_every_package_has_its_tutorial_and_the_same_without_rpc():
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_a_program_on_one_page_is_on_one_page_and_needs_nothing_but_libraries(path):
+def test_a_program_in_one_file_needs_nothing_but_libraries(path):
     text = path.read_text()
-    most = LONGER.get(f"{path.parent.name}/{path.name}", MOST_LINES[path.name])
-    assert len(text.splitlines()) <= most
     assert [line for line in text.splitlines() if len(line) > 100] == []
     imported = set()
     for node in ast.walk(ast.parse(text)):
@@ -61,3 +53,91 @@ def test_the_lines_that_rpc_adds_are_those_of_the_programs(package):
         assert line[0] in " +-"
         assert line[0] == "+" or line[1:] in single, line
         assert line[0] == "-" or line[1:] in tutorial, line
+
+
+# --------------------------------------------------------------------------------------------- sockets and transports
+
+# For each program: the number of its ranks, its flags, and what it prints when all its sockets are open.
+STARTS = {
+    "rl_rpc/tutorial.py": (2, [], "This will run until"),
+    "rl_rpc/tutorial_batch.py": (2, ["--world_size", "2", "--num_episode", "1"], "Last reward"),
+    "rl_rpc/elastic.py": (2, [], "Episode"),
+    "rnn_rpc/tutorial.py": (2, [], "Training epoch 0"),
+    "rnn_rpc/primer.py": (2, [], "rpc_sync"),
+    "ddp_rpc/tutorial.py": (4, [], "Training done for epoch 0"),
+    "param_server/tutorial.py": (2, ["--world_size", "2", "--dataset", "synthetic"], "training batch 0"),
+    "param_server/tutorial_batch.py": (2, ["--world_size", "2"], "batch 0 loss"),
+}
+PORT = 29500  # the default of all programs; no other program runs on a host that a test has made
+on_a_host = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+def listeners_of(hosts, commands, text, folder):
+    """Run (host, command) pairs until one prints `text`; return where host 0 has listened, except for the store.
+
+    That is: the addresses of its TCP sockets, and its Unix sockets.  Only torch's polling transport, shm, has Unix
+    sockets that listen.
+    """
+    with Listeners(hosts, 0) as listeners:
+        run_until(text, [hosts.on(host, command) for host, command in commands], folder)
+    assert PORT in {port for _, port in listeners.tcp}
+    return {address for address, port in listeners.tcp if port != PORT}, listeners.unix
+
+
+# The programs have the same lines for this, so the quick tests run only one of them.
+SPAWNED = [
+    path if path == "rl_rpc/tutorial.py" else pytest.param(path, marks=pytest.mark.slow)
+    for path in STARTS
+    if path != "rl_rpc/elastic.py"  # it spawns nothing
+]
+
+
+@on_a_host
+@pytest.mark.parametrize("path", SPAWNED)
+def test_spawned_ranks_listen_on_loopback_and_do_not_poll(path, tmp_path):
+    """The name of the host resolves to 127.0.1.1, and there torch would listen by default."""
+    _, flags, text = STARTS[path]
+    with TwoHosts() as hosts:
+        found = listeners_of(hosts, [(0, [sys.executable, str(ROOT / path), *flags])], text, tmp_path)
+    assert found == ({"127.0.0.1"}, [])
+
+
+def one_command_per_rank(path, *flags):
+    size, own, _ = STARTS[path]
+    return [[sys.executable, str(ROOT / path), *own, *flags, "--rank", str(rank)] for rank in range(size)]
+
+
+@on_a_host
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("path", "master"), [("rl_rpc/elastic.py", "localhost"), *((path, "127.0.0.1") for path in STARTS)]
+)
+def test_ranks_in_terminals_listen_on_loopback_and_do_not_poll(path, master, tmp_path):
+    with TwoHosts() as hosts:
+        commands = [(0, command) for command in one_command_per_rank(path, "--master_addr", master)]
+        found = listeners_of(hosts, commands, STARTS[path][2], tmp_path)
+    assert found == ({"127.0.0.1"}, [])
+
+
+@on_a_host
+@pytest.mark.slow
+@pytest.mark.parametrize("path", STARTS)
+def test_ranks_on_two_hosts_listen_where_the_user_says(path, tmp_path):
+    with TwoHosts() as hosts:
+        commands = []
+        for rank, command in enumerate(one_command_per_rank(path, "--master_addr", ADDRESSES[0])):
+            host = rank % 2
+            variables = [f"{library}_SOCKET_IFNAME={DEVICES[host]}" for library in ("TP", "GLOO")]
+            commands.append((host, ["env", *variables, *command]))
+        found = listeners_of(hosts, commands, STARTS[path][2], tmp_path)
+    assert found == ({ADDRESSES[0]}, [])
+
+
+@on_a_host
+@pytest.mark.slow
+def test_the_forty_lines_listen_on_loopback(tmp_path):
+    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "forty.py").write_text(program)
+    with TwoHosts() as hosts:
+        addresses, _ = listeners_of(hosts, [(0, [sys.executable, "forty.py"])], "to_here:", tmp_path)
+    assert addresses == {"127.0.0.1"}
