@@ -116,15 +116,3 @@ def test_flags_come_first_and_the_choice_is_said(capsys):
         args = main.parse_args(["--rank", "0", "--world_size", "2"])
         assert (args.rank, args.world_size, args.master_addr) == (0, 2, "localhost")
         assert capsys.readouterr().out == ""
-
-
-def test_ranks_that_torchrun_starts_again_resume(capsys):
-    with package_on_path("rl_rpc"), environment(QUARTET | {"TORCHELASTIC_RUN_ID": "none"}):
-        import main
-
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
-        args = main.parse_args([])
-        assert (args.torchrun, args.restarts, args.resume) == (True, 0, False)
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = "2"
-        args = main.parse_args(["--checkpoint", "c.pt"])
-        assert (args.torchrun, args.restarts, args.resume) == (True, 2, True)

@@ -40,20 +40,20 @@ def worker_name(rank, args):
 @pytest.mark.parametrize(
     "ends, max_restarts, status, attempts",
     [
-        ([None], 0, 0, [(0, False)]),
-        ([LOST], 0, 1, [(0, False)]),
-        ([LOST, None], 1, 0, [(0, False), (1, True)]),
-        ([LOST, LOST], 1, 1, [(0, False), (1, True)]),
-        ([LOST, LOST, None], 2, 0, [(0, False), (1, True), (2, True)]),
-        ([End("failed", 0, "a bad file", again=False)], 2, 1, [(0, False)]),
-        ([LOST, ending.interrupted(0, signal.SIGTERM)], 2, 143, [(0, False), (1, True)]),
+        ([None], 0, 0, [0]),
+        ([LOST], 0, 1, [0]),
+        ([LOST, None], 1, 0, [0, 1]),
+        ([LOST, LOST], 1, 1, [0, 1]),
+        ([LOST, LOST, None], 2, 0, [0, 1, 2]),
+        ([End("failed", 0, "a bad file", again=False)], 2, 1, [0]),
+        ([LOST, ending.interrupted(0, signal.SIGTERM)], 2, 143, [0, 1]),
     ],
 )
-def test_a_lost_job_starts_again_and_resumes(ends, max_restarts, status, attempts, args, monkeypatch, capsys):
+def test_a_lost_job_starts_again(ends, max_restarts, status, attempts, args, monkeypatch, capsys):
     args.max_restarts, left, seen = max_restarts, list(ends), []
 
     def attempt(run_worker, args, worker_name, signals):
-        seen.append((args.restarts, args.resume))
+        seen.append(args.restarts)
         return left.pop(0)
 
     monkeypatch.setattr(launch, "_spawn_once", attempt)

@@ -360,6 +360,6 @@ def test_a_checkpoint_that_cannot_be_written_is_told_at_the_next_update(tmp_path
     batches = job.next_batches()
     job.push(1, 0)
     job.push(2, 1)
-    assert isinstance(job.scoreboard.last_save.exception(), FileNotFoundError)
-    with pytest.raises(FileNotFoundError, match="a folder"):
+    assert "No such file or directory" in str(job.scoreboard.last_save.exception())
+    with pytest.raises(ValueError, match=r"cannot write .*a folder"):
         job.push(1, batches[1][1])
