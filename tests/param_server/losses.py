@@ -47,7 +47,8 @@ def run_case(mode, faults, flags=(), lost_after=4.0, pause=0.004):
         output = done.stdout + done.stderr
         assert done.returncode == 0, output
         summary = json.loads(read_whole(summary_file.name))
-    assert not re.search(NOISE, output), output
+    # A trainer that raises an exception prints its traceback; the others print a line.
+    assert len(re.findall(NOISE, output)) <= sum(kind == "exception" for kind, _ in faults.values()), output
     assert set(summary["lost"]) <= {servers + victim for victim in faults}, (summary, output)
     for rank in summary["lost"]:
         line = rf"lost rank {rank} \(trainer_{rank}\): [^;]*(; batches of this epoch that go to the others: \d+)?$"
