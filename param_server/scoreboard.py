@@ -122,7 +122,7 @@ class Scoreboard:
         Raise RuntimeError if the trainer was lost (it may only have been stopped for a while), or has nothing to do.
         """
         if trainer not in self.living:
-            raise RuntimeError(f"trainer_{trainer} was lost; its batches go to other trainers")
+            raise UserError(f"trainer_{trainer} was lost; its batches go to other trainers")
         batches = self.batches_left_of(trainer)
         if not batches:
             raise RuntimeError(f"trainer_{trainer} sent a gradient after the last batch of its assignment")
