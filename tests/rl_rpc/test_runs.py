@@ -154,7 +154,7 @@ def test_an_error_of_the_second_observer_is_reported_while_the_first_still_plays
     """The first observer's episode has 10,000 steps. In `batched` it waits for the second, which has failed."""
     done = run_in("Breaks-v0", "--world_size", 3, "--mode", mode)
     assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
-    assert "rl_rpc: rank 2 (observer2): ValueError: this environment is broken" in done.stderr.splitlines()
+    assert "rl_rpc: rank 2 (observer2): ValueError: this environment is broken" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(
