@@ -150,7 +150,12 @@ class BatchedAgent(Agent):
             uniforms.append(uniform)
             masks.append(mask_H)
         states_BD = np.stack([question.state for question in batch])
-        scores_BA = self.actor.scores(states_BD, np.stack(masks))
+        try:
+            scores_BA = self.actor.scores(states_BD, np.stack(masks))
+        except Exception as error:
+            for question in batch:  # each of these observers waits for its answer
+                question.answer.set_exception(error)
+            raise
         for question, scores, uniform in zip(batch, scores_BA, uniforms, strict=True):
             action, _ = draw_from_scores(scores, uniform)
             question.trajectory.states.append(question.state)

@@ -17,15 +17,13 @@ import gymnasium
 
 from actor import Actor
 from environment import make_env, sizes
-from glue import checkpoint, flags
+from glue import UserError, checkpoint, flags
 from glue.tensors import seed_for
 from policy import Policy
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(
-        prog="rl_rpc/play.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("policy", metavar="FILE.pt", help="written by main.py --save")
     parser.add_argument("--episodes", type=flags.positive_int, default=3, metavar="N", help="default: 3")
     parser.add_argument("--seed", type=flags.non_negative_int, default=1, metavar="N", help="default: 1")
@@ -39,9 +37,15 @@ def load_policy(path):
     It executes no code from the file. It raises UserError for a file that main.py has not written.
     """
     settings, state = checkpoint.load(path, "rl_rpc")
-    policy = Policy(*sizes(make_env(settings["env_id"])))
-    policy.load_state_dict(state["policy"])
-    return policy, settings["env_id"]
+    env_id = settings.get("env_id")
+    if not isinstance(env_id, str) or ":" in env_id:  # gymnasium would import the module of "module:Name-v0"
+        raise UserError(f"{path} names no environment that is safe to make: {env_id!r}")
+    try:
+        policy = Policy(*sizes(make_env(env_id)))
+        policy.load_state_dict(state["policy"])
+    except (KeyError, RuntimeError, TypeError) as error:
+        raise UserError(f"{path} has no policy for {env_id}") from error
+    return policy, env_id
 
 
 def main(argv=None):
@@ -61,7 +65,7 @@ def main(argv=None):
         if args.gif:
             write_gif(args.gif, frames, fps=env.metadata.get("render_fps", 30))
     except (ValueError, ImportError, OSError, gymnasium.error.Error) as error:  # the last: no renderer
-        sys.exit(f"rl_rpc/play.py: {' '.join(str(error).split())}")
+        sys.exit(f"{os.path.basename(sys.argv[0])}: {' '.join(str(error).split())}")
 
 
 def play_episode(env, choose_action, seed=None, max_steps=10_000, on_step=None):

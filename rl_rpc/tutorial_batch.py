@@ -139,6 +139,8 @@ def parse_args():
     parser.add_argument("--seed", type=int, default=1, help="random seed")
     parser.add_argument("--plot", help="file for a picture of the times, for example times.png")
     args = parser.parse_args()
+    if args.plot and args.rank is not None:
+        parser.error("--plot starts all ranks on this machine: leave out --rank")
     if args.world_size < 2 or not 0 <= (args.rank or 0) < args.world_size or args.num_episode < 1:
         parser.error("--world_size is at least 2, --rank less than that, --num_episode at least 1")
     return args

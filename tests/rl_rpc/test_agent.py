@@ -439,6 +439,16 @@ def test_batched_answers_when_all_playing_observers_have_asked_and_not_before(ma
     assert [len(t.rewards) for t in agent.trajectories.values()] == [4, 2, 1]
 
 
+def test_batched_sends_an_error_to_all_who_wait(make_agent, monkeypatch):
+    agent, state = make_agent(2, "batched"), np.zeros(4, dtype=np.float32)
+    first = agent.select_action_batched(1, None, state)
+    monkeypatch.setattr(agent.actor, "scores", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        agent.select_action_batched(2, None, state)
+    with pytest.raises(ZeroDivisionError):
+        first.wait()
+
+
 class Guarded(dict):
     """A dictionary that may be used only while the lock is held."""
 

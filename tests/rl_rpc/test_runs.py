@@ -3,6 +3,7 @@
 import json
 import re
 import statistics
+import sys
 
 import pytest
 import torch
@@ -91,11 +92,21 @@ def test_play_refuses_what_is_not_a_policy(tmp_path):
     damaged.write_bytes(b"not a policy")
     foreign = tmp_path / "foreign.pt"
     torch.save({"scenario": "rnn_rpc", "state": {}}, foreign)
-    for path in (damaged, foreign, tmp_path / "missing.pt"):
+    imports = tmp_path / "imports.pt"  # gymnasium would import the module `this`
+    nameless = tmp_path / "nameless.pt"
+    unfit = tmp_path / "unfit.pt"
+    for path, names in (
+        (imports, {"env_id": "this:CartPole-v1"}),
+        (nameless, {}),
+        (unfit, {"env_id": "CartPole-v1"}),
+    ):
+        torch.save({"scenario": "rl_rpc", "settings": names, "state": {"policy": {}}}, path)
+    for path in (damaged, foreign, tmp_path / "missing.pt", imports, nameless, unfit):
         with pytest.raises(SystemExit) as refused:
             play_module.main([str(path)])
         (line,) = refused.value.code.splitlines()  # sys.exit prints it, and exits with status 1
         assert path.name in line and "--resume" not in line
+    assert "this" not in sys.modules
 
 
 ENVIRONMENTS = """

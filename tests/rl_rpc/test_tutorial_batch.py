@@ -209,6 +209,8 @@ def test_batch_page_learns():
 
 @pytest.mark.slow
 def test_batch_page_as_a_command_measures_and_draws(tmp_path):
+    refused = run_spawned(PATH, "--plot", "x.png", "--rank", 0)
+    assert refused.returncode == 2 and "--plot starts all ranks on this machine" in refused.stderr
     plot = tmp_path / "times.png"
     done = run_spawned(PATH, "--world_size", 3, "--num_episode", 1, "--plot", plot)
     assert (done.returncode, done.stderr) == (0, "")
