@@ -11,9 +11,7 @@ and so on, if there are several).
 
 import glue.before_torch  # noqa: F401  (must be the first import; glue/before_torch.py explains why)
 
-import argparse
-import queue
-
+import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
@@ -45,7 +43,8 @@ def parse_args(argv=None):
     targets = "teacher: the classes come from a hidden model and can be learned; random: as in the tutorial"
     add("--targets", choices=["teacher", "random"], default="teacher", help=targets)
     sparse = "update only the rows that the batch used (without it: in averaged and pipelined, but not in sync)"
-    add("--sparse", action=argparse.BooleanOptionalAction, help=sparse)
+    add("--sparse", action="store_true", default=None, help=sparse)
+    add("--no_sparse", dest="sparse", action="store_false", help="update the whole table")
     add("--table_device", choices=["same", "cpu"], default="same", help="the table's device: that of --device, or cpu")
     args = parser.parse_args(argv)
     if args.sparse is None:
@@ -59,7 +58,7 @@ def parse_args(argv=None):
     computing = [*range(args.num_trainers)]
     if args.table_device == "same":
         computing += range(args.num_trainers + 1, args.world_size)  # the servers
-    flags.check_arguments(parser, args, min_world_size=3, roles=ROLES, agree=AGREE, device_ranks=computing)
+    flags.check_arguments(parser, args, 3, ROLES, agree=AGREE, device_ranks=computing, writer=args.num_trainers)
     if args.num_servers > args.num_embeddings:
         parser.error(f"--num_servers {args.num_servers} is more than --num_embeddings {args.num_embeddings}")
     return args
@@ -106,17 +105,14 @@ def run_worker(rank, args, job):
         plan = make_plan(args)
         master_rref = rpc.RRef(master)
         # Run the training loop on the trainers.
-        ended = queue.SimpleQueue()
+        futures = []
         for trainer in range(args.num_trainers):
             device = job.devices[trainer]
             trainer_args = (emb_rrefs, trainer, device, plan, master_rref, master.epochs_done, master.fc_state)
             # timeout=0: this call lasts as long as the training. By default it would fail after 60 seconds.
-            future = rpc.rpc_async(worker_name(trainer, args), _run_trainer, args=trainer_args, timeout=0)
-            future.add_done_callback(ended.put)
-        # `ended` has the Futures in the order in which the calls end. So wait() raises the error of the first trainer
-        # that fails, even while the other trainers wait for that trainer in an allreduce.
-        results = [ended.get().wait() for _ in range(args.num_trainers)]
-        master.close(results)
+            futures.append(rpc.rpc_async(worker_name(trainer, args), _run_trainer, args=trainer_args, timeout=0))
+        # This raises the error of the first trainer that fails, even while the others wait for it in an allreduce.
+        master.close(torch.futures.wait_all(futures))
     job.wait_for_all()
     rpc.shutdown()
     if is_trainer:

@@ -10,8 +10,6 @@ Rank 0 is the agent. Every other rank is an observer with an environment of its 
 
 import glue.before_torch  # noqa: F401  (must be the first import; its docstring has the reason)
 
-import os
-
 import torch.distributed.rpc as rpc
 
 from environment import make_env
@@ -52,8 +50,6 @@ def parse_args(argv=None):
     agree = ("env_id",)  # ranks that are started one by one must have the same values of these flags
     # Only the agent uses --device. The observers' copies of the policy compute one state at a time, on the CPU.
     flags.check_arguments(parser, args, 2, roles, agree=agree, device_ranks=[0])
-    if args.save and not os.path.isdir(os.path.dirname(os.path.abspath(args.save))):
-        parser.error(f"--save {args.save}: that folder does not exist")  # refused before the training, not after it
     return args
 
 
@@ -93,7 +89,7 @@ def make_agent(args, job):
         lr=args.lr,
         threshold=args.reward_threshold,
         device=job.device,
-        lose=job.lose if args.on_lost == "continue" else None,
+        lose=job.report_lost if args.on_lost == "continue" else None,
     )
     job.on_lost(1, agent.calls.drop)  # with --on_lost continue, the job can lose observers from here on
     return agent

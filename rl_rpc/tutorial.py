@@ -180,4 +180,4 @@ if __name__ == "__main__":
 
 # Limits: when a rank dies, the other ranks end if they were spawned, and hang if each is in a
 # terminal. A port in use ends the run. Nothing is saved. Each environment step takes two RPCs. The
-# full program solves this in glue/watch.py, glue/launch.py, glue/checkpoint.py, faster_agents.py.
+# full program solves this: see glue/supervisor.py, glue/checkpoint.py, faster_agents.py.

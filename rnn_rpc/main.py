@@ -73,7 +73,7 @@ def parse_args(argv=None):
     args.lr = args.lr or DEFAULT_LR[args.optimizer]
     roles = "rank 0 is ps, rank 1 the trainer; with 3 ranks, rank 2 is a second server, for the decoder"
     # Only the trainer uses the flags above.  So they need not agree between ranks that are started one by one.
-    flags.check_arguments(parser, args, min_world_size=2, max_world_size=3, roles=roles)
+    flags.check_arguments(parser, args, min_world_size=2, max_world_size=3, roles=roles, writer=TRAINER_RANK)
     return args
 
 

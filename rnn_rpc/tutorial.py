@@ -177,5 +177,5 @@ if __name__ == "__main__":
         run_worker(args.rank, args)  # one rank in this terminal
 
 # Limits: if a rank dies, spawned ranks end, but a rank in another terminal may wait forever (in
-# main.py it ends: glue/watch.py).  The port must be free (ranks that main.py spawns use any free
-# port: glue/meeting.py).  Nothing is saved (main.py --checkpoint FILE saves: glue/checkpoint.py).
+# main.py it ends: glue/supervisor.py).  The port must be free (main.py uses any free port for
+# spawned ranks).  Nothing is saved (main.py --checkpoint FILE saves: glue/checkpoint.py).

@@ -24,7 +24,7 @@ ENVIRONMENT = dict(os.environ)
 def same_environment():
     """Restore the environment variables with which the tests were started, before and after each test.
 
-    Other tests and shared fixtures may change them, and so does the glue if it is called in this process (meeting.py
+    Other tests and shared fixtures may change them, and so does the glue if it is called in this process (rendezvous.py
     sets the interfaces).
     """
     restore_environment()

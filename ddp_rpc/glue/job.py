@@ -1,11 +1,10 @@
-"""One rank's view of the job: meet the other ranks, work with them, go on without a lost rank, leave together.
+"""One rank's view of the job: join it, work with the other ranks, go on without a lost rank, leave together.
 
-Runs in every rank.  launch.py creates a Job and passes it to run_worker as `job`.  If a rank dies, the job ends (see
-watch.py), or it goes on without that rank (--on_lost continue).  A rank that notices the loss writes the decision into
-the store, where the other ranks find it with their next heartbeat.
+Runs in every rank.  launch.py creates a Job and passes it to run_worker as `job`.  The supervisor (supervisor.py) tells
+each rank the state of the job: who has joined, which barrier all have passed, who is lost, whether the job ends.
 """
 
-import contextlib
+import dataclasses
 import signal
 import socket
 import sys
@@ -17,42 +16,36 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 from torch.distributed.rpc import internal
 
-from glue import checkpoint, ending, timeline, trace, watch
+from glue import before_torch, checkpoint, ending, supervisor, timeline, trace
 from glue.ending import End, leave_now, within
-from glue.meeting import Meeting, define_job, hold_store
+from glue.rendezvous import Rendezvous, hold_store
+from glue.supervisor import BEAT_SECONDS, DONE
 from glue.tensors import best_transport, built_in, devices_of, share_cores, start_cuda
-from glue.watch import Watch
 
-FOREVER = timedelta(days=365)
+SECONDS_TO_HEAR = 1.5  # after torchrun's SIGTERM, from the supervisor: torchrun may have seen that a rank is lost
 
 
 class Job:
-    """One rank's view of the job: the store, the names of all ranks, the lost ranks, and the heartbeats (Watch)."""
+    """One rank's view of the job."""
 
-    def __init__(self, rank, args, worker_name, parent_port=None):
-        """`parent_port`: if this rank was spawned, the port of the store that the starting process holds."""
+    def __init__(self, rank, args, worker_name, port=None):
+        """`port`: if this rank was spawned, the port of the supervisor, which is in the starting process."""
         self.args = args
         self.rank, self.world_size = rank, args.world_size
         self.workers = [worker_name(r, args) for r in range(args.world_size)]
         self.names = ending.full_names(self.workers)
+        self.spawned, self.port = port is not None, port
         # Set by join(): this rank's device, the names of all ranks' devices, and how many ranks are on this host.
         self.device, self.devices, self.ranks_here = None, [], None
-        self.spawned = parent_port is not None
-        self.address = ("127.0.0.1", parent_port) if self.spawned else (args.master_addr, args.master_port)
-        self.holds_store = rank == 0 and not self.spawned and not args.torchrun
-        self.holder = "the starting process" if self.spawned else "torchrun" if args.torchrun else self.names[0]
-        # Two connections to the store: the main thread may wait on its own for long, so the heartbeats need another.
-        self.main_store = self.beat_store = None
-        self.watch = Watch(rank, args.world_size, self, args.torchrun)
-        self.ending = threading.Lock()  # taken by the thread that ends this process, and never released
-
+        self.link = self.supervisor = None  # the connection to the supervisor; the Supervisor, if it is in this process
+        self.state = None  # what the supervisor has sent last
         self.lost = {}  # rank -> why; entries are only added, and any thread may read it
-        self.lock = threading.Condition()  # guards `place` and additions to `lost`; notified of each addition
-        self.place = None  # the name of the meeting in which this rank waits for the others
-        self.meetings = 0  # how often wait_for_all() was called
+        self.changed = threading.Condition()  # guards the two above; notified of each change
+        self.barriers = 0  # how often wait_for_all() was called
         self.callback = None  # the argument of on_lost()
         self.report_lock = threading.Lock()  # held while the callback runs, so that losses are handled in turn
-        self.failed = None  # why this rank itself has failed, or None
+        self.reports = []  # the threads that run it
+        self.ending = threading.Lock()  # taken by the thread that ends this process, and never released
         # torch prints the traceback of every served function that raises, even if the reason is a lost rank, or an
         # exception of a further rank, which has printed it.  It has no option for this, so its module gets a `print`.
         internal.print = lambda *_, **__: self.print_served_error(sys.exc_info()[1])
@@ -77,16 +70,18 @@ class Job:
         return rpc.TensorPipeRpcBackendOptions(init_method="job://", rpc_timeout=self.args.rpc_timeout, **kwargs)
 
     def store(self, prefix):
-        """Return a store for `dist.init_process_group(store=...)`, with keys of its own for each prefix."""
-        return dist.PrefixStore(prefix, self._client())
+        """Return a store for `dist.init_process_group(store=...)`, with keys of its own for each prefix.  In rank 0."""
+        port = self.state["job"]["ranks"][0]["store_port"]
+        patience = timedelta(seconds=min(60.0, self.args.join_timeout))
+        client = dist.TCPStore(self.host, port, is_master=False, wait_for_workers=False, timeout=patience)
+        return dist.PrefixStore(prefix, client)
 
     def wait_for_all(self):
         """Return when every living rank has called this.
 
         If a rank dies before its call, the job ends, or goes on without that rank (--on_lost continue).
         """
-        self.meetings += 1
-        self.meet(f"meeting{self.meetings}")
+        self._wait_at(self.barriers + 1)
 
     def on_lost(self, first, callback=None):
         """With --on_lost continue: from now on, if a rank >= `first` is lost, the job goes on without it.
@@ -97,133 +92,109 @@ class Job:
         """
         if self.args.on_lost == "continue":
             self.callback = callback
-            self.wait_for_all()  # before all have returned from init_rpc, RPC needs every rank
-            ending.can_go_on_without(self.main_store, range(first, self.world_size))
+            self._wait_at(self.barriers + 1, can_lose=first)  # until then RPC needs every rank
 
-    def lose(self, rank, error):
+    def report_lost(self, rank, error):
         """Go on without `rank`, because a call to it has raised `error`.  Returns at once.
 
         Ends the job instead if the job cannot go on without `rank`.
         """
-        threading.Thread(target=self._lose, args=(rank, error), daemon=True).start()
+        threading.Thread(target=self._report_lost, args=(rank, error), daemon=True).start()
 
     # -------------------------------------------------------------------------------------------- joining and leaving
 
     def join(self):
-        """Meet the other ranks.  During this call the heartbeats of this rank begin."""
-        self.watch.start_signals()
+        """Join the job; return when all ranks have joined."""
+        self._handle_signals()
         gpus = start_cuda(self.args.device, self.rank in self.args.device_ranks)
-        meeting = Meeting(self.rank, self.args, self.names, self.holder, self.spawned)
-        self.address = meeting.find_address(*self.address)
-        if self.holds_store:
-            self.server = hold_store(self.address)
-        else:
-            meeting.wait_for_store(self.address)
-        # If another program listens at this address, it may never answer.  A store answers within seconds.
-        self.main_store = within(min(30.0, self.args.join_timeout), self._client)
-        if self.main_store is None:
-            meeting.give_up(1, f"what listens at {meeting.where} is not {self.holder} (choose another --master_port)")
-        if self.holds_store or (self.args.torchrun and self.rank == 0):
-            define_job(self.main_store, self.args)
-        # torchrun's store outlives an attempt, so the keys without a prefix are those of all attempts.
-        id_of_all_attempts = self._client(prefix="").compare_set("job_id", "", checkpoint.new_job_id())
-        checkpoint.job_id = getattr(self.args, "job_id", None) or id_of_all_attempts.decode()
-        meeting.agree(self.main_store)
-        self.beat_store = self._client()
-        self.watch.start_beating(self.beat_store)
-        meeting.take_place(self.main_store, gpus)
-        hellos, why = meeting.wait_for_hellos(self.main_store)
-        if why:
-            self.end(End("missing", self.rank, why))
-        self._use_hellos(hellos)
+        rendezvous = Rendezvous(self.rank, self.args, self.names, self.port)
+        self.host, link, self.supervisor = rendezvous.connect()
+        if self.rank == 0:
+            self.rpc_store = hold_store(self.host)
+        self.state = rendezvous.join(link, gpus, self.rpc_store.port if self.rank == 0 else None)
+        self.link = link
+        self._take_in(self.state)
+        threading.Thread(target=self._listen, daemon=True).start()
+        self._wait_for_missing(rendezvous)
+        self._use(self.state["job"])
 
-    def _use_hellos(self, hellos):
-        """Learn the hosts and devices of all ranks, and take this rank's share of its host's cores."""
-        hosts = [hello["host"] for hello in hellos]
-        if len(set(hosts)) > 1 and self.address[0].startswith("127."):
-            why = f"{self.address[0]} is a loopback address, and there are ranks on {', '.join(sorted(set(hosts)))}"
-            advice = "use a --master_addr that all can reach (torchrun: --local-addr)"
-            self.end(End("failed", self.rank, f"{why}: {advice}"))
-        self.devices = devices_of(hellos)
+    def _wait_for_missing(self, rendezvous):
+        with self.changed:
+            while missing := self.state["missing"]:
+                awaited = ", ".join(self.names[rank] for rank in missing)
+                if rendezvous.seconds_left() < 0:
+                    break
+                rendezvous.print_waiting(f"{awaited} at {rendezvous.where}")
+                self.changed.wait(min(BEAT_SECONDS, max(0.0, rendezvous.seconds_left())))
+        if missing:
+            self.end(End(None, f"{awaited} did not come within {rendezvous.patience}", again=False))
+
+    def _use(self, job):
+        """Learn what the supervisor knows about the job, and take this rank's share of its host's cores."""
+        checkpoint.job_id, self.args.restarts = job["id"], job["restarts"]
+        hosts = [rank["host"] for rank in job["ranks"]]
+        if len(set(hosts)) > 1 and self.host.startswith("127."):
+            why = f"{self.host} is a loopback address, and there are ranks on {', '.join(sorted(set(hosts)))}"
+            self.end(End(None, f"{why}: use a --master_addr that all can reach (torchrun: --local-addr)", again=False))
+        self.devices = devices_of(job["ranks"])
         self.device = torch.device(self.devices[self.rank])
         torch.zeros(1, device=self.device)  # the first use of a GPU takes seconds, so do it before the work begins
         self.ranks_here = hosts.count(socket.gethostname())
         share_cores(self.ranks_here)
-
-    def start_trace(self):
-        """Record this rank's RPCs if rank 0 was given --trace.  Called after join, before init_rpc."""
-        if self.rank == 0:
-            self.main_store.set("trace/wanted", self.args.trace or "")
-        if self.main_store.get("trace/wanted"):
+        if job["trace"]:
             trace.start(self.rank, self.workers)
 
     def leave(self):
         """Report that this rank has done its work and shut down RPC; return when every living rank has reported it."""
-        self._hand_in_trace(self.main_store)
-        self.watch.say_left()
-        self.meet("left")
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        self._store_leaves_last(watch.LOST_AFTER_SECONDS)
+        self._hand_in_trace()
+        self._wait_at(DONE)
+        for report in self.reports:
+            report.join()
+        if self.supervisor:
+            self.link.close()
+            self.supervisor.wait_until_all_have_left(supervisor.LOST_AFTER_SECONDS)
+            self._write_trace()
 
-    def meet(self, place):
-        """Return when every living rank has called this with the same `place`, the name of a meeting."""
-        self.main_store.set(f"{place}/{self.rank}", "")
-        with self.lock:
-            self.place = place
-            expected = [f"{place}/{rank}" for rank in range(self.world_size) if rank not in self.lost]
-        self.main_store.wait(expected, FOREVER)
+    def _wait_at(self, number, **also):
+        """Report that this rank waits at the barrier of this number; return when all living ranks have come there."""
+        self.barriers = number
+        self.link.send({"at": number, **also})
+        with self.changed:
+            self.changed.wait_for(lambda: self.state["passed"] >= number)
 
-    def _client(self, prefix=None):
-        patience = timedelta(seconds=min(60.0, self.args.join_timeout))
-        client = dist.TCPStore(*self.address, is_master=False, wait_for_workers=False, timeout=patience)
-        # A restarted job must not read old keys.
-        return dist.PrefixStore(f"attempt{self.args.restarts}" if prefix is None else prefix, client)
+    def _hand_in_trace(self):
+        if recording := trace.hand_in():
+            self.link.send({"trace": recording})
 
-    def _hand_in_trace(self, store, end=None):
-        """Put this rank's recording into the store.  Rank 0 also writes --trace, unless the ranks were spawned."""
-        trace.hand_in(store)
-        if self.args.trace and self.rank == 0 and not self.spawned:
-            patience = 3 if end else 60
-            timeline.collect(self.args.trace, self.args.trace_window, store, self.workers, end, patience)
+    def _write_trace(self, end=None):
+        if self.args.trace and not self.args.check:
+            timeline.collect(self.args.trace, self.args.trace_window, self.supervisor.traces, self.workers, end)
 
-    # ------------------------------------------------------------------------------------------ going on without a rank
+    # ---------------------------------------------------------------------------------------------- the job's state
 
-    def _lose(self, rank, error):
-        if ending.is_connection_trouble(error):
-            with self.lock:  # if a heartbeat is missed meanwhile, that reason is better than `error`
-                self.lock.wait_for(lambda: rank in self.lost, self.watch.seconds_until_a_loss_is_known())
-        end = ending.of_exception(error, rank)
-        if end.rank == rank:
-            self.drop(rank, end.why, "failed")
-        else:  # an error of the rank that `rank` has called
-            self.end(end)
+    def _listen(self):
+        """Take in what the supervisor sends, until all ranks have done their work."""
+        try:
+            while self.state["passed"] < DONE:
+                self._take_in(self.link.receive())
+        except (OSError, ValueError) as error:
+            lost = "lost the starting process: " if self.spawned else ""
+            self.end(End(None if self.spawned else 0, f"{lost}{error}"), tell=False)
 
-    def drop(self, rank, why, kind="lost"):
-        """Go on without `rank` if the job can; otherwise end the job."""
-        if not ending.drop(self.beat_store, rank, why):
-            self.end(End(kind, rank, why))
+    def _take_in(self, state):
+        with self.changed:
+            self.state = state
+            for rank, why in ((int(rank), why) for rank, why in state["lost"].items()):
+                if rank not in self.lost:
+                    self.lost[rank] = why
+                    report = threading.Thread(target=self._after_loss, args=(rank, why), daemon=True)
+                    self.reports.append(report)
+                    report.start()
+            self.changed.notify_all()
+        if state["end"] or self.rank in self.lost:
+            self.end(None)
 
-    def take_losses(self, losses):
-        """Act on the losses that the store holds: `losses` is {rank: why}.  Called on the heartbeat's thread."""
-        for rank in losses.keys() - self.lost.keys():
-            if rank == self.rank:
-                self.leave_alone(self.reason_to_leave_alone() or losses[rank])
-            with self.lock:
-                self.lost[rank] = losses[rank]
-                self.beat_store.set(f"{self.place}/{rank}", "lost")  # so that this rank stops waiting for it
-                self.lock.notify_all()
-            threading.Thread(target=self._report_loss, args=(rank, losses[rank]), daemon=True).start()
-
-    def reason_to_leave_alone(self, end=None):
-        """Return the reason if the job goes on without this rank, which must then leave alone; otherwise None."""
-        if why := ending.lost(self.beat_store).get(self.rank):
-            return why if why == self.failed else f"the others have gone on without it: {why}"
-        if end and end.rank == self.rank:
-            self.failed = end.why
-            return end.why if ending.drop(self.beat_store, self.rank, end.why) else None
-        return None
-
-    def _report_loss(self, rank, why):
+    def _after_loss(self, rank, why):
         with self.report_lock:
             try:
                 work = self.callback(rank) if self.callback else ""
@@ -232,16 +203,27 @@ class Job:
             if self.rank == 0:
                 ending.print_error(f"lost {self.names[rank]}: {why}" + (f"; {work}" if work else ""))
 
+    def _report_lost(self, rank, error):
+        if ending.is_connection_trouble(error):
+            with self.changed:  # if the supervisor notices the loss meanwhile, its reason is better than `error`
+                self.changed.wait_for(lambda: rank in self.lost, self._seconds_until_a_loss_is_known())
+        end = ending.of_exception(error, rank)
+        if end.rank == rank:
+            self.link.send({"failed": dataclasses.asdict(end)})
+        else:  # an error of the rank that `rank` has called
+            self.end(end)
+
+    @staticmethod
+    def _seconds_until_a_loss_is_known():
+        return supervisor.LOST_AFTER_SECONDS + 4 * BEAT_SECONDS
+
     # -------------------------------------------------------------------------------------------------------- ending
 
     def fail(self, error):
         """End this process because of an exception.  The job ends too, unless it can go on without this rank."""
         if not self._comes_from_a_loss(error):
             ending.print_traceback(error)
-        end = ending.of_exception(error, self.rank)
-        if self.beat_store and (why := within(2, lambda: self.reason_to_leave_alone(end))):
-            self.leave_alone(why)
-        self.end(end)
+        self.end(ending.of_exception(error, self.rank))
 
     def print_served_error(self, error):
         """Print the traceback of an exception that a function has raised which this rank serves."""
@@ -258,43 +240,55 @@ class Job:
     def _comes_from_a_loss(self, error):
         """Return whether this exception was raised because another rank is gone.
 
-        If it looks so, wait until that rank's heartbeat is missed, because then its name is known.  The heartbeat's
-        thread then ends this process during the wait, or the job goes on without that rank.
+        If it looks so, wait until the supervisor has named that rank.  This process then ends during the wait, or the
+        job goes on without that rank.
         """
-        if not self.watch.is_beating() or not ending.is_connection_trouble(error):
+        if not self.link or not ending.is_connection_trouble(error):
             return False
-        with self.lock:
+        with self.changed:
             known = len(self.lost)
-            return self.lock.wait_for(lambda: len(self.lost) > known, self.watch.seconds_until_a_loss_is_known())
+            return self.changed.wait_for(lambda: len(self.lost) > known, self._seconds_until_a_loss_is_known())
 
-    def leave_alone(self, why):
-        """End this process, while the job goes on without it."""
-        self.ending.acquire()
-        within(4, lambda: self._hand_in_trace(self.beat_store))
-        leave_now(1, f"{self.names[self.rank]}: {why}")
-
-    def end(self, end, mine=True):
-        """End this process, and the job: write `end` into the store, print this rank's line, and leave at once.
-
-        If the store has an End already, that one is printed.  `mine` is False if `end` was read from the store.
-        """
+    def end(self, end, tell=True):
+        """End this process.  If it is the first to know the reason, `end`, tell the supervisor, and so all ranks."""
         self.ending.acquire()  # never released, because the process ends below
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        store = None if end.rank == ending.STORE_HOLDER else self.beat_store
-        if mine and store:  # with a time limit, because the process that holds the store may be dying
-            first = within(2, lambda: ending.claim(store, end)) or end
-            mine, end = first == end, first
-        ending.print_error(ending.line(end, self.rank, self.names, self.holder, self.spawned))
-        if store:
-            within(4, lambda: self._hand_in_trace(store, end))
-            self._store_leaves_last(3.0, {end.rank} if end.kind == "lost" else set())
+        if self.link:
+            end = self._decided(end, tell)
+            within(4, self._hand_in_trace)
+        own = end.rank == self.rank and self.rank in self.lost
+        ending.print_error(f"{self.names[self.rank]}: {end.why}" if own else self._line(end))
+        if self.supervisor:
+            self.link.close()
+            self.supervisor.wait_until_all_have_left(3.0, {end.rank})
+            within(4, lambda: self._write_trace(end))
         leave_now(end.status)
 
-    def _store_leaves_last(self, seconds, absent=frozenset()):
-        """Report that this rank has read how the job ends.  The rank that holds the store waits for these reports."""
-        if not self.holds_store:
-            within(1, lambda: self.beat_store.set(f"end_read/{self.rank}", ""))
-            return
-        others = set(range(self.world_size)) - {self.rank} - absent - self.lost.keys()
-        with contextlib.suppress(RuntimeError):  # raised if one of them is lost as well
-            self.beat_store.wait([f"end_read/{rank}" for rank in others], timedelta(seconds=seconds))
+    def _line(self, end):
+        return ending.line(end, self.rank, self.names, self.spawned)
+
+    def _decided(self, end, tell):
+        """Return the reason for which the job ends, or goes on without this rank."""
+        if end and tell:
+            self.link.send({"failed": dataclasses.asdict(end)})
+            with self.changed:
+                self.changed.wait_for(lambda: self.state["end"] or str(self.rank) in self.state["lost"], 2)
+        if self.state["end"]:
+            return End(**self.state["end"])
+        if why := self.state["lost"].get(str(self.rank)):
+            self.lost[self.rank] = why
+            known = end and end.why == why
+            return End(self.rank, why if known else f"the others have gone on without it: {why}")
+        return end
+
+    def _handle_signals(self):
+        """From now on a signal ends this rank, and with it the job.  Called on the main thread."""
+        threading.Thread(target=self._await_signals, args=(before_torch.signals_as_bytes(),), daemon=True).start()
+
+    def _await_signals(self, received):
+        while (number := received.recv(1)[0]) not in before_torch.SIGNALS:
+            pass  # a signal for which the program has set a handler of its own
+        if number == signal.SIGTERM and self.args.torchrun and self.link:
+            # torchrun may have seen a rank die, but does not say which; the supervisor does.
+            with self.changed:
+                self.changed.wait_for(lambda: self.state["end"], SECONDS_TO_HEAR)
+        self.end(ending.interrupted(number))

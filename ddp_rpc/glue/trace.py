@@ -12,12 +12,10 @@ import collections
 import contextlib
 import functools
 import itertools
-import json
 import socket
 import sys
 import threading
 import time
-import zlib
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -66,11 +64,12 @@ def bar(kind, name):
         _end(begun)
 
 
-def hand_in(store):
-    """Put this rank's recording into the store.  Nothing is recorded afterwards."""
-    if _recorder is not None and not _recorder.closed:
-        _recorder.closed = True
-        store.set(f"trace/{_recorder.rank}", _recorder.packed())
+def hand_in():
+    """Return this rank's recording; None if there is none, or if it was handed in.  Nothing is recorded afterwards."""
+    if _recorder is None or _recorder.closed:
+        return None
+    _recorder.closed = True
+    return _recorder.recording()
 
 
 class Recorder:
@@ -183,8 +182,8 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------- handing in
 
-    def packed(self):
-        """Return the recording as bytes for the store."""
+    def recording(self):
+        """Return the recording, as a dict for JSON."""
         full = len(self.bars) == self.bars.maxlen
         bars = [dict(each) for each in list(self.bars)]
         now = time.time_ns()  # the same end for all open bars, so that nested bars stay nested
@@ -192,8 +191,7 @@ class Recorder:
             if "dur" not in each:
                 each |= {"dur": now - each["ts"], "name": f"{each['name']} (unfinished)", "args": {}}
         main = threading.main_thread().ident
-        part = {"host": socket.gethostname(), "main": main, "full": full, "bars": bars}
-        return zlib.compress(json.dumps(part).encode(), 1)
+        return {"host": socket.gethostname(), "main": main, "full": full, "bars": bars}
 
 
 def _end(begun):

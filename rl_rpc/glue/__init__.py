@@ -4,8 +4,8 @@
     launch         start the ranks: all of them from one process, one by one, or by a launcher
     launchers      read this process's rank from torchrun, Slurm, Open MPI or an env:// environment
     job            the `job` that run_worker gets: how a rank joins the job, goes on without a lost rank, and leaves
-    meeting        how ranks find each other, where they listen, and when a rank is refused
-    watch          heartbeats and signals: which rank is lost, and whether the user wants the job to stop
+    rendezvous     how a rank finds the supervisor, and on which network interface it listens
+    supervisor     one connection per rank: who has joined, who waits, who is lost, when the job ends
     ending         how a job ends before its work is done, and the line that each rank prints then
     flags          the command-line flags that all four packages share
     report         what a run prints and writes: lines, progress bar, curves, summary, picture

@@ -6,7 +6,15 @@ it starts nothing.
 
 import os
 import signal
+import socket
 import sys
+
+for stream in range(3):  # a stream that was closed (`>&-`): else the next file or socket would get its number
+    try:
+        os.fstat(stream)
+    except OSError:
+        os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+sys.stdout, sys.stderr = (each or open(os.devnull, "w") for each in (sys.stdout, sys.stderr))
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -39,7 +47,7 @@ def start_fork_server():
     users_folder = os.getcwd()
     os.chdir(PACKAGE_FOLDER)
     # The fork server inherits the blocked signals, and each rank inherits them from it.  A rank unblocks them once it
-    # handles them (watch.signals_as_bytes).
+    # handles them (signals_as_bytes).
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         multiprocessing.resource_tracker.ensure_running()  # unblocks some of them, so block them again
@@ -63,10 +71,30 @@ def stop_fork_server():
         shutil.rmtree(multiprocessing.process.current_process()._config.get("tempdir") or "", ignore_errors=True)
 
 
+def signals_as_bytes():
+    """Return a socket that receives each signal of this process as one byte.  Called on the main thread.
+
+    Python runs signal handlers on the main thread, between two bytecodes.  In a rank that only serves, the main thread
+    waits in C++, so a handler would never run.  This byte is written at once, on the thread that gets the signal.
+    """
+    received, sent = socket.socketpair()
+    sent.setblocking(False)
+    signal.set_wakeup_fd(sent.detach(), warn_on_full_buffer=False)
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # a shell's `&` and nohup set SIG_IGN: keep ignoring the signal
+            signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # spawned ranks start with them blocked
+    return received
+
+
 if STARTED_HERE:  # importing torch takes seconds; until the job handles signals itself, they end this process quietly
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # a shell's `&` and nohup set SIG_IGN: keep ignoring the signal
             signal.signal(number, leave_at_once)
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # torch's libraries cannot be loaded there either
+        sys.exit(f"{os.path.basename(PACKAGE_FOLDER)}: the current directory does not exist any more")
 
 # When a rank dies, each RPC thread of the other ranks logs this from C++, with a stack.  The glue prints one line
 # instead.  torch reads this level when it is imported.

@@ -5,14 +5,10 @@ each thread, dark while the thread works and pale while it waits, and arrows for
 """
 
 import collections
-import contextlib
 import json
 import os
 import statistics
-import zlib
-from datetime import timedelta
 
-from glue import ending
 from glue.checkpoint import write_aside
 
 LANES = ("main thread", "calls in flight", "RPC thread", "answers owed")  # the groups of a rank's lanes, from above
@@ -26,14 +22,13 @@ PAPER = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}  # the
 MOST_CALLS = 60  # in one picture
 
 
-def collect(path, window, store, names, end=None, patience=0):
-    """Read the ranks' recordings from the store, write the file of --trace to `path`, and print a table.
+def collect(path, window, parts, names, end=None):
+    """Write the file of --trace to `path`, and print a table.
 
-    `window`: the numbers of the first and the last step to draw, or None; `names`: the worker names of all ranks;
-    `end`: the End, if the job's work is not done; `patience`: how many seconds to wait for the recordings.  Raises
-    UserError.
+    `window`: the numbers of the first and the last step to draw, or None; `parts`: {rank: its recording}; `names`: the
+    worker names of all ranks; `end`: the End, if the job's work is not done.  Raises UserError.
     """
-    parts = _handed_in(store, len(names), end, patience)
+    parts = dict(sorted(parts.items()))
     bars = [bar for part in parts.values() for bar in part["bars"]]
     hosts = {rank: part["host"] for rank, part in parts.items()}
     calls = join(bars)
@@ -51,26 +46,25 @@ def collect(path, window, store, names, end=None, patience=0):
     events = lay_out(names, bars, {rank: part["main"] for rank, part in parts.items()}) + arrows(calls)
     if end:
         last = max(map(end_of, bars), default=0)
-        events.append({"ph": "i", "s": "g", "name": f"rank {end.rank}: {end.why}", "pid": 0, "tid": 0, "ts": last})
+        events.append(
+            {
+                "ph": "i",
+                "s": "g",
+                "name": end.why if end.rank is None else f"rank {end.rank}: {end.why}",
+                "pid": 0,
+                "tid": 0,
+                "ts": last,
+            }
+        )
     in_microseconds(events)
     kind = os.path.splitext(path)[1]
-    if kind in (".png", ".svg"):
+    if kind in (".png", ".svg") and not any("to" in bar["args"] for bar in bars_of(events)):
+        print(f"--trace {path}: no RPC was recorded, so there is no picture.")
+    elif kind in (".png", ".svg"):
         write_aside(path, lambda file: draw(file, kind[1:], {"": events}, window))
     else:
         text = '{"traceEvents": [\n' + ",\n".join(map(json.dumps, events)) + "\n]}\n"
         write_aside(path, lambda file: file.write(text.encode()))
-
-
-def _handed_in(store, world_size, end, patience):
-    """Return {rank: its recording} for the ranks that have handed one in."""
-    lost = set(ending.lost(store))
-    if end and end.kind == "lost":
-        lost.add(end.rank)
-    keys = {rank: f"trace/{rank}" for rank in range(world_size)}
-    if patience:
-        with contextlib.suppress(RuntimeError):  # raised if another rank is lost as well
-            store.wait([key for rank, key in keys.items() if rank not in lost], timedelta(seconds=patience))
-    return {rank: json.loads(zlib.decompress(store.get(key))) for rank, key in keys.items() if store.check([key])}
 
 
 def in_microseconds(events):

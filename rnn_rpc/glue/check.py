@@ -16,7 +16,7 @@ import torch.distributed.rpc as rpc
 
 from glue import UserError
 from glue.ending import PACKAGE
-from glue.meeting import interface_towards
+from glue.rendezvous import interface_towards
 from glue.tensors import devices_of, gpu_names, usable_cores
 
 TRIES, SECONDS_TO_CONNECT = 50, 3.0
@@ -84,7 +84,7 @@ def meet(job):
 
 def _connect_to_each(job, peers):
     """Return one line, with the reason, for each peer to which a TCP connection failed."""
-    _, own = interface_towards(job.address[0])
+    _, own = interface_towards(job.host)
     listener = socket.create_server((own, 0))
     store = job.store("check")
     broken = []

@@ -5,6 +5,8 @@ is wrong, and exit status 2.
 """
 
 import argparse
+import importlib.util
+import ipaddress
 import os
 import sys
 
@@ -20,12 +22,14 @@ def _number(kind, name, accept):
     """
 
     def parse(text):
-        value = kind(text)  # argparse turns a ValueError into the line "invalid <name> value"
-        if not accept(value):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not accept(value):
             raise argparse.ArgumentTypeError(f"{text!r} is not {name}")
         return value
 
-    parse.__name__ = name
     return parse
 
 
@@ -38,10 +42,23 @@ port_number = _number(int, "a port (1 to 65535)", lambda value: 0 < value < 6553
 
 
 def _steps(text):
-    first, last = map(int, text.split(":"))
-    if not 0 < first <= last:
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
         raise argparse.ArgumentTypeError(f"{text!r} is not A:B, the numbers of the first and the last step")
-    return first, last
+    return int(first), int(last)
+
+
+def _address(text):
+    """An argparse type for --master_addr: a host name, or an IPv4 address that leads to one machine."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return text  # a name
+    if address.is_unspecified:
+        raise argparse.ArgumentTypeError(f"{text} is no address of rank 0's machine that the other ranks could reach")
+    if address.version == 6:
+        raise argparse.ArgumentTypeError(f"{text} is an IPv6 address, and RPC here uses IPv4")
+    return text
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -52,12 +69,8 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that accepts --world-size for --world_size, as torchrun does, and prints errors in one line."""
 
     def parse_known_args(self, args=None, namespace=None):
-        known = self._option_string_actions  # some have a hyphen: argparse makes --no-sparse from --sparse
-        words = []
-        for word in sys.argv[1:] if args is None else args:
-            spelled = with_underscores(word)
-            words.append(spelled if spelled.partition("=")[0] in known else word)
-        return super().parse_known_args(words, namespace)
+        words = map(with_underscores, sys.argv[1:] if args is None else args)
+        return super().parse_known_args([*words], namespace)
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message} (--help shows every flag)\n")
@@ -76,7 +89,8 @@ def argument_parser(description, modes, world_size, on_lost=False):
     add("--world_size", type=positive_int, default=world_size, metavar="N", help="number of ranks in the job")
     rank_help = "start only this rank in this process (without this flag, all ranks are started on this machine)"
     add("--rank", type=non_negative_int, metavar="R", help=rank_help)
-    add("--master_addr", default="localhost", metavar="HOST", help="address of rank 0's machine, where the ranks meet")
+    address_help = "address of rank 0's machine, where the ranks meet"
+    add("--master_addr", type=_address, default="localhost", metavar="HOST", help=address_help)
     port_help = "port at that address (not used if all ranks are started on this machine: any free port is taken)"
     add("--master_port", type=port_number, default=29500, metavar="PORT", help=port_help)
     add("--join_timeout", type=positive_float, default=300, metavar="S", help="seconds to wait for missing ranks")
@@ -119,12 +133,13 @@ def launched_place(parser, args):
         parser.error(str(error))
 
 
-def check_arguments(parser, args, min_world_size, roles, max_world_size=None, agree=(), device_ranks=None):
+def check_arguments(parser, args, min_world_size, roles, max_world_size=None, agree=(), device_ranks=None, writer=0):
     """Refuse values that cannot work (one line, exit status 2), and complete `args`, which do not change afterwards.
 
     `roles`: which rank has which role, as text for the error line about a wrong --world_size.
     `agree`: the scenario's own flags that must have the same value in every rank.
     `device_ranks`: the ranks that compute on --device (default: all ranks); the others use no GPU.
+    `writer`: the rank that writes the files.
 
     These attributes are added to `args`:
 
@@ -141,7 +156,7 @@ def check_arguments(parser, args, min_world_size, roles, max_world_size=None, ag
     args.device_ranks = range(args.world_size) if device_ranks is None else device_ranks
     _check_combinations(parser, args)
     device_chosen = _check_device(parser, args)
-    _check_paths(parser, args)
+    _check_paths(parser, args, writer)
     if not args.torchrun or args.rank == 0:  # torchrun's ranks share one console
         if place:
             print(f"rank {args.rank} of {args.world_size}, started by {place.launcher}", flush=True)
@@ -194,10 +209,31 @@ def _check_device(parser, args):
     return said if computes_here else ""
 
 
-def _check_paths(parser, args):
-    for flag in ("logdir", "plot", "summary_json", "checkpoint", "trace"):
-        path = vars(args)[flag]
-        if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-            parser.error(f"--{flag} {path}: that folder does not exist")
-        if path and flag != "logdir" and os.path.isdir(path):
-            parser.error(f"--{flag} {path}: that is a folder, not a file")
+def _check_paths(parser, args, writer):
+    """Refuse paths that this process could not write to at the end."""
+    for flag in ("logdir", "plot", "summary_json", "checkpoint", "trace", "save"):
+        path = vars(args).get(flag)
+        if not path or args.rank not in (None, 0 if flag == "trace" else writer):
+            continue
+        if why := _why_not_writable(path, is_folder=flag == "logdir") or _missing_library(flag, path):
+            parser.error(f"--{flag} {path}: {why}")
+
+
+def _why_not_writable(path, is_folder):
+    target = os.path.realpath(path)
+    folder = os.path.dirname(target)
+    if os.path.isdir(target):
+        if not is_folder:
+            return "that is a folder, not a file"
+        folder = target
+    elif path.startswith(("/dev/", "/proc/")) and os.path.exists(path):
+        return ""  # a stream
+    if not os.path.isdir(folder):
+        return "that folder does not exist"
+    return "" if os.access(folder, os.W_OK) else "no permission to write to that folder"
+
+
+def _missing_library(flag, path):
+    needed = {"plot": "matplotlib", "logdir": "tensorboard", "trace": "" if path.endswith(".json") else "matplotlib"}
+    library = needed.get(flag)
+    return f"this needs {library}, which is not installed" if library and not importlib.util.find_spec(library) else ""

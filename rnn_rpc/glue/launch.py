@@ -2,32 +2,28 @@
 
 Runs in every process.  There are three ways to start a job, and each rank then runs the same code:
 
-    python main.py --world_size 3             spawned: this process starts all ranks and holds the store
-    python main.py --world_size 3 --rank 1    one rank per terminal or host: rank 0 holds the store
-    torchrun --nproc-per-node 3 main.py       torchrun starts the ranks and holds the store
-
-The *store* (torch's TCPStore) is a small key-value server.  The ranks find each other through it, and write their
-heartbeats into it.
+    python main.py --world_size 3             spawned: this process starts all ranks, and has the supervisor
+    python main.py --world_size 3 --rank 1    one rank per terminal or host: rank 0 has the supervisor
+    torchrun --nproc-per-node 3 main.py       torchrun starts the ranks: rank 0 has the supervisor
 """
 
-import argparse
 import contextlib
+import copy
 import logging
-import multiprocessing.connection
+import multiprocessing
 import os
 import signal
-import socket
+import threading
 import time
 import warnings
 
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from glue import UserError, before_torch, check, ending, timeline, watch
-from glue.checkpoint import new_job_id
+from glue import UserError, before_torch, check, checkpoint, ending, supervisor, timeline
 from glue.ending import End, leave_now
 from glue.job import Job
-from glue.meeting import define_job, store_on
+from glue.rendezvous import listen, must_match, told_to_all
+from glue.supervisor import Supervisor
 from glue.tensors import keep_freed_memory
 
 GRACE_SECONDS, INTERRUPTED_GRACE_SECONDS = 4.0, 1.0  # time for the other ranks to print their line and end
@@ -51,16 +47,15 @@ def launch(run_worker, args, worker_name):
 # ------------------------------------------------------------------------------------------------ one rank of the job
 
 
-def _run_rank(rank, run_worker, args, worker_name, parent_port=None):
+def _run_rank(rank, run_worker, args, worker_name, port=None):
     keep_freed_memory()
     _keep_console_clean()
-    job = Job(rank, args, worker_name, parent_port)
+    job = Job(rank, args, worker_name, port)
     try:
         job.join()
         if args.check:
             check.meet(job)
         else:
-            job.start_trace()
             run_worker(rank, args, job)
         job.leave()
         if rank == 0 and not job.spawned:
@@ -84,107 +79,135 @@ def _keep_console_clean():
 
 def _spawn(run_worker, args, worker_name):
     """Start every rank on this machine, and again after a loss if --max_restarts allows it; return the exit status."""
-    signals = watch.signals_as_bytes()
-    args.job_id = new_job_id()
+    signals, seen, attempt = before_torch.signals_as_bytes(), [], None
+
+    def forward():
+        while True:
+            number = signals.recv(1)[0]
+            if number in before_torch.SIGNALS:
+                seen.append(number)
+                attempt.interrupt(number)
+
+    job_id = checkpoint.new_job_id()
     for restarts in range(args.max_restarts + 1):
-        attempt = argparse.Namespace(**vars(args))
         if restarts:
             ending.print_error(f"restart {restarts} of {args.max_restarts}")
-            attempt.restarts = restarts
-        end = _spawn_once(run_worker, attempt, worker_name, signals)
-        if end is None or not end.again:
+        attempt = _Attempt(run_worker, args, worker_name, told_to_all(args, restarts, job_id))
+        if not restarts:
+            threading.Thread(target=forward, daemon=True).start()
+        end = attempt.run()
+        if end is None or not end.again or seen:
             break
     before_torch.stop_fork_server()
     return end.status if end else 0
 
 
-def _spawn_once(run_worker, args, worker_name, signals):
-    """Start every rank and wait until all have ended; return the job's End, or None if all work was done."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)  # loopback only, and any port that is free
-    port = listener.getsockname()[1]
-    store = dist.PrefixStore(f"attempt{args.restarts}", store_on(listener))
-    define_job(store, args)
-    before_torch.start_fork_server()
-    # Signals wait until all ranks are known, so that each rank gets them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, before_torch.SIGNALS)
-    ranks = mp.start_processes(
-        _run_rank, (run_worker, args, worker_name, port), args.world_size, join=False, start_method="forkserver"
-    ).processes
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, before_torch.SIGNALS)
-    attempt = _Attempt(ranks, store, signals, interrupted_grace=INTERRUPTED_GRACE_SECONDS * (3 if args.trace else 1))
-    attempt.wait_for_ranks()
-    end = attempt.end
-    workers = [worker_name(rank, args) for rank in range(args.world_size)]
-    names = ending.full_names(workers)
-    if end and end.kind != "interrupted" and not attempt.reason_printed:
-        ending.print_error(f"lost {names[end.rank]}: {end.why}")
-    if args.trace:
-        try:
-            timeline.collect(args.trace, args.trace_window, store, workers, end)
-        except UserError as error:  # for example, the disk is full
-            ending.print_error(f"--trace: {error}")
-            end = end or End("failed", 0, str(error), again=False)
-    if not end:
-        ending.print_losses_and_restarts(ending.lost(store), args.restarts, names)
-    return end
-
-
 class _Attempt:
-    """One attempt to run the job, in the process that has started its ranks."""
+    """One attempt to run the job, in the process that starts its ranks."""
 
-    def __init__(self, ranks, store, signals, interrupted_grace):
-        """`ranks`: the processes, by rank; `signals`: a socket that receives signals as bytes (watch.signals_as_bytes).
-
-        `interrupted_grace`: after how many seconds the ranks of an interrupted job are killed.
-        """
-        self.ranks, self.store, self.signals, self.interrupted_grace = ranks, store, signals, interrupted_grace
-        self.running = {process.sentinel: rank for rank, process in enumerate(ranks)}
-        self.end = None  # the End, if the job ends before its work is done
+    def __init__(self, run_worker, args, worker_name, told):
+        self.arguments = run_worker, copy.copy(args), worker_name
+        self.args, self.restarts = args, told["restarts"]
+        self.workers = [worker_name(rank, args) for rank in range(args.world_size)]
+        self.names = ending.full_names(self.workers)
+        self.listener = listen("127.0.0.1", 0)  # loopback only, and any port that is free
+        self.supervisor = Supervisor(self.names, must_match(args), told, self.listener, spawned=True)
+        self.running = {}  # rank -> its process; guarded by supervisor.changed
+        self.has_left = False  # whether a rank has left because all have done their work
         self.reason_printed = False  # whether a rank has printed the reason
-        self.deadline = None  # when the ranks that are still running are killed
 
-    def wait_for_ranks(self):
-        """Return when all ranks have ended."""
-        while self.running:
-            patience = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
-            ready = multiprocessing.connection.wait([*self.running, self.signals], patience)
-            if self.signals in ready:
-                self._interrupted(self.signals.recv(1)[0])
-            for sentinel in [each for each in self.running if each in ready]:  # in the order of ranks
-                self._ended(self.running.pop(sentinel))
-            # The job has lost all ranks that are still running: these are stopped processes, which must be killed.
-            if self.running and not self.end and ending.lost(self.store).keys() >= set(self.running.values()):
-                self._kill_after(INTERRUPTED_GRACE_SECONDS)
-            if self.deadline and time.monotonic() >= self.deadline:
-                for rank in self.running.values():
-                    self.ranks[rank].kill()
-                self.deadline = time.monotonic() + GRACE_SECONDS
+    def run(self):
+        """Start the ranks and wait until all have ended; return the job's End, or None if all work was done."""
+        self._start()
+        for rank, process in self.running.copy().items():
+            threading.Thread(target=self._await_end, args=(rank, process), daemon=True).start()
+        self._wait_for_ranks()
+        self.listener.close()
+        end = self.supervisor.end
+        if end and not end.signal and not self.reason_printed:
+            lost = "" if end.rank is None else f"lost {self.names[end.rank]}: "
+            ending.print_error(f"{lost}{end.why}")
+        if self.args.trace:
+            try:
+                timeline.collect(self.args.trace, self.args.trace_window, self.supervisor.traces, self.workers, end)
+            except UserError as error:  # for example, the disk is full
+                ending.print_error(f"--trace: {error}")
+                end = end or End(None, str(error), again=False)
+        if not end:
+            ending.print_losses_and_restarts(self.supervisor.lost, self.restarts, self.names)
+        return end
 
-    def _kill_after(self, seconds):
-        """Kill the ranks that are still running after so many seconds, or at an earlier deadline if there is one."""
-        self.deadline = min(self.deadline or float("inf"), time.monotonic() + seconds)
+    def _start(self):
+        before_torch.start_fork_server()
+        # Signals wait until all ranks are known, so that each rank gets them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, before_torch.SIGNALS)
+        try:
+            started = mp.start_processes(
+                _run_rank,
+                (*self.arguments, self.listener.getsockname()[1]),
+                self.args.world_size,
+                join=False,
+                start_method="forkserver",
+            )
+        except OSError as error:  # too many processes, or open files
+            ranks = multiprocessing.active_children()
+            for process in ranks:
+                process.kill()
+            leave_now(1, f"cannot start {self.names[len(ranks)]}: {error.strerror}")
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, before_torch.SIGNALS)
+        self.running = dict(enumerate(started.processes))
 
-    def _interrupted(self, number):
-        if number not in before_torch.SIGNALS:
-            return
-        self.end = ending.claim(self.store, ending.interrupted(0, number))
-        self.deadline = time.monotonic() + self.interrupted_grace
-        for rank in self.running.values():  # Ctrl-C reaches them through the terminal; other signals must be sent
-            with contextlib.suppress(ProcessLookupError):  # the process has just ended
-                os.kill(self.ranks[rank].pid, number)
+    def interrupt(self, number):
+        """End the job because of a signal, and send it to the ranks.  Ctrl-C reaches them through the terminal, too."""
+        self.supervisor.fail(ending.interrupted(number))
+        with self.supervisor.changed:
+            for process in self.running.values():
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(process.pid, number)
 
-    def _ended(self, rank):
-        process = self.ranks[rank]
-        process.join()
+    def _await_end(self, rank, process):
+        """Wait for the end of a rank's process, and judge it."""
+        process.join()  # by this thread only: a second one would see the exit status 255
         code = process.exitcode
-        if code in (1, 2):  # the glue's own exit statuses: this rank has printed the reason
-            self.reason_printed = True
-        has_left = self.store.check([f"beat/{rank}"]) and self.store.get(f"beat/{rank}") == b"left"
-        if code == 0 and has_left:
-            if not self.deadline:  # a rank leaves only when all have done their work, so all others should end now
-                self._kill_after(watch.LOST_AFTER_SECONDS)
-            return
-        how = f"its process ended with exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-        if not ending.drop(self.store, rank, how):
-            self.end = self.end or ending.claim(self.store, End("lost", rank, how))
-            self.deadline = self.deadline or time.monotonic() + GRACE_SECONDS
+        self.supervisor.wait_for_last_words(rank)
+        with self.supervisor.changed:
+            self.reason_printed |= code in (1, 2)  # the glue's own exit statuses: this rank has printed the reason
+            done = code == 0 and self.supervisor.passed() == supervisor.DONE
+            self.has_left |= done
+            if not done:
+                how = (
+                    f"killed by {signal.Signals(-code).name}"
+                    if code < 0
+                    else f"its process ended with exit status {code}"
+                )
+                self.supervisor.fail(End(rank, how))
+            del self.running[rank]
+            self.supervisor.changed.notify_all()
+
+    def _wait_for_ranks(self):
+        """Return when all ranks have ended; kill those that do not end when they should."""
+        deadline = None
+        with self.supervisor.changed:
+            while self.running:
+                left = self._seconds_to_end()
+                if left is not None:
+                    deadline = min(deadline or float("inf"), time.monotonic() + left)
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        for process in self.running.values():
+                            process.kill()
+                        left = GRACE_SECONDS
+                self.supervisor.changed.wait(left)
+
+    def _seconds_to_end(self):
+        """Return how long the ranks that are still running may take to end; None if they need not end."""
+        if self.supervisor.end:
+            return (
+                INTERRUPTED_GRACE_SECONDS * (3 if self.args.trace else 1)
+                if self.supervisor.end.signal
+                else GRACE_SECONDS
+            )
+        if self.running.keys() <= self.supervisor.lost.keys():  # they are stopped
+            return INTERRUPTED_GRACE_SECONDS
+        return supervisor.LOST_AFTER_SECONDS if self.has_left else None

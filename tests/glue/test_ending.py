@@ -7,7 +7,7 @@ from helpers import package_on_path
 
 with package_on_path("rl_rpc"):
     from glue import UserError, ending
-    from glue.ending import STORE_HOLDER, End
+    from glue.ending import End
 
 NAMES = ["rank 0 (agent)", "rank 1 (observer1)", "rank 2 (observer2)"]
 SILENT = "silent for 8 s (killed, stopped, or unreachable)"
@@ -16,30 +16,31 @@ SILENT = "silent for 8 s (killed, stopped, or unreachable)"
 @pytest.mark.parametrize(
     "end, me, spawned, said",
     [
-        (End("lost", 1, SILENT), 2, True, f"rank 2 (observer2): lost rank 1 (observer1): {SILENT}"),
-        # the process that holds the store has a description instead of a rank
-        (End("lost", STORE_HOLDER, "broke"), 1, True, "rank 1 (observer1): lost the starting process: broke"),
+        (End(1, SILENT), 2, True, f"rank 2 (observer2): lost rank 1 (observer1): {SILENT}"),
+        # the starting process has no rank
+        (End(None, "lost the starting process: broke"), 1, True,
+         "rank 1 (observer1): lost the starting process: broke"),
         # a stopped rank that continues after the others have lost it
-        (End("lost", 1, SILENT), 1, False, f"rank 1 (observer1): {SILENT}"),
-        (End("failed", 0, "ValueError: no"), 0, True, "rank 0 (agent): ValueError: no"),
-        (End("failed", 1, "ValueError: no"), 2, True, "rank 2 (observer2): lost rank 1 (observer1): ValueError: no"),
+        (End(1, SILENT), 1, False, f"rank 1 (observer1): {SILENT}"),
+        (End(0, "ValueError: no"), 0, True, "rank 0 (agent): ValueError: no"),
+        (End(1, "ValueError: no"), 2, True, "rank 2 (observer2): lost rank 1 (observer1): ValueError: no"),
         # an error of the user's takes one line in a terminal
-        (End("failed", 1, "bad file", again=False), 1, True, "rank 1 (observer1): bad file"),
-        (End("failed", 1, "bad file", again=False), 0, True, None),
-        (End("failed", 1, "bad file", again=False), 0, False, "rank 0 (agent): lost rank 1 (observer1): bad file"),
-        (End("missing", 0, "rank 2 (observer2) did not come"), 0, False,
+        (End(1, "bad file", again=False), 1, True, "rank 1 (observer1): bad file"),
+        (End(1, "bad file", again=False), 0, True, None),
+        (End(1, "bad file", again=False), 0, False, "rank 0 (agent): lost rank 1 (observer1): bad file"),
+        (End(None, "rank 2 (observer2) did not come"), 0, False,
          "rank 0 (agent): rank 2 (observer2) did not come"),
-        (ending.interrupted(0, 2), 1, True, None),
+        (ending.interrupted(2), 1, True, None),
     ],
 )  # fmt: skip
 def test_the_line_that_a_rank_prints(end, me, spawned, said):
-    assert ending.line(end, me, NAMES, "the starting process", spawned) == said
+    assert ending.line(end, me, NAMES, spawned) == said
 
 
 @pytest.mark.parametrize("number, status", [(2, 130), (15, 143), (1, 129)])
 def test_a_signal_gives_the_exit_status_that_a_shell_would_show(number, status):
-    assert ending.interrupted(0, number).status == status and not ending.interrupted(0, number).again
-    assert End("lost", 0, "").status == End("failed", 0, "").status == End("missing", 0, "").status == 1
+    assert ending.interrupted(number).status == status and not ending.interrupted(number).again
+    assert End(0, "").status == 1
 
 
 REMOTE = """On WorkerInfo(id=2, name=observer2):
@@ -63,7 +64,7 @@ KeyError: 'x'
     ],
 )
 def test_what_an_exception_says_of_the_jobs_end(error, rank, why, again):
-    assert ending.of_exception(error, 0) == End("failed", rank, why, again)
+    assert ending.of_exception(error, 0) == End(rank, why, again)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_what_an_exception_says_of_the_jobs_end(error, rank, why, again):
     ],
 )
 def test_an_error_that_a_vanished_peer_may_have_caused(error, trouble):
-    """Only for these errors a rank waits some seconds for a missing heartbeat; it prints all others at once."""
+    """Only for these errors a rank waits some seconds for the name of the lost rank; it prints all others at once."""
     assert ending.is_connection_trouble(error) == trouble
 
 
@@ -94,29 +95,3 @@ def test_a_loss_is_a_loss_wherever_it_is_noticed():
             raise ValueError("cannot go on from c.pt") from error
     except ValueError as error:
         assert ending.is_connection_trouble(error)
-
-
-class Store(dict):
-    def compare_set(self, key, expected, wanted):
-        expected = expected.encode() if isinstance(expected, str) else expected
-        if self.get(key, b"") == expected:
-            self[key] = wanted.encode()
-        return self[key]
-
-
-def test_the_first_reason_given_is_the_reason():
-    store = Store()
-    first, second = End("lost", 1, SILENT), End("failed", 0, "RuntimeError: eof")
-    assert ending.claim(store, first) == first
-    assert ending.claim(store, second) == first == ending.read(store["end"])
-    assert ending.read(b"-") is None
-
-
-def test_the_job_goes_on_without_workers_until_the_last():
-    store = Store()
-    assert not ending.drop(store, 1, SILENT)  # can_go_on_without was not called yet
-    ending.can_go_on_without(store, range(1, 4))
-    assert ending.drop(store, 3, SILENT) and ending.drop(store, 1, "killed")
-    assert ending.drop(store, 3, "killed"), "noticed before"
-    assert not ending.drop(store, 0, SILENT) and not ending.drop(store, 2, SILENT)
-    assert ending.lost(store) == ending.read_losses(store["losses"]) == {1: "killed", 3: SILENT}

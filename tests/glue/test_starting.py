@@ -1,6 +1,5 @@
 """How jobs start and end in every package (launch.py, job.py): ports, sockets, joining, restarts, --check."""
 
-import argparse
 import contextlib
 import json
 import os
@@ -15,8 +14,9 @@ import threading
 import time
 
 import pytest
+import torch
 
-from helpers import PACKAGES, ROOT, assert_one_line_error, package_on_path, run_main, start_main
+from helpers import PACKAGES, ROOT, assert_one_line_error, run_main, start_main
 from jobs import JOBS, Job, executed_traps, fill_with_traps, free_port, left_in, session_members
 
 LAST_RANK = {package: len(facts["names"]) - 1 for package, facts in JOBS.items()}
@@ -230,39 +230,17 @@ def test_rank_0_that_never_comes_is_waited_for_aloud_and_named():
     assert f"waiting for rank 0 (agent): nothing answers at 127.0.0.1 port {port}" in done.stdout
 
 
-def test_rank_0_that_never_defines_the_job_is_waited_for_aloud_and_named(monkeypatch, capsys):
-    """If torchrun holds the store, the store exists before rank 0 does."""
-    with package_on_path("rl_rpc"):
-        from glue import meeting
-    store = meeting.store_on(socket.create_server(("127.0.0.1", 0)))
-    monkeypatch.setattr(meeting, "PRINT_AFTER_SECONDS", 0)
-    monkeypatch.setattr(meeting, "leave_now", lambda status, why: sys.exit(f"{status} {why}"))
-    names, args = ["rank 0 (agent)", "rank 1 (observer1)"], argparse.Namespace(join_timeout=1, agree=())
-    waiting = meeting.Meeting(1, args, names, "torchrun", spawned=False)
-    with pytest.raises(SystemExit, match=r"1 rank 1 \(observer1\): rank 0 \(agent\) did not come within"):
-        waiting.agree(store)
-    said = f"{names[1]}: waiting for {names[0]}: it has not defined the job (--join_timeout 1 s)\n"
-    assert capsys.readouterr().out == said
-
-
-def test_a_name_that_is_not_known_yet_is_waited_for_aloud(monkeypatch, capsys):
-    with package_on_path("rl_rpc"):
-        from glue import meeting
-    plain, troubles = socket.getaddrinfo, [(socket.EAI_AGAIN, "try again"), (socket.EAI_NONAME, "not known")]
-
-    def look_up(host, *how):
-        if troubles:
-            raise socket.gaierror(*troubles.pop())
-        return plain("localhost", *how)
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(meeting, "PRINT_AFTER_SECONDS", 0)
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # meeting.py sets variables for the interface
-    me, args = "rank 0 (agent)", argparse.Namespace(join_timeout=5, agree=())
-    coming = meeting.Meeting(0, args, [me], me, spawned=False)
-    assert coming.find_address("agent.svc", 29500) == ("127.0.0.1", 29500)
-    said = f"{me}: waiting for the address: --master_addr agent.svc: not known (--join_timeout 5 s)\n"
-    assert capsys.readouterr().out == said and not troubles
+@pytest.mark.slow
+def test_rank_0_of_torchrun_that_never_comes_is_named():
+    """torchrun's store, which is here in the process of the test, exists before rank 0 does."""
+    port = free_port()
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    env = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+    env = {name: str(value) for name, value in env.items()}
+    done = run_main("rl_rpc", "--join_timeout", 4, env=env | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert_one_line_error(done, 1, "rank 1 (observer1): rank 0 (agent) did not come within --join_timeout 4 s")
+    assert "waiting for rank 0 (agent): it has not started yet" in done.stdout
+    del store
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -328,20 +306,19 @@ def test_a_rank_that_does_not_fit_is_refused_and_the_job_goes_on():
         assert (rank.returncode, errors) == (0, "")
 
 
-def test_a_place_is_given_to_one_process_only(monkeypatch):
-    with package_on_path("rl_rpc"):
-        from glue import meeting
-    store = meeting.store_on(socket.create_server(("127.0.0.1", 0)))
-    monkeypatch.setattr(meeting, "leave_now", lambda status, why: sys.exit(f"{status} {why}"))
-    names, args = ["rank 0 (agent)", "rank 1 (observer1)"], argparse.Namespace(join_timeout=1, agree=())
-    coming = meeting.Meeting(1, args, names, names[0], spawned=False)
-    for _ in range(2):
-        coming.take_place(store, "cpu")
-    first = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: first + 1)
-    expected = f"2 rank 1 .*refused, because this rank has joined already, as process {first} on"
-    with pytest.raises(SystemExit, match=expected):
-        coming.take_place(store, "cpu")
+def test_a_rank_that_has_joined_already_is_refused():
+    port = free_port()
+    place = ["--world_size", 3, "--master_port", port, "--join_timeout", 60]
+    running = [start_main("rl_rpc", *place, "--rank", rank, env={"PYTHONUNBUFFERED": "1"}) for rank in (0, 1)]
+    try:
+        assert any("waiting for rank 2 (observer2)" in line for line in running[1].stdout)  # so it has joined
+        second = run_main("rl_rpc", *place, "--rank", 1)
+        assert second.returncode == 2, second.stderr
+        assert "refused, because this rank has joined already, as process" in second.stderr
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.slow
@@ -495,3 +472,54 @@ def test_without_torch_no_process_is_left(package, tmp_path):
     finally:
         for pid in session_members(process.pid):
             os.kill(pid, signal.SIGKILL)
+
+
+# --------------------------------------------------------------------------------------------------- unusual machines
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_be_started_ends_the_job_at_once():
+    """With so few open files, the fork server can start some ranks only."""
+    shell = ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh"]
+    command = [sys.executable, str(ROOT / "rl_rpc" / "main.py"), "--world_size", "40"]
+    done = subprocess.run([*shell, *command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert re.search(r"rl_rpc: cannot start rank \d+ \(observer\d+\): Too many open files", done.stderr), done.stderr
+
+
+@pytest.mark.slow
+def test_torchrun_without_a_store_for_its_ranks():
+    """Then rank 0 listens at the address and port that torchrun gives to all ranks."""
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with Job("rl_rpc", "torchrun", JOBS["rl_rpc"]["short"], env=env) as job:
+        assert job.wait(90) == [0], job.text()
+        assert "Greedy policy over" in job.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", ["0", "1", "2"])
+def test_a_closed_stream_is_no_error(stream, tmp_path):
+    command = [sys.executable, str(ROOT / "rl_rpc" / "main.py"), *short("rl_rpc"), "--summary_json", "s.json"]
+    closed = ["sh", "-c", f'exec "$@" {stream}>&-', "sh", *command]
+    done = subprocess.run(closed, capture_output=True, text=True, timeout=90, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "s.json").exists()
+
+
+@pytest.mark.slow
+def test_a_current_directory_that_is_gone_is_one_line(tmp_path):
+    (tmp_path / "gone").mkdir()
+    command = [sys.executable, str(ROOT / "rl_rpc" / "main.py"), *short("rl_rpc")]
+    gone = ["sh", "-c", 'rmdir "$(pwd)"; exec "$@"', "sh", *command]
+    done = subprocess.run(gone, capture_output=True, text=True, timeout=90, cwd=tmp_path / "gone")
+    assert_one_line_error(done, 1, "rl_rpc: the current directory does not exist any more")
+
+
+@pytest.mark.slow
+def test_check_with_trace_records_nothing_and_waits_for_nothing(tmp_path):
+    port, began = free_port(), time.monotonic()
+    flags = ["--world_size", 2, "--master_port", port, "--check", "--trace", tmp_path / "t.json"]
+    ranks = [start_main("rl_rpc", *flags, "--rank", rank) for rank in range(2)]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=50)
+        assert (rank.returncode, errors) == (0, "")
+    assert time.monotonic() - began < 50 and not (tmp_path / "t.json").exists()

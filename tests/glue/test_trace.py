@@ -7,7 +7,6 @@ import re
 import signal
 import threading
 import xml.etree.ElementTree
-import zlib
 
 import pytest
 import torch.distributed.autograd
@@ -254,9 +253,7 @@ def test_memory_is_bounded_and_the_last_bars_are_kept(recorder, capsys, monkeypa
     for number in range(250):
         with recorder.bar("step", f"step {number}"):
             pass
-    store = torch.distributed.HashStore()
-    recorder.hand_in(store)
-    part = json.loads(zlib.decompress(store.get("trace/0")))
+    part = recorder.hand_in()
     assert [bar["name"] for bar in part["bars"]] == [f"step {number}" for number in range(150, 250)] and part["full"]
 
 
@@ -266,17 +263,20 @@ def test_a_wait_for_what_is_there_already_is_none(recorder):
     future.set_result(1)
     threading.Timer(0.05, later.set_result, (2,)).start()
     assert (future.wait(), later.wait(), torch.futures.wait_all([future, later])) == (1, 2, [1, 2])
-    store = torch.distributed.HashStore()
-    recorder.hand_in(store)
-    (bar,) = json.loads(zlib.decompress(store.get("trace/0")))["bars"]
+    (bar,) = recorder.hand_in()["bars"]
     assert bar["name"] == "wait" and bar["dur"] > 40e6
 
 
 def test_what_is_unfinished_at_the_end_ends_together(recorder):
     recorder.start(0, ["alone"])
-    store = torch.distributed.HashStore()
     with recorder.bar("step", "outer"), recorder.bar("work", "inner"), recorder.bar("wait", "innermost"):
-        recorder.hand_in(store)
-    bars = json.loads(zlib.decompress(store.get("trace/0")))["bars"]
+        bars = recorder.hand_in()["bars"]
     assert [bar["name"] for bar in bars] == [f"{name} (unfinished)" for name in ("outer", "inner", "innermost")]
     assert len({bar["ts"] + bar["dur"] for bar in bars}) == 1, "or a bar would reach out of the one in which it lies"
+
+
+@pytest.mark.parametrize("name", ["t.png", "t.json"])
+def test_a_job_without_calls_has_no_picture(tmp_path, name):
+    done = run_main("rnn_rpc", "--corpus", "missing.txt", "--trace", tmp_path / name)
+    assert_one_line_error(done, 1, "missing.txt")
+    assert ("so there is no picture" in done.stdout) == (name == "t.png") != (tmp_path / name).exists()

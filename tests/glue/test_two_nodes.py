@@ -8,11 +8,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 
 import pytest
 
 from helpers import ROOT, start_main
-from jobs import free_port
+from jobs import children_of, command_of, free_port
 from two_hosts import ADDRESSES, DEVICES, NAMES, TwoHosts, why_not
 
 SHORT = ["--max_episodes", "8", "--eval_episodes", "1", "--join_timeout", "60"]
@@ -65,6 +66,36 @@ class Nodes:
         for output in self.outputs:
             output.seek(0)
         return [output.read() for output in self.outputs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_loss_on_one_of_two_nodes_is_one_restart(node):
+    """Two torchrun processes on this machine, with one rank each.  Only one of them sees its own rank die."""
+    port = free_port()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    torchrun += ["--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    torchrun += ["--local-addr", "127.0.0.1", str(ROOT / "rl_rpc" / "main.py")]
+    flags = ["--mode", "rollout", "--max_episodes", "100", "--reward_threshold", "1e9", "--log_interval", "1"]
+    with contextlib.ExitStack() as stack:
+        nodes, outputs = [], []
+        for number in range(2):
+            output = stack.enter_context(tempfile.NamedTemporaryFile("w+"))
+            command = [*torchrun[:3], *(["--rdzv-conf", f"is_host={int(number == 0)}"]), *torchrun[3:], *flags]
+            environ = os.environ | {"PYTHONUNBUFFERED": "1"}
+            node_process = subprocess.Popen(command, stdout=output, stderr=output, env=environ, start_new_session=True)
+            stack.callback(node_process.kill)
+            nodes.append(node_process)
+            outputs.append(output.name)
+        texts = lambda: [open(path).read() for path in outputs]  # noqa: E731
+        deadline = time.monotonic() + 90
+        while not any("Episode 3" in text for text in texts()):
+            assert time.monotonic() < deadline, texts()
+            time.sleep(0.02)
+        (victim,) = [pid for pid in children_of(nodes[node].pid) if "main.py" in command_of(pid)]
+        os.kill(victim, signal.SIGKILL)
+        assert [process.wait(120) for process in nodes] == [0, 0], texts()
+        assert "The job was restarted 1 time." in "".join(texts()), texts()
 
 
 def quartet(rank):

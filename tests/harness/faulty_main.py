@@ -3,7 +3,8 @@
     python tests/harness/faulty_main.py PACKAGE RANK FAULT SECONDS [main.py's own flags]
 
 FAULT is raised in that rank when SECONDS have passed since it joined.  It is raised by the rank's next RPC.  In a rank
-that makes no RPCs, the main thread raises it where it waits for the other ranks or for a queue (ddp_rpc's master).
+that makes no RPCs, the main thread raises it where it waits for the other ranks, for a queue, or for several Futures
+(ddp_rpc's master).
 
     exception, memory, remote    ValueError, MemoryError, KeyError
     sys.exit                     sys.exit(0), on the main thread only
@@ -30,9 +31,9 @@ sys.path.insert(0, str(ROOT / PACKAGE))
 sys.argv[0] = str(ROOT / PACKAGE / "main.py")
 
 import main as package_main  # noqa: E402  (the package's main.py, through the path set above)
-from glue import watch  # noqa: E402
+from glue import supervisor  # noqa: E402
 
-watch.LOST_AFTER_SECONDS = LOST_AFTER
+supervisor.LOST_AFTER_SECONDS = LOST_AFTER
 
 
 def raise_fault():
@@ -45,17 +46,17 @@ def raise_fault():
 
 
 def stop_when_all_have_done_their_work(job):
-    plain_meet = job.meet
+    plain_leave = job.leave
 
-    def meet(place):
-        plain_meet(place)
-        if place == "left":
-            os.kill(os.getpid(), signal.SIGSTOP)
+    def leave():
+        plain_leave()
+        os.kill(os.getpid(), signal.SIGSTOP)
 
-    job.meet = meet
+    job.leave = leave
 
 
 def raise_fault_when_it_is_due(job):
+    import torch  # only now: main.py sets environment variables before it imports torch
     from torch.distributed.rpc import api
 
     due = time.monotonic() + SECONDS
@@ -81,6 +82,15 @@ def raise_fault_when_it_is_due(job):
             except queue.Empty:
                 raise_fault()
 
+    def wait_for_futures(futures):
+        if threading.current_thread() is threading.main_thread() and FAULT != "served exit":
+            while time.monotonic() < due and not all(future.done() for future in futures):
+                time.sleep(0.02)
+            raise_fault()
+        return plain_wait_for_futures(futures)
+
+    plain_wait_for_futures = torch.futures.wait_all
+    torch.futures.wait_all = wait_for_futures
     api._invoke_rpc, job.wait_for_all, queue.SimpleQueue = invoke, wait_for_all, ImpatientQueue
 
 

@@ -30,10 +30,11 @@ import replica_server
 import replica_trainer
 import scoreboard
 import several_servers
-from glue import launch, watch
+from glue import launch, supervisor
 from rpc_names import worker_name
 
 IMAGES, PAUSE, LOST_AFTER = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+supervisor.LOST_AFTER_SECONDS = LOST_AFTER  # in the starting process and in the ranks
 FAULTS = {
     int(rank): (kind, float(at)) for rank, kind, at in (each.split(":") for each in sys.argv[4].split(",") if each)
 }
@@ -98,7 +99,6 @@ def begin_fault(kind, seconds):
 
 
 def run_worker(rank, args, job):
-    watch.LOST_AFTER_SECONDS = LOST_AFTER
     main.Batches, scoreboard.get_accuracy = CountingBatches, count
     main.load_digits = scoreboard.load_digits = lambda *_, **__: (
         torch.zeros(IMAGES, 28, 28, dtype=torch.uint8),

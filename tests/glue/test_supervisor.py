@@ -1,0 +1,132 @@
+"""The supervisor of a job, over real connections of this process: who may join, who is lost, when all go on."""
+
+import contextlib
+import socket
+
+import pytest
+
+from helpers import package_on_path
+
+with package_on_path("rl_rpc"):
+    from glue import supervisor
+    from glue.ending import End
+    from glue.supervisor import DONE, Link, Supervisor
+
+NAMES = ["rank 0 (agent)", "rank 1 (observer1)", "rank 2 (observer2)"]
+FLAGS = {"seed": 1}
+
+
+@pytest.fixture
+def job():
+    """Yield (a Supervisor of three ranks, a function that connects to it)."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    with contextlib.ExitStack() as stack:
+        stack.callback(listener.close)
+
+        def connect():
+            link = Link(socket.create_connection(listener.getsockname()))
+            stack.callback(link.close)
+            return link
+
+        yield Supervisor(NAMES, FLAGS, {"id": "j"}, listener), connect
+
+
+def join(connect, rank, flags=FLAGS):
+    link = connect()
+    link.send({"join": rank, "must_match": flags, "host": "h", "pid": 100 + rank, "gpus": 0})
+    return link
+
+
+def wait_for(link, reached):
+    """Return the first state that this rank is told for which reached(state) is true."""
+    while not reached(state := link.receive()):
+        pass
+    return state
+
+
+def test_all_ranks_learn_who_is_missing_and_then_what_the_job_is(job):
+    _, connect = job
+    first = join(connect, 2)
+    assert first.receive()["missing"] == [0, 1]
+    others = [join(connect, rank) for rank in (0, 1)]
+    for link in (first, *others):
+        told = wait_for(link, lambda state: not state["missing"])["job"]
+        assert told["id"] == "j" and [rank["pid"] for rank in told["ranks"]] == [100, 101, 102]
+
+
+def test_a_rank_with_other_flags_or_a_number_that_is_taken_is_refused(job):
+    _, connect = job
+    assert join(connect, 1).receive()["missing"] == [0, 2]
+    assert join(connect, 1).receive() == {"refused": "this rank has joined already, as process 101 on h"}
+    assert join(connect, 2, {"seed": 7}).receive() == {"refused": "it was started with seed 7, and this job with 1"}
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b'{"join": 1}\n', b"[]\n", b"\xff\xfe\n", b""])
+def test_a_stranger_does_not_disturb_the_job(job, garbage):
+    _, connect = job
+    stranger = connect()
+    stranger.connection.sendall(garbage)
+    stranger.connection.shutdown(socket.SHUT_WR)
+    assert stranger.connection.recv(100) == b""
+    assert join(connect, 1).receive()["missing"] == [0, 2]
+
+
+def test_all_go_on_when_the_last_has_come(job):
+    _, connect = job
+    links = [join(connect, rank) for rank in range(3)]
+    for link in links[:2]:
+        link.send({"at": 1})
+    assert wait_for(links[0], lambda state: not state["missing"])["passed"] == 0
+    links[2].send({"at": 1})
+    for link in links:
+        wait_for(link, lambda state: state["passed"] == 1)
+
+
+def test_the_end_of_a_connection_ends_the_job_and_is_the_only_reason(job):
+    overseer, connect = job
+    links = [join(connect, rank) for rank in range(3)]
+    links[1].close()
+    end = wait_for(links[0], lambda state: state["end"])["end"]
+    assert (end["rank"], end["why"]) == (1, supervisor.ENDED)
+    links[0].send({"failed": vars(End(0, "ValueError"))})
+    links[0].send({"at": DONE})
+    with overseer.changed:
+        assert overseer.changed.wait_for(lambda: overseer.at[0] == DONE, 10)
+    assert overseer.end == End(1, supervisor.ENDED)
+
+
+def test_the_job_goes_on_without_workers_until_the_last(job):
+    _, connect = job
+    links = [join(connect, rank) for rank in range(3)]
+    for link in links:
+        link.send({"at": 1, "can_lose": 1})
+    wait_for(links[0], lambda state: state["passed"] == 1)
+    links[0].send({"failed": vars(End(2, "KeyError: 'x'"))})
+    links[0].send({"at": 2})
+    links[1].send({"at": 2})
+    state = wait_for(links[0], lambda state: state["passed"] == 2)
+    assert state["lost"] == {"2": "KeyError: 'x'"} and state["end"] is None
+    links[1].close()
+    assert wait_for(links[0], lambda state: state["end"])["end"]["rank"] == 1
+
+
+def test_a_silent_rank_is_lost(job, monkeypatch):
+    monkeypatch.setattr(supervisor, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "LOST_AFTER_SECONDS", 0.3)
+    _, connect = job
+    links = [join(connect, rank) for rank in range(3)]
+    for link in links[:2]:
+        link.send_beats()
+    end = wait_for(links[0], lambda state: state["end"])["end"]
+    assert end["rank"] == 2 and end["why"].startswith("silent for")
+
+
+def test_a_long_message_arrives_whole(job):
+    overseer, connect = job
+    links = [join(connect, rank) for rank in range(3)]
+    links[0].send({"trace": {"bars": ["x" * 100] * 100_000}})
+    links[0].send({"at": 1})
+    for link in links[1:]:
+        link.send({"at": 1})
+    wait_for(links[0], lambda state: state["passed"] == 1)
+    assert len(overseer.traces[0]["bars"]) == 100_000
