@@ -447,13 +447,6 @@ def test_trainers_on_cpus_and_gpus_are_refused_by_every_rank(rank):
         main.run_worker(rank, main.parse_args([]), job)
 
 
-def test_the_first_trainer_to_fail_ends_the_run(monkeypatch):
-    """The tutorial waits for trainer 0 first, which may wait for trainer 1 in an allreduce forever."""
-    futures = {"trainer0": torch.futures.Future(), "trainer1": torch.futures.Future()}
-    futures["trainer1"].set_exception(ValueError("step 3"))
-    run_master(monkeypatch, "step 3", rpc_async=lambda to, *_, **__: futures[to])
-
-
 def run_master(monkeypatch, error, rpc_async, remote=lambda *_, **__: None, args=None, devices=("cpu",) * 4):
     """Run the master's rank in a job without other ranks; assert that it raises a ValueError with this text."""
     stand_ins = {"init_rpc": lambda *_, **__: None, "RRef": lambda _: "rref", "rpc_async": rpc_async, "remote": remote}
