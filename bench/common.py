@@ -24,14 +24,20 @@ def run_main(package, flags, timeout=900):
 
     Raises RuntimeError if the run fails.
     """
+    summary, _ = run_script(f"{package}/main.py", flags, timeout)
+    return summary
+
+
+def run_script(path, words, timeout=900):
+    """Run a program of the repository that takes the flags of a main.py; return (its summary, what it printed)."""
     with tempfile.TemporaryDirectory() as folder:
         summary = os.path.join(folder, "summary.json")
-        command = [sys.executable, str(ROOT / package / "main.py"), *map(str, flags), "--summary_json", summary]
+        command = [sys.executable, str(ROOT / path), *map(str, words), "--summary_json", summary]
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}: {done.stderr.strip()}")
         with open(summary) as file:
-            return json.load(file)
+            return json.load(file), done.stdout
 
 
 def places(device):

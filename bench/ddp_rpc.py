@@ -23,6 +23,7 @@ import torch
 from torch import nn, optim
 
 from common import interleave, places, run_main, table, use_package, write_json
+from wire import run_counted
 
 use_package("ddp_rpc")
 
@@ -75,8 +76,13 @@ def train_alone(device, num_embeddings, batch_bags, batches):
 
 def run(mode, rows, bags, batches, *words):
     """Run main.py on random targets, with `words` as further flags; return its summary."""
+    return run_main("ddp_rpc", words_of(mode, rows, bags, batches, *words))
+
+
+def words_of(mode, rows, bags, batches, *words):
+    """Return the flags of main.py for one run."""
     sizes = ["--num_embeddings", rows, "--batch_bags", bags, "--batches", batches, "--epochs", EPOCHS]
-    return run_main("ddp_rpc", ["--mode", mode, "--targets", "random", *sizes, *words])
+    return ["--mode", mode, "--targets", "random", *sizes, *words]
 
 
 def variants(args, *cell, servers=(1,)):
@@ -104,9 +110,8 @@ def wire_table():
     result = {}
     for mode, rows in itertools.product(MODES, (1_000, 1_000_000)):
         # Mode sync gets sparse gradients too: the bytes are the same, and a step does not update the whole table.
-        words = ["--epochs", 1, "--transport", "tcp", "--sparse"]
-        runs = [run(mode, rows, bags, 20, *words) for bags in (8, 1024)]
-        cell = result[f"{mode}, {rows} rows"] = [one["wire_bytes_per_step"] for one in runs]
+        runs = [run_counted("ddp_rpc", words_of(mode, rows, bags, 20, "--epochs", 1, "--sparse")) for bags in (8, 1024)]
+        cell = result[f"{mode}, {rows} rows"] = [counted for _, counted in runs]
         print(f"{mode:10} {rows:10,} {cell[0]:10,} {cell[1]:10,}", flush=True)
     return result
 

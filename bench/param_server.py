@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from common import interleave, places, run_main, table, use_package, write_json
+from wire import run_counted
 
 use_package("param_server")
 
@@ -66,8 +67,8 @@ def speed_by_mode(args):
     print("\nBytes that a trainer sends and receives per batch, over TCP (--transport tcp)")
     print(f"{'variant':22} {'bytes':>12}")
     for mode in ("remote", "async"):
-        summary = distributed(args, mode, 1, "--transport", "tcp")()
-        print(f"{mode:22} {summary['wire_bytes_per_step']:12,}")
+        _, counted = run_counted("param_server", flags_of(args, mode, 1))
+        print(f"{mode:22} {counted:12,}")
     return rows
 
 
@@ -118,8 +119,13 @@ def accuracy_table(args):
 
 def distributed(args, mode, trainers, *flags):
     """Return a callable that runs main.py with this many trainers and returns its summary."""
+    return lambda: run_main("param_server", [*flags_of(args, mode, trainers), *flags])
+
+
+def flags_of(args, mode, trainers):
+    """Return the flags of main.py for one run."""
     job = ["--log_interval", 1_000_000, *MODES[mode], "--world_size", trainers + 1]
-    return lambda: run_main("param_server", [*same_work(args), *job, *flags])
+    return [*same_work(args), *job]
 
 
 def single(args, threads, *flags):

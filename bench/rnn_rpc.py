@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from common import interleave, places, run_main, table, use_package, write_json
+from wire import run_counted
 
 use_package("rnn_rpc")
 
 from corpus import generated_corpus, get_next_batch, streams
 from glue import flags, tensors
-from glue.meter import Meter
+from glue.report import Meter
 from model import MODES
 from trainer import WARM_UP_STEPS
 
@@ -45,7 +46,7 @@ def single_process(vocabulary, steps, threads, seed, device="cpu"):
     text = generated_corpus(vocabulary, text_length(steps), seed)
     hidden = None
     tokens = 0
-    meter = Meter("auto", WARM_UP_STEPS)
+    meter = Meter(WARM_UP_STEPS)
     for data_TB, target_TB in get_next_batch(streams(text.train, B).to(device), T):
         with meter.step():
             hidden = hidden and tuple(state.detach() for state in hidden)
@@ -107,9 +108,9 @@ def wire_bytes(args):
     numbers = []
     for vocabulary in args.vocabularies:
         for mode in MODES:
-            run = run_main("rnn_rpc", [*flags_of(mode, vocabulary, args), "--transport", "tcp"])
+            run, counted = run_counted("rnn_rpc", flags_of(mode, vocabulary, args))
             computed = payload_bytes(mode, vocabulary)
-            row = (vocabulary, mode, computed, run["wire_bytes_per_step"], run["tokens_per_second"])
+            row = (vocabulary, mode, computed, counted, run["tokens_per_second"])
             print(f"{row[0]:7,} {row[1]:8} {row[2]:20,} {row[3]:22,} {row[4]:18,.0f}", flush=True)
             numbers.append(row)
     return numbers

@@ -23,7 +23,7 @@ from ranks import ROLES, check_trainer_devices, divide_ranks, worker_name
 from trainer import _run_trainer, make_plan
 
 SIZES = ("num_trainers", "num_servers", "num_embeddings", "embedding_dim", "batch_bags", "batches", "epochs")
-AGREE = (*SIZES, "lr", "targets", "sparse", "transport")  # flags that must have the same value in all ranks
+AGREE = (*SIZES, "lr", "targets", "sparse")  # flags that must have the same value in all ranks
 
 
 def parse_args(argv=None):

@@ -101,9 +101,6 @@ class HybridMaster:
             "replicas_max_difference": one_trainer["replicas_max_difference"],
             "batches_per_second": rate,
             "samples_per_second": rate * args.batch_bags,
-            "rpc_calls": one_trainer["rpc_calls"],  # of one trainer, as are the next two
-            "rpc_calls_per_step": one_trainer["rpc_calls_per_step"],
-            "wire_bytes_per_step": one_trainer["wire_bytes_per_step"],
             **report.staleness_figures(staleness),
             "num_trainers": args.num_trainers,
             "num_servers": args.num_servers,
@@ -119,6 +116,5 @@ class HybridMaster:
             {"accuracy on held-out bags (fraction)": {"heldout/accuracy": "the model"}},
             "epoch",
             floor=("the teacher's own", figures["ceiling_accuracy"]),
-            counts=("staleness (updates since the lookup)", staleness),
             **figures,
         )

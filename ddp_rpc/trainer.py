@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from clicks import ClickLog
 from evaluation import check_replicas, draw_heldout, evaluate
-from glue.meter import Meter
-from glue.report import check_finite
+from glue.report import Meter, check_finite
 from glue.tensors import seed_for
 from model import HybridModel
 from modes import MODES
@@ -34,7 +33,7 @@ def _run_trainer(emb_rrefs, rank, device, plan, master_rref, epochs_done=0, fc_s
     training = MODES[plan.mode](model, plan.lr)
     log = ClickLog(plan.num_embeddings, plan.embedding_dim, seed_for(plan.seed, "teacher"), plan.targets)
     heldout = draw_heldout(log, plan, rank)
-    meter = Meter(plan.transport)
+    meter = Meter()
     steps_done = epochs_done * plan.batches
 
     figures = evaluate(model, log, heldout, steps_done)  # before the first training step: the accuracy of guessing
@@ -54,7 +53,7 @@ def _run_trainer(emb_rrefs, rank, device, plan, master_rref, epochs_done=0, fc_s
         figures = evaluate(model, log, heldout, steps_done)
         tell_master(master_rref, epoch, figures, meter.seconds, model)
     difference = check_replicas(model)
-    return {"seconds": meter.seconds, "replicas_max_difference": difference, **figures, **meter.figures()}
+    return {"seconds": meter.seconds, "replicas_max_difference": difference, **figures}
 
 
 # --------------------------------------------------------------------- before the training steps, and between epochs
@@ -86,7 +85,6 @@ class Plan:
 
     mode: str
     seed: int
-    transport: str
     num_trainers: int
     num_embeddings: int
     embedding_dim: int
@@ -102,7 +100,6 @@ def make_plan(args):
     return Plan(
         mode=args.mode,
         seed=args.seed,
-        transport=args.transport,
         num_trainers=args.num_trainers,
         num_embeddings=args.num_embeddings,
         embedding_dim=args.embedding_dim,

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.optim import DistributedOptimizer
 
-from glue.meter import Meter
-from glue.report import check_finite
+from glue.report import Meter, check_finite
 from glue.tensors import to_wire
 from remote_server import ServerSGD, get_parameter_server
 
@@ -40,14 +39,14 @@ class TrainerNet(nn.Module):
 
 def run_training_loop(rank, args, batches, device):
     """Train until the Scoreboard has no more assignments.  Source: tutorial, `run_training_loop`."""
-    meter = Meter(args.transport)
+    meter = Meter()
     net = TrainerNet(rank, device)
     opt = DistributedOptimizer(ServerSGD, net.get_global_param_rrefs(), trainer=rank)
     # This RRef was the result of an RPC. It can be used like any other RRef.
     scoreboard_rref = net.param_server_rref.rpc_sync().get_scoreboard()
 
     # timeout=0: no time limit, because this call waits for the slowest trainer and for the evaluation.
-    while assignment := scoreboard_rref.rpc_sync(timeout=0).next_assignment(rank, batches.per_epoch, meter.figures()):
+    while assignment := scoreboard_rref.rpc_sync(timeout=0).next_assignment(rank, batches.per_epoch):
         for step, (batch, data, target) in enumerate(batches.of(assignment.epoch, assignment.batches)):
             # In each process that takes part, the context keeps this batch's gradients apart from those of all other
             # batches. So no zero_grad is needed, and the gradients of different trainers are not added up.

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from digits_net import Net
-from glue.meter import Meter
-from glue.report import check_finite
+from glue.report import Meter, check_finite
 from glue.tensors import to_wire
 from replica_server import Push, get_replica_server
 
@@ -74,12 +73,12 @@ def run_replica_loop(rank, args, batches, device):
 def train_replica(replica, args, batches):
     """Train until the Scoreboard has no more assignments."""
     rank = replica.rank
-    meter = Meter(args.transport)
+    meter = Meter()
     # The Scoreboard is on rank 0. This RRef was the result of an RPC. It can be used like any other RRef.
     scoreboard_rref = replica.server_rref.rpc_sync().get_scoreboard()
 
     # timeout=0: no time limit, because this call waits for the slowest trainer and for the evaluation.
-    while assignment := scoreboard_rref.rpc_sync(timeout=0).next_assignment(rank, batches.per_epoch, meter.figures()):
+    while assignment := scoreboard_rref.rpc_sync(timeout=0).next_assignment(rank, batches.per_epoch):
         replica.pull()
         images_seen = 0  # since the last push
         batches_done = 0

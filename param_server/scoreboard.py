@@ -9,7 +9,6 @@ import collections
 import concurrent.futures
 import itertools
 import math
-import statistics
 import threading
 import time
 from dataclasses import dataclass
@@ -80,7 +79,6 @@ class Scoreboard:
         self.seconds = 0.0
         self.started = None  # time at which the trainers got their assignments
         self.batches_per_epoch = None
-        self.figures = {}  # trainer -> the figures of its Meter
         self.waiting = {}  # trainer -> Future of its next Assignment
         self.writer = concurrent.futures.ThreadPoolExecutor(max_workers=1)
         self.last_save = None  # Future of the last checkpoint that was given to the writer
@@ -91,18 +89,16 @@ class Scoreboard:
     # ---------------------------------------------------------------------- called by the trainers, over RPC
 
     @rpc.functions.async_execution
-    def next_assignment(self, trainer, batches_per_epoch, figures):
+    def next_assignment(self, trainer, batches_per_epoch):
         """Answer with an Assignment when all living trainers have called this, or with None if the work is done.
 
-        `figures`: what this trainer's training steps have cost so far (Meter.figures). Because of async_execution,
-        trainers that wait for the answer block no RPC thread. May be called by all trainers at once (locked). The last
-        trainer's call also runs the evaluation, while all others wait.
+        Because of async_execution, trainers that wait for the answer block no RPC thread. May be called by all trainers
+        at once (locked). The last trainer's call also runs the evaluation, while all others wait.
         """
         answer = torch.futures.Future()
         with self.lock:
             if trainer in self.waiting:
                 raise RuntimeError(f"trainer_{trainer} asked for batches before its last request was answered")
-            self.figures[trainer] = figures
             self.batches_per_epoch = batches_per_epoch
             self.waiting[trainer] = answer
         self.go_on_if_everybody_is_here()
@@ -310,15 +306,11 @@ def write_result(done, lost):
     figures["images_per_second"] = round(done.images / done.seconds, 1) if done.seconds else None
     figures["images_applied"] = done.images_applied
     figures |= report.staleness_figures(done.stale)
-    for name in ("rpc_calls_per_step", "wire_bytes_per_step"):  # the mean over the trainers; None if it was not counted
-        values = [measured[name] for measured in done.figures.values()]
-        figures[name] = None if None in values else round(statistics.mean(values), 2)
     curves = {
         "loss (nats)": {"loss": "training, one batch"},
         "accuracy (fraction)": {"test accuracy": "test images"},
     }
-    counts = "staleness (updates since reading)", done.stale
-    return done.report.close(curves, "updates of the weights", counts=counts, **figures)
+    return done.report.close(curves, "updates of the weights", **figures)
 
 
 @torch.no_grad()

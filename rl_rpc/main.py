@@ -15,7 +15,7 @@ import torch.distributed.rpc as rpc
 from environment import make_env
 from faster_agents import MODES
 from glue import flags, launch
-from glue.meter import Meter
+from glue.report import Meter
 from progress import Progress
 
 
@@ -69,7 +69,7 @@ def run_agent(args, job):
     agent = make_agent(args, job)
     progress = Progress(agent, args)
     progress.start()
-    meter = Meter(args.transport)
+    meter = Meter()
     while not agent.solved and agent.episodes < args.max_episodes:
         with meter.step():  # one update, from an episode of every observer (in `async` of one observer)
             agent.run_episode()

@@ -83,7 +83,6 @@ class Progress:
             eval_mean_reward=eval_mean,
             lost=sorted(lost),
             **staleness,
-            **meter.figures(),
         )
 
     def evaluate(self):

@@ -19,7 +19,6 @@ import torch.distributed.rpc as rpc
 import owners
 from corpus import corpus_from_file, generated_corpus, get_next_batch, training_streams
 from glue import checkpoint, flags, launch, report
-from glue.meter import Meter
 from model import MODES, RNNModel
 from progress import Progress
 from trainer import WARM_UP_STEPS, Trainer
@@ -100,7 +99,7 @@ def run_trainer(args, device):
     progress = Progress(result, corpus, args.log_interval)
     steps_per_epoch = math.ceil((len(train_SB) - 1) / args.bptt)
     progress.start(trainer, args.epochs, steps_per_epoch)
-    meter = Meter(args.transport, WARM_UP_STEPS)
+    meter = report.Meter(WARM_UP_STEPS)
 
     while trainer.epoch < args.epochs:
         trainer.model.train()

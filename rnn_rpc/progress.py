@@ -65,7 +65,6 @@ class Progress:
             steps=trainer.step,
             tokens_per_second=tokens_per_second,
             **self.corpus.figures(),
-            **meter.figures(),
         )
 
 

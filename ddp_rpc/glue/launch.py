@@ -129,7 +129,7 @@ class _Attempt:
             ending.print_error(f"{lost}{end.why}")
         if self.args.trace:
             try:
-                timeline.collect(self.args.trace, self.args.trace_window, self.supervisor.traces, self.workers, end)
+                timeline.collect(self.args.trace, self.supervisor.traces, self.workers, end)
             except UserError as error:  # for example, the disk is full
                 ending.print_error(f"--trace: {error}")
                 end = end or End(None, str(error), again=False)

@@ -8,11 +8,10 @@
     supervisor     one connection per rank: who has joined, who waits, who is lost, when the job ends
     ending         how a job ends before its work is done, and the line that each rank prints then
     flags          the command-line flags that all four packages share
-    report         what a run prints and writes: lines, progress bar, curves, summary, picture
+    report         what a run prints and writes: lines, progress bar, curves, summary, picture; the time of its steps
     checkpoint     write files completely or not at all; save and load checkpoints
     tensors        devices, threads, tensors on the wire, random seeds
-    meter          what a step of a training loop costs: time, RPCs, bytes on the wire
-    trace          --trace: record and count every RPC
+    trace          --trace: record every RPC
     timeline       the file or picture that --trace writes: both sides of every RPC on one time axis
     check          --check: describe what a job would find on this machine
 

@@ -41,13 +41,6 @@ fraction = _number(float, "a fraction (0 <= x < 1)", lambda value: 0 <= value < 
 port_number = _number(int, "a port (1 to 65535)", lambda value: 0 < value < 65536)
 
 
-def _steps(text):
-    first, _, last = text.partition(":")
-    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not A:B, the numbers of the first and the last step")
-    return int(first), int(last)
-
-
 def _address(text):
     """An argparse type for --master_addr: a host name, or an IPv4 address that leads to one machine."""
     try:
@@ -116,10 +109,8 @@ def argument_parser(description, modes, world_size, on_lost=False):
     if on_lost:
         on_lost_help = "if a worker is lost: stop the job, or continue with the workers that are left"
         add("--on_lost", choices=["stop", "continue"], default="stop", help=on_lost_help)
-    trace_help = "record all RPCs (if rank 0 has this flag); .json: for ui.perfetto.dev; .png or .svg: a picture"
+    trace_help = "record all RPCs (if rank 0 has this flag); .json: for ui.perfetto.dev; .png: a picture of one step"
     add("--trace", metavar="FILE", help=trace_help)
-    window_help = "steps A to B are drawn in the picture (without this flag, one step)"
-    add("--trace_window", type=_steps, metavar="A:B", help=window_help)
     check_help = "print what a job would find on this machine, then exit; with --rank, also connect to all other ranks"
     add("--check", action="store_true", help=check_help)
     return parser
@@ -190,8 +181,8 @@ def _check_combinations(parser, args):
         parser.error("--on_lost continue: torchrun ends all ranks when one is lost; use its own --max-restarts")
     if args.max_restarts and args.rank is not None:
         parser.error("--max_restarts is for ranks that one process spawns; under torchrun, use torchrun --max-restarts")
-    if args.trace_window and not (args.trace or "").endswith((".png", ".svg")):
-        parser.error("--trace_window needs --trace with a picture: FILE.png or FILE.svg")
+    if args.trace and not args.trace.endswith((".json", ".png")):
+        parser.error(f"--trace {args.trace}: FILE must end in .json or .png")
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint FILE to go on from")
 

@@ -1,8 +1,9 @@
-"""What a run prints and writes: lines, progress, curves, summary, picture.
+"""What a run prints and writes: lines, progress, curves, summary, picture; and the time that its steps take.
 
-Runs in the one process of a job that reports its result.
+The Report is in the one process of a job that reports its result, a Meter in each rank that trains.
 """
 
+import contextlib
 import json
 import sys
 import threading
@@ -11,7 +12,7 @@ import time
 import torch
 from tqdm import tqdm
 
-from glue import UserError
+from glue import UserError, trace
 from glue.checkpoint import write_aside
 
 FEW_POINTS = 20  # a curve with at most so many points has a marker at each
@@ -50,12 +51,11 @@ class Report:
         if self.writer:
             self.writer.add_scalar(name, value, step)
 
-    def close(self, plot, xlabel, floor=None, counts=None, **figures):
+    def close(self, plot, xlabel, floor=None, **figures):
         """Write --summary_json, which includes the scenario's own `figures`, and --plot.  Returns the summary.
 
         `plot`: {label of the vertical axis: {name of a curve: its text in the legend}}; each axis gets a panel.
         `floor`: (label, value), drawn as a horizontal line in the last of these panels: a known bound or target.
-        `counts`: (label, {whole number: how often}), drawn as a histogram in a further panel.
         """
         args = self.args
         seconds = round(time.perf_counter() - self.started, 3)
@@ -67,36 +67,51 @@ class Report:
             content = json.dumps(summary, indent=2, allow_nan=False).encode() + b"\n"  # JSON has no NaN
             write_aside(args.summary_json, lambda file: file.write(content))
         if args.plot:
-            write_aside(args.plot, lambda file: self._draw(file, plot, xlabel, floor, counts))
+            write_aside(args.plot, lambda file: self._draw(file, plot, xlabel, floor))
         return summary
 
-    def _draw(self, file, plot, xlabel, floor, counts):
+    def _draw(self, file, plot, xlabel, floor):
         from matplotlib.figure import Figure  # a second to import, so only when asked for
         from matplotlib.ticker import MaxNLocator
 
-        label, times = counts or ("", {})  # empty if the run had nothing left to do
-        widths = [7 if len(plot) == 1 else 5] * len(plot) + [3.5] * bool(times)
-        figure = Figure((sum(widths), 4), layout="constrained")
-        panels = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
-        for axes, (ylabel, curves) in zip(panels, plot.items(), strict=False):  # the histogram's panel is left over
+        figure = Figure((7 if len(plot) == 1 else 5 * len(plot), 4), layout="constrained")
+        panels = figure.subplots(1, len(plot), squeeze=False)[0]
+        for axes, (ylabel, curves) in zip(panels, plot.items(), strict=True):
             for name, words in curves.items():
                 steps, values = self.curves.get(name, ([], []))
                 axes.plot(steps, values, label=words, linewidth=1.2, marker="o" if len(steps) <= FEW_POINTS else None)
             axes.set(xlabel=xlabel, ylabel=ylabel)
-        last = panels[len(plot) - 1]
         if floor:
-            last.axhline(floor[1], linestyle="--", color="gray", linewidth=1, label=f"{floor[0]} ({floor[1]:.4g})")
-        for axes in panels[: len(plot)]:
-            axes.legend()
-        if times:
-            panels[-1].bar(list(times), list(times.values()))
-            panels[-1].set(xlabel=label, ylabel="gradients")
-            panels[-1].yaxis.set_major_locator(MaxNLocator(integer=True))
+            label = f"{floor[0]} ({floor[1]:.4g})"
+            panels[-1].axhline(floor[1], linestyle="--", color="gray", linewidth=1, label=label)
         for axes in panels:
+            axes.legend()
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.grid(alpha=0.3)
         figure.suptitle(f"{self.scenario}, mode {self.args.mode}, world size {self.args.world_size}", fontsize=11)
         figure.savefig(file, dpi=120, format="png")
+
+
+class Meter:
+    """Times the steps of a training loop, which puts each of them into a block `with meter.step():`."""
+
+    def __init__(self, warm_up=0):
+        """`warm_up`: how many steps at the beginning are not timed."""
+        self.warm_up = warm_up
+        self.steps = 0
+        self.timed_steps = 0
+        self.seconds = 0.0  # of the timed steps
+
+    @contextlib.contextmanager
+    def step(self):
+        """Time the block, which is one step, and record it as a bar of --trace."""
+        started = time.perf_counter()
+        with trace.bar("step", f"step {self.steps + 1}"):
+            yield
+        self.steps += 1
+        if self.steps > self.warm_up:
+            self.timed_steps += 1
+            self.seconds += time.perf_counter() - started
 
 
 def staleness_figures(counts):
@@ -111,12 +126,13 @@ def staleness_figures(counts):
     return {"staleness_mean": round(mean, 3), "staleness_max": max(counts, default=0)}
 
 
-def check_finite(value, what, step, lower="--lr", at_most=float("inf")):
+def check_finite(value, what, step, at_most=float("inf")):
     """Return `value` as a number; raise UserError if it shows that training has diverged.
 
-    `value` is a number or a tensor with one element; `what`: its name for the user; `lower`: the flag to lower.
+    `value` is a number or a tensor with one element; `what`: its name for the user; `at_most`: the largest value of a
+    training that has not diverged.
     """
     value = value.item() if isinstance(value, torch.Tensor) else value
     if not abs(value) <= at_most or value in (float("inf"), float("-inf")):  # `not <=` is true for NaN as well
-        raise UserError(f"step {step}: the {what} is {value:g}: training has diverged, try a lower {lower}")
+        raise UserError(f"step {step}: the {what} is {value:g}: training has diverged, try a lower --lr")
     return value

@@ -168,7 +168,7 @@ class Job:
 
     def _write_trace(self, end=None):
         if self.args.trace and not self.args.check:
-            timeline.collect(self.args.trace, self.args.trace_window, self.supervisor.traces, self.workers, end)
+            timeline.collect(self.args.trace, self.supervisor.traces, self.workers, end)
 
     # ---------------------------------------------------------------------------------------------- the job's state
 

@@ -5,8 +5,8 @@ each thread, dark while the thread works and pale while it waits, and arrows for
 """
 
 import collections
+import itertools
 import json
-import os
 import statistics
 
 from glue.checkpoint import write_aside
@@ -22,11 +22,11 @@ PAPER = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}  # the
 MOST_CALLS = 60  # in one picture
 
 
-def collect(path, window, parts, names, end=None):
+def collect(path, parts, names, end=None):
     """Write the file of --trace to `path`, and print a table.
 
-    `window`: the numbers of the first and the last step to draw, or None; `parts`: {rank: its recording}; `names`: the
-    worker names of all ranks; `end`: the End, if the job's work is not done.  Raises UserError.
+    `parts`: {rank: its recording}; `names`: the worker names of all ranks; `end`: the End, if the job's work is not
+    done.  Raises UserError.
     """
     parts = dict(sorted(parts.items()))
     bars = [bar for part in parts.values() for bar in part["bars"]]
@@ -46,25 +46,16 @@ def collect(path, window, parts, names, end=None):
     events = lay_out(names, bars, {rank: part["main"] for rank, part in parts.items()}) + arrows(calls)
     if end:
         last = max(map(end_of, bars), default=0)
-        events.append(
-            {
-                "ph": "i",
-                "s": "g",
-                "name": end.why if end.rank is None else f"rank {end.rank}: {end.why}",
-                "pid": 0,
-                "tid": 0,
-                "ts": last,
-            }
-        )
+        who = "" if end.rank is None else f"rank {end.rank}: "
+        events.append({"ph": "i", "s": "g", "name": f"{who}{end.why}", "pid": 0, "tid": 0, "ts": last})
     in_microseconds(events)
-    kind = os.path.splitext(path)[1]
-    if kind in (".png", ".svg") and not any("to" in bar["args"] for bar in bars_of(events)):
-        print(f"--trace {path}: no RPC was recorded, so there is no picture.")
-    elif kind in (".png", ".svg"):
-        write_aside(path, lambda file: draw(file, kind[1:], {"": events}, window))
-    else:
+    if not path.endswith(".png"):
         text = '{"traceEvents": [\n' + ",\n".join(map(json.dumps, events)) + "\n]}\n"
         write_aside(path, lambda file: file.write(text.encode()))
+    elif any("call" in bar["args"] for bar in shown_bars(events)):
+        write_aside(path, lambda file: draw(file, events))
+    else:
+        print("--trace: no RPC was recorded, so there is no picture")
 
 
 def in_microseconds(events):
@@ -199,94 +190,89 @@ def arrows(calls):
 # ------------------------------------------------------------------------------------------------- picture
 
 
-def draw(file, kind, traces, steps=None, milliseconds=None):
-    """Draw `traces`, {title: events of Chrome's trace format}, below each other with the same time scale.
-
-    `kind`: "png" or "svg"; `steps`: the numbers of the first and the last step to draw.  Without `steps`, a step of
-    median length is drawn.  If the job has failed, or has no steps, the last calls are drawn.  `milliseconds`: the
-    length of the period, if it is not that of the steps.
-    """
+def draw(file, events):
+    """Draw a step of median length as a PNG.  If the job has failed, or has no steps, the last calls are drawn."""
     from matplotlib.figure import Figure  # a second to import, so only when asked for
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
 
-    windows = [choose_window(events, steps) for events in traces.values()]
-    span = milliseconds * 1e3 if milliseconds else max(end - start for start, end in windows)  # in microseconds
-    views = [View(events, start, span) for events, (start, _) in zip(traces.values(), windows, strict=True)]
-    heights = [len(view.rows) for view in views]
-    figure = Figure((10, 0.28 * sum(heights) + 0.4 * len(heights) + 0.7), layout="constrained")
-    panels = figure.subplots(len(views), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    keys = {}  # the legend: {text: mark}
-    for axes, title, view in zip(panels, traces, views, strict=True):
-        view.draw(axes)
-        axes.set_title(title, loc="left", fontsize=9)
-        keys |= {state: Patch(color=BAR_COLORS[state]) for state in view.states()}
-        for name, color in view.partners():
-            keys[f"messages of {name}"] = Line2D([], [], color=color, linewidth=1.5)
-    panels[-1].set_xlabel("milliseconds", fontsize=8)
+    start, end = choose_window(events)
+    view = View(events, start, end - start)
+    figure = Figure((10, 0.28 * len(view.rows) + 1.1), layout="constrained")
+    axes = figure.subplots()
+    view.draw(axes)
+    axes.set_xlabel("milliseconds", fontsize=8)
+    keys = view.legend()
     figure.legend(keys.values(), keys, loc="outside upper right", ncols=min(len(keys), 6), fontsize=8, frameon=False)
-    figure.savefig(file, dpi=110, format=kind)
+    figure.savefig(file, dpi=110, format="png")
 
 
-def bars_of(events, start=0.0, end=float("inf")):
-    """Return the bars between two times, without torch's internal RPCs."""
-    bars = [event for event in events if event["ph"] == "X" and not event["name"].startswith("torch.rpc.")]
-    return [bar for bar in bars if bar["ts"] < end and end_of(bar) > start]
+def shown_bars(events):
+    """Return the bars, without torch's internal RPCs."""
+    return [event for event in events if event["ph"] == "X" and not event["name"].startswith("torch.rpc.")]
 
 
-def choose_window(events, wanted):
-    """Return (start, end) of the period to draw, with at most MOST_CALLS calls.  `wanted`: `steps` of draw()."""
-    bars = bars_of(events)
-    calls = [bar["ts"] for bar in bars if "to" in bar["args"]]
+def steps_of(bars):
+    """Return the steps of the first rank that has any."""
     steps = [bar for bar in bars if bar["cat"] == "step"]
-    steps = [bar for bar in steps if bar["pid"] == steps[0]["pid"]]  # the steps of one rank
-    chosen = sorted(steps, key=lambda bar: bar["dur"])[len(steps) // 2 :][:1]
-    if wanted:
-        chosen = [bar for bar in steps if wanted[0] <= int(bar["name"].split()[1]) <= wanted[1]] or chosen
-    elif not steps or any(event["ph"] == "i" for event in events):
-        return [*calls[-20:], 0][0], max(map(end_of, bars), default=1)
-    start, end = chosen[0]["ts"], end_of(chosen[-1])
-    return start, [*[time for time in calls if start <= time < end][MOST_CALLS:], end][0]
+    return [bar for bar in steps if bar["pid"] == steps[0]["pid"]]
+
+
+def choose_window(events):
+    """Return (start, end) of the period to draw, with at most MOST_CALLS calls."""
+    bars = shown_bars(events)
+    calls = [bar["ts"] for bar in bars if "to" in bar["args"]]
+    steps = sorted(steps_of(bars), key=lambda bar: bar["dur"])
+    if not steps or any(event["ph"] == "i" for event in events):
+        return min(calls[-20:], default=0), max(map(end_of, bars))
+    step = steps[len(steps) // 2]
+    too_many = [time for time in calls if step["ts"] <= time < end_of(step)][MOST_CALLS:]
+    return step["ts"], min(too_many, default=end_of(step))
 
 
 class View:
-    """A period of one trace: its bars and messages, and a row for each lane.  Lanes that only wait are left out."""
+    """A period of a trace: its bars and messages, and a row for each lane.  Lanes that only wait are left out."""
 
     def __init__(self, events, start, span):
         """`start` and `span` of the period are in microseconds."""
-        self.start = start
+        self.start, self.end = start, start + span
         self.width = span / 1e3  # in milliseconds, like everything that is drawn
         labels = [event for event in events if event["ph"] == "M"]
         self.names = {(label["name"], label["pid"], label["tid"]): label["args"]["name"] for label in labels}
-        self.ends = [event for event in events if event["ph"] == "i"]  # how the job ended
-        bars = bars_of(events, start, start + span)
-        self.messages = messages_of(events, start, start + span)
+        self.job_ends = [event for event in events if event["ph"] == "i"]
+        self.messages = self._messages(events)
+        bars = [bar for bar in shown_bars(events) if bar["ts"] < self.end and end_of(bar) > start]
         busy = {lane_of(bar) for bar in bars if state_of(bar) != "waiting"}
-        for tail, head in self.messages:
-            busy |= {lane_of(tail), lane_of(head)}
-        self.bars = [bar for bar in bars if lane_of(bar) in busy]
+        busy |= {lane_of(end) for message in self.messages for end in message}
+        self.bars = [bar for bar in bars if lane_of(bar) in busy] or bars
         lanes = sorted({lane_of(bar) for bar in self.bars}, reverse=True)
         self.rows = {lane: row for row, lane in enumerate(lanes)}
-        self.colors = colors_of_partners(events)
+        # The busiest rank, a server for example, has no color: a message has the color of its other end.
+        ends = collections.Counter(event["pid"] for event in events if event["ph"] in "sf")
+        others = sorted(rank for rank, _ in ends.most_common()[1:])
+        self.colors = dict(zip(others, itertools.cycle(MESSAGE_COLORS), strict=False))
 
-    def states(self):
-        """Return the states of threads that occur in this view, in the order of the legend."""
-        shown = {state_of(bar) for bar in self.bars}
-        return [state for state in BAR_COLORS if state in shown]
+    def _messages(self, events):
+        """Return the messages that leave in this period, as (event at the sender, event at the receiver)."""
+        tails = {event["id"]: event for event in events if event["ph"] == "s"}
+        pairs = [(tails[event["id"]], event) for event in events if event["ph"] == "f"]
+        return [(tail, head) for tail, head in pairs if self.start <= tail["ts"] < self.end]
 
-    def partners(self):
-        """Return (name, color) for each process whose messages have a color of their own and occur in this view."""
-        if len(self.colors) < 2:
-            return []
-        shown = {self.partner(message) for message in self.messages}
-        return [(self.names["process_name", rank, 0], self.colors[rank]) for rank in self.colors if rank in shown]
+    def legend(self):
+        """Return {text: mark} for the colors that occur."""
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
 
-    def partner(self, message):
-        """Return the rank whose color a message has: its sender or receiver, but not the busiest rank."""
-        ranks = sorted({end["pid"] for end in message})
-        return next((rank for rank in ranks if rank in self.colors), None)
+        states = {state_of(bar) for bar in self.bars}
+        keys = {state: Patch(color=color) for state, color in BAR_COLORS.items() if state in states}
+        partners = {self._partner(message) for message in self.messages}
+        for rank, color in self.colors.items():
+            if rank in partners and len(self.colors) > 1:
+                keys[f"messages of {self.names['process_name', rank, 0]}"] = Line2D([], [], color=color, linewidth=1.5)
+        return keys
 
-    def milliseconds(self, event):
+    def _partner(self, message):
+        return next((rank for rank in sorted(end["pid"] for end in message) if rank in self.colors), None)
+
+    def _milliseconds(self, event):
         return (event["ts"] - self.start) / 1e3
 
     def draw(self, axes):
@@ -294,17 +280,17 @@ class View:
         for bar in self.bars:
             length = bar["dur"] / 1e3
             edge = 0.4 if length > self.width / 200 else 0  # an edge would hide a very short bar
-            place = self.rows[lane_of(bar)], length, 0.7, self.milliseconds(bar)
+            place = self.rows[lane_of(bar)], length, 0.7, self._milliseconds(bar)
             axes.barh(*place, color=BAR_COLORS[state_of(bar)], edgecolor="white", linewidth=edge)
         for message in self.messages:
-            tail, head = ((self.milliseconds(end), self.rows.get(lane_of(end))) for end in message)
+            tail, head = ((self._milliseconds(end), self.rows.get(lane_of(end))) for end in message)
             if tail[1] is not None and head[1] is not None:
-                arrow = ARROW | {"color": self.colors.get(self.partner(message), "black")}
+                arrow = ARROW | {"color": self.colors.get(self._partner(message), "black")}
                 axes.annotate("", head, tail, arrowprops=arrow, annotation_clip=False)
-        self.write_names(axes)
-        for event in self.ends:
+        self._write_names(axes)
+        for event in self.job_ends:
             axes.set_title(event["name"], loc="right", fontsize=8, color="firebrick")
-            axes.axvline(self.milliseconds(event), color="firebrick", linewidth=2)
+            axes.axvline(self._milliseconds(event), color="firebrick", linewidth=2)
         labels = []
         for rank, lane in self.rows:
             labels.append(f"{self.names['process_name', rank, 0]}, {self.names['thread_name', rank, lane]}")
@@ -312,13 +298,13 @@ class View:
         axes.set(xlim=(0, self.width), ylim=(-0.6, len(self.rows) - 0.4))
         axes.tick_params(labelsize=7)
 
-    def write_names(self, axes):
+    def _write_names(self, axes):
         """Write its name into each bar that has room for it."""
         taken = {}  # row -> where the last name in it ends
         for bar in self.bars:
             row = self.rows[lane_of(bar)]
-            left = max(self.milliseconds(bar), 0)
-            right = min(self.milliseconds(bar) + bar["dur"] / 1e3, self.width)
+            left = max(self._milliseconds(bar), 0)
+            right = min(self._milliseconds(bar) + bar["dur"] / 1e3, self.width)
             length = 0.007 * self.width * (len(bar["name"]) + 1)  # about the length of the name
             if right - left > length and left >= taken.get(row, 0):
                 taken[row] = left + length
@@ -333,28 +319,3 @@ def lane_of(event):
 def state_of(bar):
     """Return what the thread does during this bar: a key of BAR_COLORS."""
     return STATES.get(bar["name"]) or STATES.get(bar["cat"], "waiting")
-
-
-def messages_of(events, start, end):
-    """Return the messages that leave between two times, as (event at the sender, event at the receiver)."""
-    tails = {}  # number of the arrow -> the event where it begins
-    messages = []
-    for event in events:
-        if event["ph"] == "s":
-            tails[event["id"]] = event
-        elif event["ph"] == "f":
-            tail = tails.pop(event["id"])
-            if start <= tail["ts"] < end:
-                messages.append((tail, event))
-    return messages
-
-
-def colors_of_partners(events):
-    """Return {rank: color of its messages} for all ranks except the one with the most messages.
-
-    With a server and two trainers, for example, the messages to and from each trainer have that trainer's color.
-    """
-    counts = collections.Counter(event["pid"] for event in events if event["ph"] in "sf")
-    busiest = [rank for rank, _ in counts.most_common(1)]
-    others = sorted(counts.keys() - set(busiest))
-    return {rank: MESSAGE_COLORS[place % len(MESSAGE_COLORS)] for place, rank in enumerate(others)}

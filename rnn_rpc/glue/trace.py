@@ -1,4 +1,4 @@
-"""`--trace FILE`: count every RPC of this process, and record it at the caller and at the callee.
+"""`--trace FILE`: record every RPC of this process, at the caller and at the callee.
 
 Runs in every process of a job whose rank 0 was given --trace.  Functions of torch are replaced only in such a job,
 because torch has no public way to see every call that a process makes or serves, and to add a number to it.
@@ -21,34 +21,35 @@ import torch
 import torch.distributed.autograd as dist_autograd
 from torch.distributed.rpc import api, internal
 
+from glue import UserError
+
 NUMBER = "number of this call in the trace"  # no program has a keyword argument of this name
 MOST_BARS = 200_000  # of all ranks together; with the events for the arrows, less than a million events in a file
+
+# Private names of torch that a recorder replaces.  If a later torch lacks one, only --trace fails.
+REPLACED = (
+    (api, "_enable_rpc_profiler"),
+    (api, "PythonUDF"),
+    (api, "_invoke_rpc_python_udf"),
+    (api, "_invoke_remote_python_udf"),
+    (internal, "_run_function"),
+    (torch._C.Future, "wait"),
+)
 
 _recorder = None  # the Recorder of this process, or None if the job is not recorded
 
 
 def start(rank, names):
-    """Begin to record every RPC of this rank.  `names`: the worker names of all ranks.  Called before init_rpc."""
-    global _recorder
-    _recorder = Recorder(rank, names)
-    _recorder.count_calls_made()
-    _recorder.number_calls_made()
-    _recorder.watch_calls_served()
-    _recorder.watch_waits_and_work()
+    """Begin to record every RPC of this rank.  `names`: the worker names of all ranks.  Called before init_rpc.
 
-
-def is_recording():
-    """Return whether this job is recorded."""
-    return _recorder is not None
-
-
-def calls_so_far():
-    """Return how many RPCs this process has made, and served for others; 0 if the job is not recorded.
-
-    Two kinds are left out: torch's internal RPCs (for example, to ask for the type of an RRef), and built-in operators
-    that were served, because C++ runs them.
+    Raises UserError if this version of torch cannot be recorded.
     """
-    return _recorder.calls if _recorder else 0
+    global _recorder
+    missing = [f"{owner.__name__}.{name}" for owner, name in REPLACED if not hasattr(owner, name)]
+    if missing:
+        raise UserError(f"--trace does not work with torch {torch.__version__}, which has no {', '.join(missing)}")
+    _recorder = Recorder(rank, names)
+    _recorder.replace_functions()
 
 
 @contextlib.contextmanager
@@ -82,8 +83,6 @@ class Recorder:
         self.rank, self.names = rank, names
         self.bars = collections.deque(maxlen=MOST_BARS // len(names))  # when it is full, the oldest bars are dropped
         self.numbers = itertools.count(rank << 40)
-        self.calls = 0
-        self.lock = threading.Lock()  # guards `calls`
         self.closed = False
         # A call passes through several of the functions below, all on the thread that makes it.  They exchange these
         # attributes: `call`, its (kind, callee's rank); `sent`, its bar; and `awaited`, the bar of a call for whose
@@ -98,29 +97,23 @@ class Recorder:
             self.bars.append(begun)
         return begun
 
-    def count(self, func):
-        """Count a call of `func` that was made or served, unless it is an internal call of torch."""
-        name = getattr(func, "__name__", "")
-        module = getattr(func, "__module__", None) or ""
-        if not module.startswith("torch.distributed.rpc") or name.startswith("_local_invoke"):
-            with self.lock:
-                self.calls += 1
-
-    # ------------------------------------------------------------------------------------------------- calls made
-
-    def count_calls_made(self):
-        """First, each call that is made enters torch's profiler, which has its kind and the worker that is called."""
+    def replace_functions(self):
+        """Replace the functions of torch that are passed by every call, every wait and every backward pass."""
+        # A call that is made first enters torch's profiler, which has its kind and the worker that is called.  Then its
+        # function and arguments are packed, together with its number, and the message is sent.
         api._enable_rpc_profiler = functools.partial(self._note_call, api._enable_rpc_profiler)
-
-    def number_calls_made(self):
-        """Then the call's function and arguments are packed, together with its number, and the message is sent."""
         api.PythonUDF = functools.partial(self._number_call, api.PythonUDF)
-        for name in ("_invoke_rpc_python_udf", "_invoke_remote_python_udf"):
-            setattr(api, name, functools.partial(self._send_call, getattr(api, name)))
+        api._invoke_rpc_python_udf = functools.partial(self._send_call, api._invoke_rpc_python_udf)
+        api._invoke_remote_python_udf = functools.partial(self._send_call, api._invoke_remote_python_udf)
+        # A call that is served enters this function, which init_rpc looks up once.
+        internal._run_function = functools.partial(self._serve_call, internal._run_function)
+        plain_wait = torch._C.Future.wait
+        torch._C.Future.wait = lambda future: self._wait(plain_wait, future)
+        dist_autograd.backward = bar("work", "backward")(dist_autograd.backward)
+        if optim := sys.modules.get("torch.distributed.optim"):  # not imported if unused: that takes a second
+            optim.DistributedOptimizer.step = bar("work", "optimizer step")(optim.DistributedOptimizer.step)
 
     def _note_call(self, plain, should_profile, qualified_name, func, rpc_type, worker):
-        if worker.id != self.rank:  # a call to this rank itself is counted when it is served
-            self.count(func)
         self.thread.call = rpc_type.value, worker.id
         return plain(should_profile, qualified_name, func, rpc_type, worker)
 
@@ -140,14 +133,7 @@ class Recorder:
         future.add_done_callback(lambda _: _end(begun))
         return answer
 
-    # ----------------------------------------------------------------------------------------------- calls served
-
-    def watch_calls_served(self):
-        """Each call that is served enters this function of torch, which init_rpc looks up once."""
-        internal._run_function = functools.partial(self._serve_call, internal._run_function)
-
     def _serve_call(self, plain, call):
-        self.count(getattr(call, "func", None))
         number = getattr(call, "kwargs", {}).pop(NUMBER, None)
         if number is None:
             return plain(call)
@@ -159,28 +145,15 @@ class Recorder:
             result.add_done_callback(lambda _: _end(held))
         return result
 
-    # --------------------------------------------------------------------------------------------- waits and work
-
-    def watch_waits_and_work(self):
-        """Record each wait for a Future, each distributed backward pass, and each step of a DistributedOptimizer."""
-        plain_wait = torch._C.Future.wait
-
-        def wait(future):
-            awaited = vars(self.thread).pop("awaited", None)
-            if awaited is None and future.done():
-                return plain_wait(future)
-            begun = awaited or self.begin("wait", "wait")
-            try:
-                return plain_wait(future)
-            finally:
-                _end(begun)
-
-        torch._C.Future.wait = wait
-        dist_autograd.backward = bar("work", "backward")(dist_autograd.backward)
-        if optim := sys.modules.get("torch.distributed.optim"):  # not imported if unused: that takes a second
-            optim.DistributedOptimizer.step = bar("work", "optimizer step")(optim.DistributedOptimizer.step)
-
-    # ------------------------------------------------------------------------------------------------- handing in
+    def _wait(self, plain, future):
+        awaited = vars(self.thread).pop("awaited", None)
+        if awaited is None and future.done():
+            return plain(future)
+        begun = awaited or self.begin("wait", "wait")
+        try:
+            return plain(future)
+        finally:
+            _end(begun)
 
     def recording(self):
         """Return the recording, as a dict for JSON."""

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import json
 import multiprocessing.connection
 import os
 import pathlib
@@ -114,6 +115,21 @@ def start_main(package, *flags, env=None, **popen):
         env={**os.environ, **(env or {})},
         **popen,
     )
+
+
+def calls_in_steps(path, name):
+    """Return how many RPCs the rank of this name made and served during its steps, from the file of --trace.
+
+    A call of the rank to itself counts once, and torch's internal calls are left out.
+    """
+    events = json.loads(path.read_text())["traceEvents"]
+    named = [event for event in events if event["name"] == "process_name"]
+    (rank,) = (event["pid"] for event in named if event["args"]["name"] == name)
+    bars = [event for event in events if event["ph"] == "X" and event["pid"] == rank]
+    steps = [(bar["ts"], bar["ts"] + bar["dur"]) for bar in bars if bar["cat"] == "step"]
+    calls = [bar for bar in bars if bar["cat"] == "run" or bar["args"].get("to", name) != name]
+    times = [bar["ts"] for bar in calls if not bar["name"].startswith("torch.rpc.")]
+    return sum(start <= time < end for time in times for start, end in steps)
 
 
 def assert_one_line_error(done, status, *words):

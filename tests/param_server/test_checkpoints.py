@@ -91,8 +91,7 @@ class Players:
         trainers = sorted(self.scoreboard.living)
         answers = {}
         for trainer in trainers:
-            figures = {"rpc_calls_per_step": float(trainer), "wire_bytes_per_step": None}
-            answers[trainer] = self.scoreboard.next_assignment(trainer, BATCHES, figures)
+            answers[trainer] = self.scoreboard.next_assignment(trainer, BATCHES)
         assignments = {trainer: answer.wait() for trainer, answer in answers.items()}
         batches = {trainer: assignment.batches for trainer, assignment in assignments.items() if assignment}
         for trainer in [] if self.remote else batches:
@@ -182,7 +181,6 @@ def test_a_result_tells_of_all_epochs_and_all_trainers(tmp_path, monkeypatch):
     job.scoreboard.record_loss(1, 0, 2.5)
     summary = scoreboard.write_result(job.scoreboard, lost=[])
     assert summary["images_per_second"] == 2 * 4 * BATCHES / 2  # the time between two epochs does not count
-    assert summary["rpc_calls_per_step"] == 1.5 and summary["wire_bytes_per_step"] is None
     curves = job.scoreboard.report.curves
     assert curves["test accuracy"][0] == [BATCHES, 2 * BATCHES] and curves["loss"] == ([2 * BATCHES], [2.5])
 
@@ -286,7 +284,7 @@ def test_the_newest_checkpoint_is_written_last_also_if_the_trainer_before_it_is_
             job.push(trainer, batch)
     assert disk.reached.wait(20)
     job.scoreboard.drop(last)
-    end_of_epoch = threading.Thread(target=job.scoreboard.next_assignment, args=(first, BATCHES, {}))
+    end_of_epoch = threading.Thread(target=job.scoreboard.next_assignment, args=(first, BATCHES))
     end_of_epoch.start()
     assert not disk.overtaken.wait(0.3)
     disk.may_return.set()

@@ -44,7 +44,7 @@ def wait_for_checkpoint(server):
 def assigned(server, batches=1000):
     """Let the server's trainers ask for their assignments of an epoch with so many batches; return the server."""
     for trainer in sorted(server.scoreboard.living):
-        server.scoreboard.next_assignment(trainer, batches, {})
+        server.scoreboard.next_assignment(trainer, batches)
     return server
 
 
@@ -291,7 +291,7 @@ def test_lr_step_divides_the_learning_rate():
     server = remote_server.ParameterServer(arguments("--lr", 0.5, "--lr_step", 2, "--epochs", 6, "--world_size", 2))
     data, target = batch(1)
     assigned, used = [], []
-    while assignment := server.scoreboard.next_assignment(1, 1, {}).value():
+    while assignment := server.scoreboard.next_assignment(1, 1).value():
         before = server.model.fc2.bias.detach().clone()
         F.nll_loss(server.forward(1, data), target).backward()
         gradient = server.model.fc2.bias.grad.clone()
@@ -498,14 +498,14 @@ def test_what_a_lost_trainer_had_not_applied_is_assigned_to_the_living_as_often_
     for trainer in (1, 3, 4):
         for _ in range(10):
             push(server, trainer)
-    tasks = {trainer: server.scoreboard.next_assignment(trainer, 40, {}) for trainer in (1, 3, 4)}
+    tasks = {trainer: server.scoreboard.next_assignment(trainer, 40) for trainer in (1, 3, 4)}
     assigned_again = [batch for task in tasks.values() for batch in task.value().batches]
     assert sorted(assigned_again) == batches_of_2[3:]
     server.scoreboard.drop(1)
     for trainer in (3, 4):
         for _ in tasks[trainer].value().batches:
             push(server, trainer)
-        last = server.scoreboard.next_assignment(trainer, 40, {})
+        last = server.scoreboard.next_assignment(trainer, 40)
     assert sorted(server.scoreboard.assignments[3] + server.scoreboard.assignments[4]) == sorted(
         tasks[1].value().batches
     )
@@ -516,7 +516,7 @@ def test_a_trainer_that_waits_for_the_epochs_end_is_answered_when_the_last_is_lo
     server = one_server("async", 2, batches=10)
     for _ in range(5):
         push(server, 1)
-    waiting = server.scoreboard.next_assignment(1, 10, {})
+    waiting = server.scoreboard.next_assignment(1, 10)
     assert not waiting.done()
     server.scoreboard.drop(2)
     assert waiting.value().batches == list(range(1, 10, 2))
@@ -595,11 +595,11 @@ def test_a_push_after_the_last_batch_is_refused():
 def test_a_second_request_for_batches_is_refused():
     server = one_server("async", 2, batches=2)
     push(server, 1)
-    first = server.scoreboard.next_assignment(1, 2, {})
+    first = server.scoreboard.next_assignment(1, 2)
     with pytest.raises(RuntimeError, match="trainer_1 asked for batches before its last request was answered"):
-        server.scoreboard.next_assignment(1, 2, {})
+        server.scoreboard.next_assignment(1, 2)
     push(server, 2)
-    server.scoreboard.next_assignment(2, 2, {})
+    server.scoreboard.next_assignment(2, 2)
     assert first.done()
 
 

@@ -1,7 +1,6 @@
 """With the same seed, the four synchronous modes and a plain REINFORCE loop in one process learn the same."""
 
 import itertools
-import json
 import re
 
 import gymnasium as gym
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import package_on_path, run_main
+from helpers import calls_in_steps, package_on_path, run_main
 
 with package_on_path("rl_rpc"):
     import noise
@@ -62,17 +61,16 @@ def single_process_reinforce(seed, episodes, observers=1, gamma=0.99):
 
 
 def play(folder, mode, world_size=4, *flags, episodes=EPISODES, name=None):
-    """Run main.py; return (its lines, its checkpoint, its summary)."""
-    path, summary = folder / f"{name or mode}.pt", folder / f"{name or mode}.json"
+    """Run main.py; return (its lines, its checkpoint, how many RPCs the agent made and served)."""
+    path, trace = folder / f"{name or mode}.pt", folder / f"{name or mode}.trace.json"
     if world_size > 2:  # there may be more ranks than free cores, so they must not keep a core busy while they wait
         flags += ("--transport", "uv")
     flags += ("--mode", mode, "--world_size", world_size, "--max_episodes", episodes, "--log_interval", 1)
-    flags += ("--eval_episodes", 0, "--checkpoint", path, "--summary_json", summary)
-    flags += ("--trace", folder / f"{name or mode}.trace.json")  # with --trace, RPCs are counted
+    flags += ("--eval_episodes", 0, "--checkpoint", path, "--trace", trace)
     done = run_main("rl_rpc", *flags)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     state = torch.load(path, weights_only=True, map_location="cpu")["state"]
-    return EPISODE_LINE.findall(done.stdout), state, json.loads(summary.read_text())
+    return EPISODE_LINE.findall(done.stdout), state, calls_in_steps(trace, "agent")
 
 
 def assert_equal_to_the_bit(state, expected):
@@ -94,7 +92,7 @@ def assert_is_the_single_process_loop(lines, state, reference):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Run three observers for fifteen episodes in each mode; return {mode: (lines, checkpoint, summary)}."""
+    """Run three observers for fifteen episodes in each mode; return {mode: (lines, checkpoint, number of RPCs)}."""
     folder = tmp_path_factory.mktemp("runs")
     return {mode: play(folder, mode) for mode in MODES}
 
@@ -121,9 +119,9 @@ def test_all_modes_play_and_learn_the_same_with_three_observers(runs):
 
 def test_rpc_calls_by_mode(runs):
     """The number of RPCs of a run that the agent has made and served, without those that torch makes itself."""
-    (steps,) = {summary["env_steps"] for _, _, summary in runs.values()}
+    (steps,) = {state["env_steps"] for _, state, _ in runs.values()}
     episodes = 3 * EPISODES  # of all three observers
-    assert {mode: summary["rpc_calls"] for mode, (_, _, summary) in runs.items()} == {
+    assert {mode: calls for mode, (_, _, calls) in runs.items()} == {
         "step": episodes + 2 * steps,
         "packed": episodes + steps,
         "batched": episodes + steps + episodes,  # leave_batch, once for each episode

@@ -6,7 +6,16 @@ import re
 import pytest
 import torch
 
-from helpers import ROOT, assert_one_line_error, assert_refused, load_module, package_on_path, run_main, run_script
+from helpers import (
+    ROOT,
+    assert_one_line_error,
+    assert_refused,
+    calls_in_steps,
+    load_module,
+    package_on_path,
+    run_main,
+    run_script,
+)
 from tutorials import run_spawned
 
 with package_on_path("rnn_rpc"):
@@ -26,7 +35,7 @@ def summary_of(tmp_path, *flags, timeout=120):
 def test_a_run_prints_that_it_learns(tmp_path):
     """Differences 2, 5, 6: the tutorial calls a function that does not exist, prints no loss, and needs a GPU."""
     plot = tmp_path / "curve.png"
-    trace = tmp_path / "trace.json"  # with --trace, RPCs are counted
+    trace = tmp_path / "trace.json"
     text, summary = summary_of(tmp_path, *SMALL, "--clip", 0, "--generate", 15, "--plot", plot, "--trace", trace)
     epochs = EPOCH.findall(text)
     assert [epoch for epoch, *_ in epochs] == ["1", "2"] and float(epochs[1][3]) < float(epochs[0][3]) < 50
@@ -35,7 +44,8 @@ def test_a_run_prints_that_it_learns(tmp_path):
     assert re.search(r"^([a-z]{2} ){14}[a-z]{2}$", text, re.M)
     assert summary["scenario"] == "rnn_rpc" and summary["mode"] == "logits" and summary["vocabulary"] == 30
     assert 1 < summary["floor_perplexity"] < summary["bigram_floor_perplexity"] and summary["tokens_per_second"] > 0
-    assert summary["rpc_calls"] == 4 * summary["steps"]  # look-up, decoder, and the optimizers of both processes
+    # In a step: look-up, decoder, and the optimizers of both processes.
+    assert calls_in_steps(trace, "trainer") == 4 * summary["steps"]
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

@@ -82,13 +82,38 @@ def run(package, *flags):
 def draw_timelines(package):
     """Draw the pictures of a package.  Each has a panel for each mode, all with the same time scale."""
     sys.path.insert(0, str(ROOT / package))
-    from glue import timeline
-
     common, pictures = TIMELINES[package]
     for name, modes, step, milliseconds in pictures:
         traces = {title: traced(package, *common, *flags) for title, flags in modes.items()}
-        with open(ROOT / package / "pictures" / f"{name}.png", "wb") as file:
-            timeline.draw(file, "png", traces, (step, step), milliseconds)
+        draw_panels(ROOT / package / "pictures" / f"{name}.png", traces, step, milliseconds)
+
+
+def draw_panels(path, traces, step, milliseconds):
+    """Draw so many milliseconds of each of `traces`, {title: events}, from the start of this step on."""
+    views = [view_from(events, step, milliseconds) for events in traces.values()]
+    heights = [len(view.rows) for view in views]
+    figure = Figure((10, 0.28 * sum(heights) + 0.4 * len(heights) + 0.7), layout="constrained")
+    panels = figure.subplots(len(views), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    keys = {}  # the legend: {text: mark}
+    for axes, title, view in zip(panels, traces, views, strict=True):
+        view.draw(axes)
+        axes.set_title(title, loc="left", fontsize=9)
+        keys |= view.legend()
+    panels[-1].set_xlabel("milliseconds", fontsize=8)
+    figure.legend(keys.values(), keys, loc="outside upper right", ncols=min(len(keys), 6), fontsize=8, frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def view_from(events, step, milliseconds):
+    from glue import timeline
+
+    return timeline.View(events, start_of_step(events, step), 1e3 * milliseconds)
+
+
+def start_of_step(events, step):
+    from glue import timeline
+
+    return next(bar["ts"] for bar in timeline.steps_of(timeline.shown_bars(events)) if bar["name"] == f"step {step}")
 
 
 def traced(package, *flags):
@@ -242,16 +267,11 @@ def write(picture, place, text, anchor, bold=False):
 
 def draw_sheet(traces, step):
     """Return (a picture of two timelines, [(left, top, right, bottom) of each of them])."""
-    from glue import timeline
-
     titles = {
         "step": "Mode step: a call to the agent for each action",
         "rollout": "Mode rollout: a call to an observer for each episode",
     }
-    views = {}
-    for mode in titles:
-        start, _ = timeline.choose_window(traces[mode], (step, step))
-        views[mode] = timeline.View(traces[mode], start, 1e3 * MILLISECONDS)
+    views = {mode: view_from(traces[mode], step, MILLISECONDS) for mode in titles}
     lanes = [len(view.rows) for view in views.values()]
     figure = Figure((WIDTH / DPI, 0.19 * sum(lanes) + 1), dpi=DPI, layout="constrained")
     panels = figure.subplots(2, sharex=True, height_ratios=lanes)
@@ -278,7 +298,7 @@ def times_of_steps(traces, mode, step):
     """
     from glue import timeline
 
-    start, _ = timeline.choose_window(traces[mode], (step, step))
+    start = start_of_step(traces[mode], step)
     reports = [bar for bar in traces["step"] if bar.get("cat") == "sync" and bar["name"] == "report_reward"]
     ends = []
     for called, bar in zip(episodes_of(traces["step"]), episodes_of(traces[mode]), strict=True):

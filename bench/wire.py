@@ -1,0 +1,85 @@
+"""Run a package's main.py, and count the bytes that each rank sends and receives over TCP in its training steps.
+
+    python bench/wire.py rnn_rpc --epochs 1
+
+--transport tcp is added to the flags of main.py: with the other transports, tensors move through memory between
+processes of one host.  Each rank that trains prints a line with its count.
+"""
+
+import contextlib
+import os
+import re
+import socket
+import statistics
+import struct
+import sys
+
+import psutil
+
+from common import ROOT, run_script, use_package
+
+LINE = re.compile(r"Bytes on the wire per step: (\d+)\n")
+
+
+def wire_bytes():
+    """Return how many bytes this process has sent and received over TCP so far, on all sockets that are open now.
+
+    The kernel counts them (Linux, tcp(7): TCP_INFO).
+    """
+    total = 0
+    for connection in psutil.Process().net_connections("tcp"):
+        try:
+            ours = socket.socket(fileno=os.dup(connection.fd))
+        except OSError:  # closed since it was listed
+            continue
+        with ours:
+            information = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+            acknowledged, received = struct.unpack_from("QQ", information, 120)  # tcpi_bytes_acked and _received
+            total += acknowledged + received
+    return total
+
+
+def count_steps(meter_class):
+    """Return a list that gets the bytes of each step that a Meter times in this process from now on."""
+    counted = []
+    plain_step = meter_class.step
+
+    @contextlib.contextmanager
+    def step(meter):
+        before = wire_bytes()
+        with plain_step(meter):
+            yield
+        counted.append(wire_bytes() - before)
+
+    meter_class.step = step
+    return counted
+
+
+def run_counted(package, flags):
+    """Run main.py with these flags; return its summary, and the bytes per step as a mean over the ranks that train."""
+    summary, out = run_script("bench/wire.py", [package, *flags])
+    return summary, per_step(out)
+
+
+def per_step(out):
+    """Return the mean of the counts in the output of this program."""
+    return round(statistics.mean(map(int, LINE.findall(out))))
+
+
+def run_worker(rank, args, job):
+    counted = count_steps(report.Meter)
+    main.run_worker(rank, args, job)
+    if counted:
+        # The line break is part of the text: print would write it apart, perhaps after another rank's line.
+        print(f"Bytes on the wire per step: {statistics.mean(counted):.0f}\n", end="", flush=True)
+
+
+if __name__ in ("__main__", "__mp_main__"):  # the second name is the one in a spawned rank
+    use_package(sys.argv[1])
+    sys.argv[0] = str(ROOT / sys.argv[1] / "main.py")
+
+    import main
+    from glue import launch, report
+
+if __name__ == "__main__":
+    launch.launch(run_worker, main.parse_args([*sys.argv[2:], "--transport", "tcp"]), main.worker_name)
