@@ -45,7 +45,7 @@ from common import interleave, rpc_worker, run_together, spread, use_package, wr
 
 use_package("rl_rpc")
 
-from glue import flags, tensors
+from glue import flags, host
 
 PAYLOADS = {
     "nothing": None,
@@ -483,7 +483,7 @@ def parse_args(argv=None):
 def main():
     args = parse_args()
     started = time.perf_counter()
-    print(f"torch {torch.__version__}, {tensors.usable_cores()} cores")
+    print(f"torch {torch.__version__}, {host.usable_cores()} cores")
     if args.agent:
         numbers = published_agent.compare(args.agent, TRANSPORTS, args.rounds)
     elif args.messages:

@@ -28,7 +28,7 @@ from wire import run_counted
 use_package("ddp_rpc")
 
 from clicks import NUM_CLASSES, ClickLog
-from glue import flags, tensors
+from glue import flags, host
 from modes import MODES
 
 SINGLE = "single process"
@@ -39,7 +39,7 @@ EPOCHS = 3
 def single_process(device, *cell):
     """Do the same job without RPC and DDP, on one core and on all cores; return the figures of the faster run."""
     runs = []
-    for threads in {1, tensors.usable_cores()}:
+    for threads in {1, host.usable_cores()}:
         torch.set_num_threads(threads)
         runs.append(train_alone(torch.device(device), *cell))
     return max(runs, key=lambda run: run["batches_per_second"])
@@ -136,7 +136,7 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help=device_help)
     parser.add_argument("--json", metavar="FILE", help="write the raw numbers")
     args = parser.parse_args()
-    print(f"torch {torch.__version__}, {tensors.usable_cores()} cores, 2 trainers, random targets, seed 1")
+    print(f"torch {torch.__version__}, {host.usable_cores()} cores, 2 trainers, random targets, seed 1")
     raw = {}
     if "modes" in args.tables:
         title = "batches/s at about the tutorial's sizes: 8 bags, 100 rows"

@@ -24,7 +24,7 @@ use_package("param_server")
 
 from digits_net import Net
 from glue import flags
-from glue.tensors import keep_freed_memory, usable_cores
+from glue.host import keep_freed_memory, usable_cores
 from mnist_data import Batches, load_digits
 from scoreboard import get_accuracy
 

@@ -65,7 +65,7 @@ def make_net(same):
     from torch import nn
 
     from digits_net import Net
-    from glue.tensors import keep_freed_memory
+    from glue.host import keep_freed_memory
 
     torch.set_num_threads(1)
     torch.manual_seed(1)

@@ -22,7 +22,7 @@ use_package("rl_rpc")
 from actor import Actor
 from environment import make_env, sizes
 from faster_agents import MODES
-from glue import flags, tensors
+from glue import flags, host, seeds
 from noise import EpisodeNoise, environment_seed
 from policy import Policy
 from reinforce import Trajectory, reinforce_loss
@@ -39,7 +39,7 @@ def single_process(seed, observers, episodes):
     """
     torch.set_num_threads(1)
     env = make_env("CartPole-v1")
-    torch.manual_seed(tensors.seed_for(seed, 0))
+    torch.manual_seed(seeds.seed_for(seed, 0))
     policy = Policy(*sizes(env))
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     actor = Actor(policy)
@@ -117,7 +117,7 @@ def parse_args(argv=None):
 def main():
     args = parse_args()
     print(
-        f"torch {torch.__version__}, {tensors.usable_cores()} cores, device {args.device}, seed {args.seed}, "
+        f"torch {torch.__version__}, {host.usable_cores()} cores, device {args.device}, seed {args.seed}, "
         f"{args.repeats} repeats, {args.step_episodes} episodes ({args.episodes}: rollout, async, {SINGLE})"
     )
     numbers = {}

@@ -22,7 +22,7 @@ from wire import run_counted
 use_package("rnn_rpc")
 
 from corpus import generated_corpus, get_next_batch, streams
-from glue import flags, tensors
+from glue import flags, host
 from glue.report import Meter
 from model import MODES
 from trainer import WARM_UP_STEPS
@@ -136,8 +136,8 @@ def parse_args(argv=None):
 
 def main():
     args = parse_args()
-    tensors.keep_freed_memory()  # every rank calls this, so the single process must too
-    cores = tensors.usable_cores()
+    host.keep_freed_memory()  # every rank calls this, so the single process must too
+    cores = host.usable_cores()
     print(
         f"torch {torch.__version__}, {cores} cores, device {args.device}, seed {args.seed}, {args.steps} steps of "
         f"T x B = {T} x {B} tokens, E = H = {H}, {LAYERS} layers",

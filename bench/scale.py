@@ -126,7 +126,7 @@ def alone():
     import rl_rpc  # bench/rl_rpc.py
     from actor import Actor
     from environment import make_env
-    from glue.tensors import keep_freed_memory
+    from glue.host import keep_freed_memory
     from play import load_policy
 
     keep_freed_memory()

@@ -17,7 +17,6 @@ import torch
 import torch.distributed.rpc as rpc
 from torch import nn
 
-from glue.tensors import to_wire
 from staleness import StalenessCounter
 
 # nn.EmbeddingBag draws its first values from N(0, 1).  With a learning rate of 0.05 the updates are so small beside
@@ -60,7 +59,8 @@ class EmbeddingShard(nn.EmbeddingBag):
         argument, because a trainer's torch.no_grad() has no effect in this process.
         """
         with torch.set_grad_enabled(with_gradient):
-            return to_wire(self(ids_I, offsets_B))
+            # RPC's CUDA support is beta, so tensors travel on the CPU.  Autograd follows cpu() and to().
+            return self(ids_I, offsets_B).cpu()
 
     def forward(self, ids_I, offsets_B):
         """Return the sums [B, D] on the table's device.
@@ -98,7 +98,7 @@ class EmbeddingShard(nn.EmbeddingBag):
 
     def get_rows(self):
         """Return this shard's rows [N / S, D].  Must not be called while a trainer trains."""
-        return to_wire(self.weight.detach())
+        return self.weight.detach().cpu()
 
     # ------------------------------------------------------------------------------------------- for the run's summary
 

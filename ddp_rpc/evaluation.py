@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
 from glue.report import check_finite
-from glue.tensors import seed_for, to_wire
+from glue.seeds import seed_for
 
 HELDOUT_BATCHES, HELDOUT_BAGS = 16, 512  # 8,192 bags: the standard error of an accuracy of 0.7 is about 0.005
 
@@ -48,7 +48,7 @@ def evaluate(model, log, heldout, step):
 
 def check_replicas(model):
     """Return 0.0, the largest difference between the trainers' replicas of `fc`; raise RuntimeError if it is not 0."""
-    lowest = to_wire(parameters_to_vector(model.fc.parameters()).detach())
+    lowest = parameters_to_vector(model.fc.parameters()).detach().cpu()
     highest = lowest.clone()
     dist.all_reduce(lowest, dist.ReduceOp.MIN)
     dist.all_reduce(highest, dist.ReduceOp.MAX)

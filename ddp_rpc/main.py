@@ -16,14 +16,14 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 from glue import flags, launch
-from glue.tensors import seed_for
+from glue.seeds import seed_for
 from master import HybridMaster
 from modes import MODES
 from ranks import ROLES, check_trainer_devices, divide_ranks, worker_name
 from trainer import _run_trainer, make_plan
 
 SIZES = ("num_trainers", "num_servers", "num_embeddings", "embedding_dim", "batch_bags", "batches", "epochs")
-AGREE = (*SIZES, "lr", "targets", "sparse")  # flags that must have the same value in all ranks
+MUST_MATCH = (*SIZES, "lr", "targets", "sparse")  # flags that must have the same value in all ranks
 
 
 def parse_args(argv=None):
@@ -44,7 +44,7 @@ def parse_args(argv=None):
     add("--targets", choices=["teacher", "random"], default="teacher", help=targets)
     sparse = "update only the rows that the batch used (without it: in averaged and pipelined, but not in sync)"
     add("--sparse", action="store_true", default=None, help=sparse)
-    add("--no_sparse", dest="sparse", action="store_false", help="update the whole table")
+    add("--no_sparse", dest="sparse", action="store_false", default=None, help="update the whole table")
     add("--table_device", choices=["same", "cpu"], default="same", help="the table's device: that of --device, or cpu")
     args = parser.parse_args(argv)
     if args.sparse is None:
@@ -58,7 +58,10 @@ def parse_args(argv=None):
     computing = [*range(args.num_trainers)]
     if args.table_device == "same":
         computing += range(args.num_trainers + 1, args.world_size)  # the servers
-    flags.check_arguments(parser, args, 3, ROLES, agree=AGREE, device_ranks=computing, writer=args.num_trainers)
+    writer = args.num_trainers  # the master
+    flags.check_arguments(
+        parser, args, min_world_size=3, roles=ROLES, must_match=MUST_MATCH, device_ranks=computing, writer=writer
+    )
     if args.num_servers > args.num_embeddings:
         parser.error(f"--num_servers {args.num_servers} is more than --num_embeddings {args.num_embeddings}")
     return args

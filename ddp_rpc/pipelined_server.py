@@ -8,7 +8,6 @@ from collections import defaultdict, deque
 
 import torch
 
-from glue.tensors import to_wire
 from stepping_server import SteppingShard
 
 embedding_shard = None  # the PipelinedShard of this process; a server has exactly one
@@ -63,7 +62,7 @@ def inline(tensor):
     RPC sends each tensor separately from the message.  With small tensors this takes more time than everything else.
     A numpy array is pickled into the message itself.
     """
-    return None if tensor is None else to_wire(tensor).numpy()
+    return None if tensor is None else tensor.cpu().numpy()
 
 
 def unpacked(array):

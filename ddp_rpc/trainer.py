@@ -12,7 +12,7 @@ import torch.distributed as dist
 from clicks import ClickLog
 from evaluation import check_replicas, draw_heldout, evaluate
 from glue.report import Meter, check_finite
-from glue.tensors import seed_for
+from glue.seeds import seed_for
 from model import HybridModel
 from modes import MODES
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from glue.tensors import dropout_mask
+from glue.seeds import dropout_mask
 
 
 class Net(nn.Module):

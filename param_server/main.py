@@ -16,7 +16,7 @@ import torch.distributed.rpc as rpc
 
 from glue import flags, launch
 from glue.flags import fraction, non_negative_int, positive_float, positive_int
-from glue.tensors import share_cores
+from glue.host import share_cores
 from mnist_data import Batches, load_digits
 from remote_server import make_parameter_server
 from remote_trainer import run_training_loop
@@ -29,7 +29,7 @@ from several_servers import make_range_server, run_range_loop
 # The training loop that a trainer runs in each mode.  The first mode is the tutorial's.
 MODES = {"remote": run_training_loop, "replica": run_replica_loop}
 REPLICA = ("consistency", "max_staleness", "sync_every", "num_servers", "overlap")
-AGREE = ("dataset", "epochs", "max_batches", "batch_size", "lr", "lr_step", "momentum", "no_dropout", *REPLICA)
+MUST_MATCH = ("dataset", "epochs", "max_batches", "batch_size", "lr", "lr_step", "momentum", "no_dropout", *REPLICA)
 
 
 def parse_args(argv=None):
@@ -75,7 +75,9 @@ def parse_args(argv=None):
     roles = f"{args.num_servers} server{'s' * (args.num_servers > 1)} and at least one trainer"
     device_ranks = [0] if args.mode == "remote" else None  # in `remote` the whole network is on the server
     size = args.num_servers + 1
-    flags.check_arguments(parser, args, min_world_size=size, roles=roles, agree=AGREE, device_ranks=device_ranks)
+    flags.check_arguments(
+        parser, args, min_world_size=size, roles=roles, must_match=MUST_MATCH, device_ranks=device_ranks
+    )
     if args.num_gpus is None:
         args.num_gpus = int(args.device == "cuda")
     if args.num_gpus == 2 and torch.cuda.device_count() < 2 and args.rank in (None, 0):

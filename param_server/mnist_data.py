@@ -21,7 +21,7 @@ import torch
 
 from drawn_digits import draw_digits
 from glue import UserError
-from glue.tensors import seed_for
+from glue.seeds import seed_for
 
 MEAN, STD = 0.1307, 0.3081  # of MNIST's training images, scaled to 0..1; the tutorial uses the same
 FILES = {

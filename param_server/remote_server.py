@@ -16,7 +16,6 @@ from torch.func import functional_call
 
 from digits_net import Net, devices_of
 from glue.report import check_finite
-from glue.tensors import to_wire
 from rpc_names import trainers
 from scoreboard import Scoreboard, Work
 
@@ -80,7 +79,7 @@ class ParameterServer(nn.Module):
             version = self.scoreboard.updates
         self.work_of[trainer] = Work(trainer, version, images=len(inp), batches=1)
         output = functional_call(self.layers_of[trainer], snapshot, (inp.to(self.input_device), dropout_key))
-        return to_wire(output)
+        return output.cpu()
 
     def get_param_rrefs(self):
         """Return an RRef to each parameter, for DistributedOptimizer.  It only reads, so it needs no lock."""

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.optim import DistributedOptimizer
 
 from glue.report import Meter, check_finite
-from glue.tensors import to_wire
 from remote_server import ServerSGD, get_parameter_server
 
 
@@ -33,7 +32,8 @@ class TrainerNet(nn.Module):
 
     def forward(self, x):
         """Return the server's log-probabilities (B, 10) for images (B, 1, 28, 28)."""
-        output = self.param_server_rref.rpc_sync().forward(self.rank, to_wire(x))
+        # RPC's CUDA support is beta, so tensors travel on the CPU.  Autograd follows cpu() and to().
+        output = self.param_server_rref.rpc_sync().forward(self.rank, x.cpu())
         return output.to(self.device)
 
 

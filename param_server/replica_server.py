@@ -21,7 +21,6 @@ from torch.nn.utils import parameters_to_vector
 
 from digits_net import Net
 from glue.report import check_finite
-from glue.tensors import to_wire
 from scoreboard import Scoreboard, Work
 
 replica_server = None  # the one ReplicaServer of this process
@@ -71,7 +70,7 @@ class FlatSGD:
 
     def state(self):
         """Return (weights (P,), momentum (P,) or (0,)), ready to be sent."""
-        return to_wire(self.weights), to_wire(self.velocity)
+        return self.weights.cpu(), self.velocity.cpu()
 
     def load(self, weights_P, velocity_P):
         """Copy the weights and the momentum of a checkpoint."""
@@ -183,7 +182,7 @@ class ReplicaServer:
 
     def answer(self):
         """Return (version, weights (P,)).  The version is the number of updates so far."""
-        return self.scoreboard.updates, to_wire(self.sgd.weights)
+        return self.scoreboard.updates, self.sgd.weights.cpu()
 
     # ---------------------------------------------------------------------- called by the Scoreboard, in this process
 

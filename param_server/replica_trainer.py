@@ -13,7 +13,6 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from digits_net import Net
 from glue.report import Meter, check_finite
-from glue.tensors import to_wire
 from replica_server import Push, get_replica_server
 
 
@@ -35,7 +34,7 @@ class Replica:
 
     def make_push(self, images, batches):
         """Return a Push of all gradients since the last one: of so many images, in so many batches."""
-        push = Push(self.rank, self.version, images, batches, gradient=to_wire(self.gradient()))
+        push = Push(self.rank, self.version, images, batches, gradient=self.gradient().cpu())
         self.net.zero_grad()
         return push
 

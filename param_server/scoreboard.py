@@ -17,7 +17,7 @@ import torch
 import torch.distributed.rpc as rpc
 
 from glue import UserError, checkpoint, report
-from glue.tensors import all_cores
+from glue.host import all_cores
 from mnist_data import load_digits, normalised
 from rpc_names import trainers
 

@@ -22,7 +22,6 @@ import torch.distributed.rpc as rpc
 from torch.nn.utils import parameters_to_vector
 
 from digits_net import Net
-from glue.tensors import to_wire
 from replica_server import FlatSGD, ReplicaServer
 from replica_trainer import Replica, train_replica
 from rpc_names import server_name
@@ -100,7 +99,7 @@ class RangeServer:
         """
         with self.lock:
             self.repeat(start, log)
-            return to_wire(self.sgd.weights)
+            return self.sgd.weights.cpu()
 
     def captured_at(self, version, start, log):
         """Catch up.  Return what was captured at `version`.  Called by the first server for a checkpoint (locked)."""

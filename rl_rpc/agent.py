@@ -16,7 +16,7 @@ from torch.distributed.rpc import RRef, remote
 
 from environment import make_env, reward_threshold, sizes
 from glue.report import check_finite
-from glue.tensors import seed_for
+from glue.seeds import seed_for
 from noise import EpisodeNoise
 from observer import Observer
 from open_calls import OpenCalls

@@ -18,7 +18,6 @@ from actor import Actor, draw_from_scores
 from agent import Agent
 from faster_observers import BatchedObserver, PackedObserver, RolloutObserver
 from glue.report import check_finite
-from glue.tensors import to_wire
 from policy import DTYPE
 from reinforce import Trajectory, log_probabilities, normalised_returns
 
@@ -194,7 +193,8 @@ class RolloutAgent(Agent):
 
     def weights(self):
         """Return a copy of the policy's weights. In `async` the policy may change while RPC still sends them."""
-        return {name: to_wire(weight).clone() for name, weight in self.policy.state_dict().items()}
+        # RPC's CUDA support is beta, so tensors travel on the CPU.
+        return {name: weight.cpu().clone() for name, weight in self.policy.state_dict().items()}
 
 
 class AsyncAgent(RolloutAgent):

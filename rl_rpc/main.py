@@ -47,9 +47,9 @@ def parse_args(argv=None):
     except ValueError as error:
         parser.error(str(error))
     roles = "rank 0 is the agent, every other rank an observer"
-    agree = ("env_id",)  # ranks that are started one by one must have the same values of these flags
+    must_match = ("env_id",)  # ranks that are started one by one must have the same values of these flags
     # Only the agent uses --device. The observers' copies of the policy compute one state at a time, on the CPU.
-    flags.check_arguments(parser, args, 2, roles, agree=agree, device_ranks=[0])
+    flags.check_arguments(parser, args, 2, roles, must_match=must_match, device_ranks=[0])
     return args
 
 

@@ -8,7 +8,7 @@ Shapes: T = environment steps of the episode, H = hidden units of the policy.
 
 import numpy as np
 
-from glue.tensors import seed_for
+from glue.seeds import seed_for
 
 
 def environment_seed(seed, ob_id, episode):
@@ -34,7 +34,7 @@ class EpisodeNoise:
     def __init__(self, seed, ob_id, episode, policy):
         self.hidden = policy.affine1.out_features
         self.dropout = policy.dropout
-        # numpy's generator draws a block in four fifths of the time of glue.tensors.dropout_mask.
+        # numpy's generator draws a block in four fifths of the time of glue.seeds.dropout_mask.
         self.generator = np.random.default_rng(seed_for(seed, ob_id, episode, 1))
         self.uniforms = []  # one float for each step
         self.masks_BH = []  # one array (BLOCK, H) for each block of steps

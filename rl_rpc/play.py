@@ -18,7 +18,7 @@ import gymnasium
 from actor import Actor
 from environment import make_env, sizes
 from glue import UserError, checkpoint, flags
-from glue.tensors import seed_for
+from glue.seeds import seed_for
 from policy import Policy
 
 

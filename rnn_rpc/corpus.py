@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from glue import UserError
-from glue.tensors import seed_for
+from glue.seeds import seed_for
 from markov_source import MarkovSource, spell_number
 
 UNKNOWN, END_OF_LINE = "<unk>", "<eos>"

@@ -8,8 +8,6 @@ Shapes: T = time steps, B = streams (b = streams of one micro-batch), L = layers
 
 import torch
 
-from glue.tensors import to_wire
-
 # Mode `overlap`: the parts into which a batch is cut.  More parts were slower, because each part adds a gradient of
 # V x H numbers to a sum.
 MICRO_BATCHES = 2
@@ -17,9 +15,9 @@ MICRO_BATCHES = 2
 
 def loss_on_server(model, input_TB, target_TB, hidden, step=0):
     """Mode `loss`: the trainer sends the targets to the decoder, and the decoder returns one number, the loss."""
-    emb_TBE = model.emb_table_rref.rpc_sync().forward(to_wire(input_TB), step).to(model.device)
+    emb_TBE = model.emb_table_rref.rpc_sync().forward(input_TB.cpu(), step).to(model.device)
     output_TBH, next_hidden = model.rnn(emb_TBE, hidden, step)
-    loss = model.decoder_rref.rpc_sync().loss(to_wire(output_TBH), to_wire(target_TB), step)
+    loss = model.decoder_rref.rpc_sync().loss(output_TBH.cpu(), target_TB.cpu(), step)
     return loss.to(model.device), next_hidden
 
 
@@ -34,7 +32,7 @@ def loss_overlapped(model, input_TB, target_TB, hidden, step=0):
 
     The result is exact: streams do not depend on each other, and only the order in which gradients are added differs.
     """
-    emb_TBE = model.emb_table_rref.rpc_sync().forward(to_wire(input_TB), step).to(model.device)
+    emb_TBE = model.emb_table_rref.rpc_sync().forward(input_TB.cpu(), step).to(model.device)
     # All micro-batches have the same number of streams, but the last one may have fewer.
     h_LBH, c_LBH = hidden
     emb_parts = emb_TBE.chunk(MICRO_BATCHES, dim=1)
@@ -53,7 +51,7 @@ def loss_overlapped(model, input_TB, target_TB, hidden, step=0):
         # call, outside of this autograd context.  The call below is not the first one: RNNModel.parameter_rrefs has
         # made a synchronous call through this RRef, so the type has already been received.
         decoder = model.decoder_rref.rpc_async()
-        losses.append(decoder.loss(to_wire(output_TbH), to_wire(target_Tb.contiguous()), step, first_stream))
+        losses.append(decoder.loss(output_TbH.cpu(), target_Tb.contiguous().cpu(), step, first_stream))
         next_h_parts.append(next_h_LbH)
         next_c_parts.append(next_c_LbH)
         first_stream += target_Tb.shape[1]

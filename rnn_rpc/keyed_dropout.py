@@ -9,7 +9,7 @@ Shapes: T = time steps, B = streams, L = layers, E = input size, H = hidden size
 import torch
 from torch import nn
 
-from glue.tensors import dropout_mask, seed_for
+from glue.seeds import dropout_mask, seed_for
 
 
 class KeyedDropout(nn.Module):

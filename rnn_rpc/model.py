@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.rpc import RRef
 
 from faster_modes import loss_on_server, loss_overlapped
-from glue.tensors import seed_for, to_wire
+from glue.seeds import seed_for
 from keyed_dropout import KeyedLSTM
 from remote_layers import Decoder, EmbeddingTable, summed_cross_entropy
 
@@ -44,9 +44,10 @@ class RNNModel(nn.Module):
         The code looks like that of a local model.  If a distributed autograd context is open, autograd records each
         tensor that is sent and received, and the backward pass follows these records.
         """
-        emb_TBE = self.emb_table_rref.rpc_sync().forward(to_wire(input_TB), step).to(self.device)
+        # RPC's CUDA support is beta, so tensors travel on the CPU.  Autograd follows cpu() and to().
+        emb_TBE = self.emb_table_rref.rpc_sync().forward(input_TB.cpu(), step).to(self.device)
         output_TBH, next_hidden = self.rnn(emb_TBE, hidden, step)
-        decoded_TBV = self.decoder_rref.rpc_sync().forward(to_wire(output_TBH), step).to(self.device)
+        decoded_TBV = self.decoder_rref.rpc_sync().forward(output_TBH.cpu(), step).to(self.device)
         return decoded_TBV, next_hidden
 
     def loss_on_trainer(self, input_TB, target_TB, hidden, step=0):

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from glue.tensors import to_wire
 from keyed_dropout import KeyedDropout
 from owners import RemoteLayer
 
@@ -34,7 +33,7 @@ class EmbeddingTable(RemoteLayer):
         # graph on the server.
         with torch.set_grad_enabled(self.training):
             emb_TBE = self.encoder(input_TB.to(self.device))
-            return to_wire(self.drop(emb_TBE, step))
+            return self.drop(emb_TBE, step).cpu()
 
 
 class Decoder(RemoteLayer):
@@ -54,7 +53,7 @@ class Decoder(RemoteLayer):
         Several calls may run at the same time.
         """
         with torch.set_grad_enabled(self.training):
-            return to_wire(self.decode(output_TBH, step))
+            return self.decode(output_TBH, step).cpu()
 
     def decode(self, output_TBH, step, first_stream=0):
         """Return the logits (T, B, V) of (T, B, H), on this process's device."""
@@ -69,7 +68,7 @@ class Decoder(RemoteLayer):
         """
         with torch.set_grad_enabled(self.training):
             logits_TBV = self.decode(output_TBH, step, first_stream)
-            return to_wire(summed_cross_entropy(logits_TBV, target_TB.to(self.device)))
+            return summed_cross_entropy(logits_TBV, target_TB.to(self.device)).cpu()
 
 
 def summed_cross_entropy(logits_TBV, target_TB):

@@ -14,7 +14,7 @@ from torch.distributed.optim import DistributedOptimizer
 
 import owners
 from glue.report import check_finite
-from glue.tensors import seed_for
+from glue.seeds import seed_for
 from model import MODES
 
 WARM_UP_STEPS = 5  # training steps that are not timed, because they open connections and use memory for the first time

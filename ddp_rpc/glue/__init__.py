@@ -2,18 +2,18 @@
 
     before_torch   what must happen before torch is imported
     launch         start the ranks: all of them from one process, one by one, or by a launcher
-    launchers      read this process's rank from torchrun, Slurm, Open MPI or an env:// environment
     job            the `job` that run_worker gets: how a rank joins the job, goes on without a lost rank, and leaves
     rendezvous     how a rank finds the supervisor, and on which network interface it listens
     supervisor     one connection per rank: who has joined, who waits, who is lost, when the job ends
     ending         how a job ends before its work is done, and the line that each rank prints then
-    flags          the command-line flags that all four packages share
+    flags          the flags that all four packages share, and the rank that a launcher gives (torchrun, Slurm, ...)
     report         what a run prints and writes: lines, progress bar, curves, summary, picture; the time of its steps
     checkpoint     write files completely or not at all; save and load checkpoints
-    tensors        devices, threads, tensors on the wire, random seeds
+    host           GPUs, cores, transports and memory of this machine
+    seeds          random numbers that depend on --seed alone
     trace          --trace: record every RPC
     timeline       the file or picture that --trace writes: both sides of every RPC on one time axis
-    check          --check: describe what a job would find on this machine
+    check          --check: what a job finds on its hosts, and the time of an RPC
 
 All four packages have identical copies: edit rl_rpc/glue, then run `python tests/tools/sync_glue.py`.
 """

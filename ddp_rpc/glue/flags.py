@@ -1,18 +1,19 @@
-"""The flags that all four packages share, and the checks that refuse wrong values.
+"""The flags that all four packages share, the launcher that may replace some of them, and the checks of their values.
 
-Runs first in every process; called from parse_args of each main.py.  A wrong command line gets one line that says what
+Runs first in every process, called from parse_args of each main.py.  A wrong command line gets one line that says what
 is wrong, and exit status 2.
 """
 
 import argparse
+import dataclasses
 import importlib.util
-import ipaddress
 import os
+import re
 import sys
 
-from glue.ending import PACKAGE
-from glue.launchers import find_place, with_underscores
-from glue.tensors import why_no_gpu
+from glue.host import why_no_gpu
+
+PACKAGE = os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def _number(kind, name, accept):
@@ -41,19 +42,6 @@ fraction = _number(float, "a fraction (0 <= x < 1)", lambda value: 0 <= value < 
 port_number = _number(int, "a port (1 to 65535)", lambda value: 0 < value < 65536)
 
 
-def _address(text):
-    """An argparse type for --master_addr: a host name, or an IPv4 address that leads to one machine."""
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return text  # a name
-    if address.is_unspecified:
-        raise argparse.ArgumentTypeError(f"{text} is no address of rank 0's machine that the other ranks could reach")
-    if address.version == 6:
-        raise argparse.ArgumentTypeError(f"{text} is an IPv6 address, and RPC here uses IPv4")
-    return text
-
-
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     pass
 
@@ -62,8 +50,8 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that accepts --world-size for --world_size, as torchrun does, and prints errors in one line."""
 
     def parse_known_args(self, args=None, namespace=None):
-        words = map(with_underscores, sys.argv[1:] if args is None else args)
-        return super().parse_known_args([*words], namespace)
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([with_underscores(word) for word in words], namespace)
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message} (--help shows every flag)\n")
@@ -82,8 +70,7 @@ def argument_parser(description, modes, world_size, on_lost=False):
     add("--world_size", type=positive_int, default=world_size, metavar="N", help="number of ranks in the job")
     rank_help = "start only this rank in this process (without this flag, all ranks are started on this machine)"
     add("--rank", type=non_negative_int, metavar="R", help=rank_help)
-    address_help = "address of rank 0's machine, where the ranks meet"
-    add("--master_addr", type=_address, default="localhost", metavar="HOST", help=address_help)
+    add("--master_addr", default="localhost", metavar="HOST", help="address of rank 0's machine, where the ranks meet")
     port_help = "port at that address (not used if all ranks are started on this machine: any free port is taken)"
     add("--master_port", type=port_number, default=29500, metavar="PORT", help=port_help)
     add("--join_timeout", type=positive_float, default=300, metavar="S", help="seconds to wait for missing ranks")
@@ -106,12 +93,13 @@ def argument_parser(description, modes, world_size, on_lost=False):
     add("--resume", action="store_true", help="load the file of --checkpoint and continue from it")
     restarts_help = "if a rank is lost or fails, start all ranks again from --checkpoint, at most N times"
     add("--max_restarts", type=non_negative_int, default=0, metavar="N", help=restarts_help)
+    parser.set_defaults(on_lost="stop", torchrun=False, restarts=0)
     if on_lost:
         on_lost_help = "if a worker is lost: stop the job, or continue with the workers that are left"
         add("--on_lost", choices=["stop", "continue"], default="stop", help=on_lost_help)
     trace_help = "record all RPCs (if rank 0 has this flag); .json: for ui.perfetto.dev; .png: a picture of one step"
     add("--trace", metavar="FILE", help=trace_help)
-    check_help = "print what a job would find on this machine, then exit; with --rank, also connect to all other ranks"
+    check_help = "instead of the work: print what each host offers, and time an RPC between every two ranks"
     add("--check", action="store_true", help=check_help)
     return parser
 
@@ -124,30 +112,28 @@ def launched_place(parser, args):
         parser.error(str(error))
 
 
-def check_arguments(parser, args, min_world_size, roles, max_world_size=None, agree=(), device_ranks=None, writer=0):
+def check_arguments(
+    parser, args, min_world_size, roles, max_world_size=None, must_match=(), device_ranks=None, writer=0
+):
     """Refuse values that cannot work (one line, exit status 2), and complete `args`, which do not change afterwards.
 
     `roles`: which rank has which role, as text for the error line about a wrong --world_size.
-    `agree`: the scenario's own flags that must have the same value in every rank.
+    `must_match`: the scenario's own flags that must have the same value in every rank.
     `device_ranks`: the ranks that compute on --device (default: all ranks); the others use no GPU.
-    `writer`: the rank that writes the files.
+    `writer`: the rank that reports the result, and so writes the files.
 
-    These attributes are added to `args`:
-
-    torchrun      whether torchrun has started this process
-    restarts      how many times this job has been started before
-    agree         the names of all flags that must have the same value in every rank
-    device_ranks  as above
+    Adds to `args`: must_match (the names of all such flags), device_ranks, torchrun (whether torchrun has started this
+    process) and restarts (how many times this job has been started before).
     """
-    args.on_lost = vars(args).get("on_lost", "stop")
-    args.agree = ("world_size", "mode", "seed", "check", "on_lost", *agree)
+    args.must_match = ("world_size", "mode", "seed", "check", "on_lost", *must_match)
     place = launched_place(parser, args)
     _take_place(args, place)
     _check_world_size(parser, args, min_world_size, max_world_size, roles)
     args.device_ranks = range(args.world_size) if device_ranks is None else device_ranks
     _check_combinations(parser, args)
+    _check_address(parser, args)
+    _check_files(parser, args, writer)
     device_chosen = _check_device(parser, args)
-    _check_paths(parser, args, writer)
     if not args.torchrun or args.rank == 0:  # torchrun's ranks share one console
         if place:
             print(f"rank {args.rank} of {args.world_size}, started by {place.launcher}", flush=True)
@@ -157,9 +143,8 @@ def check_arguments(parser, args, min_world_size, roles, max_world_size=None, ag
 
 def _take_place(args, place):
     """If a launcher has started this process, take rank, world size and address from it."""
-    args.torchrun = place is not None and place.launcher == "torchrun"
-    args.restarts = 0
     if place:
+        args.torchrun = place.launcher == "torchrun"
         args.rank, args.world_size = place.rank, place.world_size
         args.master_addr = place.address or args.master_addr
         args.master_port = place.port or args.master_port
@@ -200,31 +185,87 @@ def _check_device(parser, args):
     return said if computes_here else ""
 
 
-def _check_paths(parser, args, writer):
-    """Refuse paths that this process could not write to at the end."""
-    for flag in ("logdir", "plot", "summary_json", "checkpoint", "trace", "save"):
+def _check_address(parser, args):
+    if args.master_addr in ("", "0", "0.0.0.0"):
+        parser.error(f"--master_addr {args.master_addr!r}: give the address by which the other ranks reach rank 0")
+    if ":" in args.master_addr:
+        parser.error(f"--master_addr {args.master_addr}: give an IPv4 address or a host name (the port: --master_port)")
+
+
+def _check_files(parser, args, writer):
+    """Refuse, in the process that will write them, files that cannot be written."""
+    for flag in ("logdir", "plot", "summary_json", "checkpoint", "save", "trace"):
         path = vars(args).get(flag)
-        if not path or args.rank not in (None, 0 if flag == "trace" else writer):
-            continue
-        if why := _why_not_writable(path, is_folder=flag == "logdir") or _missing_library(flag, path):
+        written_here = args.rank in (None, 0 if flag == "trace" else writer)
+        if path and written_here and (why := _why_not_written(flag, path)):
             parser.error(f"--{flag} {path}: {why}")
 
 
-def _why_not_writable(path, is_folder):
-    target = os.path.realpath(path)
-    folder = os.path.dirname(target)
-    if os.path.isdir(target):
-        if not is_folder:
-            return "that is a folder, not a file"
-        folder = target
-    elif path.startswith(("/dev/", "/proc/")) and os.path.exists(path):
-        return ""  # a stream
+def _why_not_written(flag, path):
+    folder = os.path.dirname(os.path.realpath(path))
+    if flag == "logdir" and os.path.isdir(path):
+        folder = path
+    library = "tensorboard" if flag == "logdir" else "matplotlib"
+    draws = flag == "plot" or (flag == "trace" and path.endswith(".png"))
+    if (draws or flag == "logdir") and not importlib.util.find_spec(library):
+        return f"this needs {library} (pip install {library})"
+    if flag != "logdir" and os.path.isdir(path):
+        return "that is a folder, not a file"
     if not os.path.isdir(folder):
         return "that folder does not exist"
-    return "" if os.access(folder, os.W_OK) else "no permission to write to that folder"
+    if not os.access(folder, os.W_OK) and not path.startswith(("/dev/", "/proc/")):
+        return f"this user may not write in {folder}"
+    return ""
 
 
-def _missing_library(flag, path):
-    needed = {"plot": "matplotlib", "logdir": "tensorboard", "trace": "" if path.endswith(".json") else "matplotlib"}
-    library = needed.get(flag)
-    return f"this needs {library}, which is not installed" if library and not importlib.util.find_spec(library) else ""
+# ---------------------------------------------------------------------------------------------- launchers
+
+
+QUARTET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of torch's env://; Kubeflow's PyTorchJob sets them
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One rank's place in its job.  `address` and `port` are None if the launcher does not provide them."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    address: str | None = None
+    port: int | None = None
+
+
+def find_place(environ=os.environ):
+    """Return the Place that a launcher gave this process, or None if there is no launcher.
+
+    Raises ValueError, with one line for the user, if only some of the env:// variables are set.
+    """
+    meeting = (environ.get("MASTER_ADDR"), int(environ["MASTER_PORT"]) if environ.get("MASTER_PORT") else None)
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        if missing := [name for name in QUARTET if not environ.get(name)]:
+            raise ValueError(f"the environment sets some of {', '.join(QUARTET)}, but not {', '.join(missing)}")
+        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment (RANK, WORLD_SIZE, ...)"
+        return Place(launcher, int(environ["RANK"]), int(environ["WORLD_SIZE"]), *meeting)
+    # Checked before Slurm, because mpirun starts its ranks through a Slurm step of its own, with one task per host.
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        rank, world_size = (int(environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
+        return Place("Open MPI", rank, world_size, *meeting)
+    # A batch script and an interactive shell have SLURM_PROCID=0 too.  Only a step with several tasks starts ranks.
+    tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
+    if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ and tasks > 1:
+        host = _first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost"))
+        port = 15000 + (int(environ.get("SLURM_JOB_ID", 0)) + int(environ["SLURM_STEP_ID"])) % 10000
+        return Place("Slurm", int(environ["SLURM_PROCID"]), tasks, meeting[0] or host, meeting[1] or port)
+    return None
+
+
+def with_underscores(word):
+    """Return this word of a command line with underscores in its flag: "--world_size=3" for "--world-size=3"."""
+    name, equals, value = word.partition("=")
+    return name[:2] + name[2:].replace("-", "_") + equals + value if name.startswith("--") else word
+
+
+def _first_host(nodes):
+    """Return the first host of a list in Slurm's notation: "node03" for "node[03-07,9],other"."""
+    prefix, first, suffix = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodes).groups()
+    return prefix + (first or "") + suffix

@@ -21,10 +21,10 @@ import torch.multiprocessing as mp
 
 from glue import UserError, before_torch, check, checkpoint, ending, supervisor, timeline
 from glue.ending import End, leave_now
+from glue.host import keep_freed_memory
 from glue.job import Job
 from glue.rendezvous import listen, must_match, told_to_all
 from glue.supervisor import Supervisor
-from glue.tensors import keep_freed_memory
 
 GRACE_SECONDS, INTERRUPTED_GRACE_SECONDS = 4.0, 1.0  # time for the other ranks to print their line and end
 
@@ -35,9 +35,9 @@ def launch(run_worker, args, worker_name):
     `worker_name(rank, args)` returns a rank's RPC name.  Exit status: 0 if the work was done, 1 if it failed, 2 if this
     rank was refused, 128 + the signal's number if a signal interrupted the job.
     """
-    if args.check and args.rank is None:
-        status = check.explain(args)
-    elif args.rank is None:
+    if args.check:
+        run_worker = check.run_worker
+    if args.rank is None:
         status = _spawn(run_worker, args, worker_name)
     else:
         status = _run_rank(args.rank, run_worker, args, worker_name)
@@ -53,10 +53,7 @@ def _run_rank(rank, run_worker, args, worker_name, port=None):
     job = Job(rank, args, worker_name, port)
     try:
         job.join()
-        if args.check:
-            check.meet(job)
-        else:
-            run_worker(rank, args, job)
+        run_worker(rank, args, job)
         job.leave()
         if rank == 0 and not job.spawned:
             ending.print_losses_and_restarts(job.lost, args.restarts, job.names)

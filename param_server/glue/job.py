@@ -13,14 +13,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.rpc as rpc
 from torch.distributed.rpc import internal
 
 from glue import before_torch, checkpoint, ending, supervisor, timeline, trace
 from glue.ending import End, leave_now, within
+from glue.host import best_transport, devices_of, share_cores, start_cuda, tensorpipe_options
 from glue.rendezvous import Rendezvous, hold_store
 from glue.supervisor import BEAT_SECONDS, DONE
-from glue.tensors import best_transport, built_in, devices_of, share_cores, start_cuda
 
 SECONDS_TO_HEAR = 1.5  # after torchrun's SIGTERM, from the supervisor: torchrun may have seen that a rank is lost
 
@@ -57,17 +56,9 @@ class Job:
         transport = self.args.transport
         if transport == "auto":
             transport = best_transport(self.ranks_here)
-        # The channel "basic" sends tensors together with their message.  The default channel reads them from
-        # the peer's memory instead.  torch has no public name for either option, hence the underscores.
-        kwargs["_transports"] = built_in("_transports", ["shm", "uv"] if transport == "shm" else ["uv"])
-        # All channels for CPU tensors, in torch's own order.  Without this option torch also creates the channels for
-        # CUDA, which nothing uses.  They fail if the driver is too old or if ranks see different GPUs, and they poll if
-        # there is InfiniBand.
-        channels = ["basic"] if transport in ("shm", "tcp") else ["cma", "mpt_uv", "basic"]
-        kwargs["_channels"] = built_in("_channels", channels)
         meeting_point = (self.store("rpc"), self.rank, self.world_size)
         dist.register_rendezvous_handler("job", lambda *_, **__: iter([meeting_point]))
-        return rpc.TensorPipeRpcBackendOptions(init_method="job://", rpc_timeout=self.args.rpc_timeout, **kwargs)
+        return tensorpipe_options(transport, init_method="job://", rpc_timeout=self.args.rpc_timeout, **kwargs)
 
     def store(self, prefix):
         """Return a store for `dist.init_process_group(store=...)`, with keys of its own for each prefix.  In rank 0."""
@@ -167,7 +158,7 @@ class Job:
             self.link.send({"trace": recording})
 
     def _write_trace(self, end=None):
-        if self.args.trace and not self.args.check:
+        if self.args.trace:
             timeline.collect(self.args.trace, self.supervisor.traces, self.workers, end)
 
     # ---------------------------------------------------------------------------------------------- the job's state

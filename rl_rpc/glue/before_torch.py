@@ -4,17 +4,17 @@ Runs in the process that the user started.  Each spawned rank imports main.py, a
 it starts nothing.
 """
 
+import contextlib
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
+import shutil
 import signal
 import socket
 import sys
 
-for stream in range(3):  # a stream that was closed (`>&-`): else the next file or socket would get its number
-    try:
-        os.fstat(stream)
-    except OSError:
-        os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
-sys.stdout, sys.stderr = (each or open(os.devnull, "w") for each in (sys.stdout, sys.stderr))
+import psutil
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -29,14 +29,21 @@ def leave_at_once(number, _frame):
     os._exit(128 + number)
 
 
+def starts_ranks(words, environ=os.environ):
+    """Return whether a main.py with this command line and environment will start all ranks itself.
+
+    It is a guess, made before the command line is parsed.  If it is wrong, the job starts some seconds later.
+    """
+    flags = {word.partition("=")[0] for word in words}
+    launched = ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID")
+    return not flags & {"--rank", "--help", "-h"} and not any(name in environ for name in launched)
+
+
 def start_fork_server():
     """Start the fork server, the process from which all ranks are forked, unless it is running already.
 
     It imports torch and this package, and does nothing else.  So no rank has to import them again.
     """
-    import multiprocessing.forkserver
-    import multiprocessing.resource_tracker
-
     # torch first, then everything that main.py imports.  A torch optimizer imports torch._dynamo when it is made.
     modules = ["torch.distributed.rpc", "main", "torch._dynamo"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
@@ -61,14 +68,21 @@ def start_fork_server():
 
 
 def stop_fork_server():
-    """Kill the fork server and remove the folder of its socket.  The ranks keep running."""
-    if "multiprocessing.forkserver" in sys.modules:
-        import multiprocessing
-        import shutil
+    """Kill the fork server and remove the folder of its socket.  Ranks that still run end too, as torch asks for it."""
+    with contextlib.suppress(OSError, psutil.Error):
+        for child in psutil.Process().children():
+            if "multiprocessing.forkserver" in " ".join(child.cmdline()):
+                child.kill()
+    with contextlib.suppress(OSError):
+        shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
 
-        if pid := multiprocessing.forkserver._forkserver._forkserver_pid:  # there is no public name for it
-            os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(multiprocessing.process.current_process()._config.get("tempdir") or "", ignore_errors=True)
+
+def reopen_closed_streams():
+    """Let streams that the user has closed (`>&-`) lead to /dev/null, or sockets would get their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is this one
+            setattr(sys, name, open(number, "w" if number else "r"))
 
 
 def signals_as_bytes():
@@ -87,21 +101,20 @@ def signals_as_bytes():
     return received
 
 
-if STARTED_HERE:  # importing torch takes seconds; until the job handles signals itself, they end this process quietly
+if STARTED_HERE:
+    reopen_closed_streams()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        sys.exit(f"{os.path.basename(PACKAGE_FOLDER)}: the current directory has been deleted: cd to another one")
+    # Importing torch takes seconds.  Until the job handles signals itself, they end this process quietly.
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # a shell's `&` and nohup set SIG_IGN: keep ignoring the signal
             signal.signal(number, leave_at_once)
-    try:
-        os.getcwd()
-    except FileNotFoundError:  # torch's libraries cannot be loaded there either
-        sys.exit(f"{os.path.basename(PACKAGE_FOLDER)}: the current directory does not exist any more")
 
 # When a rank dies, each RPC thread of the other ranks logs this from C++, with a stack.  The glue prints one line
 # instead.  torch reads this level when it is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
-if STARTED_HERE:
-    from glue.launchers import starts_ranks
-
-    if starts_ranks(sys.argv[1:]):  # start it now: it imports torch while this process imports torch as well
-        start_fork_server()
+if STARTED_HERE and starts_ranks(sys.argv[1:]):  # start it now: it imports torch while this process does
+    start_fork_server()

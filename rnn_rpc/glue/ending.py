@@ -14,8 +14,8 @@ import threading
 import traceback
 
 from glue import UserError, checkpoint
+from glue.flags import PACKAGE
 
-PACKAGE = os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 CONNECTION_TROUBLE = re.compile(
     r"\beof\b|tensorpipe|connection|socket|ECONN|broken pipe|tim(ed?|e-) ?out|\b(Dist|TCP)Store", re.I
 )

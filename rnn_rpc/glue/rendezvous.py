@@ -15,7 +15,8 @@ import psutil
 import torch.distributed as dist
 
 from glue import UserError, checkpoint
-from glue.ending import PACKAGE, leave_now, within
+from glue.ending import leave_now, within
+from glue.flags import PACKAGE
 from glue.supervisor import Link, Supervisor
 
 # A rank that waits for others prints a line about it after so many seconds, and then again at this interval.
@@ -24,12 +25,12 @@ PRINT_AFTER_SECONDS, PRINT_EVERY_SECONDS = 3.0, 30.0
 
 def must_match(args):
     """Return the flags that must be the same in every rank, with this rank's values."""
-    return {"package": PACKAGE} | {flag: vars(args)[flag] for flag in args.agree}
+    return {"package": PACKAGE} | {flag: vars(args)[flag] for flag in args.must_match}
 
 
 def told_to_all(args, restarts, job_id):
     """Return what the supervisor tells all ranks about the job."""
-    return {"restarts": restarts, "id": job_id, "trace": bool(args.trace) and not args.check}
+    return {"restarts": restarts, "id": job_id, "trace": bool(args.trace)}
 
 
 class Rendezvous:

@@ -12,7 +12,7 @@ from helpers import package_on_path, run_main
 with package_on_path("ddp_rpc"):
     from clicks import ClickLog
     from embedding_server import INITIAL_STD
-    from glue.tensors import seed_for
+    from glue.seeds import seed_for
     from trainer import learning_rate
 
 SIZES = {"num_embeddings": 50, "embedding_dim": 12, "batch_bags": 6, "batches": 15, "epochs": 2, "lr": 0.05}

@@ -25,7 +25,6 @@ with package_on_path("ddp_rpc"):
     import evaluation
     import main
     import master
-    import pipelined_server
     import trainer
     from averaged_server import AveragingShard
     from clicks import ClickLog
@@ -151,9 +150,8 @@ def test_a_gradient_belongs_to_the_oldest_lookup_of_its_trainer():
 
 
 def test_a_server_starts_its_backward_where_the_table_is(monkeypatch):
-    """The backward pass starts at the sums on the table's device, not at the copy that to_wire made of them."""
-    for module in (embedding_server, pipelined_server):
-        monkeypatch.setattr(module, "to_wire", lambda tensor: tensor.detach().clone())
+    """The backward pass starts at the sums on the table's device, not at their copy on the CPU."""
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor.detach().clone())
     (shard,) = make_shards(1, shard_class=PipelinedShard)
     before = shard.get_rows()
     exchange(0, None, torch.tensor([3]), torch.tensor([0]))
@@ -481,7 +479,7 @@ def test_nothing_remote_is_configured_by_a_whole_command_line(monkeypatch):
     run_master(monkeypatch, "enough", send, send, args, devices=("cuda:0", "cuda:1", "cpu", "cuda:3"))
     assert {"cuda:0", "cuda:1", "cuda:3"} <= {value for value in sent if isinstance(value, str)}
     assert args not in sent
-    assert {field.name for field in dataclasses.fields(trainer.Plan)} <= set(args.agree)
+    assert {field.name for field in dataclasses.fields(trainer.Plan)} <= set(args.must_match)
 
 
 @pytest.mark.parametrize(

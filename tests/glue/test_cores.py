@@ -10,9 +10,9 @@ import pytest
 from helpers import ROOT, package_on_path
 
 with package_on_path("rl_rpc"):
-    from glue import tensors
+    from glue import host
 
-OWN = "print(__import__('sys').path.insert(0, {folder!r}) or __import__('glue.tensors').tensors.usable_cores())"
+OWN = "print(__import__('sys').path.insert(0, {folder!r}) or __import__('glue.host').host.usable_cores())"
 
 
 def usable_cores_of(prefix):
@@ -67,19 +67,19 @@ def test_quota_of_control_groups(membership, files, quota, tmp_path):
     for name, text in files.items():
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / name).write_text(text)
-    assert tensors.core_quota(tmp_path / "root", tmp_path / "membership") == quota
+    assert host.core_quota(tmp_path / "root", tmp_path / "membership") == quota
 
 
 @pytest.mark.parametrize("cores, ranks_here, transport", [(2, 2, "uv"), (4, 2, "shm"), (64, 33, "uv"), (1, 1, "uv")])
 def test_auto_takes_shared_memory_only_with_two_cores_for_each_rank(cores, ranks_here, transport, monkeypatch):
-    monkeypatch.setattr(tensors, "usable_cores", lambda: cores)
-    assert tensors.best_transport(ranks_here) == transport
+    monkeypatch.setattr(host, "usable_cores", lambda: cores)
+    assert host.best_transport(ranks_here) == transport
 
 
 @pytest.mark.parametrize("setting, workers, threads", [("2,1", 1, 2), ("4", 2, 2), ("1", 2, 1)])
 def test_threads_follow_omp_num_threads(setting, workers, threads, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", setting)
     chosen = []
-    monkeypatch.setattr(tensors.torch, "set_num_threads", chosen.append)
-    tensors.share_cores(workers)
+    monkeypatch.setattr(host.torch, "set_num_threads", chosen.append)
+    host.share_cores(workers)
     assert chosen == [threads]

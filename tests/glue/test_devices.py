@@ -7,7 +7,6 @@ and then fails.
 import re
 import shutil
 import subprocess
-import types
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from helpers import PACKAGES, ROOT, package_on_path, run_main, start_main
 from jobs import JOBS
 
 with package_on_path("rl_rpc"):
-    from glue import job, tensors
+    from glue import host
 
 # ----------------------------------------------------------------------------------------- which rank uses which device
 
@@ -38,7 +37,7 @@ def hellos(*places):
     ],
 )
 def test_the_ranks_of_a_host_take_its_gpus_in_turn(places, devices):
-    assert tensors.devices_of(hellos(*places)) == devices
+    assert host.devices_of(hellos(*places)) == devices
 
 
 @pytest.mark.parametrize(
@@ -55,17 +54,17 @@ def test_the_ranks_of_a_host_take_its_gpus_in_turn(places, devices):
 def test_only_ranks_that_compute_use_a_gpu(package, flags, ranks, monkeypatch):
     with package_on_path(package):
         import main
-        from glue import tensors
+        from glue import host
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "init", lambda: None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         args = main.parse_args([*flags, "--device", "cuda"])
-        assert [tensors.start_cuda(args.device, rank in args.device_ranks) for rank in range(args.world_size)] == [
+        assert [host.start_cuda(args.device, rank in args.device_ranks) for rank in range(args.world_size)] == [
             2 * (rank in ranks) for rank in range(args.world_size)
         ]
         args = main.parse_args(flags)
-        assert not any(tensors.start_cuda(args.device, rank in args.device_ranks) for rank in range(args.world_size))
+        assert not any(host.start_cuda(args.device, rank in args.device_ranks) for rank in range(args.world_size))
 
 
 def test_a_rank_that_does_not_compute_needs_no_gpu_on_its_host(monkeypatch, capsys):
@@ -112,20 +111,26 @@ def test_num_gpus_says_which_device(monkeypatch, capsys):
 # ----------------------------------------------------------------------------------------- how tensors cross the wire
 
 
-def test_only_channels_that_this_torch_has_are_named():
-    """On other platforms torch lacks some channels, and init_rpc fails if one of them is named."""
-    assert tensors.built_in("_channels", ["cma", "of_another_platform", "basic"]) == ["cma", "basic"]
-    assert tensors.built_in("_transports", ["of_another_platform", "uv"]) == ["uv"]
+@pytest.mark.parametrize("lacking", [TypeError("unexpected keyword argument"), RuntimeError("unknown transport")])
+def test_a_torch_without_these_transports_uses_its_own(lacking, monkeypatch):
+    made = []
+
+    def options(**keywords):
+        if "_channels" in keywords:
+            raise lacking
+        made.append(keywords)
+
+    monkeypatch.setattr(host.rpc, "TensorPipeRpcBackendOptions", options)
+    host.tensorpipe_options("shm", rpc_timeout=5)
+    assert made == [{"rpc_timeout": 5}]
 
 
 @pytest.mark.parametrize("transport, channels", [("uv", ["cma", "mpt_uv", "basic"]), ("tcp", ["basic"])])
 def test_no_channel_for_cuda_is_made(transport, channels, monkeypatch):
     """All channels for the CPU are named, in torch's own order."""
     made = []
-    monkeypatch.setattr(job.rpc, "TensorPipeRpcBackendOptions", lambda **keywords: made.append(keywords))
-    monkeypatch.setattr(job.dist, "register_rendezvous_handler", lambda *_: None)
-    settings = types.SimpleNamespace(transport=transport, auto_transport="uv", rpc_timeout=60)
-    job.Job.rpc_options(types.SimpleNamespace(args=settings, rank=0, world_size=1, store=lambda prefix: None))
+    monkeypatch.setattr(host.rpc, "TensorPipeRpcBackendOptions", lambda **keywords: made.append(keywords))
+    host.tensorpipe_options(transport)
     assert made[-1]["_channels"] == channels
 
 

@@ -1,4 +1,4 @@
-"""Which launcher has started this process, and with which rank (launchers.py)."""
+"""Which launcher has started this process, and with which rank (flags.py)."""
 
 import contextlib
 import os
@@ -8,7 +8,9 @@ import pytest
 from helpers import PACKAGES, assert_refused, package_on_path
 
 with package_on_path("rl_rpc"):
-    from glue.launchers import Place, find_place, starts_ranks
+    from glue.before_torch import starts_ranks
+
+    from glue.flags import Place, find_place
 
 QUARTET = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"}
 STEP = {"SLURM_STEP_ID": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3", "SLURM_JOB_ID": "4711"}
@@ -44,13 +46,13 @@ def test_the_place_that_a_launcher_gives(environ, place):
         (["--checkpoint", "c.pt", "--checkpoint-every=5", "--hidden_dim", "8"], {}, True),
         (["--rank", "0"], {}, False),
         (["--rank=1"], {}, False),
-        (["--check"], {}, False),
+        (["--check"], {}, True),
         (["-h"], {}, False),
         (["--help"], {}, False),
         ([], QUARTET, False),
         ([], {"RANK": "1"}, False),  # will be refused
         ([], STEP, False),
-        ([], STEP | {"SLURM_STEP_NUM_TASKS": "1"}, True),  # srun --pty bash
+        ([], STEP | {"SLURM_STEP_NUM_TASKS": "1"}, False),  # srun --pty bash: a wrong guess, which costs seconds only
         ([], OPEN_MPI, False),
     ],
 )
@@ -82,7 +84,7 @@ def test_that_is_what_the_parser_decides(package, monkeypatch):
                 word = spelled if action.nargs == 0 else f"{spelled}=1"
                 args, unknown = parsers[0].parse_known_args([word])
                 assert not unknown
-                assert starts_ranks([word], {}) == (args.rank is None and not args.check), word
+                assert starts_ranks([word], {}) == (args.rank is None), word
 
 
 @contextlib.contextmanager

@@ -410,18 +410,18 @@ def test_a_remote_exception_is_told_once_with_type_message_and_rank():
 
 @pytest.mark.parametrize("package", RL_AND_SLOWLY_THE_OTHERS)
 def test_check_explains_the_machine(package):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        done = run_main(package, "--check", "--master_port", port)
+    done = run_main(package, "--check")
     assert (done.returncode, done.stderr) == (0, "")
-    for word in (
-        socket.gethostname(),
-        "127.0.0.1 (lo)",
-        f"{port} is taken by process {os.getpid()}",
-        "GPUs",
-        "built in",
-    ):
+    for word in (socket.gethostname(), "127.0.0.1 (lo)", "intra-op thread", "GPUs", "ranks on cpu", "round trip"):
         assert word in done.stdout, (word, done.stdout)
+
+
+def test_check_with_trace_does_not_wait_for_recordings(tmp_path):
+    trace = tmp_path / "t.json"
+    started = time.monotonic()
+    with Job("rl_rpc", "terminals", ["--check", "--trace", str(trace)]) as job:
+        assert job.wait(60) == [0, 0, 0], job.text()
+    assert time.monotonic() - started < 40 and trace.exists()
 
 
 @pytest.mark.slow
@@ -505,21 +505,7 @@ def test_a_closed_stream_is_no_error(stream, tmp_path):
     assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "s.json").exists()
 
 
-@pytest.mark.slow
-def test_a_current_directory_that_is_gone_is_one_line(tmp_path):
-    (tmp_path / "gone").mkdir()
-    command = [sys.executable, str(ROOT / "rl_rpc" / "main.py"), *short("rl_rpc")]
-    gone = ["sh", "-c", 'rmdir "$(pwd)"; exec "$@"', "sh", *command]
-    done = subprocess.run(gone, capture_output=True, text=True, timeout=90, cwd=tmp_path / "gone")
-    assert_one_line_error(done, 1, "rl_rpc: the current directory does not exist any more")
-
-
-@pytest.mark.slow
-def test_check_with_trace_records_nothing_and_waits_for_nothing(tmp_path):
-    port, began = free_port(), time.monotonic()
-    flags = ["--world_size", 2, "--master_port", port, "--check", "--trace", tmp_path / "t.json"]
-    ranks = [start_main("rl_rpc", *flags, "--rank", rank) for rank in range(2)]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=50)
-        assert (rank.returncode, errors) == (0, "")
-    assert time.monotonic() - began < 50 and not (tmp_path / "t.json").exists()
+def test_a_deleted_current_directory_is_told_in_one_line(tmp_path):
+    command = f"mkdir {tmp_path}/d; cd {tmp_path}/d; rmdir ../d; exec {sys.executable} {ROOT}/rl_rpc/main.py"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert_one_line_error(done, 1, "the current directory has been deleted")

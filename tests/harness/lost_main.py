@@ -40,7 +40,7 @@ def parse_args():
     parser.add_argument("--enough", type=int, default=10**9)
     parser.add_argument("--fail", type=int, default=0)
     args = parser.parse_args()
-    flags.check_arguments(parser, args, min_world_size=2, roles="rank 0 counts", agree=("enough",))
+    flags.check_arguments(parser, args, min_world_size=2, roles="rank 0 counts", must_match=("enough",))
     return args
 
 

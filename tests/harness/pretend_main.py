@@ -19,7 +19,7 @@ import torch  # noqa: E402
 
 import main as package_main  # noqa: E402  (the package's main.py, through the path set above)
 import pretend_device  # noqa: E402
-from glue import job, tensors  # noqa: E402
+from glue import host, job  # noqa: E402
 
 
 def start_pretend(device, computes):
@@ -29,7 +29,7 @@ def start_pretend(device, computes):
 
 def pretend_devices_of(hellos):
     """Replaces devices_of, and calls it.  Every rank prints the devices of all ranks."""
-    names = [name.replace("cuda", "pretend") for name in tensors.devices_of(hellos)]
+    names = [name.replace("cuda", "pretend") for name in host.devices_of(hellos)]
     print("devices:", *names, flush=True)
     return names
 

@@ -70,8 +70,7 @@ def become(request):
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     server = multiprocessing.forkserver
     server.ensure_running = server._forkserver.ensure_running = lambda: None  # it is running already
-    # The fork server and its folder belong to the warm process, so this command must not remove them at its end.
-    multiprocessing.forkserver._forkserver._forkserver_pid = None
+    # The fork server's folder belongs to the warm process, so this command must not remove it at its end.
     multiprocessing.current_process()._config.pop("tempdir", None)
     sys.argv = request["argv"]
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))

@@ -83,7 +83,7 @@ def test_a_server_and_its_momentum_go_on_as_on_the_cpu(state_of, monkeypatch):
 
 
 def test_weights_that_are_sent_from_the_device_are_caught(monkeypatch):
-    monkeypatch.setattr(replica_server, "to_wire", lambda tensor: tensor)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor)
     with pytest.raises(TypeError, match="it must travel by way of the CPU"):
         replica_state(pretend_device.DEVICE, monkeypatch)
 

@@ -774,7 +774,7 @@ def test_the_defaults_are_the_tutorials_but_for_two():
 
 
 def test_ranks_must_agree_on_what_more_than_one_of_them_uses():
-    agree = set(arguments().agree)
+    agree = set(arguments().must_match)
     assert {"lr", "batch_size", "dataset", "consistency", "num_servers", "sync_every", "seed", "mode"} <= agree
     assert not {"checkpoint", "data_dir", "plot", "log_interval"} & agree  # these may differ between ranks
 

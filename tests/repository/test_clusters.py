@@ -14,7 +14,7 @@ import yaml
 from helpers import ROOT, package_on_path
 
 with package_on_path("rl_rpc"):
-    from glue.launchers import find_place
+    from glue.flags import find_place
 
 TEXT = (ROOT / "docs" / "CLUSTERS.md").read_text()
 SCRIPTS = re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)

@@ -375,18 +375,13 @@ def test_every_row_is_made_or_says_that_it_is_not():
 
 
 def test_the_example_of_check_is_what_it_prints():
-    (example,) = re.findall(r"^    \$ python rl_rpc/main.py --world_size 3 --check\n((?: {4}.+\n)+)", PAGE, re.M)
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        done = run_main("rl_rpc", "--world_size", 3, "--check", "--master_port", port)
-    expected = textwrap.dedent(example).splitlines()
-    labels = [line[:13] for line in expected]
-    assert [line[:13] for line in done.stdout.splitlines()] == labels
+    (example,) = re.findall(r"^    \$ python rl_rpc/main.py --world_size 2 --check\n((?: {4}.+\n)+)", PAGE, re.M)
+    done = run_main("rl_rpc", "--world_size", 2, "--check")
 
-    def masked(line):  # without what differs from machine to machine
-        line = re.sub(r"^(host +)\S+, which resolves to \S+|^(GPUs +)\d+ \(.*?\)|^(torch +)[\w.+]+", r"\1\2\3", line)
-        return re.sub(r"\(\w+\): choose|\b\d+\b", "", line)
+    def masked(text):  # without what differs from machine to machine, and in order
+        text = re.sub(r"^(host +)\S+|^(GPUs +)\d+ \(.*?\)|^(torch +)[\w.+]+", r"\1\2\3", text, flags=re.M)
+        return sorted(re.sub(r"\b\d+\b", "", text).splitlines())
 
-    assert [masked(line) for line in done.stdout.splitlines()] == [masked(line) for line in expected]
+    assert masked(done.stdout) == masked(textwrap.dedent(example))
     table = re.findall(r"^\| ([\w ]+) \| [^|]+ \| [\d, ]+ \|$", PAGE, re.MULTILINE)
-    assert {label.strip() for label in labels if label.strip() != "next"} == set(table)
+    assert set(table) <= {line[:13].strip() for line in done.stdout.splitlines()}

@@ -21,7 +21,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "
 from actor import Actor
 from environment import make_env, reward_threshold, sizes
 from faster_agents import PlayedTrajectory, clipped_loss
-from glue.tensors import seed_for
+from glue.seeds import seed_for
 from noise import EpisodeNoise, environment_seed
 from policy import DTYPE, Policy
 from reinforce import log_probabilities, normalised_returns, reinforce_loss

@@ -397,7 +397,7 @@ def test_importing_main_parses_and_seeds_and_starts_nothing(monkeypatch):
 
 
 def test_ranks_must_agree_on_the_environment():
-    assert {"env_id", "seed", "mode"} <= set(main_module.parse_args([]).agree)
+    assert {"env_id", "seed", "mode"} <= set(main_module.parse_args([]).must_match)
 
 
 # ---- concurrency -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from helpers import calls_in_steps, package_on_path, run_main
 with package_on_path("rl_rpc"):
     import noise
     import policy
-    from glue import tensors
+    from glue import seeds
 
 MODES = ("step", "packed", "batched", "rollout")
 EPISODES = 15
@@ -26,7 +26,7 @@ def single_process_reinforce(seed, episodes, observers=1, gamma=0.99):
     It keeps a graph for each step, as the tutorial does, and has its own loop for the returns. With the code under test
     it shares only the random numbers, and the initial weights, which follow from the seed.
     """
-    torch.manual_seed(tensors.seed_for(seed, 0))
+    torch.manual_seed(seeds.seed_for(seed, 0))
     network = policy.Policy()
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
     env = gym.make("CartPole-v1")

@@ -75,7 +75,7 @@ def test_the_policy_is_on_the_device_while_it_plays(run_agent, monkeypatch):
 
 
 def test_weights_that_are_sent_from_the_device_are_caught(run_agent, monkeypatch):
-    monkeypatch.setattr(test_agent.faster_agents, "to_wire", lambda tensor: tensor)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor)
     with pytest.raises(TypeError, match="it must travel by way of the CPU"):
         run_agent(pretend_device.DEVICE, "rollout", "--max_episodes", "1")
 

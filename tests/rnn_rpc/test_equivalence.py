@@ -26,7 +26,7 @@ with package_on_path("rnn_rpc"):
     import model
     import owners
     import remote_layers
-    from glue import report, tensors
+    from glue import report, seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
 MODES = list(model.MODES)
@@ -62,7 +62,7 @@ def train(*flags, device="cpu"):
 
 def one_process(optimizer="sgd", lr=5.0, clip=0.05, dropout=0.0, seed=1):
     """Train the same model in this process without RPC; return (losses, parameters by name)."""
-    own = {part: tensors.seed_for(seed, part) for part in ("table", "decoder", "rnn")}
+    own = {part: seeds.seed_for(seed, part) for part in ("table", "decoder", "rnn")}
     torch.manual_seed(own["rnn"])
     assert LAYERS == 2
     rnn = nn.ModuleDict({"layers": nn.ModuleList([nn.LSTM(E, H), nn.LSTM(H, H)])})
@@ -71,7 +71,7 @@ def one_process(optimizer="sgd", lr=5.0, clip=0.05, dropout=0.0, seed=1):
         nn.init.uniform_(weight, -0.1, 0.1, torch.Generator().manual_seed(own[part]))
     nn.init.zeros_(decoder.bias)
     after_table = keyed_dropout.KeyedDropout(dropout, own["table"])
-    between_layers = keyed_dropout.KeyedDropout(dropout, tensors.seed_for(own["rnn"], 1))
+    between_layers = keyed_dropout.KeyedDropout(dropout, seeds.seed_for(own["rnn"], 1))
     before_decoder = keyed_dropout.KeyedDropout(dropout, own["decoder"])
     parameters = [*table.parameters(), *rnn.parameters(), *decoder.parameters()]
     opt = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer](parameters, lr=lr)

@@ -49,6 +49,6 @@ def test_a_state_that_is_made_on_the_wrong_side_is_caught(monkeypatch):
 
 
 def test_a_tensor_that_is_sent_from_the_device_is_caught():
-    """RPC's pickler raises an error.  So the runs above would fail if a to_wire() were missing."""
+    """RPC's pickler raises an error.  So the runs above would fail if a cpu() were missing."""
     with pytest.raises(TypeError, match="it must travel by way of the CPU"):
         internal.serialize(torch.zeros(2, device=pretend_device.DEVICE))

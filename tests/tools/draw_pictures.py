@@ -193,7 +193,7 @@ def draw_strips(frames):
 
     import play
     from environment import make_env, sizes
-    from glue.tensors import seed_for
+    from glue.seeds import seed_for
     from policy import Policy
 
     torch.manual_seed(seed_for(1, 0))  # like the agent
@@ -219,7 +219,7 @@ def play_on(policy):
     import play
     from actor import Actor
     from environment import make_env
-    from glue.tensors import seed_for
+    from glue.seeds import seed_for
 
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # the renderer needs no screen
     env = make_env("CartPole-v1", render_mode="rgb_array")

@@ -1,11 +1,10 @@
-"""Devices, intra-op threads, tensors on the wire, memory, and random numbers.
+"""What this host offers to its ranks: GPUs, cores, transports, memory.
 
 Runs in every process.
 """
 
 import contextlib
 import ctypes
-import hashlib
 import os
 import pathlib
 import warnings
@@ -75,26 +74,21 @@ def devices_of(hellos):
     return devices
 
 
-def built_in(option, names):
-    """Return those of TensorPipe's `names` that this build of torch has.  `option`: _transports or _channels.
+def tensorpipe_options(transport, **kwargs):
+    """Return the options for init_rpc with this transport ("shm", "uv" or "tcp").  `kwargs` are passed to torch.
 
-    torch has no list of them, so each name is tried: torch refuses unknown ones (shm and cma exist only on Linux).
+    torch has no public name for transports and channels, hence the underscores.
     """
-    known = []
-    for name in names:
-        with contextlib.suppress(RuntimeError):
-            rpc.TensorPipeRpcBackendOptions(**{option: [name]})
-            known.append(name)
-    return known
-
-
-def to_wire(tensor):
-    """Return `tensor` on the CPU.  Called for every tensor that is sent by RPC.
-
-    torch's documentation calls RPC's CUDA support beta; it discourages it for RRef, distributed autograd and optimizer.
-    Autograd follows this copy to the CPU, and the receiver's .to(device), without further code.
-    """
-    return tensor.cpu()
+    # The channel "basic" sends tensors together with their message; "cma" reads them from the peer's memory instead.
+    # These are all channels for CPU tensors, in torch's own order.  Without this option torch also creates those for
+    # CUDA, which nothing uses: they fail if the driver is too old or if ranks see different GPUs, and they poll if
+    # there is InfiniBand.
+    channels = ["basic"] if transport in ("shm", "tcp") else ["cma", "mpt_uv", "basic"]
+    transports = ["shm", "uv"] if transport == "shm" else ["uv"]
+    try:
+        return rpc.TensorPipeRpcBackendOptions(_transports=transports, _channels=channels, **kwargs)
+    except (TypeError, RuntimeError):  # this torch has no such option, or this system no such transport (macOS)
+        return rpc.TensorPipeRpcBackendOptions(**kwargs)
 
 
 def usable_cores():
@@ -175,23 +169,3 @@ def keep_freed_memory():
         mallopt = ctypes.CDLL(None).mallopt
         for option, value in ((-3, 1 << 30), (-1, 1 << 30), (-8, 1)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_ARENA_MAX
             mallopt(option, value)
-
-
-def seed_for(seed, *parts):
-    """Return a 63-bit seed for one stream of random numbers.
-
-    It is a hash of `seed` (the flag --seed) and `parts` (for example the rank), so it is the same in every run.
-    """
-    text = ",".join(map(str, (seed, *parts)))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def dropout_mask(shape, p, *key, dtype=torch.float32):
-    """Return a dropout mask, on the CPU.  Its elements are 0 with probability `p`, otherwise 1 / (1 - p).
-
-    It depends on `key` alone: numbers and strings, such as a seed, a step and a layer.  torch's own dropout takes the
-    next numbers of a generator that all threads of the process share.  So its masks would be different with several RPC
-    threads, after a restart, or on a GPU.
-    """
-    generator = torch.Generator().manual_seed(seed_for(*key))
-    return torch.empty(shape, dtype=dtype).bernoulli_(1 - p, generator=generator).div_(1 - p)
