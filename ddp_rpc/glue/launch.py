@@ -7,26 +7,22 @@ Runs in every process.  There are three ways to start a job, and each rank then 
     torchrun --nproc-per-node 3 main.py       torchrun starts the ranks: rank 0 has the supervisor
 """
 
-import contextlib
-import copy
 import logging
 import multiprocessing
-import os
 import signal
 import threading
-import time
 import warnings
 
 import torch.multiprocessing as mp
 
-from glue import UserError, before_torch, check, checkpoint, ending, supervisor, timeline
+from glue import UserError, before_torch, check, checkpoint, ending, timeline
 from glue.ending import End, leave_now
 from glue.host import keep_freed_memory
 from glue.job import Job
 from glue.rendezvous import listen, must_match, told_to_all
-from glue.supervisor import Supervisor
+from glue.supervisor import DONE, Supervisor
 
-GRACE_SECONDS, INTERRUPTED_GRACE_SECONDS = 4.0, 1.0  # time for the other ranks to print their line and end
+GRACE_SECONDS = 4.0  # time for the other ranks to print their line and end
 
 
 def launch(run_worker, args, worker_name):
@@ -78,21 +74,21 @@ def _spawn(run_worker, args, worker_name):
     """Start every rank on this machine, and again after a loss if --max_restarts allows it; return the exit status."""
     signals, seen, attempt = before_torch.signals_as_bytes(), [], None
 
-    def forward():
+    def await_signals():
         while True:
             number = signals.recv(1)[0]
             if number in before_torch.SIGNALS:
                 seen.append(number)
-                attempt.interrupt(number)
+                attempt.supervisor.fail(ending.interrupted(number))  # which tells the ranks
 
     job_id = checkpoint.new_job_id()
     for restarts in range(args.max_restarts + 1):
         if restarts:
             ending.print_error(f"restart {restarts} of {args.max_restarts}")
-        attempt = _Attempt(run_worker, args, worker_name, told_to_all(args, restarts, job_id))
+        attempt = _Attempt(args, worker_name, told_to_all(args, restarts, job_id))
         if not restarts:
-            threading.Thread(target=forward, daemon=True).start()
-        end = attempt.run()
+            threading.Thread(target=await_signals, daemon=True).start()
+        end = attempt.run(run_worker)
         if end is None or not end.again or seen:
             break
     before_torch.stop_fork_server()
@@ -102,9 +98,8 @@ def _spawn(run_worker, args, worker_name):
 class _Attempt:
     """One attempt to run the job, in the process that starts its ranks."""
 
-    def __init__(self, run_worker, args, worker_name, told):
-        self.arguments = run_worker, copy.copy(args), worker_name
-        self.args, self.restarts = args, told["restarts"]
+    def __init__(self, args, worker_name, told):
+        self.args, self.worker_name, self.restarts = args, worker_name, told["restarts"]
         self.workers = [worker_name(rank, args) for rank in range(args.world_size)]
         self.names = ending.full_names(self.workers)
         self.listener = listen("127.0.0.1", 0)  # loopback only, and any port that is free
@@ -113,12 +108,15 @@ class _Attempt:
         self.has_left = False  # whether a rank has left because all have done their work
         self.reason_printed = False  # whether a rank has printed the reason
 
-    def run(self):
+    def run(self, run_worker):
         """Start the ranks and wait until all have ended; return the job's End, or None if all work was done."""
-        self._start()
-        for rank, process in self.running.copy().items():
-            threading.Thread(target=self._await_end, args=(rank, process), daemon=True).start()
-        self._wait_for_ranks()
+        self._start(run_worker)
+        with self.supervisor.changed:
+            self.supervisor.changed.wait_for(self._should_all_end)
+            self.supervisor.changed.wait_for(lambda: not self.running, GRACE_SECONDS)
+            for process in self.running.values():
+                process.kill()
+            self.supervisor.changed.wait_for(lambda: not self.running)
         self.listener.close()
         end = self.supervisor.end
         if end and not end.signal and not self.reason_printed:
@@ -134,34 +132,21 @@ class _Attempt:
             ending.print_losses_and_restarts(self.supervisor.lost, self.restarts, self.names)
         return end
 
-    def _start(self):
+    def _start(self, run_worker):
         before_torch.start_fork_server()
-        # Signals wait until all ranks are known, so that each rank gets them.
-        signal.pthread_sigmask(signal.SIG_BLOCK, before_torch.SIGNALS)
+        arguments = run_worker, self.args, self.worker_name, self.listener.getsockname()[1]
         try:
-            started = mp.start_processes(
-                _run_rank,
-                (*self.arguments, self.listener.getsockname()[1]),
-                self.args.world_size,
-                join=False,
-                start_method="forkserver",
-            )
+            ranks = mp.start_processes(
+                _run_rank, arguments, self.args.world_size, join=False, start_method="forkserver"
+            ).processes
         except OSError as error:  # too many processes, or open files
             ranks = multiprocessing.active_children()
             for process in ranks:
                 process.kill()
             leave_now(1, f"cannot start {self.names[len(ranks)]}: {error.strerror}")
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, before_torch.SIGNALS)
-        self.running = dict(enumerate(started.processes))
-
-    def interrupt(self, number):
-        """End the job because of a signal, and send it to the ranks.  Ctrl-C reaches them through the terminal, too."""
-        self.supervisor.fail(ending.interrupted(number))
-        with self.supervisor.changed:
-            for process in self.running.values():
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
-                    os.kill(process.pid, number)
+        self.running = dict(enumerate(ranks))
+        for rank, process in enumerate(ranks):
+            threading.Thread(target=self._await_end, args=(rank, process), daemon=True).start()
 
     def _await_end(self, rank, process):
         """Wait for the end of a rank's process, and judge it."""
@@ -170,41 +155,14 @@ class _Attempt:
         self.supervisor.wait_for_last_words(rank)
         with self.supervisor.changed:
             self.reason_printed |= code in (1, 2)  # the glue's own exit statuses: this rank has printed the reason
-            done = code == 0 and self.supervisor.passed() == supervisor.DONE
-            self.has_left |= done
-            if not done:
-                how = (
-                    f"killed by {signal.Signals(-code).name}"
-                    if code < 0
-                    else f"its process ended with exit status {code}"
-                )
-                self.supervisor.fail(End(rank, how))
+            if code == 0 and self.supervisor.passed() == DONE:
+                self.has_left = True
+            else:
+                killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
+                self.supervisor.fail(End(rank, killed or f"its process ended with exit status {code}"))
             del self.running[rank]
             self.supervisor.changed.notify_all()
 
-    def _wait_for_ranks(self):
-        """Return when all ranks have ended; kill those that do not end when they should."""
-        deadline = None
-        with self.supervisor.changed:
-            while self.running:
-                left = self._seconds_to_end()
-                if left is not None:
-                    deadline = min(deadline or float("inf"), time.monotonic() + left)
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        for process in self.running.values():
-                            process.kill()
-                        left = GRACE_SECONDS
-                self.supervisor.changed.wait(left)
-
-    def _seconds_to_end(self):
-        """Return how long the ranks that are still running may take to end; None if they need not end."""
-        if self.supervisor.end:
-            return (
-                INTERRUPTED_GRACE_SECONDS * (3 if self.args.trace else 1)
-                if self.supervisor.end.signal
-                else GRACE_SECONDS
-            )
-        if self.running.keys() <= self.supervisor.lost.keys():  # they are stopped
-            return INTERRUPTED_GRACE_SECONDS
-        return supervisor.LOST_AFTER_SECONDS if self.has_left else None
+    def _should_all_end(self):
+        only_lost = self.running.keys() <= self.supervisor.lost.keys()  # what still runs is stopped, or all have ended
+        return self.supervisor.end or self.has_left or only_lost

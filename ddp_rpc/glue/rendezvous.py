@@ -9,13 +9,12 @@ import json
 import os
 import socket
 import time
-from datetime import timedelta
 
 import psutil
 import torch.distributed as dist
 
 from glue import UserError, checkpoint
-from glue.ending import leave_now, within
+from glue.ending import leave_now
 from glue.flags import PACKAGE
 from glue.supervisor import Link, Supervisor
 
@@ -49,7 +48,9 @@ class Rendezvous:
     def connect(self):
         """Return (address of the interface towards rank 0, Link to the supervisor, the Supervisor if it is here)."""
         host, port = self._repeat(lambda: listen_only_towards(*self.wanted, announce=not self.spawned), "the address")
-        store = self._store_of_torchrun((host, port)) if self.through_torchrun else None
+        store = None
+        if self.through_torchrun:
+            store = dist.PrefixStore(PACKAGE, dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
         supervisor = None
         if self.rank == 0 and not self.spawned:
             restarts, job_id = self.args.restarts, checkpoint.new_job_id()
@@ -98,16 +99,6 @@ class Rendezvous:
     def give_up(self, status, why):
         """End this process.  The others need not be informed, because they do not depend on it yet."""
         leave_now(status, f"{self.names[self.rank]}: {why}")
-
-    def _store_of_torchrun(self, address):
-        patience = timedelta(seconds=min(60.0, self.args.join_timeout))
-        store = within(
-            min(30.0, self.args.join_timeout),
-            lambda: dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=patience),
-        )
-        if store is None:
-            self.give_up(1, f"what listens at {address[0]} port {address[1]} is not torchrun")
-        return dist.PrefixStore(PACKAGE, store)
 
     def _repeat(self, call, awaited, why=None):
         """Repeat call() until it does not fail, and return its result.  Give up at the deadline.
