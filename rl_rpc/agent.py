@@ -15,6 +15,7 @@ from torch import optim
 from torch.distributed.rpc import RRef, remote
 
 from environment import make_env, reward_threshold, sizes
+from glue import UserError
 from glue.report import check_finite
 from glue.seeds import seed_for
 from noise import EpisodeNoise
@@ -87,7 +88,7 @@ class Agent:
         trajectory, and an observer sends one call at a time. All calls read the policy, but none changes it;
         finish_episode does, after all observers have finished their episodes.
         """
-        trajectory = self.trajectories[ob_id]
+        trajectory = self.trajectory_of(ob_id)
         uniform, mask_H = trajectory.noise.at(len(trajectory.actions))
         state_D = torch.as_tensor(state, dtype=DTYPE, device=self.device)
         with torch.no_grad():
@@ -99,7 +100,17 @@ class Agent:
 
     def report_reward(self, ob_id, reward):
         """Called by observers. Store the reward (float) of the last action. It needs no lock, as select_action."""
-        self.trajectories[ob_id].rewards.append(reward)
+        self.trajectory_of(ob_id).rewards.append(reward)
+
+    def trajectory_of(self, ob_id):
+        """Return the Trajectory of an observer that calls; raise UserError if the observer was lost.
+
+        A process that was only stopped for a while goes on with its episode, and does not know that it was lost.
+        """
+        trajectory = self.trajectories.get(ob_id)
+        if trajectory is None:
+            raise UserError(f"observer{ob_id} was lost; the others play on without it")
+        return trajectory
 
     def finish_episode(self):
         """Train on the episodes of all observers; return the lowest of their total rewards. Sends no RPC.
@@ -136,7 +147,7 @@ class Agent:
         return self.episodes > 0 and self.running_reward > self.reward_threshold
 
     def forget(self, ob_id):
-        """Go on without a lost observer. If its process runs again later, its next call fails with a KeyError."""
+        """Go on without a lost observer. If its process runs again later, trajectory_of refuses its calls."""
         self.ob_rrefs.pop(ob_id, None)
         self.trajectories.pop(ob_id, None)
 

@@ -51,7 +51,7 @@ class PackedAgent(Agent):
         """
         if last_reward is not None:
             self.report_reward(ob_id, last_reward)
-        trajectory = self.trajectories[ob_id]
+        trajectory = self.trajectory_of(ob_id)
         uniform, mask_H = trajectory.noise.at(len(trajectory.actions))
         action, _ = self.actor.act(state, mask_H, uniform)
         trajectory.states.append(state)
@@ -100,8 +100,9 @@ class BatchedAgent(Agent):
         """
         if last_reward is not None:
             self.report_reward(ob_id, last_reward)
-        question = Question(self.trajectories[ob_id], state, torch.futures.Future())
         with self.batch_lock:
+            # Under the lock, as forget() needs it too: a lost observer cannot enter the batch after forget().
+            question = Question(self.trajectory_of(ob_id), state, torch.futures.Future())
             self.waiting[ob_id] = question
             batch = self._take_full_batch()
         self._answer(batch)
@@ -114,7 +115,7 @@ class BatchedAgent(Agent):
         """
         self.report_reward(ob_id, last_reward)
         with self.batch_lock:
-            self.playing.remove(ob_id)
+            self.playing.discard(ob_id)  # forget() may have come first
             batch = self._take_full_batch()
         self._answer(batch)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_late_calls_of_a_dropped_observer_are_refused(make_agent):
     for agent in (step, packed, batched):
         agent.forget(2)
     for call in calls:
-        with pytest.raises((KeyError, RuntimeError), match="2"):
+        with pytest.raises(ValueError, match=r"^observer2 was lost; the others play on without it$"):
             call()
 
 
@@ -130,6 +131,26 @@ def test_a_job_goes_on_without_an_observer(tmp_path, way, mode, number):
     assert line.startswith("rl_rpc: lost rank 2 (observer2): ") and line.endswith("; its episode is thrown away")
     assert "The job finished without rank 2 (observer2)." in text
     assert summary["lost"] == [2] and summary["episodes"] == 60
+
+
+@SLOW
+@pytest.mark.parametrize("mode", ["step", "packed"])
+def test_a_lost_observer_that_wakes_up_causes_no_traceback(mode):
+    """It goes on with its episode, so it calls the agent, which has forgotten it."""
+    flags = ["--on_lost", "continue", "--mode", mode, "--max_episodes", "1000000", "--reward_threshold", "1e9"]
+    with Job("rl_rpc", "terminals", [*flags, "--log_interval", "1"], fault=(0, "none", 0)) as job:
+        assert job.wait_for_text("Episode 3", 90), job.text()
+        os.kill(job.pid_of(2), signal.SIGSTOP)
+        assert job.wait_for_text("lost rank 2", 30), job.text()
+        os.kill(job.pid_of(2), signal.SIGCONT)
+        assert job.processes[2].wait(30) == 1, job.text()
+        played = job.text().count("Episode ")
+        while job.text().count("Episode ") < played + 5:  # the others play on, and have printed what there is to print
+            assert job.processes[0].poll() is None, job.text()
+            time.sleep(0.05)
+        agent, _, observer = (job.text([output]) for output in job.outputs[1::2])
+        assert agent.startswith("rl_rpc: lost rank 2 (observer2): ") and len(agent.splitlines()) == 1, job.text()
+        assert len(observer.splitlines()) == 1 and "observer2" in observer, job.text()
 
 
 @SLOW
