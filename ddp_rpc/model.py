@@ -33,8 +33,10 @@ class HybridModel(nn.Module):
             emb_rref.rpc_sync(timeout=0).ready()
         fc = nn.Linear(embedding_dim, NUM_CLASSES)
         for tensor in fc.state_dict().values():
-            # All trainers start with the values of trainer 0.  DDP can do this, too, but it would send tensors that are
-            # on `device`, and this program sends tensors only from the CPU.
+            # All trainers start with the values of trainer 0.  DDP can do this, too, but it would send them from
+            # `device`.  This line and the hook below send values only from the CPU.  DDP itself still broadcasts a few
+            # integers (the order of its buckets, at the second forward pass) on `device`: from reading torch's
+            # reducer.cpp, not from a run on a GPU.
             dist.broadcast(tensor, src=0)
         # DDP averages the gradients of all trainers in each backward pass.  The hook does it on the CPU.
         self.fc = DDP(fc.to(device), init_sync=False)

@@ -444,6 +444,19 @@ def test_trainers_on_cpus_and_gpus_are_refused_by_every_rank(rank):
         main.run_worker(rank, main.parse_args([]), job)
 
 
+def test_the_results_are_in_the_order_of_the_trainers(monkeypatch):
+    """The summary shows trainer 0's figures, also if another trainer has ended first."""
+    futures = {"trainer0": torch.futures.Future(), "trainer1": torch.futures.Future()}
+    futures["trainer1"].set_result("figures of trainer 1")
+    threading.Timer(0.2, futures["trainer0"].set_result, ["figures of trainer 0"]).start()
+
+    def close(_, results):
+        raise ValueError(", ".join(results))  # it ends run_master
+
+    monkeypatch.setattr(main.HybridMaster, "close", close)
+    run_master(monkeypatch, "figures of trainer 0, figures of trainer 1", rpc_async=lambda to, *_, **__: futures[to])
+
+
 def run_master(monkeypatch, error, rpc_async, remote=lambda *_, **__: None, args=None, devices=("cpu",) * 4):
     """Run the master's rank in a job without other ranks; assert that it raises a ValueError with this text."""
     stand_ins = {"init_rpc": lambda *_, **__: None, "RRef": lambda _: "rref", "rpc_async": rpc_async, "remote": remote}
