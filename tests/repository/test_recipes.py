@@ -113,11 +113,12 @@ def test_a_recipe_has_the_common_frame_and_needs_torch_alone(number):
             imported.add(node.module.partition(".")[0])
     assert imported <= {"torch"} | set(sys.stdlib_module_names)
     lines = [line for line in program.splitlines() if line]
-    assert 15 <= len(lines) <= 45 and all(len(line) <= 100 for line in lines)
-    assert lines[-4:-1] == [
+    assert 15 <= len(lines) <= 46 and all(len(line) <= 100 for line in lines)
+    assert lines[-5:-1] == [
         'if __name__ == "__main__":',
         '    os.environ.setdefault("MASTER_ADDR", "localhost")',
         '    os.environ.setdefault("MASTER_PORT", "29500")',
+        '    os.environ.update(TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")  # listen on loopback only',
     ]
     assert re.fullmatch(r" {4}mp\.spawn\(run, (args=.*, )?nprocs=[23]\)", lines[-1])
     assert "rpc.init_rpc(f" in program and "rpc.shutdown(" in program
