@@ -8,7 +8,7 @@ Runs in every process.  There are three ways to start a job, and each rank then 
 """
 
 import logging
-import multiprocessing
+import multiprocessing.connection
 import signal
 import threading
 import warnings
@@ -20,7 +20,7 @@ from glue.ending import End, leave_now
 from glue.host import keep_freed_memory
 from glue.job import Job
 from glue.rendezvous import listen, must_match, told_to_all
-from glue.supervisor import DONE, Supervisor
+from glue.supervisor import BEAT_SECONDS, DONE, Supervisor
 
 GRACE_SECONDS = 4.0  # time for the other ranks to print their line and end
 
@@ -104,19 +104,14 @@ class _Attempt:
         self.names = ending.full_names(self.workers)
         self.listener = listen("127.0.0.1", 0)  # loopback only, and any port that is free
         self.supervisor = Supervisor(self.names, must_match(args), told, self.listener, spawned=True)
-        self.running = {}  # rank -> its process; guarded by supervisor.changed
+        self.running = {}  # rank -> its process
         self.has_left = False  # whether a rank has left because all have done their work
         self.reason_printed = False  # whether a rank has printed the reason
 
     def run(self, run_worker):
         """Start the ranks and wait until all have ended; return the job's End, or None if all work was done."""
         self._start(run_worker)
-        with self.supervisor.changed:
-            self.supervisor.changed.wait_for(self._should_all_end)
-            self.supervisor.changed.wait_for(lambda: not self.running, GRACE_SECONDS)
-            for process in self.running.values():
-                process.kill()
-            self.supervisor.changed.wait_for(lambda: not self.running)
+        self._wait_for_ranks()
         self.listener.close()
         end = self.supervisor.end
         if end and not end.signal and not self.reason_printed:
@@ -145,23 +140,33 @@ class _Attempt:
                 process.kill()
             leave_now(1, f"cannot start {self.names[len(ranks)]}: {error.strerror}")
         self.running = dict(enumerate(ranks))
-        for rank, process in enumerate(ranks):
-            threading.Thread(target=self._await_end, args=(rank, process), daemon=True).start()
 
-    def _await_end(self, rank, process):
-        """Wait for the end of a rank's process, and judge it."""
-        process.join()  # by this thread only: a second one would see the exit status 255
+    def _wait_for_ranks(self):
+        """Return when all ranks have ended.  Those that should have ended long ago are killed."""
+        idle_seconds = 0.0
+        while self.running:
+            sentinels = {process.sentinel: rank for rank, process in self.running.items()}
+            ended = multiprocessing.connection.wait(sentinels, BEAT_SECONDS)
+            for sentinel in ended:
+                rank = sentinels[sentinel]
+                self._judge(rank, self.running.pop(rank))
+            if not ended and self._should_all_end():
+                idle_seconds += BEAT_SECONDS
+                if idle_seconds >= GRACE_SECONDS:
+                    for process in self.running.values():
+                        process.kill()
+
+    def _judge(self, rank, process):
+        """Find out why this rank's process has ended."""
+        process.join()
         code = process.exitcode
         self.supervisor.wait_for_last_words(rank)
-        with self.supervisor.changed:
-            self.reason_printed |= code in (1, 2)  # the glue's own exit statuses: this rank has printed the reason
-            if code == 0 and self.supervisor.passed() == DONE:
-                self.has_left = True
-            else:
-                killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
-                self.supervisor.fail(End(rank, killed or f"its process ended with exit status {code}"))
-            del self.running[rank]
-            self.supervisor.changed.notify_all()
+        self.reason_printed |= code in (1, 2)  # the glue's own exit statuses: this rank has printed the reason
+        if code == 0 and self.supervisor.passed() == DONE:
+            self.has_left = True
+        else:
+            killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
+            self.supervisor.fail(End(rank, killed or f"its process ended with exit status {code}"))
 
     def _should_all_end(self):
         only_lost = self.running.keys() <= self.supervisor.lost.keys()  # what still runs is stopped, or all have ended

@@ -86,9 +86,8 @@ def argument_parser(description, modes, world_size, on_lost=False):
         "auto: shm if this host has two cores for each of its ranks, else uv"
     )
     add("--transport", choices=["auto", "shm", "uv", "tcp"], default="auto", help=transport_help)
-    add("--logdir", metavar="DIR", help="write TensorBoard event files to this folder")
     add("--plot", metavar="FILE.png", help="draw the learning curve at the end")
-    add("--summary_json", metavar="FILE", help="write the result of the run at the end")
+    add("--summary_json", metavar="FILE", help="write the result and the curves of the run at the end")
     add("--checkpoint", metavar="FILE", help="save a checkpoint to this file at intervals and at the end")
     add("--resume", action="store_true", help="load the file of --checkpoint and continue from it")
     restarts_help = "if a rank is lost or fails, start all ranks again from --checkpoint, at most N times"
@@ -194,7 +193,7 @@ def _check_address(parser, args):
 
 def _check_files(parser, args, writer):
     """Refuse, in the process that will write them, files that cannot be written."""
-    for flag in ("logdir", "plot", "summary_json", "checkpoint", "save", "trace"):
+    for flag in ("plot", "summary_json", "checkpoint", "save", "trace"):
         path = vars(args).get(flag)
         written_here = args.rank in (None, 0 if flag == "trace" else writer)
         if path and written_here and (why := _why_not_written(flag, path)):
@@ -203,13 +202,10 @@ def _check_files(parser, args, writer):
 
 def _why_not_written(flag, path):
     folder = os.path.dirname(os.path.realpath(path))
-    if flag == "logdir" and os.path.isdir(path):
-        folder = path
-    library = "tensorboard" if flag == "logdir" else "matplotlib"
     draws = flag == "plot" or (flag == "trace" and path.endswith(".png"))
-    if (draws or flag == "logdir") and not importlib.util.find_spec(library):
-        return f"this needs {library} (pip install {library})"
-    if flag != "logdir" and os.path.isdir(path):
+    if draws and not importlib.util.find_spec("matplotlib"):
+        return "this needs matplotlib (pip install matplotlib)"
+    if os.path.isdir(path):
         return "that is a folder, not a file"
     if not os.path.isdir(folder):
         return "that folder does not exist"

@@ -28,11 +28,6 @@ class Report:
         self.scenario, self.args = scenario, args
         self.started = time.perf_counter()
         self.curves = {}  # name -> ([x, ...], [y, ...])
-        self.writer = None
-        if args.logdir:
-            from torch.utils.tensorboard import SummaryWriter  # seconds to import, so only when asked for
-
-            self.writer = SummaryWriter(args.logdir)
 
     def say(self, text):
         """Print a line on stdout, above the progress bar if there is one."""
@@ -44,15 +39,13 @@ class Report:
         return tqdm(total=total, unit=unit, leave=False, dynamic_ncols=True, disable=not sys.stderr.isatty())
 
     def scalar(self, name, value, step):
-        """Record one point of the curve `name`, for --logdir and --plot."""
+        """Record one point of the curve `name`, for --summary_json and --plot."""
         steps, values = self.curves.setdefault(name, ([], []))
         steps.append(step)
         values.append(float(value))
-        if self.writer:
-            self.writer.add_scalar(name, value, step)
 
     def close(self, plot, xlabel, floor=None, **figures):
-        """Write --summary_json, which includes the scenario's own `figures`, and --plot.  Returns the summary.
+        """Write --plot and --summary_json, with the scenario's own `figures` and all curves.  Returns the summary.
 
         `plot`: {label of the vertical axis: {name of a curve: its text in the legend}}; each axis gets a panel.
         `floor`: (label, value), drawn as a horizontal line in the last of these panels: a known bound or target.
@@ -61,11 +54,11 @@ class Report:
         seconds = round(time.perf_counter() - self.started, 3)
         summary = {"scenario": self.scenario, "torch": torch.__version__, "wall_seconds": seconds} | figures
         summary |= {name: vars(args)[name] for name in ("mode", "world_size", "seed", "device", "restarts")}
-        if self.writer:
-            self.writer.close()
         if args.summary_json:
-            content = json.dumps(summary, indent=2, allow_nan=False).encode() + b"\n"  # JSON has no NaN
-            write_aside(args.summary_json, lambda file: file.write(content))
+            written = summary | {"curves": self.curves}
+            lines = [f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in written.items()]
+            content = "{\n" + ",\n".join(lines) + "\n}\n"
+            write_aside(args.summary_json, lambda file: file.write(content.encode()))
         if args.plot:
             write_aside(args.plot, lambda file: self._draw(file, plot, xlabel, floor))
         return summary

@@ -5,7 +5,6 @@ each thread, dark while the thread works and pale while it waits, and arrows for
 """
 
 import collections
-import itertools
 import json
 import statistics
 
@@ -16,7 +15,7 @@ NO_THREAD = {"async": LANES[1], "remote": LANES[1], "held": LANES[3]}  # kinds o
 
 BAR_COLORS = {"waiting": "#c6dbec", "working": "#1d5b8c", "backward": "#7aa6c8"}
 STATES = {"backward": "backward", "run": "working", "step": "working", "work": "working"}  # by a bar's name or kind
-MESSAGE_COLORS = ("#d55e00", "#009e73", "#cc79a7", "#e69f00", "#000000")  # one for each process except the busiest
+MESSAGE_COLORS = ("#000000", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # of calls and answers, by the caller's rank
 ARROW = {"arrowstyle": "-|>", "linewidth": 0.9, "mutation_scale": 6, "shrinkA": 0, "shrinkB": 0}
 PAPER = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}  # the background of a name
 MOST_CALLS = 60  # in one picture
@@ -177,7 +176,10 @@ def _label(kind, rank, lane, name):
 
 
 def arrows(calls):
-    """Return two arrows for each call, one for the call and one for its answer.  An arrow is a pair of events."""
+    """Return two arrows for each call: one for the call, and one with an odd id for its answer.
+
+    An arrow is a pair of events.
+    """
     events = []
     for call, run, answered in calls:  # 1 ns before its end, an arrow's end is still inside the bar
         ends = (call, call["ts"]), (run, run["ts"]), (answered, end_of(answered) - 1), (call, end_of(call) - 1)
@@ -245,10 +247,6 @@ class View:
         self.bars = [bar for bar in bars if lane_of(bar) in busy] or bars
         lanes = sorted({lane_of(bar) for bar in self.bars}, reverse=True)
         self.rows = {lane: row for row, lane in enumerate(lanes)}
-        # The busiest rank, a server for example, has no color: a message has the color of its other end.
-        ends = collections.Counter(event["pid"] for event in events if event["ph"] in "sf")
-        others = sorted(rank for rank, _ in ends.most_common()[1:])
-        self.colors = dict(zip(others, itertools.cycle(MESSAGE_COLORS), strict=False))
 
     def _messages(self, events):
         """Return the messages that leave in this period, as (event at the sender, event at the receiver)."""
@@ -258,19 +256,10 @@ class View:
 
     def legend(self):
         """Return {text: mark} for the colors that occur."""
-        from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
 
         states = {state_of(bar) for bar in self.bars}
-        keys = {state: Patch(color=color) for state, color in BAR_COLORS.items() if state in states}
-        partners = {self._partner(message) for message in self.messages}
-        for rank, color in self.colors.items():
-            if rank in partners and len(self.colors) > 1:
-                keys[f"messages of {self.names['process_name', rank, 0]}"] = Line2D([], [], color=color, linewidth=1.5)
-        return keys
-
-    def _partner(self, message):
-        return next((rank for rank in sorted(end["pid"] for end in message) if rank in self.colors), None)
+        return {state: Patch(color=color) for state, color in BAR_COLORS.items() if state in states}
 
     def _milliseconds(self, event):
         return (event["ts"] - self.start) / 1e3
@@ -283,9 +272,10 @@ class View:
             place = self.rows[lane_of(bar)], length, 0.7, self._milliseconds(bar)
             axes.barh(*place, color=BAR_COLORS[state_of(bar)], edgecolor="white", linewidth=edge)
         for message in self.messages:
+            is_answer = message[0]["id"] % 2
+            arrow = ARROW | {"color": MESSAGE_COLORS[message[is_answer]["pid"] % len(MESSAGE_COLORS)]}
             tail, head = ((self._milliseconds(end), self.rows.get(lane_of(end))) for end in message)
             if tail[1] is not None and head[1] is not None:
-                arrow = ARROW | {"color": self.colors.get(self._partner(message), "black")}
                 axes.annotate("", head, tail, arrowprops=arrow, annotation_clip=False)
         self._write_names(axes)
         for event in self.job_ends:

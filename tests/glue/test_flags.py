@@ -94,12 +94,9 @@ def test_a_folder_without_write_permission_is_refused(tmp_path):
     assert done.returncode == 2 and f"this user may not write in {tmp_path}" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize(
-    "flag, name, library",
-    [("plot", "x.png", "matplotlib"), ("trace", "x.png", "matplotlib"), ("logdir", "runs", "tensorboard")],
-)
-def test_a_library_that_is_not_installed_is_named(flag, name, library, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{library!r}] = None")
-    done = run_main("rl_rpc", f"--{flag}", tmp_path / name, env={"PYTHONPATH": str(tmp_path)})
+@pytest.mark.parametrize("flag", ["plot", "trace"])
+def test_a_library_that_is_not_installed_is_named(flag, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['matplotlib'] = None")
+    done = run_main("rl_rpc", f"--{flag}", tmp_path / "x.png", env={"PYTHONPATH": str(tmp_path)})
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert f"this needs {library}" in done.stderr
+    assert "this needs matplotlib" in done.stderr

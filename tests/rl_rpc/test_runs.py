@@ -22,7 +22,7 @@ def test_default_command_prints_what_the_tutorial_prints(tmp_path):
     """World size 2, mode step. The run ends after --max_episodes; the tutorial's loop has no such limit."""
     summary_path, plot, saved = tmp_path / "summary.json", tmp_path / "curve.png", tmp_path / "saved.pt"
     flags = ("--max_episodes", 12, "--eval_episodes", 2, "--checkpoint", saved)
-    outputs = ("--summary_json", summary_path, "--plot", plot, "--logdir", tmp_path / "logs")
+    outputs = ("--summary_json", summary_path, "--plot", plot)
     outputs += ("--trace", tmp_path / "trace.json")
     done = run_main("rl_rpc", *flags, *outputs)
     assert (done.returncode, done.stderr) == (0, "")
@@ -36,7 +36,7 @@ def test_default_command_prints_what_the_tutorial_prints(tmp_path):
     assert summary["solved"] is False and summary["eval_mean_reward"] > 0 and summary["env_steps_per_second"] > 0
     calls = calls_in_steps(tmp_path / "trace.json", "agent")
     assert calls == 12 + 2 * summary["env_steps"]  # one made for each episode, two served for each step
-    assert plot.read_bytes().startswith(b"\x89PNG") and any((tmp_path / "logs").iterdir())
+    assert plot.read_bytes().startswith(b"\x89PNG")
     # The run equals the single-process loop with one observer.
     rewards, parameters = equivalence.single_process_reinforce(seed=1, episodes=12)
     assert f"Last reward: {rewards[9]:.2f}\t" in lines[1]

@@ -3,7 +3,6 @@
 main.run_trainer runs in this process.  The servers are the other processes of the group in conftest.py.
 """
 
-import glob
 import itertools
 import json
 import math
@@ -101,12 +100,9 @@ def one_process(optimizer="sgd", lr=5.0, clip=0.05, dropout=0.0, seed=1):
 
 
 def distributed(tmp_path, *flags, run=train):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    checkpoint, logs = tmp_path / "end.pt", tmp_path / "logs"
-    run(*SIZES, "--checkpoint", checkpoint, "--logdir", logs, *flags)
-    (events,) = glob.glob(f"{logs}/events*")
-    losses = [event.value for event in EventAccumulator(events).Reload().Scalars("loss/train")]
+    checkpoint, summary = tmp_path / "end.pt", tmp_path / "summary.json"
+    run(*SIZES, "--checkpoint", checkpoint, "--summary_json", summary, *flags)
+    _, losses = json.loads(summary.read_text())["curves"]["loss/train"]
     assert len(losses) == STEPS
     return losses, torch.load(checkpoint, weights_only=True)["state"]["model"]
 

@@ -118,7 +118,6 @@ def test_primer_steps_the_neighbours_tensors():
         ("--plot", "curve.png"),
         ("--checkpoint", "c.pt"),
         ("--resume",),
-        ("--logdir", "logs"),
         ("--world_size", "1"),
         ("--rank", "2"),
         ("--lr", "0"),
