@@ -33,16 +33,6 @@ def why_no_gpu():
     return "torch.cuda.is_available() is False"
 
 
-def gpu_names():
-    """Return (the names of this machine's GPUs, ""), or ([], one line that says why torch can use no GPU)."""
-    if why := why_no_gpu():
-        return [], why
-    try:
-        return [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())], ""
-    except RuntimeError as error:
-        return [], " ".join(str(error).split())
-
-
 def start_cuda(device, computes):
     """Start CUDA in this process; return how many GPUs this rank may use, 0 if it does not compute on a GPU.
 

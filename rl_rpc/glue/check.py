@@ -11,7 +11,7 @@ import torch
 import torch.distributed.rpc as rpc
 
 from glue import UserError
-from glue.host import gpu_names, usable_cores
+from glue.host import usable_cores, why_no_gpu
 from glue.rendezvous import interface_towards
 
 TRIES, SECONDS_TO_CONNECT = 50, 3.0
@@ -20,13 +20,13 @@ TRIES, SECONDS_TO_CONNECT = 50, 3.0
 def run_worker(rank, args, job):
     interface, own_address = interface_towards(job.host)
     if rank == 0 or not job.spawned:
-        gpus, why = gpu_names()
         print(f"host         {socket.gethostname()}")
         print(f"listens on   {own_address} ({interface}), the way to {job.host}")
         threads = f"{torch.get_num_threads()} intra-op thread(s) in each of {job.ranks_here} rank(s)"
         print(f"cores        {usable_cores()}: {threads}")
         places = ", ".join(dict.fromkeys(job.devices))
-        print(f"GPUs         {len(gpus)} ({', '.join(gpus) or why}); --device {args.device}: ranks on {places}")
+        gpus = why_no_gpu() or torch.cuda.get_device_name()
+        print(f"GPUs         {torch.cuda.device_count()} ({gpus}); --device {args.device}: ranks on {places}")
         print(f"torch        {torch.__version__}", flush=True)
     _connect(rank, own_address, job)
     job.wait_for_all()  # not reached by a rank that has raised, so the job ends before init_rpc can hang
