@@ -11,7 +11,6 @@ import threading
 import warnings
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from glue import UserError
 
@@ -61,10 +60,18 @@ def save(path, scenario, settings, state):
     `state` consists of tensors, numbers, strings, lists and dicts.  `settings`, {name: value}, are those settings that
     a run must share with this one if it is to resume from the checkpoint.
     """
-    state = tree_map_only(torch.Tensor, torch.Tensor.cpu, state)
+    state = _on_cpu(state)
     content = io.BytesIO()  # if the disk is full, torch's own writer does not report that as the reason
     torch.save({"scenario": scenario, "job": job_id, "settings": settings, "state": state}, content)
     write_aside(path, lambda file: file.write(content.getbuffer()))
+
+
+def _on_cpu(state):
+    if isinstance(state, dict):
+        return {name: _on_cpu(value) for name, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [_on_cpu(value) for value in state]
+    return state.cpu() if isinstance(state, torch.Tensor) else state
 
 
 def resume(args, scenario, settings):

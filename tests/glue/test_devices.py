@@ -213,7 +213,8 @@ def test_check_tells_how_the_driver_fails(failure, stub_driver):
     (init, version), words = FAILURES[failure]
     done = run_main("rl_rpc", "--check", env=stub_driver(init, version))
     assert done.returncode == 0, done.stderr
-    assert not [line for line in done.stderr.splitlines() if " tensorpipe/" not in line]  # it was asked for its messages
+    # The stub's environment asks TensorPipe for its messages.
+    assert not [line for line in done.stderr.splitlines() if " tensorpipe/" not in line]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("GPUs ")]
     assert line.startswith("GPUs         0 (") and words in line and line.endswith("--device cpu: ranks on cpu")
     assert "\ntorch        " in done.stdout  # the lines after it are printed too
