@@ -17,8 +17,8 @@ by its silence.
 import contextlib
 import dataclasses
 import json
-import multiprocessing.connection
 import socket
+import struct
 import threading
 import time
 
@@ -35,6 +35,8 @@ class Link:
 
     def __init__(self, connection):
         self.connection = connection
+        # A recv() that waits longer than this raises BlockingIOError.  (Unlike settimeout, it does not limit sendall.)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(BEAT_SECONDS), 0))
         self.received = bytearray()
         self.sending = threading.Lock()
 
@@ -60,39 +62,33 @@ class Link:
         Raises ConnectionError if the other process has ended, TimeoutError if it is silent, ValueError if what it sends
         is no message.
         """
+        while not (line := self._receive_line()):
+            pass
+        message = json.loads(line)
+        if not isinstance(message, dict):
+            raise ValueError(f"not a message: {line[:80]!r}")
+        return message
+
+    def _receive_line(self):
         # Only waits of this process are counted.  If it was stopped itself, perhaps with the whole job (Ctrl-Z), that
         # is one wait, however long it has lasted.
-        silent = 0.0
-        while True:
-            line, newline, rest = self.received.partition(b"\n")
-            if newline:
-                self.received = rest
-                silent = 0.0
-                if line:
-                    message = json.loads(line)
-                    if not isinstance(message, dict):
-                        raise ValueError(f"not a message: {line[:80]!r}")
-                    return message
-            elif not multiprocessing.connection.wait([self.connection], BEAT_SECONDS):
-                silent += BEAT_SECONDS
-                if silent >= LOST_AFTER_SECONDS:
-                    raise TimeoutError(f"silent for {silent:.0f} s (killed, stopped, or unreachable)")
-            else:
-                self._read()
-                silent = 0.0
-
-    def _read(self):
-        """Append what has come to `received`; if a long line is coming, all of it."""
-        while True:
+        silent, part = 0.0, self.received
+        while b"\n" not in part:
             try:
                 part = self.connection.recv(1 << 20)
+            except BlockingIOError:
+                silent += BEAT_SECONDS
+                if silent >= LOST_AFTER_SECONDS:
+                    raise TimeoutError(f"silent for {silent:.0f} s (killed, stopped, or unreachable)") from None
+                continue
             except OSError:  # reset, or the kernel has given up on the other host
                 part = b""
             if not part:
                 raise ConnectionError(ENDED)
+            silent = 0.0
             self.received += part
-            if b"\n" in part or not multiprocessing.connection.wait([self.connection], 0):
-                return
+        line, _, self.received = self.received.partition(b"\n")
+        return line
 
     def close(self):
         with contextlib.suppress(OSError):  # the other end is closed already
