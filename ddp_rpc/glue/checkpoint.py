@@ -67,10 +67,10 @@ def save(path, scenario, settings, state):
 
 
 def _on_cpu(state):
-    if isinstance(state, dict):
-        return {name: _on_cpu(value) for name, value in state.items()}
+    if isinstance(state, dict):  # or a Counter, which remains one
+        return type(state)({name: _on_cpu(value) for name, value in state.items()})
     if isinstance(state, (list, tuple)):
-        return [_on_cpu(value) for value in state]
+        return type(state)(map(_on_cpu, state))
     return state.cpu() if isinstance(state, torch.Tensor) else state
 
 

@@ -35,8 +35,9 @@ class Link:
 
     def __init__(self, connection):
         self.connection = connection
-        # A recv() that waits longer than this raises BlockingIOError.  (Unlike settimeout, it does not limit sendall.)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(BEAT_SECONDS), 0))
+        # A recv() that waits longer raises BlockingIOError.  (Unlike settimeout, this does not limit sendall.)
+        timeval = struct.pack("ll", int(BEAT_SECONDS), int(BEAT_SECONDS % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
         self.received = bytearray()
         self.sending = threading.Lock()
 

@@ -199,12 +199,9 @@ class Job:
         """Wait until every process that was started has ended; return their exit statuses.  Fails after `seconds`."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
-            if self.is_stopped(process.pid):  # stopped by the test (SIGSTOP): it will not end
-                continue
-            try:
-                process.wait(max(0.01, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                raise AssertionError(f"still running after {seconds} s:\n{self.text()}") from None
+            while process.poll() is None and not self.is_stopped(process.pid):  # by the test: then it will not end
+                assert time.monotonic() < deadline, f"still running after {seconds} s:\n{self.text()}"
+                time.sleep(0.01)
         return [process.returncode for process in self.processes]
 
     @staticmethod
