@@ -73,10 +73,10 @@ def test_ranks_that_have_just_begun_leave_quietly(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["spawned", "terminals"])
-@pytest.mark.parametrize("moment", range(20))
+@pytest.mark.parametrize("moment", range(12))
 def test_at_any_moment_from_the_first_instruction_on(way, moment):
     target = "group" if way == "spawned" and moment % 2 else "parent"
-    interrupt(way, list(STATUS)[moment % 3], target, moment * 6 / 19)
+    interrupt(way, list(STATUS)[moment % 3], target, moment * 6 / 11)
 
 
 @pytest.mark.parametrize(

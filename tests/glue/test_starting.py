@@ -155,7 +155,7 @@ def test_a_run_in_terminals_is_quiet_listens_on_loopback_only_and_leaves_nothing
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", ["rl_rpc", "ddp_rpc"])  # without a process group, and with one
 def test_torchrun_in_a_folder_with_files_named_like_ours(package, tmp_path):
     """The tests above do this for the other ways to start."""
     fill_with_traps(tmp_path)
@@ -374,8 +374,10 @@ def test_a_job_that_lost_a_rank_comes_back(package, way, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("older", ["no file", "a file of another job"])
-@pytest.mark.parametrize("way, flags", [("spawned", ["--max_restarts", "1"]), ("torchrun", [])])
+@pytest.mark.parametrize(
+    "way, flags, older",
+    [("spawned", ["--max_restarts", "1"], "a file of another job"), ("torchrun", [], "no file")],
+)
 def test_without_a_checkpoint_of_its_own_it_starts_afresh_and_says_so(way, flags, older, tmp_path):
     path = tmp_path / "c.pt"
     if older == "a file of another job":
