@@ -249,6 +249,7 @@ def session_members(session):
 
 
 def children_of(pid):
+    """Return the children of a process, in the order in which they were started (process ids wrap around)."""
     try:
         with open(f"/proc/{pid}/task/{pid}/children") as file:
             return [int(child) for child in file.read().split()]
@@ -262,7 +263,7 @@ def ranks_of(pid):
     The ranks are children of the fork server, which is a child of the process `pid`.
     """
     servers = forked(children_of(pid))
-    return sorted(rank for server in servers for rank in forked(children_of(server)))
+    return [rank for server in servers for rank in forked(children_of(server))]
 
 
 def forked(pids):
