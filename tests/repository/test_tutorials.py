@@ -63,7 +63,7 @@ STARTS = {
     "rl_rpc/tutorial_batch.py": (2, ["--world_size", "2", "--num_episode", "1"], "Last reward"),
     "rl_rpc/elastic.py": (2, [], "Episode"),
     "rnn_rpc/tutorial.py": (2, [], "Training epoch 0"),
-    "rnn_rpc/primer.py": (2, [], "rpc_sync"),
+    "docs/primer.py": (2, [], "rpc_sync"),
     "ddp_rpc/tutorial.py": (4, [], "Training done for epoch 0"),
     "param_server/tutorial.py": (2, ["--world_size", "2", "--dataset", "synthetic"], "training batch 0"),
     "param_server/tutorial_batch.py": (2, ["--world_size", "2"], "batch 0 loss"),

@@ -96,7 +96,7 @@ def test_wrong_command_lines_are_refused(flags, words, capsys):
 @pytest.mark.slow
 def test_primer_steps_the_neighbours_tensors():
     """With three workers, the worker that a worker calls is not the worker by which it is called."""
-    done = run_spawned("rnn_rpc/primer.py", "--world_size", 3, "--lr", 0.1)
+    done = run_spawned("docs/primer.py", "--world_size", 3, "--lr", 0.1)
     assert (done.returncode, done.stderr) == (0, "")
     for rank in range(3):
         mine = [line.partition(": ")[2] for line in done.stdout.splitlines() if line.startswith(f"worker{rank}:")]
@@ -126,7 +126,7 @@ def test_primer_steps_the_neighbours_tensors():
 )
 def test_primer_refuses_what_means_nothing_to_it(flags, monkeypatch, capsys):
     """Flags of main.py that primer.py does not have, and wrong values, give one line and exit status 2."""
-    primer = load_module(ROOT / "rnn_rpc" / "primer.py")
+    primer = load_module(ROOT / "docs" / "primer.py")
     monkeypatch.setattr("sys.argv", ["primer.py", *flags])
     with pytest.raises(SystemExit) as refused:
         primer.parse_args()

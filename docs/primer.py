@@ -7,7 +7,7 @@ Every worker runs the three lessons with its neighbour, which is the next worker
 
 Sources: two examples in torch's documentation.  `backward_through_a_call` follows the example of distributed autograd,
 in which another worker adds two tensors of the caller.  `run_ring` follows the example of the distributed optimizer,
-in which it is called `_run_process`.  Point 20 of DIFFERENCES.md lists the differences.
+in which it is called `_run_process`.  Point 20 of rnn_rpc/DIFFERENCES.md lists the differences.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def backward_through_a_call(neighbour, say):
 
 
 class SGD(optim.SGD):
-    """DistributedOptimizer replaces optim.SGD, but not this class, by a deprecated one (point 8 of DIFFERENCES.md)."""
+    """DistributedOptimizer replaces optim.SGD, but not this class, by another one (rnn_rpc/DIFFERENCES.md)."""
 
 
 def run_ring(neighbour, seeds, lr, say):
@@ -111,7 +111,7 @@ def run_worker(rank, args):
     name = f"worker{rank}"
     neighbour = f"worker{(rank + 1) % args.world_size}"
     # torch's default transport, shared memory, keeps a core busy for every worker, so all of them are slow if cores are
-    # few.  TCP ("uv") does not.  _transports is private to torch (point 22 of DIFFERENCES.md).
+    # few.  TCP ("uv") does not.  _transports is private to torch (point 22 of rnn_rpc/DIFFERENCES.md).
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
     rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
     torch.manual_seed(args.seed * args.world_size + rank)
@@ -151,7 +151,7 @@ if __name__ == "__main__":
     os.environ["MASTER_PORT"] = str(args.master_port)
     if args.master_addr in ("localhost", "127.0.0.1"):
         # Anyone who can connect to a worker can run code in it.  So RPC listens on the loopback interface only.  The
-        # store, at --master_port, still listens on all interfaces (point 21 of DIFFERENCES.md).
+        # store, at --master_port, still listens on all interfaces (point 21 of rnn_rpc/DIFFERENCES.md).
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
