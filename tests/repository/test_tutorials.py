@@ -14,6 +14,7 @@ from two_hosts import ADDRESSES, DEVICES, TwoHosts, why_not
 LIBRARIES = {"torch", "torchvision", "gymnasium", "numpy", "matplotlib"}
 NAMES = ("tutorial.py", "tutorial_batch.py", "single.py")
 PROGRAMS = [path for name in NAMES for path in sorted(ROOT.glob(f"*/{name}")) if path.parent.name in PACKAGES]
+PRIMER = ROOT / "docs" / "primer.py"
 
 
 def test_every_package_has_its_tutorial_and_the_same_without_rpc():
@@ -22,7 +23,7 @@ def test_every_package_has_its_tutorial_and_the_same_without_rpc():
     assert found == wanted | {"rl_rpc/tutorial_batch.py", "param_server/tutorial_batch.py"}
 
 
-@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: f"{path.parent.name}/{path.name}")
+@pytest.mark.parametrize("path", [*PROGRAMS, PRIMER], ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_a_program_in_one_file_needs_nothing_but_libraries(path):
     text = path.read_text()
     assert [line for line in text.splitlines() if len(line) > 100] == []
