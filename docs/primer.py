@@ -104,7 +104,6 @@ def _row(tensor):
 
 def run_worker(rank, args):
     """Run one worker. All do the same, and serve their neighbour's calls meanwhile."""
-    torch.set_num_threads(1)  # the ranks share the cores
     warnings.filterwarnings("ignore", "You are using a Backend")  # torch's own use of Gloo
     # DistributedOptimizer logs that Python's GIL may slow down a class such as SGD above.
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
