@@ -1,4 +1,4 @@
-"""A job for test_pretend_device.py: tutorial.py or single.py with --num_gpus 1 and the pretend device as the GPU.
+"""A job for test_pretend_device.py: a program in one file, with the pretend device as the GPU.
 
 python tests/param_server/pretend_tutorial_job.py PROGRAM BATCHES [the program's own flags]
 
@@ -18,18 +18,31 @@ import pretend_device
 
 PROGRAM, BATCHES = sys.argv[1], int(sys.argv[2])
 program = importlib.import_module(PROGRAM)
-load_all_digits = program.load_digits
+if PROGRAM == "tutorial_batch":
+    next_batch_of = program.Trainer.get_next_batch
 
+    def get_next_batch(trainer):
+        for inputs, labels in next_batch_of(trainer):
+            assert {str(inputs.device), str(labels.device)} == {pretend_device.DEVICE}
+            yield inputs, labels
 
-def few_digits(args, train):
-    trainers = getattr(args, "world_size", 2) - 1
-    return Subset(load_all_digits(args, train), range(trainers * BATCHES * 32 if train else 64))
+    program.Trainer.get_next_batch = get_next_batch
+    FLAGS = ["--num_batches", str(BATCHES)]
+else:
+    load_all_digits = program.load_digits
 
+    def few_digits(args, train):
+        trainers = getattr(args, "world_size", 2) - 1
+        return Subset(load_all_digits(args, train), range(trainers * BATCHES * 32 if train else 64))
 
-program.load_digits = few_digits
+    program.load_digits = few_digits
+    FLAGS = ["--dataset", "synthetic", "--num_gpus", "1"]
 
 
 def run_rank(rank, args):
+    if PROGRAM == "tutorial_batch":
+        program.run_worker(rank, args)
+        return
     program.run_rank(rank, args)
     if rank == 0:
         print("weights on", *{str(param.device) for param in program.param_server.model.parameters()})
@@ -38,7 +51,7 @@ def run_rank(rank, args):
 if __name__ == "__main__":
     assert pretend_device.MISSING is None
     command = sys.argv
-    sys.argv = [PROGRAM, "--dataset", "synthetic", "--num_gpus", "1", *command[3:]]
+    sys.argv = [PROGRAM, *FLAGS, *command[3:]]
     arguments = program.parse_args()
     sys.argv = command  # spawned ranks read it above
     if PROGRAM == "single":

@@ -130,3 +130,13 @@ def test_the_tutorial_and_the_same_without_rpc_train_on_a_device_as_on_the_cpu()
         optimizer.step()
     assert distributed == pytest.approx([expected[0], expected[5]], abs=1e-4)
     assert single == pytest.approx([expected[0], expected[5]], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_trainers_that_wait_for_each_other_train_on_a_device_as_on_the_cpu():
+    flags = ("--world_size", 3, "--master_port")
+    device = run_script("tests/param_server/pretend_tutorial_job.py", "tutorial_batch", 8, *flags, free_port())
+    cpu = run_script("param_server/tutorial_batch.py", "--num_batches", 8, *flags, free_port())
+    assert (device.returncode, cpu.returncode) == (0, 0), device.stderr + cpu.stderr
+    found, expected = (float(re.search(r"^Loss (\S+)", done.stdout, re.MULTILINE)[1]) for done in (device, cpu))
+    assert found == pytest.approx(expected, abs=1e-4)

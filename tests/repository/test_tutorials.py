@@ -67,7 +67,7 @@ STARTS = {
     "docs/primer.py": (2, [], "rpc_sync"),
     "ddp_rpc/tutorial.py": (4, [], "Training done for epoch 0"),
     "param_server/tutorial.py": (2, ["--world_size", "2", "--dataset", "synthetic"], "training batch 0"),
-    "param_server/tutorial_batch.py": (2, ["--world_size", "2"], "batch 0 loss"),
+    "param_server/tutorial_batch.py": (2, ["--world_size", "2"], "reporting grads"),
 }
 PORT = 29500  # the default of all programs; no other program runs on a host that a test has made
 on_a_host = pytest.mark.skipif(bool(why_not()), reason=why_not())
