@@ -96,22 +96,27 @@ def run(command):
 
 
 def accuracy_in(out):
-    return float(re.search(r"^Accuracy ([\d.]+)", out, re.MULTILINE)[1])
+    return float(re.findall(r"^Accuracy ([\d.]+)", out, re.MULTILINE)[-1])  # of the trainer that ends last
 
 
 # ------------------------------------------------------------------------------- measuring the time of a training loop
 
 
-def with_clock(run_training_loop):
-    """Return the training loop of tutorial.py or single.py in a function that also prints its start and its end."""
+def with_clock(program):
+    """Let tutorial.py or single.py print when its training begins and ends."""
+    run_training_loop, get_accuracy = program.run_training_loop, program.get_accuracy
+    times = {}
 
-    def timed(first, train_loader):  # first: in tutorial.py the rank, in single.py the network
-        started = time.time()  # the same clock in all processes of this machine
-        run_training_loop(first, train_loader)
-        times = {"images": len(train_loader.dataset), "started": started, "ended": time.time()}
-        print(json.dumps(times) + "\n", end="", flush=True)
+    def timed_loop(*arguments):
+        # time.time() is the same clock in all processes of this machine.
+        times.update(images=len(arguments[-2].dataset), started=time.time())
+        run_training_loop(*arguments)
 
-    return timed
+    def timed_accuracy(*arguments):  # the training loop calls it when the training is over
+        print(json.dumps(times | {"ended": time.time()}) + "\n", end="", flush=True)
+        get_accuracy(*arguments)
+
+    program.run_training_loop, program.get_accuracy = timed_loop, timed_accuracy
 
 
 def time_single(args):
@@ -121,13 +126,9 @@ def time_single(args):
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    args.dataset, args.seed = "mnist", 1
-    order = torch.Generator().manual_seed(args.seed + 1)
-    train_set = single.load_digits(args, train=True)
-    net = single.Net()
-    train_loader = single.DataLoader(train_set, batch_size=32, shuffle=True, generator=order)
-    with_clock(single.run_training_loop)(net, train_loader)
-    single.get_accuracy(single.DataLoader(single.load_digits(args, train=False), batch_size=32), net)
+    args.dataset, args.seed, args.num_gpus = "mnist", 1, 0
+    with_clock(single)
+    single.run_worker(args)
 
 
 def time_tutorial(args):
@@ -136,15 +137,18 @@ def time_tutorial(args):
     from jobs import free_port
 
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(free_port())
-    args.dataset, args.seed, args.world_size = "mnist", 1, 3
+    args.dataset, args.seed, args.num_gpus, args.world_size = "mnist", 1, 0, 3
     mp.spawn(run_tutorial_worker, args=(args,), nprocs=args.world_size)
 
 
 def run_tutorial_worker(rank, args):
+    import torch
+
     import tutorial
 
-    tutorial.run_training_loop = with_clock(tutorial.run_training_loop)
-    tutorial.run_worker(rank, args)
+    torch.set_num_threads(1)  # as in the other programs that are compared
+    with_clock(tutorial)
+    tutorial.run_rank(rank, args)
 
 
 def parse_args():

@@ -1,51 +1,104 @@
-"""The job of tutorial.py in one process, without RPC. `python single.py --help` lists the flags."""
+"""The same training as in tutorial.py, in one process: `diff single.py tutorial.py` shows what RPC
+adds. There is one trainer, with all images, as in `tutorial.py --world_size 2`. Both print the same
+losses.
+
+    python single.py
+    python single.py --dataset synthetic        # random patterns instead of MNIST: no download
+
+PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework" without RPC.
+"Difference 7" is number 7 in DIFFERENCES.md.
+"""
 
 import argparse
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
-from torch import nn, optim
+from torch import optim
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision import datasets, transforms
 
+# --------- MNIST network to train, from pytorch/examples -----
+
+
+def get_device(number, num_gpus):
+    """Return GPU `number`, counted from 0. If there are fewer: the last one, or else the CPU."""
+    count = min(num_gpus, torch.accelerator.device_count())
+    if count == 0:
+        return torch.device("cpu")
+    return torch.device(torch.accelerator.current_accelerator().type, min(number, count - 1))
+
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, num_gpus=0):
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 3, 1)
-        self.conv2 = nn.Conv2d(32, 64, 3, 1)
-        self.dropout1 = nn.Dropout(0.25)  # Dropout, not Dropout2d [8]
-        self.dropout2 = nn.Dropout(0.5)
-        self.fc1 = nn.Linear(9216, 128)
-        self.fc2 = nn.Linear(128, 10)
+        print(f"Using {num_gpus} GPUs to train")
+        self.num_gpus = num_gpus
+        device = get_device(0, num_gpus)
+        print(f"Putting first 2 convs on {device}")
+        self.conv1 = nn.Conv2d(1, 32, 3, 1).to(device)
+        self.conv2 = nn.Conv2d(32, 64, 3, 1).to(device)
+        # Put the rest of the network on the second GPU, if there is one.
+        device = get_device(1, num_gpus)
+        print(f"Putting rest of layers on {device}")
+        self.dropout1 = nn.Dropout2d(0.25).to(device)
+        self.dropout2 = nn.Dropout(0.5).to(device)  # x has no channels there (difference 8)
+        self.fc1 = nn.Linear(9216, 128).to(device)
+        self.fc2 = nn.Linear(128, 10).to(device)
 
     def forward(self, x):  # (B, 1, 28, 28)
-        x = F.relu(self.conv1(x))  # (B, 32, 26, 26)
-        x = F.max_pool2d(self.conv2(x), 2)  # (B, 64, 12, 12)
-        x = torch.flatten(self.dropout1(x), 1)  # (B, 9216)
-        x = self.dropout2(F.relu(self.fc1(x)))  # (B, 128)
-        return F.log_softmax(self.fc2(x), dim=1)  # (B, 10)
+        x = self.conv1(x)  # (B, 32, 26, 26)
+        x = F.relu(x)
+        x = self.conv2(x)
+        x = F.max_pool2d(x, 2)  # (B, 64, 12, 12)
+
+        x = self.dropout1(x)
+        x = torch.flatten(x, 1)  # (B, 9216)
+        # Move the tensor to the next device, if necessary.
+        next_device = next(self.fc1.parameters()).device
+        x = x.to(next_device)
+
+        x = self.fc1(x)  # (B, 128)
+        x = F.relu(x)
+        x = self.dropout2(x)
+        x = self.fc2(x)  # (B, 10)
+        output = F.log_softmax(x, dim=1)
+        return output
 
 
-def run_training_loop(net, train_loader):
+def run_training_loop(num_gpus, train_loader, test_loader):
+    net = Net(num_gpus=num_gpus)
+    device = get_device(0, num_gpus)
     opt = optim.SGD(net.parameters(), lr=0.03)
     for i, (data, target) in enumerate(train_loader):
-        loss = F.nll_loss(net(data), target)
-        if i % 20 == 0:
-            print(f"Training batch {i} loss {loss.item()}", flush=True)
         opt.zero_grad()
+        model_output = net(data.to(device))
+        target = target.to(model_output.device)
+        loss = F.nll_loss(model_output, target)
+        if i % 5 == 0:
+            print(f"Training batch {i} loss {loss.item()}", flush=True)
         loss.backward()
         opt.step()
+
     print("Training complete!")
+    print("Getting accuracy....")
+    get_accuracy(test_loader, net)
 
 
 def get_accuracy(test_loader, model):
     model.eval()
     correct_sum = 0
+    # Use a GPU to evaluate, if possible.
+    device = get_device(0, model.num_gpus)
     with torch.no_grad():
         for data, target in test_loader:
-            correct_sum += (model(data).argmax(dim=1) == target).sum().item()
-    print(f"Accuracy {correct_sum / len(test_loader.dataset)} (guessing: 0.1)")
+            out = model(data.to(device))
+            pred = out.argmax(dim=1, keepdim=True)
+            pred, target = pred.to(device), target.to(device)
+            correct = pred.eq(target.view_as(pred)).sum().item()
+            correct_sum += correct
+
+    print(f"Accuracy {correct_sum / len(test_loader.dataset)}")
 
 
 def load_digits(args, train):
@@ -61,8 +114,20 @@ def load_digits(args, train):
     return TensorDataset(images[part], labels[part])
 
 
+def run_worker(args):
+    train_set = load_digits(args, train=True)
+    order = torch.Generator().manual_seed(args.seed + 1)
+    train_loader = DataLoader(train_set, batch_size=32, shuffle=True, generator=order)
+    test_loader = DataLoader(load_digits(args, train=False), batch_size=32, shuffle=True)
+    run_training_loop(args.num_gpus, train_loader, test_loader)
+
+
+# --------- Launcher --------------------
+
+
 def parse_args():
-    parser = argparse.ArgumentParser(description="The job of tutorial.py without RPC")
+    parser = argparse.ArgumentParser(description="The same training without RPC")
+    parser.add_argument("--num_gpus", type=int, default=0, choices=(0, 1, 2), help="at most (0)")
     parser.add_argument("--seed", type=int, default=1, help="of all random numbers (1)")
     parser.add_argument("--dataset", choices=["mnist", "synthetic"], default="mnist")
     parser.add_argument("--data_dir", default="data", help="folder for MNIST (data)")
@@ -72,9 +137,4 @@ def parse_args():
 if __name__ == "__main__":
     args = parse_args()
     torch.manual_seed(args.seed)
-    order = torch.Generator().manual_seed(args.seed + 1)
-    train_set = load_digits(args, train=True)
-    train_loader = DataLoader(train_set, batch_size=32, shuffle=True, generator=order)
-    net = Net()
-    run_training_loop(net, train_loader)
-    get_accuracy(DataLoader(load_digits(args, train=False), batch_size=32), net)
+    run_worker(args)

@@ -1,13 +1,16 @@
-"""PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework" in one file.
+"""A parameter server: rank 0 has a network for MNIST, and all other ranks, the trainers, train it
+at the same time. A trainer sends images and gets predictions; the network's forward and backward
+pass and the optimizer's step run on the server.
 
-It follows the text of 2020-11-28, for torch 1.5. A number such as [4] is a point of DIFFERENCES.md.
-Rank 0 is the server and has the network. All other ranks are trainers, which train at the same
-time. Each trainer sends images to the server, gets predictions, and computes the loss. The
-backward pass through the network and the optimizer's step run on the server.
+    python tutorial.py                            # starts a server and three trainers here
+    python tutorial.py --world_size 2 --rank 0    # only the server; --rank 1 in another terminal
+    python tutorial.py --dataset synthetic        # random patterns instead of MNIST: no download
 
-python tutorial.py                            # starts a server and two trainers on this machine
-python tutorial.py --world_size 3 --rank 0    # only the server; ranks 1 and 2 in other terminals
-python tutorial.py --dataset synthetic        # random patterns instead of MNIST: no download
+Why RPC? DDP is the tool for copies of a model on many GPUs. Here there are no copies: a model that
+is too large for a trainer lives on other machines, and the trainers reach it by calls.
+
+PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework" (text of
+2020-11-28, code of 2025-08). "Difference 7" is number 7 in DIFFERENCES.md.
 """
 
 import argparse
@@ -22,143 +25,215 @@ import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
+import torch.nn as nn
 import torch.nn.functional as F
-from torch import nn, optim
+from torch import optim
 from torch.distributed.optim import DistributedOptimizer
 from torch.func import functional_call
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchvision import datasets, transforms
 
 warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of Gloo
-# DistributedOptimizer logs that it uses our class SGD unchanged. That is what we want.
+# DistributedOptimizer logs that Python's GIL may slow down a class such as SGD below.
 logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
+
+# --------- MNIST network to train, from pytorch/examples -----
+
+
+def get_device(number, num_gpus):
+    """Return GPU `number`, counted from 0. If there are fewer: the last one, or else the CPU."""
+    count = min(num_gpus, torch.accelerator.device_count())
+    if count == 0:
+        return torch.device("cpu")
+    return torch.device(torch.accelerator.current_accelerator().type, min(number, count - 1))
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, num_gpus=0):
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 3, 1)
-        self.conv2 = nn.Conv2d(32, 64, 3, 1)
-        self.dropout1 = nn.Dropout(0.25)  # Dropout, not Dropout2d [8]
-        self.dropout2 = nn.Dropout(0.5)
-        self.fc1 = nn.Linear(9216, 128)
-        self.fc2 = nn.Linear(128, 10)
+        print(f"Using {num_gpus} GPUs to train")
+        self.num_gpus = num_gpus
+        device = get_device(0, num_gpus)
+        print(f"Putting first 2 convs on {device}")
+        self.conv1 = nn.Conv2d(1, 32, 3, 1).to(device)
+        self.conv2 = nn.Conv2d(32, 64, 3, 1).to(device)
+        # Put the rest of the network on the second GPU, if there is one.
+        device = get_device(1, num_gpus)
+        print(f"Putting rest of layers on {device}")
+        self.dropout1 = nn.Dropout2d(0.25).to(device)
+        self.dropout2 = nn.Dropout(0.5).to(device)  # x has no channels there (difference 8)
+        self.fc1 = nn.Linear(9216, 128).to(device)
+        self.fc2 = nn.Linear(128, 10).to(device)
 
     def forward(self, x):  # (B, 1, 28, 28)
-        x = F.relu(self.conv1(x))  # (B, 32, 26, 26)
-        x = F.max_pool2d(self.conv2(x), 2)  # (B, 64, 12, 12)
-        x = torch.flatten(self.dropout1(x), 1)  # (B, 9216)
-        x = self.dropout2(F.relu(self.fc1(x)))  # (B, 128)
-        return F.log_softmax(self.fc2(x), dim=1)  # (B, 10)
+        x = self.conv1(x)  # (B, 32, 26, 26)
+        x = F.relu(x)
+        x = self.conv2(x)
+        x = F.max_pool2d(x, 2)  # (B, 64, 12, 12)
+
+        x = self.dropout1(x)
+        x = torch.flatten(x, 1)  # (B, 9216)
+        # Move the tensor to the next device, if necessary.
+        next_device = next(self.fc1.parameters()).device
+        x = x.to(next_device)
+
+        x = self.fc1(x)  # (B, 128)
+        x = F.relu(x)
+        x = self.dropout2(x)
+        x = self.fc2(x)  # (B, 10)
+        output = F.log_softmax(x, dim=1)
+        return output
 
 
-# torch's default transport, shared memory, keeps a core busy for every rank, so all ranks are
-# slow if cores are few. TCP ("uv") does not. _transports is private to torch [22].
-rpc_options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
-
-param_server = None
-global_lock = Lock()  # on the server: held while the network is made, cloned or changed
+# --------- Parameter server --------------------
 
 
 class ParameterServer(nn.Module):
-    def __init__(self):
+    """Trainers call its methods. Such a call runs on one of the server's RPC threads (16 by
+    default): several calls run at once, and a thread that waits for something is occupied."""
+
+    def __init__(self, num_gpus=0):
         super().__init__()
-        self.model = Net()
-        self.layers = copy.deepcopy(self.model).to("meta")  # on "meta" weights use no memory
+        self.model = Net(num_gpus=num_gpus)
+        self.input_device = get_device(0, num_gpus)
+        # The layers without weights: on the device "meta", a tensor has a shape and no memory.
+        self.layers = copy.deepcopy(self.model).to("meta")
 
-    def forward(self, inp):
-        """Return log-probabilities (B, 10) of images (B, 1, 28, 28). Trainers call it at any time.
+    def forward(self, inp, training):
+        """Return log-probabilities (B, 10) of images (B, 1, 28, 28).
 
-        Another trainer may change the weights before this trainer's backward pass. So [1]:
-        1. Each call computes with clones. Autograd passes through clone() back to the weights.
-        2. Cloning and steps take the same lock, so that all clones are of the same version.
-        3. Each call has layers of its own, because functional_call puts the clones into them.
+        Between this forward pass and its backward pass, another trainer's step may change the
+        weights in place, and autograd would refuse to go backward (difference 1). So each call
+        computes with clones. Gradients flow through clone() to the weights themselves.
         """
-        with global_lock:
+        inp = inp.to(self.input_device)
+        with global_lock:  # no step meanwhile: all clones are of one version of the weights
             weights = {name: param.clone() for name, param in self.model.named_parameters()}
-        layers = copy.deepcopy(self.layers)
-        return functional_call(layers, weights, (inp,))
+        # functional_call puts the clones into the module that it is given. Calls run at once, so
+        # two of them must not be given the same module.
+        layers = copy.deepcopy(self.layers).train(training)
+        out = functional_call(layers, weights, (inp,))
+        # RPC sends tensors of the CPU; for those of a GPU it needs device maps (difference 7).
+        return out.to("cpu")
 
     def get_dist_gradients(self, cid):
-        """Return {name: gradient} of a context. It needs no lock: only one trainer calls this."""
+        """Return {name: gradient}, to verify that distributed autograd has worked. This needs no
+        lock: the gradients are in the context `cid`, which belongs to the calling trainer."""
         grads = dist_autograd.get_gradients(cid)
         params = self.model.named_parameters()
-        return {name: grads[param] for name, param in params if param in grads}
+        return {name: grads[param].to("cpu") for name, param in params if param in grads}
 
     def get_param_rrefs(self):
-        """Return an RRef to each parameter. All trainers call this. It only reads: no lock."""
-        return [rpc.RRef(param) for param in self.model.parameters()]
+        """Return an RRef to each parameter, for DistributedOptimizer. It only reads: no lock."""
+        param_rrefs = [rpc.RRef(param) for param in self.model.parameters()]
+        return param_rrefs
 
 
-def get_parameter_server():
-    """Return the one ParameterServer. All trainers call this. The first call makes it."""
+# The one server of this process, and a lock: held while the server is made, and while its weights
+# are cloned or changed.
+param_server = None
+global_lock = Lock()
+
+
+def get_parameter_server(num_gpus=0):
+    """Return the server to all trainers. The call that comes first makes it."""
     global param_server
     with global_lock:
         if not param_server:
-            param_server = ParameterServer()
+            param_server = ParameterServer(num_gpus=num_gpus)
         return param_server
 
 
 class SGD(optim.SGD):
-    """SGD that takes the lock. (DistributedOptimizer replaces optim.SGD by another class [9].)"""
+    """The optimizer, which lives on the server, one for each trainer. It has to be a subclass: for
+    optim.SGD, DistributedOptimizer would use a version that takes no lock (difference 9)."""
 
     def step(self):
-        """Runs on the server, for each trainer. A lock of torch prevents two steps at once."""
-        with global_lock:  # our lock prevents cloning during a step
+        # Torch itself lets one step at a time run. Our lock keeps steps and cloning apart.
+        with global_lock:
             super().step()
-        self.zero_grad()  # remove the gradients that torch has put from the context into .grad
+        # DistributedOptimizer has copied the context's gradients to .grad. They must not stay: the
+        # next trainer's step would apply them again where its own context has no gradient.
+        self.zero_grad()
 
 
-def run_parameter_server(rank, args):
-    torch.manual_seed(args.seed)  # for weights and dropout (the masks depend on the order of calls)
-    test_loader = DataLoader(load_digits(args, train=False), batch_size=32)
+# TCP ("uv") instead of torch's default transport, shared memory: that one keeps a core busy in
+# every rank, so all ranks are slow if cores are few. _transports is private to torch.
+rpc_options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+
+
+def run_parameter_server(rank, world_size):
+    # The server needs no loop: its RPC threads answer the trainers. rpc.shutdown() waits until all
+    # ranks have called it, so the server ends when all trainers have finished.
     print("PS master initializing RPC")
-    name = "parameter_server"
-    rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=rpc_options)
+    rpc.init_rpc("parameter_server", None, rank, world_size, rpc_options)
     print("RPC initialized! Running parameter server...")
-    rpc.shutdown()  # waits for all ranks; until then RPC threads serve the trainers
+    rpc.shutdown()
     print("RPC shutdown on parameter server.")
-    print("Getting accuracy....")
-    get_accuracy(test_loader, param_server.model)
+
+
+# --------- Trainers --------------------
 
 
 class TrainerNet(nn.Module):
-    def __init__(self):
+    """The network as a trainer sees it. It has no layers: forward() runs on the server."""
+
+    def __init__(self, num_gpus=0):
         super().__init__()
-        self.param_server_rref = rpc.remote("parameter_server", get_parameter_server)
+        self.num_gpus = num_gpus
+        # get_parameter_server runs on the server, and its result stays there. We get a reference
+        # to it, an RRef. All trainers refer to the same object: a shared pointer, over the network.
+        name = "parameter_server"
+        self.param_server_rref = rpc.remote(name, get_parameter_server, args=(num_gpus,))
 
     def get_global_param_rrefs(self):
+        # rpc_sync() makes the method run in the process that owns the object, and waits for it.
         return self.param_server_rref.rpc_sync().get_param_rrefs()
 
     def forward(self, x):
-        return self.param_server_rref.rpc_sync().forward(x)
+        # eval() on the trainer cannot reach layers on the server, so the call says what it wants.
+        return self.param_server_rref.rpc_sync().forward(x, self.training)
 
 
-def run_training_loop(rank, train_loader):
-    net = TrainerNet()
+def run_training_loop(rank, num_gpus, train_loader, test_loader):
+    net = TrainerNet(num_gpus=num_gpus)
     param_rrefs = net.get_global_param_rrefs()
     opt = DistributedOptimizer(SGD, param_rrefs, lr=0.03)
     for i, (data, target) in enumerate(train_loader):
-        with dist_autograd.context() as cid:  # keeps gradients of its own: no zero_grad needed
-            loss = F.nll_loss(net(data), target)
-            if i % 20 == 0:
+        # The context records the calls inside it, so that backward() can go through them. In each
+        # process, it keeps the gradients of this step under the id `cid`.
+        with dist_autograd.context() as cid:
+            model_output = net(data)
+            target = target.to(model_output.device)
+            loss = F.nll_loss(model_output, target)
+            if i % 5 == 0:
                 print(f"Rank {rank} training batch {i} loss {loss.item()}", flush=True)
             dist_autograd.backward(cid, [loss])
-            if i == 0:  # only once, because this check sends all gradients [4]
+            # Ensure that gradients have arrived. Once is enough: it sends them all (difference 4).
+            if i == 0:
                 gradients = net.param_server_rref.rpc_sync().get_dist_gradients(cid)
                 assert len(gradients) == len(param_rrefs)
             opt.step(cid)
+
     print("Training complete!")
+    print("Getting accuracy....")
+    get_accuracy(test_loader, net)
 
 
 def get_accuracy(test_loader, model):
-    """Runs on the server [2], because TrainerNet.eval() would not reach the server's network."""
     model.eval()
     correct_sum = 0
+    # Use a GPU to evaluate, if possible.
+    device = get_device(0, model.num_gpus)
     with torch.no_grad():
         for data, target in test_loader:
-            correct_sum += (model(data).argmax(dim=1) == target).sum().item()
-    print(f"Accuracy {correct_sum / len(test_loader.dataset)} (guessing: 0.1)")
+            out = model(data)
+            pred = out.argmax(dim=1, keepdim=True)
+            pred, target = pred.to(device), target.to(device)
+            correct = pred.eq(target.view_as(pred)).sum().item()
+            correct_sum += correct
+
+    print(f"Accuracy {correct_sum / len(test_loader.dataset)}")
 
 
 def load_digits(args, train):
@@ -174,10 +249,38 @@ def load_digits(args, train):
     return TensorDataset(images[part], labels[part])
 
 
+def run_worker(rank, args):
+    print(f"Worker rank {rank} initializing RPC")
+    rpc.init_rpc(f"trainer_{rank}", None, rank, args.world_size, rpc_options)
+    print(f"Worker {rank} done initializing RPC")
+    # init_rpc has waited for all ranks, also for the server, which has downloaded MNIST by now.
+    train_set = load_digits(args, train=True)
+    # This trainer's part of the images, so that the trainers make one epoch together.
+    train_set = Subset(train_set, range(rank - 1, len(train_set), args.world_size - 1))
+    order = torch.Generator().manual_seed(args.seed + rank)
+    train_loader = DataLoader(train_set, batch_size=32, shuffle=True, generator=order)
+    test_loader = DataLoader(load_digits(args, train=False), batch_size=32, shuffle=True)
+    run_training_loop(rank, args.num_gpus, train_loader, test_loader)
+    rpc.shutdown()  # waits for the server and the other trainers
+
+
+# --------- Launcher --------------------
+
+
+def run_rank(rank, args):
+    torch.manual_seed(args.seed + rank)
+    if rank == 0:
+        load_digits(args, train=True)  # one rank downloads, before the others read (difference 10)
+        run_parameter_server(0, args.world_size)
+    else:
+        run_worker(rank, args)
+
+
 def parse_args():
     parser = argparse.ArgumentParser(description="Parameter-Server RPC based training")
-    parser.add_argument("--world_size", type=int, default=3, help="ranks: server and trainers (3)")
+    parser.add_argument("--world_size", type=int, default=4, help="ranks: server and trainers (4)")
     parser.add_argument("--rank", type=int, help="start only this rank; 0 is the server")
+    parser.add_argument("--num_gpus", type=int, default=0, choices=(0, 1, 2), help="at most (0)")
     parser.add_argument("--master_addr", default="localhost", help="host of rank 0 (localhost)")
     parser.add_argument("--master_port", type=int, default=29500, help="a free port on it (29500)")
     parser.add_argument("--seed", type=int, default=1, help="of all random numbers (1)")
@@ -191,40 +294,21 @@ def parse_args():
     return args
 
 
-def run_worker(rank, args):
-    """Run one rank in this process: the server or a trainer. Sets torch's number of threads."""
-    torch.set_num_threads(1)  # per operation, because ranks and RPC threads share the cores
-    if rank == 0:
-        run_parameter_server(rank, args)
-        return
-    print(f"Worker rank {rank} initializing RPC")
-    name = f"trainer_{rank}"
-    rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=rpc_options)
-    print(f"Worker {rank} done initializing RPC")
-    order = torch.Generator().manual_seed(args.seed + rank)
-    train_set = load_digits(args, train=True)  # downloaded by the server before init_rpc [10]
-    share = range(rank - 1, len(train_set), args.world_size - 1)  # this trainer's images [3]
-    train_set = Subset(train_set, share)
-    train_loader = DataLoader(train_set, batch_size=32, shuffle=True, generator=order)
-    run_training_loop(rank, train_loader)
-    rpc.shutdown()
-
-
 if __name__ == "__main__":
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
     if args.master_addr in ("localhost", "127.0.0.1"):
         # Anyone who can connect to a rank can run code in it. So RPC listens on the loopback
-        # interface only [21]. The store, at --master_port, still listens on all interfaces.
+        # interface only. The store, at --master_port, still listens on all interfaces.
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
-    # RPC sends functions and classes by name. Every rank finds them in this file, its main module.
+    # RPC sends functions and classes by name. All ranks find them in this file, their main module.
     if args.rank is None:
-        mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
+        mp.spawn(run_rank, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:
-        run_worker(args.rank, args)  # one rank in this terminal
+        run_rank(args.rank, args)  # one rank in this terminal
 
 # If a rank dies, spawned ranks end, but ranks in terminals may wait forever. main.py names the lost
 # rank, and ends the job or continues without it (--on_lost). This program needs a free port, and

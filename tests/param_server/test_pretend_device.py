@@ -1,6 +1,11 @@
-"""param_server with its networks on the pretend device: both modes, dropout, checkpoint, resume, and two mistakes."""
+"""param_server with its networks on the pretend device: both modes, dropout, checkpoint, resume, and two mistakes.
 
+The same for the programs in one file.
+"""
+
+import argparse
 import pickle
+import re
 from collections import Counter
 
 import pytest
@@ -8,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import pretend_device
-from helpers import ROOT, load_module, run_on_pretend_device
+from helpers import ROOT, load_module, run_on_pretend_device, run_script
+from jobs import free_port
 
 equivalence = load_module(ROOT / "tests" / "param_server" / "test_equivalence.py")
 test_server = load_module(ROOT / "tests" / "param_server" / "test_server.py")
@@ -16,6 +22,7 @@ one_thread_per_rank, few_test_images = equivalence.one_thread_per_rank, test_ser
 remote_server, replica_server = test_server.remote_server, test_server.replica_server
 pytestmark = pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING))
 DONE, STEPS = 5, 10
+SYNTHETIC = argparse.Namespace(dataset="synthetic", seed=1)
 
 
 @pytest.mark.parametrize("mode", ["remote", "replica"])
@@ -92,3 +99,44 @@ def test_images_that_stay_where_they_arrived_are_caught(monkeypatch):
     net = test_server.digits_net.Net().to(pretend_device.DEVICE)
     with pytest.raises(RuntimeError, match=r"were mixed|same device"):
         net(test_server.batch(1)[0])
+
+
+def losses_of(program, *flags):
+    done = run_script("tests/param_server/pretend_tutorial_job.py", program, 6, *flags, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Putting rest of layers on pretend:0" in done.stdout
+    assert len(re.findall(r"^Accuracy ", done.stdout, re.MULTILINE)) == 1
+    return [
+        float(loss) for loss in re.findall(r"training batch \d+ loss (\S+)", done.stdout, re.IGNORECASE)
+    ], done.stdout
+
+
+def test_the_tutorial_and_the_same_without_rpc_train_on_a_device_as_on_the_cpu():
+    distributed, output = losses_of("tutorial", "--world_size", 2, "--master_port", free_port())
+    assert "weights on pretend:0" in output
+    single, _ = losses_of("single")
+    tutorial = load_module(ROOT / "param_server" / "tutorial.py")
+    digits = torch.utils.data.Subset(tutorial.load_digits(SYNTHETIC, train=True), range(6 * 32))
+    order = torch.Generator().manual_seed(2)
+    loader = torch.utils.data.DataLoader(digits, batch_size=32, shuffle=True, generator=order)
+    torch.manual_seed(1)
+    net, expected = tutorial.Net(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.03)
+    for images, labels in loader:
+        loss = F.nll_loss(net(images), labels)
+        expected.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert distributed == pytest.approx([expected[0], expected[5]], abs=1e-4)
+    assert single == pytest.approx([expected[0], expected[5]], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_trainers_that_wait_for_each_other_train_on_a_device_as_on_the_cpu():
+    flags = ("--world_size", 3, "--master_port")
+    device = run_script("tests/param_server/pretend_tutorial_job.py", "tutorial_batch", 8, *flags, free_port())
+    cpu = run_script("param_server/tutorial_batch.py", "--num_batches", 8, *flags, free_port())
+    assert (device.returncode, cpu.returncode) == (0, 0), device.stderr + cpu.stderr
+    found, expected = (float(re.search(r"^Loss (\S+)", done.stdout, re.MULTILINE)[1]) for done in (device, cpu))
+    assert found == pytest.approx(expected, abs=1e-4)

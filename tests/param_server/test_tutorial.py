@@ -1,7 +1,9 @@
 """tutorial.py and single.py: any number of trainers, each gradient is right, and what the published code does."""
 
 import argparse
+import copy
 import re
+import subprocess
 import sys
 
 import pytest
@@ -35,7 +37,7 @@ def batch(seed, size=4):
 def reference_network(seed, dropout):
     """The tutorial's network, written a second time, as one nn.Sequential."""
     torch.manual_seed(seed)
-    convolutions = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.Dropout(0.25 * dropout)]
+    convolutions = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.Dropout2d(0.25 * dropout)]
     linear = [nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5 * dropout), nn.Linear(128, 10)]
     return nn.Sequential(*convolutions, *linear, nn.LogSoftmax(dim=1))
 
@@ -58,7 +60,7 @@ def reference_batches(seed, count):
 class PublishedServer(tutorial.ParameterServer):
     """Computes with the shared weights, which other trainers' steps change."""
 
-    def forward(self, inp):
+    def forward(self, inp, training):
         return self.model(inp)
 
 
@@ -69,8 +71,8 @@ def forward_then_another_trainers_step_then_backward(server):
     torch.manual_seed(1)  # the same dropout
     expected = torch.autograd.grad(F.nll_loss(server.model(data), target), params)
     torch.manual_seed(1)
-    loss = F.nll_loss(server.forward(data), target)
-    F.nll_loss(server.forward(other_data), other_target).backward()
+    loss = F.nll_loss(server.forward(data, True), target)
+    F.nll_loss(server.forward(other_data, True), other_target).backward()
     tutorial.SGD(params, lr=0.03).step()
     loss.backward()
     return [param.grad for param in params], expected
@@ -100,7 +102,7 @@ def test_clones_are_taken_and_steps_are_made_under_the_same_lock(monkeypatch):
 
     monkeypatch.setattr(server.model, "named_parameters", watched_parameters)
     monkeypatch.setattr(optim.SGD, "step", lambda self: locked.append(("step", tutorial.global_lock.locked())))
-    server.forward(batch(1)[0])
+    server.forward(batch(1)[0], True)
     tutorial.SGD(params, lr=0.03).step()
     assert locked == [("clone", True)] * 8 + [("step", True)]
     assert not tutorial.global_lock.locked()
@@ -109,7 +111,7 @@ def test_clones_are_taken_and_steps_are_made_under_the_same_lock(monkeypatch):
 def test_a_gradient_is_not_left_for_the_next_trainers_step():
     server = tutorial.ParameterServer()
     params = list(server.model.parameters())
-    F.nll_loss(server.forward(batch(1)[0]), batch(1)[1]).backward()
+    F.nll_loss(server.forward(batch(1)[0], True), batch(1)[1]).backward()
     tutorial.SGD(params, lr=0.03).step()
     after = [param.detach().clone() for param in params]
     tutorial.SGD(params, lr=0.03).step()  # the step of another trainer, which has no gradient
@@ -121,15 +123,56 @@ def test_all_trainers_get_the_same_server(monkeypatch):
     assert tutorial.get_parameter_server() is tutorial.get_parameter_server()
 
 
-@pytest.mark.parametrize("program", [tutorial, single], ids=["tutorial", "single"])
-def test_accuracy_is_measured_without_dropout(program, capsys):
+class RRefToThisProcess:
+    """Replaces an RRef to an object of the server: its calls run in this process, and everything is copied."""
+
+    def __init__(self, owner, function, args):
+        assert owner == "parameter_server"
+        self.value = function(*args)
+
+    def rpc_sync(self):
+        return self.value
+
+
+@pytest.fixture
+def trainer_net(monkeypatch):
+    """A trainer's network, whose server is in this process."""
+    monkeypatch.setattr(tutorial, "param_server", None)
+    monkeypatch.setattr(tutorial.rpc, "remote", RRefToThisProcess)
     torch.manual_seed(1)
-    net, images = program.Net(), torch.randn(200, 1, 28, 28)
-    labels = net.eval()(images).argmax(dim=1)
-    net.train()
+    return tutorial.TrainerNet()
+
+
+def assert_accuracy_is_measured_without_dropout(program, net, classify, capsys):
+    images = torch.randn(200, 1, 28, 28)
+    labels = classify(images).argmax(dim=1)
     assert (net(images).argmax(dim=1) == labels).float().mean() < 0.95  # measured as in the published code
     program.get_accuracy(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), 32), net)
-    assert "Accuracy 1.0 " in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("Accuracy 1.0\n")
+
+
+def test_accuracy_is_measured_without_dropout_on_the_server(trainer_net, capsys):
+    """eval() of a trainer's network reaches the layers on the server, and only for the calls of this trainer."""
+    model = trainer_net.param_server_rref.value.model
+    classify = copy.deepcopy(model).eval()
+    assert_accuracy_is_measured_without_dropout(tutorial, trainer_net, classify, capsys)
+    assert not trainer_net.training and model.training
+
+
+def test_accuracy_is_measured_without_dropout_in_one_process(capsys):
+    torch.manual_seed(1)
+    net = single.Net()
+    assert_accuracy_is_measured_without_dropout(single, net, copy.deepcopy(net).eval(), capsys)
+
+
+@pytest.mark.parametrize("gpus, wanted, found", [(0, 0, "cpu"), (0, 2, "cpu"), (2, 0, "cpu"), (1, 2, "cuda:0")])
+def test_the_second_device_is_the_last_gpu_that_is_there(gpus, wanted, found, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    for program in (tutorial, single):
+        assert str(program.get_device(1, wanted)) == found
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert str(tutorial.get_device(1, 2)) == "cuda:1" and str(tutorial.get_device(1, 1)) == "cuda:0"
 
 
 # ------------------------------------------------------------------------- data and flags
@@ -158,10 +201,9 @@ def test_the_trainers_shares_are_one_pass_over_the_data(monkeypatch):
     shares = []
     monkeypatch.setattr(tutorial.rpc, "init_rpc", lambda *_, **__: None)
     monkeypatch.setattr(tutorial.rpc, "shutdown", lambda: None)
-    monkeypatch.setattr(tutorial, "run_training_loop", lambda rank, loader: shares.append(list(loader)))
-    monkeypatch.setattr(tutorial.torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(tutorial, "run_training_loop", lambda rank, num_gpus, train, test: shares.append(list(train)))
     for rank in (1, 2, 3):
-        tutorial.run_worker(rank, argparse.Namespace(dataset="synthetic", seed=1, world_size=4))
+        tutorial.run_worker(rank, argparse.Namespace(dataset="synthetic", seed=1, world_size=4, num_gpus=0))
     seen = [image.numpy().tobytes() for share in shares for data, _ in share for image in data]
     every = tutorial.load_digits(SYNTHETIC, train=True).tensors[0]
     assert sorted(seen) == sorted(image.numpy().tobytes() for image in every)
@@ -170,7 +212,15 @@ def test_the_trainers_shares_are_one_pass_over_the_data(monkeypatch):
 
 @pytest.mark.parametrize(
     "flags",
-    ["--world_size 1", "--world_size 0", "--rank 3", "--rank -1", "--world_size 2 --rank 2", "--world_size two"],
+    [
+        "--world_size 1",
+        "--world_size 0",
+        "--rank 4",
+        "--rank -1",
+        "--world_size 2 --rank 2",
+        "--num_gpus 3",
+        "--num_gpus -1",
+    ],
 )
 def test_a_world_size_or_rank_that_cannot_work_is_refused(flags, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tutorial.py", *flags.split()])
@@ -220,9 +270,8 @@ def losses(output, start):
     return [(int(i), float(loss)) for i, loss in re.findall(rf"{start} batch (\d+) loss ([\d.]+)", output)]
 
 
-def accuracy(output):
-    (figure,) = re.findall(r"^Accuracy ([\d.]+) \(guessing: 0\.1\)$", output, re.MULTILINE)
-    return float(figure)
+def accuracies(output):
+    return [float(figure) for figure in re.findall(r"^Accuracy ([\d.]+)$", output, re.MULTILINE)]
 
 
 @pytest.mark.slow
@@ -236,16 +285,16 @@ def test_one_trainer_alone_in_a_folder_has_the_losses_of_one_process(tmp_path, c
     expected = []
     for i, (images, labels) in enumerate(batches):
         loss = F.nll_loss(net(images), labels)
-        expected += [(i, loss.item())] if i % 20 == 0 else []
+        expected += [(i, loss.item())] if i % 5 == 0 else []
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     torch.manual_seed(1)
-    single.run_training_loop(single.Net(), batches)
+    single.run_training_loop(0, batches, torch.utils.data.DataLoader(single.load_digits(SYNTHETIC, train=False), 100))
     for found in (losses(done.stdout, "Rank 1 training"), losses(capsys.readouterr().out, "Training")):
-        assert [i for i, _ in found[:3]] == [i for i, _ in expected] == [0, 20, 40]
-        assert [loss for _, loss in found[:3]] == pytest.approx([loss for _, loss in expected], abs=1e-3)
-    assert accuracy(done.stdout) > 0.95
+        assert [i for i, _ in found[:9]] == [i for i, _ in expected] == list(range(0, 45, 5))
+        assert [loss for _, loss in found[:9]] == pytest.approx([loss for _, loss in expected], abs=1e-3)
+    assert accuracies(done.stdout)[0] > 0.95
 
 
 @pytest.mark.slow
@@ -253,10 +302,11 @@ def test_three_trainers_in_terminals_learn(tmp_path):
     program = copied_alone("param_server/tutorial.py", tmp_path)
     server, *trainers = run_in_terminals(program, 4, "--dataset", "synthetic", cwd=tmp_path, timeout=240)
     assert [(done.returncode, done.stderr) for done in (server, *trainers)] == [(0, "")] * 4
-    assert accuracy(server.stdout) > 0.95
+    assert "Using 0 GPUs to train" in server.stdout and server.stdout.endswith("RPC shutdown on parameter server.\n")
     for rank, done in enumerate(trainers, start=1):
-        assert [i for i, _ in losses(done.stdout, f"Rank {rank} training")] == [0, 20, 40]
+        assert [i for i, _ in losses(done.stdout, f"Rank {rank} training")] == list(range(0, 42, 5))
         assert "Training complete!" in done.stdout
+        assert accuracies(done.stdout)[0] > 0.95
 
 
 @pytest.mark.slow
@@ -264,12 +314,20 @@ def test_the_same_job_without_rpc_learns(tmp_path):
     program = copied_alone("param_server/single.py", tmp_path)
     done = run_script(program, "--dataset", "synthetic", timeout=240, env={"OMP_NUM_THREADS": "1"})
     assert (done.returncode, done.stderr) == (0, "")
-    assert accuracy(done.stdout) > 0.95
+    assert accuracies(done.stdout)[0] > 0.95
 
 
-def test_the_difference_that_the_readme_shows_is_the_real_one():
-    programs = {name: (ROOT / "param_server" / f"{name}.py").read_text() for name in ("single", "tutorial")}
-    (diff,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "param_server" / "README.md").read_text(), re.S | re.M)
-    for sign, name in (("-", "single"), ("+", "tutorial")):
-        shown = "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in (sign, " "))
-        assert shown in programs[name], name
+def test_the_differences_that_the_readme_shows_are_the_real_ones(tmp_path):
+    readme = (ROOT / "param_server" / "README.md").read_text()
+    programs = ("single.py", "tutorial.py")
+    for name in programs:
+        text = (ROOT / "param_server" / name).read_text()
+        (tmp_path / name).write_text(re.search(r"^def run_training_loop.*?\n(?=\n\n)", text, re.S | re.M)[0])
+
+    def diff(folder, *flags):
+        return subprocess.run(["diff", *flags, *programs], cwd=folder, capture_output=True, text=True).stdout
+
+    (loop,) = re.findall(r"^```diff\n(.*?)^```", readme, re.S | re.M)
+    assert diff(tmp_path, "-U100").split("\n", 3)[3] == loop
+    (whole,) = re.findall(r"<details>.*?^```text\n(.*?)^```.*?</details>", readme, re.S | re.M)
+    assert diff(ROOT / "param_server") == whole

@@ -93,7 +93,8 @@ def run_rank(rank, args, batches, file, port):
 
     tutorial.load_digits = few_digits
     recorder = Recorder() if rank == 0 else None
-    tutorial.run_worker(rank, args)
+    tutorial.get_accuracy = lambda test_loader, model: None  # its calls are outside of a context
+    tutorial.run_rank(rank, args)
     if rank == 0:
         recorder.check(few_digits(args, train=True))
         torch.save(recorder.versions, file)
@@ -101,5 +102,5 @@ def run_rank(rank, args, batches, file, port):
 
 if __name__ == "__main__":
     size, count, path, port = sys.argv[1:]
-    arguments = argparse.Namespace(world_size=int(size), seed=1, dataset="synthetic")
+    arguments = argparse.Namespace(world_size=int(size), seed=1, dataset="synthetic", num_gpus=0)
     mp.spawn(run_rank, (arguments, int(count), path, port), nprocs=int(size))

@@ -1,23 +1,26 @@
 """docs/RECIPES.md: every program runs as printed on the page, and prints the output that is shown below it."""
 
 import ast
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from torch.distributed import TCPStore
 
 from helpers import ROOT, read_whole, run_warm
-from jobs import free_port
+from jobs import children_of, command_of, free_port
 
 PAGE = (ROOT / "docs" / "RECIPES.md").read_text()
 RECIPE = re.compile(
     r"^## (\d+)\. ([^\n]+)\n(.*?)^```python\n(.*?)^```\n\n^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE
 )
 RECIPES = {int(number): found for number, *found in RECIPE.findall(PAGE)}  # title, text, program, output
-PIPELINE = 9
+PIPELINE, FARM = 9, 14
 
 
 def masked(output):
@@ -58,13 +61,14 @@ def printed(store, tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("number", RECIPES)
+@pytest.mark.parametrize("number", RECIPES.keys() - {FARM})  # the workers of FARM cannot be forks
 def test_a_recipe_prints_what_the_page_shows(number, printed):
     assert masked(printed(number)) == masked(RECIPES[number][3])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", RECIPES)
+@pytest.mark.parametrize(
+    "number", [each if each == FARM else pytest.param(each, marks=pytest.mark.slow) for each in RECIPES]
+)
 def test_a_recipe_runs_as_it_is_printed(number, tmp_path):
     (tmp_path / "recipe.py").write_text(RECIPES[number][2])
     # Unbuffered, as on a terminal: the lines of several processes then come in the order in which they are printed.
@@ -102,6 +106,125 @@ def test_both_stages_of_the_pipeline_work_at_the_same_time(printed, monkeypatch)
     assert masked(printed(PIPELINE)) == masked(RECIPES[PIPELINE][3])
 
 
+@pytest.mark.slow
+def test_workers_that_are_killed_from_outside_are_replaced(tmp_path):
+    """The tasks are short and many.  Three workers are killed, the last two at once, while all of them have a task."""
+    program = RECIPES[FARM][2]
+    program = program.replace("    return task.upper()", "    time.sleep(0.4)\n    return task.upper()")
+    program = program.replace('"takes too long", "b"]', '*(f"task {i}" for i in range(60))]')
+    program = program.replace("    coordinator = Coordinator(size=2)", "    coordinator = Coordinator(size=3)")
+    program = program.replace("timeout=3)", "timeout=20)")
+    assert program.count("time.sleep(0.4)") == program.count("range(60)") == program.count("timeout=20") == 1
+    program = program.replace("def joined(name):", "def joined(name):\n    print(name, 'joined', flush=True)")
+    (tmp_path / "recipe.py").write_text(program)
+    out, err = tmp_path / "out", tmp_path / "err"
+    environ = os.environ | {"MASTER_PORT": str(free_port())}
+    deadline = time.monotonic() + 120
+    with open(out, "w") as stdout, open(err, "w") as stderr:
+        running = subprocess.Popen(
+            [sys.executable, "recipe.py"],
+            stdout=stdout,
+            stderr=stderr,
+            env=environ,
+            cwd=tmp_path,
+            start_new_session=True,
+        )
+    try:
+        joined, killed = 4, 0  # one of the tasks kills its worker, so that the fourth joins by itself
+        for number in (1, 2):
+            while read_whole(out).count("joined") < joined + killed:
+                assert running.poll() is None and time.monotonic() < deadline, read_whole(err)
+                time.sleep(0.02)
+            workers = [pid for pid in children_of(running.pid) if "spawn_main" in command_of(pid)]
+            assert len(workers) == 3
+            for pid in workers[:number]:
+                os.kill(pid, signal.SIGKILL)
+            killed += number
+        assert running.wait(timeout=deadline - time.monotonic()) == 0, read_whole(err)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+    lines = read_whole(out).splitlines()
+    assert lines[-1] == "all workers ended with status 0: True"
+    results = dict(line.split(": ") for line in lines if "joined" not in line)
+    assert results["kills its worker"] == "KILLS ITS WORKER (attempt 2)" and results["raises"] == "failed"
+    done = [re.fullmatch(r"TASK \d+ \(attempt (\d)\)", results[f"task {i}"]) for i in range(60)]
+    assert sum(int(found[1]) for found in done) == 60 + 3  # each killed worker had a task, which was handed out again
+
+
+ERRORS = """
+import os
+import signal
+import sys
+import time
+
+import torch.distributed.rpc as rpc
+import torch.multiprocessing as mp
+
+
+def work(task):
+    if task == "raises":
+        raise KeyError(task)
+    if task == "raises a ValueError":
+        raise ValueError(task)
+    if task == "returns what cannot be pickled":
+        return lambda: None
+    if task == "takes long":
+        time.sleep(3)
+    if task == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(rank, transport):
+    options = rpc.TensorPipeRpcBackendOptions(_transports=[transport])
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    tasks = ["raises", "raises a ValueError", "returns what cannot be pickled", lambda: None, "takes long", "is killed"]
+    for task in tasks * (rank == 0):
+        sent = "rpc_async"
+        try:
+            future = rpc.rpc_async("worker1", work, (task,), timeout=1)
+            sent = "wait"
+            future.wait()
+        except Exception as error:
+            print(sent, type(error).__name__, " ".join(str(error).split()), flush=True)
+    time.sleep(60 * rank)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    os.environ.update(MASTER_ADDR="localhost", TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
+    ranks = [mp.get_context("spawn").Process(target=run, args=(rank, sys.argv[1])) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    ranks[0].join()
+    ranks[1].kill()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["uv", "shm"])
+def test_the_table_quotes_what_the_exceptions_say(transport, tmp_path):
+    (tmp_path / "errors.py").write_text(ERRORS)
+    environ = os.environ | {"MASTER_PORT": str(free_port())}
+    command = [sys.executable, "errors.py", transport]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, cwd=tmp_path)
+    function, value_error, result, arguments, late, killed = done.stdout.splitlines()
+    rows = [row.split(" | ")[1] for row in re.findall(r"^\| .* \|$", RECIPES[FARM][1], re.MULTILINE)[1:]]
+    texts = [re.findall(r"`([^`]+)`", row) for row in rows]
+    assert texts[0][0] in function and function.startswith("wait RuntimeError")
+    assert texts[0][0] in value_error and value_error.startswith("wait ValueError")
+    assert texts[1][0] in result and result.startswith("wait RuntimeError") and texts[1][1] not in result
+    assert arguments.startswith("rpc_async ") and texts[2][1] in arguments
+    assert texts[3][0] in late and late.startswith("wait RuntimeError")
+    assert texts[4][0] in killed and killed.startswith("wait RuntimeError")
+    assert any(killed.startswith(f"wait RuntimeError {begin}") for begin in texts[4][1:])
+    page = {}
+    exec(RECIPES[FARM][2].partition("def let_others_join")[0], page)
+    found = [page["what_happened"](line.partition(" ")[2]) for line in (function, value_error, result, late, killed)]
+    assert found == ["failed", "failed", "failed", "timed out", "lost"]
+
+
 @pytest.mark.parametrize("number", RECIPES)
 def test_a_recipe_has_the_common_frame_and_needs_torch_alone(number):
     program = RECIPES[number][2]
@@ -112,6 +235,9 @@ def test_a_recipe_has_the_common_frame_and_needs_torch_alone(number):
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module.partition(".")[0])
     assert imported <= {"torch"} | set(sys.stdlib_module_names)
+    if number == FARM:  # its processes come and go
+        assert 'os.environ.setdefault("TP_SOCKET_IFNAME", "lo")  # listen on loopback only' in program
+        return
     lines = [line for line in program.splitlines() if line]
     assert 15 <= len(lines) <= 46 and all(len(line) <= 100 for line in lines)
     assert lines[-5:-1] == [

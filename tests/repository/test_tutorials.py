@@ -14,6 +14,7 @@ from two_hosts import ADDRESSES, DEVICES, TwoHosts, why_not
 LIBRARIES = {"torch", "torchvision", "gymnasium", "numpy", "matplotlib"}
 NAMES = ("tutorial.py", "tutorial_batch.py", "single.py")
 PROGRAMS = [path for name in NAMES for path in sorted(ROOT.glob(f"*/{name}")) if path.parent.name in PACKAGES]
+PRIMER = ROOT / "docs" / "primer.py"
 
 
 def test_every_package_has_its_tutorial_and_the_same_without_rpc():
@@ -22,7 +23,7 @@ def test_every_package_has_its_tutorial_and_the_same_without_rpc():
     assert found == wanted | {"rl_rpc/tutorial_batch.py", "param_server/tutorial_batch.py"}
 
 
-@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: f"{path.parent.name}/{path.name}")
+@pytest.mark.parametrize("path", [*PROGRAMS, PRIMER], ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_a_program_in_one_file_needs_nothing_but_libraries(path):
     text = path.read_text()
     assert [line for line in text.splitlines() if len(line) > 100] == []
@@ -63,10 +64,10 @@ STARTS = {
     "rl_rpc/tutorial_batch.py": (2, ["--world_size", "2", "--num_episode", "1"], "Last reward"),
     "rl_rpc/elastic.py": (2, [], "Episode"),
     "rnn_rpc/tutorial.py": (2, [], "Training epoch 0"),
-    "rnn_rpc/primer.py": (2, [], "rpc_sync"),
+    "docs/primer.py": (2, [], "rpc_sync"),
     "ddp_rpc/tutorial.py": (4, [], "Training done for epoch 0"),
     "param_server/tutorial.py": (2, ["--world_size", "2", "--dataset", "synthetic"], "training batch 0"),
-    "param_server/tutorial_batch.py": (2, ["--world_size", "2"], "batch 0 loss"),
+    "param_server/tutorial_batch.py": (2, ["--world_size", "2"], "reporting grads"),
 }
 PORT = 29500  # the default of all programs; no other program runs on a host that a test has made
 on_a_host = pytest.mark.skipif(bool(why_not()), reason=why_not())

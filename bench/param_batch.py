@@ -1,0 +1,65 @@
+"""Measure param_server/tutorial_batch.py with and without batching, and draw the times.
+
+    python bench/param_batch.py --world_size 9 --num_batches 100 --plot param_server/pictures/batch.png
+
+The time is that of the training, without the start of the processes.
+"""
+
+import argparse
+import os
+import pathlib
+import statistics
+import sys
+
+sys.path[:0] = [
+    str(pathlib.Path(__file__).resolve().parent.parent / name) for name in ("param_server", "tests/harness")
+]
+
+import torch.multiprocessing as mp
+
+import tutorial_batch
+from jobs import free_port
+
+
+def run_rank(rank, args, seconds):
+    """Run one rank.  `seconds`: a queue that gets the time of the training."""
+    took = tutorial_batch.run_worker(rank, args)
+    if rank == 0:
+        seconds.put(took)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world_size", type=int, default=6, help="measure 1 to N - 1 trainers (6)")
+    parser.add_argument("--num_batches", type=int, default=50, help="per trainer (50)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each kind (3)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--plot", metavar="FILE.png", required=True)
+    args = parser.parse_args()
+    os.environ.update(MASTER_ADDR="localhost", TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
+    trainers = range(1, args.world_size)
+    medians = {"with batching": [], "without batching": []}
+    for n in trainers:
+        for label in medians:
+            case = argparse.Namespace(**vars(args) | {"world_size": n + 1, "no_batch": label == "without batching"})
+            seconds, times = mp.get_context("spawn").SimpleQueue(), []
+            for _ in range(args.repeats):
+                os.environ["MASTER_PORT"] = str(free_port())
+                mp.spawn(run_rank, args=(case, seconds), nprocs=case.world_size)
+                times.append(seconds.get())
+            medians[label].append(statistics.median(times))
+            spread = f"({min(times):.2f} to {max(times):.2f})"
+            print(f"Trainers {n}, {label}: {medians[label][-1]:.2f} s {spread}", flush=True)
+
+    import matplotlib.pyplot as plt
+
+    for label, times in medians.items():
+        plt.plot(trainers, times, marker="o", label=label)
+    plt.xlabel("trainers")
+    plt.ylabel(f"seconds for {args.num_batches} batches of each trainer")
+    plt.legend()
+    plt.savefig(args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Three short lessons about two or more workers: ways to call another process, a backward pass
+through a call, and an optimizer's step. Each worker runs them with its neighbour, the next worker
+(the neighbour of the last is the first), and prints what it got.
+
+    python primer.py                            # starts two workers on this machine
+    python primer.py --world_size 3 --rank 0    # only rank 0; ranks 1 and 2 in other terminals
+
+The examples of torch's documentation for distributed autograd and for the distributed optimizer.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+import torch.multiprocessing as mp
+from torch import optim
+from torch.distributed.optim import DistributedOptimizer
+
+# RPC sends a function as its name, not its code. The callee finds the functions below because all
+# workers run this file. It runs each call on one of its RPC threads (16 by default), several at
+# once. A thread that waits for something is occupied.
+
+
+def random_tensor(seed):
+    """Return a new tensor (3, 3) that needs a gradient. Runs on its owner, without a lock: if
+    several workers call it at once, each call has a generator of its own."""
+    return torch.rand(3, 3, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+def value_of(rref):
+    """Return a copy of the tensor behind an RRef. Runs on its owner, where local_value() is the
+    tensor itself."""
+    return rref.local_value().detach().clone()
+
+
+def three_ways_to_call(neighbour, say):
+    """Run torch.add(2, 3) in another process in three ways."""
+    two = torch.tensor(2)
+    three = torch.tensor(3)
+    # rpc_sync waits for the result, and returns it.
+    answer = rpc.rpc_sync(neighbour, torch.add, args=(two, three))
+    say(f"rpc_sync  -> {answer}")
+    # rpc_async returns a Future at once, and this worker can do other work until it calls wait().
+    future = rpc.rpc_async(neighbour, torch.add, args=(two, three))
+    say(f"rpc_async -> {type(future).__name__}, wait() -> {future.wait()}")
+    # remote returns an RRef at once. The result stays with the neighbour; to_here() copies it.
+    rref = rpc.remote(neighbour, torch.add, args=(two, three))
+    say(f"remote    -> RRef owned by {rref.owner_name()}, to_here() -> {rref.to_here()}")
+
+
+def backward_through_a_call(neighbour, say):
+    """Let another worker add two tensors of this worker, and go backward through that call."""
+    t1 = torch.rand((3, 3), requires_grad=True)
+    t2 = torch.rand((3, 3), requires_grad=True)
+    # Inside a context, autograd remembers each tensor that needs a gradient and crosses to another
+    # worker. The backward pass crosses back at the same places.
+    with dist_autograd.context() as context_id:
+        loss = rpc.rpc_sync(neighbour, torch.add, args=(t1, t2)).sum()
+        dist_autograd.backward(context_id, [loss])  # a list of scalars of this worker
+        gradients = dist_autograd.get_gradients(context_id)
+    # d loss / d t1 is 1 everywhere. backward() has put it into the context, not into t1.grad.
+    say(f"backward  -> gradient of t1, its first row: {_row(gradients[t1])}; t1.grad is {t1.grad}")
+
+
+class SGD(optim.SGD):
+    """optim.SGD itself: for torch's own class, DistributedOptimizer would take a functional
+    version, which prints a warning about TorchScript in every process that owns a parameter."""
+
+
+def run_ring(neighbour, seeds, lr, say):
+    """Change two tensors of the neighbour, p and q, by one step of SGD: p becomes
+    p - lr * gradient. Both stay in the neighbour's process."""
+    # A context for each training step: the gradients of all workers that take part are under its
+    # id, so workers that train at the same time do not mix theirs.
+    with dist_autograd.context() as context_id:
+        rref1 = rpc.remote(neighbour, random_tensor, args=(seeds[0],))
+        rref2 = rpc.remote(neighbour, random_tensor, args=(seeds[1],))
+        before = [rpc.rpc_sync(neighbour, value_of, args=(rref,)) for rref in (rref1, rref2)]
+        # to_here() copies, and the context remembers from where: backward() sends the gradient of
+        # the copy to the owner. It is 1 everywhere for rref1's tensor, and 2 for rref2's.
+        total = rref1.to_here() + 2 * rref2.to_here()
+        dist_autograd.backward(context_id, [total.sum()])
+        # This makes an optimizer in each process that owns one of these tensors. step() lets all
+        # of them step, with the gradients of this context.
+        dist_optim = DistributedOptimizer(SGD, [rref1, rref2], lr=lr)
+        dist_optim.step(context_id)
+        after = [rpc.rpc_sync(neighbour, value_of, args=(rref,)) for rref in (rref1, rref2)]
+
+    for name, p, p_after, gradient in zip("pq", before, after, (1, 2), strict=True):
+        say(f"{name} on {neighbour} before, its first row: {_row(p)}")
+        say(f"{name} after one step of SGD, lr {lr:g}:  {_row(p_after)}")
+        torch.testing.assert_close(p_after, p - lr * gradient)
+        say(f"  = {name} - {lr:g} * gradient, which is {gradient} everywhere")
+
+
+def _row(tensor):
+    return " ".join(f"{value:.4f}" for value in tensor[0].tolist())
+
+
+def run_worker(rank, args):
+    """Run one worker. All do the same, and serve their neighbour's calls meanwhile."""
+    warnings.filterwarnings("ignore", "You are using a Backend")  # torch's own use of Gloo
+    # DistributedOptimizer logs that Python's GIL may slow down a class such as SGD above.
+    logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
+    name = f"worker{rank}"
+    neighbour = f"worker{(rank + 1) % args.world_size}"
+    # torch's default transport, shared memory, keeps a core busy for every rank, so all ranks are
+    # slow if cores are few. TCP ("uv") does not. _transports is private to torch.
+    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+    rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
+    torch.manual_seed(args.seed * args.world_size + rank)
+    seeds = torch.randint(2**31, (2,)).tolist()  # for the tensors that the neighbour makes
+    lines = []
+    three_ways_to_call(neighbour, lines.append)
+    backward_through_a_call(neighbour, lines.append)
+    run_ring(neighbour, seeds, args.lr, lines.append)
+    # All workers print to one terminal. Each prints its lines at once, so that they stay together.
+    print("".join(f"{name}: {line}\n" for line in lines), end="", flush=True)
+    rpc.shutdown()  # returns when all ranks have called it; until then this worker serves calls
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--world_size", type=int, default=2, help="number of workers (2)")
+    parser.add_argument("--rank", type=int, help="start only this rank")
+    parser.add_argument("--master_addr", default="localhost", help="host of rank 0 (localhost)")
+    parser.add_argument("--master_port", type=int, default=29500, help="a free port on it (29500)")
+    parser.add_argument("--seed", type=int, default=1, help="of all random numbers (1)")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate (0.05)")
+    args = parser.parse_args()
+    if args.world_size < 2:
+        parser.error(f"--world_size {args.world_size}: it must be 2 or more")
+    if args.rank is not None and not 0 <= args.rank < args.world_size:
+        parser.error(f"--rank {args.rank}: it must be from 0 to {args.world_size - 1}")
+    if not 0 < args.lr < float("inf"):
+        parser.error(f"--lr {args.lr}: it must be a positive number")
+    return args
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    os.environ["MASTER_ADDR"] = args.master_addr
+    os.environ["MASTER_PORT"] = str(args.master_port)
+    if args.master_addr in ("localhost", "127.0.0.1"):
+        # Anyone who can connect to a worker can run code in it. So RPC listens on the loopback
+        # interface only. The store, at --master_port, still listens on all interfaces.
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
+    if args.rank is None:
+        mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
+    else:
+        run_worker(args.rank, args)  # one rank in this terminal
