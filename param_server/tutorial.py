@@ -152,7 +152,7 @@ class SGD(optim.SGD):
         # Torch itself lets one step at a time run. Our lock keeps steps and cloning apart.
         with global_lock:
             super().step()
-        # DistributedOptimizer has copied the context's gradients to .grad. They must not stay: the
+        # DistributedOptimizer has put the context's gradients into .grad. They must not stay: the
         # next trainer's step would apply them again where its own context has no gradient.
         self.zero_grad()
 
@@ -166,7 +166,12 @@ def run_parameter_server(rank, world_size):
     # The server needs no loop: its RPC threads answer the trainers. rpc.shutdown() waits until all
     # ranks have called it, so the server ends when all trainers have finished.
     print("PS master initializing RPC")
-    rpc.init_rpc("parameter_server", None, rank, world_size, rpc_options)
+    rpc.init_rpc(
+        name="parameter_server",
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=rpc_options,
+    )
     print("RPC initialized! Running parameter server...")
     rpc.shutdown()
     print("RPC shutdown on parameter server.")
@@ -251,7 +256,12 @@ def load_digits(args, train):
 
 def run_worker(rank, args):
     print(f"Worker rank {rank} initializing RPC")
-    rpc.init_rpc(f"trainer_{rank}", None, rank, args.world_size, rpc_options)
+    rpc.init_rpc(
+        name=f"trainer_{rank}",
+        rank=rank,
+        world_size=args.world_size,
+        rpc_backend_options=rpc_options,
+    )
     print(f"Worker {rank} done initializing RPC")
     # init_rpc has waited for all ranks, also for the server, which has downloaded MNIST by now.
     train_set = load_digits(args, train=True)
@@ -304,7 +314,8 @@ if __name__ == "__main__":
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
-    # RPC sends functions and classes by name. All ranks find them in this file, their main module.
+    # RPC sends functions and classes by name: __main__.NAME, or __mp_main__.NAME between spawned
+    # ranks. All ranks find them, because this file is their main module.
     if args.rank is None:
         mp.spawn(run_rank, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:

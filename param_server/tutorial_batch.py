@@ -219,7 +219,8 @@ if __name__ == "__main__":
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
-    # RPC sends functions and classes by name. All ranks find them in this file, their main module.
+    # RPC sends functions and classes by name: __main__.NAME, or __mp_main__.NAME between spawned
+    # ranks. All ranks find them, because this file is their main module.
     if args.rank is None:
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:
