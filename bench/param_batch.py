@@ -7,15 +7,13 @@ The time is that of the training, without the start of the processes.
 
 import argparse
 import os
-import pathlib
 import statistics
-import sys
-
-sys.path[:0] = [
-    str(pathlib.Path(__file__).resolve().parent.parent / name) for name in ("param_server", "tests/harness")
-]
 
 import torch.multiprocessing as mp
+
+from common import use_package
+
+use_package("param_server")
 
 import tutorial_batch
 from jobs import free_port

@@ -85,6 +85,13 @@ def reopen_closed_streams():
             setattr(sys, name, open(number, "w" if number else "r"))
 
 
+def set_handler(handler):
+    """Let `handler` handle the signals that end a job, except those that this process was started to ignore."""
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # a shell's `&` and nohup set SIG_IGN
+            signal.signal(number, handler)
+
+
 def signals_as_bytes():
     """Return a socket that receives each signal of this process as one byte.  Called on the main thread.
 
@@ -94,9 +101,7 @@ def signals_as_bytes():
     received, sent = socket.socketpair()
     sent.setblocking(False)
     signal.set_wakeup_fd(sent.detach(), warn_on_full_buffer=False)
-    for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # a shell's `&` and nohup set SIG_IGN: keep ignoring the signal
-            signal.signal(number, lambda *_: None)
+    set_handler(lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # spawned ranks start with them blocked
     return received
 
@@ -108,9 +113,7 @@ if STARTED_HERE:
     except FileNotFoundError:
         sys.exit(f"{os.path.basename(PACKAGE_FOLDER)}: the current directory has been deleted: cd to another one")
     # Importing torch takes seconds.  Until the job handles signals itself, they end this process quietly.
-    for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # a shell's `&` and nohup set SIG_IGN: keep ignoring the signal
-            signal.signal(number, leave_at_once)
+    set_handler(leave_at_once)
 
 # When a rank dies, each RPC thread of the other ranks logs this from C++, with a stack.  The glue prints one line
 # instead.  torch reads this level when it is imported.

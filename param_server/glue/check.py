@@ -25,8 +25,9 @@ def run_worker(rank, args, job):
         threads = f"{torch.get_num_threads()} intra-op thread(s) in each of {job.ranks_here} rank(s)"
         print(f"cores        {usable_cores()}: {threads}")
         places = ", ".join(dict.fromkeys(job.devices))
-        gpus = why_no_gpu() or torch.cuda.get_device_name()
-        print(f"GPUs         {torch.cuda.device_count()} ({gpus}); --device {args.device}: ranks on {places}")
+        why = why_no_gpu()
+        gpus = f"0 ({why})" if why else f"{torch.cuda.device_count()} ({torch.cuda.get_device_name()})"
+        print(f"GPUs         {gpus}; --device {args.device}: ranks on {places}")
         print(f"torch        {torch.__version__}", flush=True)
     _connect(rank, own_address, job)
     job.wait_for_all()  # not reached by a rank that has raised, so the job ends before init_rpc can hang
