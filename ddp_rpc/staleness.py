@@ -7,34 +7,35 @@ the backward pass that brings its gradient.
 import threading
 from collections import Counter
 
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
 
 class StalenessCounter:
     """Counts for each lookup the updates of the table before the gradient of the lookup arrives."""
 
     def __init__(self, weight):
         self.weight = weight
-        self.lock = threading.Lock()  # gradients of different trainers arrive on different threads
+        self.lock = threading.Lock()  # updates and gradients of different trainers arrive on different threads
+        self.updates = 0
         self.counts = Counter()  # staleness -> number of gradients with it
+        # Called after a step of any optimizer of this process.  In mode `sync` the same table has one optimizer for
+        # each trainer, made by the trainer's DistributedOptimizer, so they cannot be asked one by one.
+        register_optimizer_step_post_hook(self._count_update)
+
+    def _count_update(self, optimizer, _args, _kwargs):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(parameter is self.weight for parameter in parameters):
+            with self.lock:
+                self.updates += 1
 
     def watch(self, sums_BD):
         """Count the updates between this lookup, which returned sums_BD [B, D], and the arrival of its gradient."""
         if not sums_BD.requires_grad:  # in an evaluation no gradient will arrive
             return
-        steps_at_lookup = steps_taken(self.weight)
+        updates_at_lookup = self.updates
 
         def count(_gradient_BD):
-            staleness = steps_taken(self.weight) - steps_at_lookup
             with self.lock:
-                self.counts[staleness] += 1
+                self.counts[self.updates - updates_at_lookup] += 1
 
         sums_BD.register_hook(count)  # torch calls `count` in the backward pass, with the gradient of sums_BD
-
-
-def steps_taken(weight):
-    """Return how often the values of a tensor were changed.  While a table is trained, each update changes them once.
-
-    `_version` is a private name of torch.  The public Optimizer.register_step_post_hook sees the steps of one optimizer
-    only, but in mode `sync` the same table has one optimizer for each trainer, made by the trainer's
-    DistributedOptimizer.
-    """
-    return weight._version
