@@ -1,6 +1,6 @@
-"""How a job ends before its work is done: the reason (End), the line that each rank prints, and ending the process.
+"""How a job ends before its work is done: the reason (End), what each rank prints, and ending the process.
 
-Runs in every rank, and in the process that spawned the ranks.  The first that notices a reason to end tells the
+Runs in every rank, and in the process that spawned the ranks. The first that notices a reason to end tells the
 supervisor, which tells all others.
 """
 
@@ -13,8 +13,7 @@ import sys
 import threading
 import traceback
 
-from glue import UserError, checkpoint
-from glue.flags import PACKAGE
+from glue import PACKAGE, UserError, checkpoint
 
 CONNECTION_TROUBLE = re.compile(
     r"\beof\b|tensorpipe|connection|socket|ECONN|broken pipe|tim(ed?|e-) ?out|\b(Dist|TCP)Store", re.I
@@ -28,7 +27,7 @@ _printed, _printing = set(), threading.Lock()  # the tracebacks that this proces
 class End:
     """Why a job ends, or why it goes on without a rank.
 
-    `rank` is the rank to which it happened, or None.  `why` is one line for the user.
+    `rank` is the rank to which it happened, or None. `why` is one line for the user.
     """
 
     rank: int | None
@@ -41,6 +40,11 @@ class End:
         """The exit status of every rank that ends for this reason."""
         return 128 + self.signal if self.signal else 1
 
+    def line(self, names, me=None):
+        """Return this reason as rank `me` prints it; None for the starting process. `names`: all ranks."""
+        lost = "" if self.rank in (me, None) else f"lost {names[self.rank]}: "
+        return f"{lost}{self.why}" if me is None else f"{names[me]}: {lost}{self.why}"
+
 
 def interrupted(number):
     """Return the End of a job that the signal `number` has interrupted."""
@@ -51,18 +55,15 @@ def of_exception(error, rank):
     """Return the End for an exception that was raised in this rank, or that a remote call brought back."""
     if isinstance(error, SystemExit):
         return End(rank, f"it called sys.exit({error.code!r}) before its work was done")
-    kind, cause = type(error).__name__, str(error)
+    kind, cause, place = type(error).__name__, str(error), ""
     remote = list(REMOTE_ERROR.finditer(cause))
     if remote:  # "On WorkerInfo(...):\n<repr>\n<traceback>", nested if calls were nested: the innermost is the cause
-        rank = int(remote[-1][1])
+        rank, place = int(remote[-1][1]), _place_of_call(error, cause[: remote[-1].start()])
         kind, _, cause = _last_line_of_traceback(cause[remote[-1].end() :]).partition(": ")
         kind = kind.rpartition(".")[2]  # a traceback names the module as well
+    cause = " ".join(cause.split()).partition(" Exception raised from ")[0]  # without the C++ stack
     of_user = kind == UserError.__name__
-    line = " ".join((cause if of_user else f"{kind}: {cause}").split())
-    line = line.partition(" Exception raised from ")[0]  # without the C++ stack
-    if remote and not of_user:
-        line += _place_of_call(error, str(error)[: remote[-1].start()])
-    return End(rank, line, again=not of_user)
+    return End(rank, cause if of_user else f"{kind}: {cause}{place}", again=not of_user)
 
 
 def _place_of_call(error, text):
@@ -74,6 +75,25 @@ def _place_of_call(error, text):
     places += re.findall(r'^  File "(.*)", line (\d+), in ', text, re.MULTILINE)
     own = [f" (called from {file}, line {line})" for file, line in places if "/torch/" not in file]
     return own[-1] if own else ""
+
+
+def _last_line_of_traceback(text):
+    """Return, from the text of a remote exception, its last line that is not indented: "ValueError: ..."."""
+    kept = text.partition("\n\nAt:\n")[0].splitlines()  # pybind11 appends the place where it raised it again
+    lines = [line for line in kept if line and not line[0].isspace()]
+    return lines[-1] if lines else text
+
+
+def is_connection_trouble(error):
+    """Return whether this exception, or one of its causes, suggests that another rank has died.
+
+    The exception does not reliably name that rank; the supervisor does.
+    """
+    while error:
+        if isinstance(error, RuntimeError) and CONNECTION_TROUBLE.search(of_exception(error, 0).why):
+            return True
+        error = error.__cause__
+    return False
 
 
 def print_traceback(error):
@@ -90,75 +110,29 @@ def print_traceback(error):
                 print_error(text)
 
 
-def is_connection_trouble(error):
-    """Return whether this exception, or one of its causes, suggests that another rank has died.
-
-    The exception does not reliably name that rank; the supervisor does.
-    """
-    while error:
-        if isinstance(error, RuntimeError) and CONNECTION_TROUBLE.search(of_exception(error, 0).why):
-            return True
-        error = error.__cause__
-    return False
-
-
-def line(end, me, names, spawned):
-    """Return the line that rank `me` prints about the end of the job, or None.  `names`: all ranks.
-
-    Spawned ranks share a console, where one line is enough for an error that the user must correct.
-    """
-    if end.signal or (spawned and not end.again and end.rank not in (me, None)):
-        return None
-    lost = "" if end.rank in (me, None) else f"lost {names[end.rank]}: "
-    return f"{names[me]}: {lost}{end.why}"
-
-
-def full_names(workers):
-    """Return each rank's name as the user reads it: "rank 1 (observer1)".  `workers`: the worker names, by rank."""
-    return [f"rank {rank} ({worker})" for rank, worker in enumerate(workers)]
-
-
-def print_losses_and_restarts(lost, restarts, names):
-    """After a job has done its work, print which ranks it lost on the way, and how often it was restarted, if any."""
-    if lost:
-        print(f"The job finished without {', '.join(names[rank] for rank in sorted(lost))}.")
-    if restarts:
-        print(f"The job was restarted {restarts} time{'s' * (restarts > 1)}.")
-
-
 def within(seconds, call):
-    """Return call(), or None if it fails or takes more than `seconds`.  Its thread may go on after that."""
-    answer = []
+    """Make this call on another thread, and do not wait longer than `seconds` for it."""
 
     def try_it():
-        # A stream is closed, or cannot be written.
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            answer.append(call())
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream is closed, or cannot be written
+            call()
 
     thread = threading.Thread(target=try_it, daemon=True)
     thread.start()
     thread.join(seconds)
-    return answer[0] if answer else None
 
 
 def print_error(text):
     """Print on stderr, if that is possible within seconds: its disk may be full, or nobody may read the pipe."""
-    if text:
-        within(2, lambda: print(f"{PACKAGE}: {text}", file=sys.stderr, flush=True))
+    within(2, lambda: print(f"{PACKAGE}: {text}", file=sys.stderr, flush=True))
 
 
 def leave_now(status, text=None):
-    """End this process at once.  May be called on any thread; other threads may be in calls that never return."""
+    """End this process at once. May be called on any thread; other threads may be in calls that never return."""
     try:
-        print_error(text)
+        if text:
+            print_error(text)
         checkpoint.finish_writing(seconds=2)
         within(2, lambda: sys.stdout.flush())  # its reader may be gone, or may not read
     finally:
         os._exit(status)
-
-
-def _last_line_of_traceback(text):
-    """Return, from the text of a remote exception, its last line that is not indented: "ValueError: ..."."""
-    kept = text.partition("\n\nAt:\n")[0].splitlines()  # pybind11 appends the place where it raised it again
-    lines = [line for line in kept if line and not line[0].isspace()]
-    return lines[-1] if lines else text

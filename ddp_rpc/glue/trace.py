@@ -1,10 +1,10 @@
 """`--trace FILE`: record every RPC of this process, at the caller and at the callee.
 
-Runs in every process of a job whose rank 0 was given --trace.  Functions of torch are replaced only in such a job,
+Runs in every process of a job whose rank 0 was given --trace. Functions of torch are replaced only in such a job,
 because torch has no public way to see every call that a process makes or serves, and to add a number to it.
 
-The recording consists of bars.  A bar is a period of time on one thread: a call, from its start until its answer; the
-serving of a call; a wait; a step.  Each call sends its number along, so that timeline.py can match the caller's bar
+The recording consists of bars. A bar is a period of time on one thread: a call, from its start until its answer; the
+serving of a call; a wait; a step. Each call sends its number along, so that timeline.py can match the caller's bar
 with the callee's.
 """
 
@@ -26,7 +26,7 @@ from glue import UserError
 NUMBER = "number of this call in the trace"  # no program has a keyword argument of this name
 MOST_BARS = 200_000  # of all ranks together; with the events for the arrows, less than a million events in a file
 
-# Private names of torch that a recorder replaces.  If a later torch lacks one, only --trace fails.
+# Private names of torch that a recorder replaces. If a later torch lacks one, only --trace fails.
 REPLACED = (
     (api, "_enable_rpc_profiler"),
     (api, "PythonUDF"),
@@ -40,7 +40,7 @@ _recorder = None  # the Recorder of this process, or None if the job is not reco
 
 
 def start(rank, names):
-    """Begin to record every RPC of this rank.  `names`: the worker names of all ranks.  Called before init_rpc.
+    """Begin to record every RPC of this rank. `names`: the worker names of all ranks. Called before init_rpc.
 
     Raises UserError if this version of torch cannot be recorded.
     """
@@ -54,7 +54,7 @@ def start(rank, names):
 
 @contextlib.contextmanager
 def bar(kind, name):
-    """If the job is recorded, record the block as a bar of this thread.  `kind`: "step", "work" or "wait"."""
+    """If the job is recorded, record the block as a bar of this thread. `kind`: "step", "work" or "wait"."""
     if _recorder is None:
         yield
         return
@@ -66,7 +66,7 @@ def bar(kind, name):
 
 
 def hand_in():
-    """Return this rank's recording; None if there is none, or if it was handed in.  Nothing is recorded afterwards."""
+    """Return this rank's recording; None if there is none, or if it was handed in. Nothing is recorded afterwards."""
     if _recorder is None or _recorder.closed:
         return None
     _recorder.closed = True
@@ -84,7 +84,7 @@ class Recorder:
         self.bars = collections.deque(maxlen=MOST_BARS // len(names))  # when it is full, the oldest bars are dropped
         self.numbers = itertools.count(rank << 40)
         self.closed = False
-        # A call passes through several of the functions below, all on the thread that makes it.  They exchange these
+        # A call passes through several of the functions below, all on the thread that makes it. They exchange these
         # attributes: `call`, its (kind, callee's rank); `sent`, its bar; and `awaited`, the bar of a call for whose
         # answer this thread waits next.
         self.thread = threading.local()
@@ -99,7 +99,7 @@ class Recorder:
 
     def replace_functions(self):
         """Replace the functions of torch that are passed by every call, every wait and every backward pass."""
-        # A call that is made first enters torch's profiler, which has its kind and the worker that is called.  Then its
+        # A call that is made first enters torch's profiler, which has its kind and the worker that is called. Then its
         # function and arguments are packed, together with its number, and the message is sent.
         api._enable_rpc_profiler = functools.partial(self._note_call, api._enable_rpc_profiler)
         api.PythonUDF = functools.partial(self._number_call, api.PythonUDF)

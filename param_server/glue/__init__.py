@@ -1,4 +1,4 @@
-"""The glue: starting and watching processes, flags and checkpoints.  Each file has one topic.  In reading order:
+"""The glue: starting and watching processes, flags and checkpoints. Each file has one topic. In reading order:
 
     before_torch   what must happen before torch is imported
     launch         start the ranks: all of them from one process, one by one, or by a launcher
@@ -17,6 +17,11 @@
 
 All four packages have identical copies: edit rl_rpc/glue, then run `python tests/tools/sync_glue.py`.
 """
+
+import os
+
+PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PACKAGE = os.path.basename(PACKAGE_FOLDER)
 
 
 class UserError(ValueError):

@@ -1,6 +1,6 @@
 """The flags that all four packages share, the launcher that may replace some of them, and the checks of their values.
 
-Runs first in every process, called from parse_args of each main.py.  A wrong command line gets one line that says what
+Runs first in every process, called from parse_args of each main.py. A wrong command line gets one line that says what
 is wrong, and exit status 2.
 """
 
@@ -11,9 +11,8 @@ import os
 import re
 import sys
 
+from glue import PACKAGE
 from glue.host import why_no_gpu
-
-PACKAGE = os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def _number(kind, name, accept):
@@ -60,7 +59,7 @@ class Parser(argparse.ArgumentParser):
 def argument_parser(description, modes, world_size, on_lost=False):
     """Return a parser with the shared flags.
 
-    `modes`: the names of the modes; the first one is the tutorial's, and the default.  `on_lost`: whether this scenario
+    `modes`: the names of the modes; the first one is the tutorial's, and the default. `on_lost`: whether this scenario
     can go on without a lost rank.
     """
     parser = Parser(
@@ -172,7 +171,7 @@ def _check_combinations(parser, args):
 
 
 def _check_device(parser, args):
-    """Refuse --device cuda if there is no GPU; replace auto by cpu or cuda.  Return a line about the choice, or ""."""
+    """Refuse --device cuda if there is no GPU; replace auto by cpu or cuda. Return a line about the choice, or ""."""
     computes_here = args.rank is None or args.rank in args.device_ranks
     if args.device == "cuda" and computes_here and (why := why_no_gpu()):
         parser.error(f"--device cuda: torch sees no CUDA GPU here: {why}")
@@ -222,7 +221,7 @@ QUARTET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of torch's env
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One rank's place in its job.  `address` and `port` are None if the launcher does not provide them."""
+    """One rank's place in its job. `address` and `port` are None if the launcher does not provide them."""
 
     launcher: str
     rank: int
@@ -246,7 +245,7 @@ def find_place(environ=os.environ):
     if "OMPI_COMM_WORLD_RANK" in environ:
         rank, world_size = (int(environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
         return Place("Open MPI", rank, world_size, *meeting)
-    # A batch script and an interactive shell have SLURM_PROCID=0 too.  Only a step with several tasks starts ranks.
+    # A batch script and an interactive shell have SLURM_PROCID=0 too. Only a step with several tasks starts ranks.
     tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
     if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ and tasks > 1:
         host = _first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost"))

@@ -22,7 +22,7 @@ def why_no_gpu():
     Starts CUDA, but does not use a GPU yet.
     """
     with warnings.catch_warnings():
-        # These warnings take two lines with a path.  The line that is returned below has the same information.
+        # These warnings take two lines with a path. The line that is returned below has the same information.
         warnings.filterwarnings("ignore", message="CUDA initialization|Can't .*(NVML|nvml)")
         if torch.cuda.is_available():
             return ""
@@ -36,8 +36,8 @@ def why_no_gpu():
 def start_cuda(device, computes):
     """Start CUDA in this process; return how many GPUs this rank may use, 0 if it does not compute on a GPU.
 
-    Starting CUDA may take seconds, during which no other thread runs Python.  So this is called before the heartbeats
-    begin.  A rank on the CPU starts CUDA too, because otherwise torch would do so later: init_rpc and the first
+    Starting CUDA may take seconds, during which no other thread runs Python. So this is called before the heartbeats
+    begin. A rank on the CPU starts CUDA too, because otherwise torch would do so later: init_rpc and the first
     backward() count the GPUs.
     """
     why = why_no_gpu()
@@ -50,9 +50,9 @@ def start_cuda(device, computes):
 
 
 def devices_of(hellos):
-    """Return each rank's device, as a string.  `hellos`: by rank, a dict with its "host" and its number of "gpus".
+    """Return each rank's device, as a string. `hellos`: by rank, a dict with its "host" and its number of "gpus".
 
-    The ranks of a host are dealt to its GPUs in turn.  If there are more ranks than GPUs, ranks share a GPU.
+    The ranks of a host are dealt to its GPUs in turn. If there are more ranks than GPUs, ranks share a GPU.
     """
     devices, ranks_before = [], Counter()
     for hello in hellos:
@@ -65,12 +65,12 @@ def devices_of(hellos):
 
 
 def tensorpipe_options(transport, **kwargs):
-    """Return the options for init_rpc with this transport ("shm", "uv" or "tcp").  `kwargs` are passed to torch.
+    """Return the options for init_rpc with this transport ("shm", "uv" or "tcp"). `kwargs` are passed to torch.
 
     torch has no public name for transports and channels, hence the underscores.
     """
     # The channel "basic" sends tensors together with their message; "cma" reads them from the peer's memory instead.
-    # These are all channels for CPU tensors, in torch's own order.  Without this option torch also creates those for
+    # These are all channels for CPU tensors, in torch's own order. Without this option torch also creates those for
     # CUDA, which nothing uses: they fail if the driver is too old or if ranks see different GPUs, and they poll if
     # there is InfiniBand.
     channels = ["basic"] if transport in ("shm", "tcp") else ["cma", "mpt_uv", "basic"]
@@ -90,19 +90,15 @@ def usable_cores():
 def core_quota(root="/sys/fs/cgroup", membership="/proc/self/cgroup"):
     """Return how many cores the control groups of this process allow (cgroup v2 or v1); infinity without a limit.
 
-    `docker run --cpus 2` and a Kubernetes limit are such quotas.  A group's limit holds for the groups inside it too.
+    `docker run --cpus 2` and a Kubernetes limit are such quotas. A group's limit holds for the groups inside it too.
     """
     quota = float("inf")
     with contextlib.suppress(OSError):
         for line in pathlib.Path(membership).read_text().splitlines():
             _, controllers, group = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            mount = pathlib.Path(root, "cpu" if controllers else "")
-            for folder in (mount / group.lstrip("/"), *(mount / group.lstrip("/")).parents):
-                quota = min(quota, _quota_of(folder))
-                if folder == mount:
-                    break
+            if not controllers or "cpu" in controllers.split(","):  # version 2 has no list of controllers
+                folder = pathlib.Path(root, "cpu" if controllers else "", group.lstrip("/"))
+                quota = min(quota, *map(_quota_of, (folder, *folder.parents)))
     return quota
 
 
@@ -119,8 +115,8 @@ def _quota_of(folder):
 def best_transport(ranks_here):
     """Return the transport for `ranks_here` ranks on this host: "shm" or "uv".
 
-    Over shm a thread of each rank looks for messages all the time.  With a core of its own, it sees an answer sooner
-    than uv (TCP); without one, it keeps the rank from its work.  So shm needs two cores for each rank.
+    Over shm a thread of each rank looks for messages all the time. With a core of its own, it sees an answer sooner
+    than uv (TCP); without one, it keeps the rank from its work. So shm needs two cores for each rank.
     """
     return "shm" if usable_cores() >= 2 * ranks_here else "uv"
 
@@ -128,7 +124,7 @@ def best_transport(ranks_here):
 def share_cores(workers):
     """Set the number of intra-op threads to this process's share of the cores.
 
-    `workers`: how many processes on this host compute at the same time.  OMP_NUM_THREADS, if the user has set it,
+    `workers`: how many processes on this host compute at the same time. OMP_NUM_THREADS, if the user has set it,
     replaces the number of cores.
     """
     # torchrun sets it to 1 in every rank.
@@ -149,10 +145,10 @@ def all_cores():
 
 
 def keep_freed_memory():
-    """Let malloc keep freed memory for the next tensors.  Must be called before other threads start.
+    """Let malloc keep freed memory for the next tensors. Must be called before other threads start.
 
     By default malloc returns large blocks to the kernel, and each iteration pays for the page faults when it gets them
-    again: a fifth of the time of this repository's small models.  It has an effect only with glibc.  The programs in
+    again: a fifth of the time of this repository's small models. It has an effect only with glibc. The programs in
     bench/ call it too.
     """
     with contextlib.suppress(OSError, AttributeError):

@@ -1,7 +1,8 @@
-"""How a rank finds the job's supervisor, and on which network interface it listens.
+"""How a rank finds the supervisor, and on which network interface it listens.
 
-Runs in every rank, called from job.py.  If a rank cannot join, only that rank ends, because the others do not
-depend on it yet.
+Runs in every rank. Spawned ranks know the supervisor's port. Ranks that were started one by one find it at
+--master_addr and --master_port, and torchrun's through torchrun's own store. Only rank 0 listens at --master_port; RPC
+and process groups meet in a store of their own (hold_store).
 """
 
 import ipaddress
@@ -13,9 +14,8 @@ import time
 import psutil
 import torch.distributed as dist
 
-from glue import UserError, checkpoint
+from glue import PACKAGE, UserError, checkpoint
 from glue.ending import leave_now
-from glue.flags import PACKAGE
 from glue.supervisor import Link, Supervisor
 
 # A rank that waits for others prints a line about it after so many seconds, and then again at this interval.
@@ -37,54 +37,76 @@ class Rendezvous:
 
     def __init__(self, rank, args, names, port):
         """`names`: all ranks, as the user reads them; `port`: if this rank was spawned, the port of the supervisor."""
-        self.rank, self.args, self.names, self.spawned = rank, args, names, port is not None
+        self.rank, self.args, self.spawned = rank, args, port is not None
+        self.me = names[rank]
+        # For whom this rank waits. Rank 0, which has the supervisor, waits until its name is known.
+        self.holder = "the starting process" if self.spawned else names[0] if rank else "the address"
+        self.wanted = ("127.0.0.1", port) if self.spawned else (args.master_addr, args.master_port)
         self.deadline = time.monotonic() + args.join_timeout
         self.patience = f"--join_timeout {args.join_timeout:g} s"
         self.print_at = time.monotonic() + PRINT_AFTER_SECONDS
-        self.wanted = ("127.0.0.1", port) if self.spawned else (args.master_addr, args.master_port)
-        # torchrun's own store tells the ranks where the supervisor is, unless it is no store that they can reach.
-        self.through_torchrun = args.torchrun and os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "True") == "True"
 
     def connect(self):
-        """Return (address of the interface towards rank 0, Link to the supervisor, the Supervisor if it is here)."""
-        host, port = self._repeat(lambda: listen_only_towards(*self.wanted, announce=not self.spawned), "the address")
-        store = None
-        if self.through_torchrun:
-            store = dist.PrefixStore(PACKAGE, dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
-        supervisor = None
-        if self.rank == 0 and not self.spawned:
-            restarts, job_id = self.args.restarts, checkpoint.new_job_id()
-            listener = listen(host, 0 if store else port)
-            if store:  # the store outlives an attempt, and only it knows how many there were
-                restarts = store.add("attempts", 1) - 1
-                job_id = store.compare_set("job_id", "", job_id).decode()
-                store.set("supervisor", json.dumps(listener.getsockname()))
-            told = told_to_all(self.args, restarts, job_id)
-            supervisor = Supervisor(self.names, must_match(self.args), told, listener)
-            connection = socket.create_connection(listener.getsockname())
-        else:
-            why = f"nothing answers at {host} port {port} (--master_addr, --master_port)"
-            connection = self._repeat(
-                lambda: socket.create_connection(_supervisor_in(store) if store else (host, port), timeout=5),
-                "the starting process" if self.spawned else self.names[0],
-                None if store else why,
-            )
+        """Return (address of the interface towards rank 0, Link to the supervisor, the Supervisor if it is here).
+
+        This is tried until --join_timeout has passed, because no event reports that another process has started.
+        """
+        while True:
+            try:
+                connection, supervisor = self._try_to_connect()
+                break
+            except OSError as error:
+                if self.seconds_left() < 0:
+                    self.give_up(1, f"{self.holder} did not come within {self.patience}: {error}")
+                self.print_waiting(f"{self.holder}: {error}")
+                time.sleep(0.1)
         self.where = "{} port {}".format(*connection.getpeername())
-        connection.settimeout(None)
-        return connection.getpeername()[0], Link(connection), supervisor
+        host = connection.getpeername()[0]
+        if not ipaddress.ip_address(host).is_loopback:
+            where = f"{connection.getsockname()[0]} ({os.environ['TP_SOCKET_IFNAME']})"
+            print(f"Listening on {where}. RPC runs what peers send, unencrypted: trusted networks only.", flush=True)
+        return host, Link(connection), supervisor
+
+    def _try_to_connect(self):
+        host, port = listen_only_towards(*self.wanted)
+        store, hint = None, " (--master_addr, --master_port)"
+        if self.args.torchrun and os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "True") == "True":
+            # torchrun's own store tells the ranks where the supervisor is.
+            store, hint = dist.TCPStore(host, port, is_master=False, wait_for_workers=False), ""
+            store = dist.PrefixStore(PACKAGE, store)
+        if self.rank == 0 and not self.spawned:
+            supervisor = self._supervise(host, port, store)
+            return socket.create_connection(supervisor.listener.getsockname()), supervisor
+        if store:
+            if not store.check(["supervisor"]):
+                raise ConnectionError("it has not started yet")
+            host, port = json.loads(store.get("supervisor"))  # perhaps of an attempt that has ended
+        try:
+            return socket.create_connection((host, port), timeout=5), None
+        except OSError:
+            raise ConnectionError(f"nothing answers at {host} port {port}{hint}") from None
+
+    def _supervise(self, host, port, store):
+        """Return the supervisor of ranks that were started one by one. In rank 0."""
+        restarts, job_id = 0, checkpoint.new_job_id()
+        listener = listen(host, 0 if store else port)
+        if store:  # it outlives an attempt, and only it knows how many there were
+            restarts = store.add("attempts", 1) - 1
+            job_id = store.compare_set("job_id", "", job_id).decode()
+            store.set("supervisor", json.dumps(listener.getsockname()))
+        job = told_to_all(self.args, restarts, job_id)
+        return Supervisor(self.args.world_size, must_match(self.args), job, listener)
 
     def join(self, link, gpus, store_port):
-        """Join the job.  Ends this process if it is refused; otherwise return the first state of the job."""
+        """Join the job. Ends this process if it is refused; otherwise return the first state of the job."""
         own = {"host": socket.gethostname(), "pid": os.getpid(), "gpus": gpus, "store_port": store_port}
         link.send({"join": self.rank, "must_match": must_match(self.args)} | own)
         try:
             state = link.receive()
         except (OSError, ValueError):
-            holder = "the starting process" if self.spawned else self.names[0]
-            self.give_up(1, f"what listens at {self.where} is not {holder} (choose another --master_port)")
+            self.give_up(1, f"what listens at {self.where} is not {self.holder} (choose another --master_port)")
         if "refused" in state:
             self.give_up(2, f"refused, because {state['refused']}")
-        link.send_beats()
         return state
 
     def seconds_left(self):
@@ -93,54 +115,30 @@ class Rendezvous:
     def print_waiting(self, awaited):
         """Print from time to time for whom this rank waits."""
         if time.monotonic() > self.print_at and not self.spawned:
-            print(f"{self.names[self.rank]}: waiting for {awaited} ({self.patience})", flush=True)
+            print(f"{self.me}: waiting for {awaited} ({self.patience})", flush=True)
             self.print_at = time.monotonic() + PRINT_EVERY_SECONDS
 
     def give_up(self, status, why):
-        """End this process.  The others need not be informed, because they do not depend on it yet."""
-        leave_now(status, f"{self.names[self.rank]}: {why}")
-
-    def _repeat(self, call, awaited, why=None):
-        """Repeat call() until it does not fail, and return its result.  Give up at the deadline.
-
-        It has to be repeated because no event reports that another process has started.
-        """
-        while True:
-            try:
-                return call()
-            except OSError as error:
-                if self.seconds_left() < 0:
-                    self.give_up(1, f"{awaited} did not come within {self.patience}: {why or error}")
-                self.print_waiting(f"{awaited}: {why or error}")
-                time.sleep(0.1)
-
-
-def _supervisor_in(store):
-    """Return the address that rank 0 has put into torchrun's store.  It may be that of an attempt that has ended."""
-    if not store.check(["supervisor"]):
-        raise ConnectionError("it has not started yet")
-    return tuple(json.loads(store.get("supervisor")))
+        """End this process. The others need not be informed, because they do not depend on it yet."""
+        leave_now(status, f"{self.me}: {why}")
 
 
 # ---------------------------------------------------------------------------------------------- addresses
 
 
-def listen_only_towards(host, port, announce):
+def listen_only_towards(host, port):
     """Let this process listen only on the interface that leads to `host`; return (IPv4 address of `host`, port).
 
     Without this, TensorPipe and Gloo listen on the address to which this machine's *name* resolves, which may be public
-    or wrong.  Raises OSError, with one line for the user, if `host` cannot be reached.
+    or wrong. Raises OSError, with one line for the user, if `host` cannot be reached.
     """
     try:
         address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
-        name, own = interface_towards(address)
+        name, _ = interface_towards(address)
     except OSError as error:
         raise OSError(f"--master_addr {host}: {error.strerror or error}") from None
     for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         os.environ.setdefault(variable, name)
-    if announce and not ipaddress.ip_address(address).is_loopback:
-        where = f"{own} ({os.environ['TP_SOCKET_IFNAME']})"
-        print(f"Listening on {where}. RPC runs whatever a peer sends, unencrypted: trusted networks only.", flush=True)
     return address, port
 
 
@@ -149,16 +147,16 @@ def interface_towards(address):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # for UDP this sends nothing; it only looks up the route
         own = probe.getsockname()[0]
-    local = ipaddress.ip_address(own).is_loopback  # may be 127.0.1.1, although the interface has 127.0.0.1
+    # A loopback address may be 127.0.1.1, although the interface has 127.0.0.1.
+    prefix = "127." if ipaddress.ip_address(own).is_loopback else f"{own}."
     for name, addresses in psutil.net_if_addrs().items():
-        of_interface = [each.address for each in addresses if each.family == socket.AF_INET]
-        if own in of_interface or (local and any(each.startswith("127.") for each in of_interface)):
+        if any(each.family == socket.AF_INET and (each.address + ".").startswith(prefix) for each in addresses):
             return name, own
     raise OSError(f"no network interface has the address {own}, from which {address} is reached")
 
 
 def listen(host, port):
-    """Return a socket that listens on this address only.  Raises UserError."""
+    """Return a socket that listens on this address only. Raises UserError."""
     try:
         return socket.create_server((host, port), backlog=1024)
     except OSError as error:

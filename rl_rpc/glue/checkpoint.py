@@ -27,8 +27,8 @@ job_id = new_job_id()  # Job.join replaces it by that of the job, which is the s
 def write_aside(path, write):
     """Call `write(file)` on a temporary file beside `path`, then rename that file to `path`.
 
-    So `path` is always the complete old file or the complete new one.  Symbolic links are followed.  A stream of this
-    process (/dev/stdout) and what is no regular file (a pipe) are written directly.  Raises UserError.
+    So `path` is always the complete old file or the complete new one. Symbolic links are followed. A stream of this
+    process (/dev/stdout) and what is no regular file (a pipe) are written directly. Raises UserError.
     """
     path = os.fspath(path)
     is_stream = os.path.abspath(path).startswith(("/dev/std", "/dev/fd/", "/proc/"))
@@ -50,14 +50,14 @@ def write_aside(path, write):
 
 
 def finish_writing(seconds):
-    """Wait until no other thread is writing a file, at most `seconds`.  Called when the process is about to end."""
+    """Wait until no other thread is writing a file, at most `seconds`. Called when the process is about to end."""
     _writing.acquire(timeout=seconds)
 
 
 def save(path, scenario, settings, state):
-    """Write a checkpoint to `path`, completely or not at all.  Raises UserError.
+    """Write a checkpoint to `path`, completely or not at all. Raises UserError.
 
-    `state` consists of tensors, numbers, strings, lists and dicts.  `settings`, {name: value}, are those settings that
+    `state` consists of tensors, numbers, strings, lists and dicts. `settings`, {name: value}, are those settings that
     a run must share with this one if it is to resume from the checkpoint.
     """
     state = _on_cpu(state)
@@ -77,8 +77,8 @@ def _on_cpu(state):
 def resume(args, scenario, settings):
     """Return the state from which this run resumes, or None if it starts from the beginning.
 
-    After a restart it resumes from what this job has saved.  An older file at the same path is used only if the user
-    has asked for it (--resume).  Raises UserError if the checkpoint cannot be read, or if it was saved with `settings`
+    After a restart it resumes from what this job has saved. An older file at the same path is used only if the user
+    has asked for it (--resume). Raises UserError if the checkpoint cannot be read, or if it was saved with `settings`
     (see save) that differ from this run's.
     """
     path = args.checkpoint
@@ -99,7 +99,7 @@ def resume(args, scenario, settings):
 
 
 def load(path, scenario):
-    """Return (settings, state) of a checkpoint, as they were given to save().  No code from the file is executed.
+    """Return (settings, state) of a checkpoint, as they were given to save(). No code from the file is executed.
 
     Raises UserError if the file is missing or damaged, or if it is a checkpoint of another scenario.
     """

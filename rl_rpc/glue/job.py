@@ -1,9 +1,10 @@
 """One rank's view of the job: join it, work with the other ranks, go on without a lost rank, leave together.
 
-Runs in every rank.  launch.py creates a Job and passes it to run_worker as `job`.  The supervisor (supervisor.py) tells
+Runs in every rank. launch.py creates a Job and passes it to run_worker as `job`. The supervisor (supervisor.py) tells
 each rank the state of the job: who has joined, which barrier all have passed, who is lost, whether the job ends.
 """
 
+import concurrent.futures
 import dataclasses
 import signal
 import socket
@@ -15,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rpc import internal
 
-from glue import before_torch, checkpoint, ending, supervisor, timeline, trace
+from glue import before_torch, checkpoint, ending, timeline, trace
 from glue.ending import End, leave_now, within
 from glue.host import best_transport, devices_of, share_cores, start_cuda, tensorpipe_options
 from glue.rendezvous import Rendezvous, hold_store
-from glue.supervisor import BEAT_SECONDS, DONE
+from glue.supervisor import BEAT_SECONDS, DONE, LOST_AFTER_SECONDS
 
 SECONDS_TO_HEAR = 1.5  # after torchrun's SIGTERM, from the supervisor: torchrun may have seen that a rank is lost
 
@@ -32,7 +33,7 @@ class Job:
         self.args = args
         self.rank, self.world_size = rank, args.world_size
         self.workers = [worker_name(r, args) for r in range(args.world_size)]
-        self.names = ending.full_names(self.workers)
+        self.names = full_names(self.workers)
         self.spawned, self.port = port is not None, port
         # Set by join(): this rank's device, the names of all ranks' devices, and how many ranks are on this host.
         self.device, self.devices, self.ranks_here = None, [], None
@@ -42,17 +43,16 @@ class Job:
         self.changed = threading.Condition()  # guards the two above; notified of each change
         self.barriers = 0  # how often wait_for_all() was called
         self.callback = None  # the argument of on_lost()
-        self.report_lock = threading.Lock()  # held while the callback runs, so that losses are handled in turn
-        self.reports = []  # the threads that run it
+        self.reporter = concurrent.futures.ThreadPoolExecutor(1)  # runs it, for one loss after the other
         self.ending = threading.Lock()  # taken by the thread that ends this process, and never released
         # torch prints the traceback of every served function that raises, even if the reason is a lost rank, or an
-        # exception of a further rank, which has printed it.  It has no option for this, so its module gets a `print`.
-        internal.print = lambda *_, **__: self.print_served_error(sys.exc_info()[1])
+        # exception of a further rank, which has printed it. It has no option for this, so its module gets a `print`.
+        internal.print = lambda *_, **__: self._print_traceback(sys.exc_info()[1])
 
     # ------------------------------------------------------------------------------------------ what run_worker uses
 
     def rpc_options(self, **kwargs):
-        """Return the options for init_rpc, which then uses this job's store.  `kwargs` are passed to torch."""
+        """Return the options for init_rpc, which then uses this job's store. `kwargs` are passed to torch."""
         transport = self.args.transport
         if transport == "auto":
             transport = best_transport(self.ranks_here)
@@ -61,14 +61,14 @@ class Job:
         return tensorpipe_options(transport, init_method="job://", rpc_timeout=self.args.rpc_timeout, **kwargs)
 
     def store(self, prefix):
-        """Return a store for `dist.init_process_group(store=...)`, with keys of its own for each prefix.  In rank 0."""
+        """Return a store for `dist.init_process_group(store=...)`, with keys of its own for each prefix. In rank 0."""
         port = self.state["job"]["ranks"][0]["store_port"]
         patience = timedelta(seconds=min(60.0, self.args.join_timeout))
         client = dist.TCPStore(self.host, port, is_master=False, wait_for_workers=False, timeout=patience)
         return dist.PrefixStore(prefix, client)
 
     def wait_for_all(self):
-        """Return when every living rank has called this.
+        """Return when every living rank has called this: a barrier.
 
         If a rank dies before its call, the job ends, or goes on without that rank (--on_lost continue).
         """
@@ -77,8 +77,8 @@ class Job:
     def on_lost(self, first, callback=None):
         """With --on_lost continue: from now on, if a rank >= `first` is lost, the job goes on without it.
 
-        The job still ends when none of these ranks would be left.  Every rank calls this after init_rpc; it returns
-        when all have called it.  `callback(rank)` is called once for each loss, on a thread of its own.  It returns a
+        The job still ends when none of these ranks would be left. Every rank calls this after init_rpc; it returns
+        when all have called it. `callback(rank)` is called once for each loss, on a thread of its own. It returns a
         few words about what happens to the lost rank's work, or "".
         """
         if self.args.on_lost == "continue":
@@ -86,7 +86,7 @@ class Job:
             self._wait_at(self.barriers + 1, can_lose=first)  # until then RPC needs every rank
 
     def report_lost(self, rank, error):
-        """Go on without `rank`, because a call to it has raised `error`.  Returns at once.
+        """Go on without `rank`, because a call to it has raised `error`. Returns at once.
 
         Ends the job instead if the job cannot go on without `rank`.
         """
@@ -96,7 +96,7 @@ class Job:
 
     def join(self):
         """Join the job; return when all ranks have joined."""
-        self._handle_signals()
+        before_torch.watch_signals(self._interrupted)
         gpus = start_cuda(self.args.device, self.rank in self.args.device_ranks)
         rendezvous = Rendezvous(self.rank, self.args, self.names, self.port)
         self.host, link, self.supervisor = rendezvous.connect()
@@ -136,22 +136,21 @@ class Job:
             trace.start(self.rank, self.workers)
 
     def leave(self):
-        """Report that this rank has done its work and shut down RPC; return when every living rank has reported it."""
+        """Report that this rank has done its work; return when every living rank has reported it."""
         self._hand_in_trace()
         self._wait_at(DONE)
-        for report in self.reports:
-            report.join()
+        self.reporter.shutdown()
         if self.supervisor:
             self.link.close()
-            self.supervisor.wait_until_all_have_left(supervisor.LOST_AFTER_SECONDS)
+            self.supervisor.wait_until_gone(self.lost.keys() ^ range(self.world_size), LOST_AFTER_SECONDS)
             self._write_trace()
 
-    def _wait_at(self, number, **also):
-        """Report that this rank waits at the barrier of this number; return when all living ranks have come there."""
-        self.barriers = number
-        self.link.send({"at": number, **also})
+    def _wait_at(self, barrier, **also):
+        """Report that this rank is at this barrier; return when all living ranks are there."""
+        self.barriers = barrier
+        self.link.send({"at": barrier, **also})
         with self.changed:
-            self.changed.wait_for(lambda: self.state["passed"] >= number)
+            self.changed.wait_for(lambda: self.state["passed"] >= barrier)
 
     def _hand_in_trace(self):
         if recording := trace.hand_in():
@@ -169,117 +168,89 @@ class Job:
             while self.state["passed"] < DONE:
                 self._take_in(self.link.receive())
         except (OSError, ValueError) as error:
-            lost = "lost the starting process: " if self.spawned else ""
-            self.end(End(None if self.spawned else 0, f"{lost}{error}"), tell=False)
+            why = f"lost the starting process: {error}" if self.spawned else str(error)
+            self.end(End(None if self.spawned else 0, why), tell=False)
 
     def _take_in(self, state):
         with self.changed:
             self.state = state
-            for rank, why in ((int(rank), why) for rank, why in state["lost"].items()):
-                if rank not in self.lost:
-                    self.lost[rank] = why
-                    report = threading.Thread(target=self._after_loss, args=(rank, why), daemon=True)
-                    self.reports.append(report)
-                    report.start()
+            losses = {rank: why for rank, why in state["lost"] if rank not in self.lost}
+            self.lost |= losses
+            ends = state["end"] or self.rank in self.lost
+            if not ends:
+                for rank, why in losses.items():
+                    self.reporter.submit(self._after_loss, rank, why)
             self.changed.notify_all()
-        if state["end"] or self.rank in self.lost:
-            self.end(None)
+        if ends:
+            self.end(None, tell=False)
 
     def _after_loss(self, rank, why):
-        with self.report_lock:
-            try:
-                work = self.callback(rank) if self.callback else ""
-            except Exception as error:
-                self.fail(error)
-            if self.rank == 0:
-                ending.print_error(f"lost {self.names[rank]}: {why}" + (f"; {work}" if work else ""))
+        try:
+            work = self.callback(rank) if self.callback else ""
+        except Exception as error:
+            self.fail(error)
+        if self.rank == 0:
+            ending.print_error(f"lost {self.names[rank]}: {why}" + (f"; {work}" if work else ""))
 
     def _report_lost(self, rank, error):
-        if ending.is_connection_trouble(error):
-            with self.changed:  # if the supervisor notices the loss meanwhile, its reason is better than `error`
-                self.changed.wait_for(lambda: rank in self.lost, self._seconds_until_a_loss_is_known())
+        if ending.is_connection_trouble(error):  # if the supervisor notices the loss, its reason is better than `error`
+            self._wait_until(lambda: rank in self.lost)
         end = ending.of_exception(error, rank)
         if end.rank == rank:
             self.link.send({"failed": dataclasses.asdict(end)})
         else:  # an error of the rank that `rank` has called
             self.end(end)
 
-    @staticmethod
-    def _seconds_until_a_loss_is_known():
-        return supervisor.LOST_AFTER_SECONDS + 4 * BEAT_SECONDS
+    def _wait_until(self, happened, seconds=LOST_AFTER_SECONDS + 4 * BEAT_SECONDS):
+        """Wait for what the supervisor will tell, by default as long as it takes until every loss is known."""
+        with self.changed:
+            return self.changed.wait_for(happened, seconds)
 
     # -------------------------------------------------------------------------------------------------------- ending
 
     def fail(self, error):
-        """End this process because of an exception.  The job ends too, unless it can go on without this rank."""
-        if not self._comes_from_a_loss(error):
-            ending.print_traceback(error)
+        """End this process because of an exception. The job ends too, unless it can go on without this rank."""
+        self._print_traceback(error)
         self.end(ending.of_exception(error, self.rank))
 
-    def print_served_error(self, error):
-        """Print the traceback of an exception that a function has raised which this rank serves."""
+    def _print_traceback(self, error):
+        """Print the traceback of an exception, unless it was raised because another rank is gone.
 
-        def print_it():
-            if not self._comes_from_a_loss(error):
-                ending.print_traceback(error)
-
-        if ending.is_connection_trouble(error):  # then it takes time to find out, but the caller waits for its answer
-            threading.Thread(target=print_it, daemon=True).start()
-        else:
-            ending.print_traceback(error)
-
-    def _comes_from_a_loss(self, error):
-        """Return whether this exception was raised because another rank is gone.
-
-        If it looks so, wait until the supervisor has named that rank.  This process then ends during the wait, or the
+        If it looks so, wait until the supervisor has named that rank. This process then ends during the wait, or the
         job goes on without that rank.
         """
-        if not self.link or not ending.is_connection_trouble(error):
-            return False
-        with self.changed:
-            known = len(self.lost)
-            return self.changed.wait_for(lambda: len(self.lost) > known, self._seconds_until_a_loss_is_known())
+        if not (self.link and ending.is_connection_trouble(error) and self._wait_until(lambda: self.lost)):
+            ending.print_traceback(error)
 
     def end(self, end, tell=True):
-        """End this process.  If it is the first to know the reason, `end`, tell the supervisor, and so all ranks."""
+        """End this process. If it is the first to know the reason, `end`, tell the supervisor, and so all ranks."""
         self.ending.acquire()  # never released, because the process ends below
+        if self.link and tell:
+            self.link.send({"failed": dataclasses.asdict(end)})
+            self._wait_until(lambda: self.state["end"] or self.rank in self.lost, 2)
+        if self.state and self.state["end"]:
+            end = End(**self.state["end"])
+        elif why := self.lost.get(self.rank):
+            known = end and end.why == why
+            end = End(self.rank, why if known else f"the others have gone on without it: {why}")
         if self.link:
-            end = self._decided(end, tell)
             within(4, self._hand_in_trace)
-        own = end.rank == self.rank and self.rank in self.lost
-        ending.print_error(f"{self.names[self.rank]}: {end.why}" if own else self._line(end))
+        # Spawned ranks share a console, where one line is enough for an error that the user must correct.
+        if not end.signal and (not self.spawned or end.again or end.rank in (self.rank, None)):
+            ending.print_error(end.line(self.names, self.rank))
         if self.supervisor:
             self.link.close()
-            self.supervisor.wait_until_all_have_left(3.0, {end.rank})
+            self.supervisor.wait_until_gone({*range(self.world_size)} - {end.rank, *self.lost}, 3.0)
             within(4, lambda: self._write_trace(end))
         leave_now(end.status)
 
-    def _line(self, end):
-        return ending.line(end, self.rank, self.names, self.spawned)
-
-    def _decided(self, end, tell):
-        """Return the reason for which the job ends, or goes on without this rank."""
-        if end and tell:
-            self.link.send({"failed": dataclasses.asdict(end)})
-            with self.changed:
-                self.changed.wait_for(lambda: self.state["end"] or str(self.rank) in self.state["lost"], 2)
-        if self.state["end"]:
-            return End(**self.state["end"])
-        if why := self.state["lost"].get(str(self.rank)):
-            self.lost[self.rank] = why
-            known = end and end.why == why
-            return End(self.rank, why if known else f"the others have gone on without it: {why}")
-        return end
-
-    def _handle_signals(self):
-        """From now on a signal ends this rank, and with it the job.  Called on the main thread."""
-        threading.Thread(target=self._await_signals, args=(before_torch.signals_as_bytes(),), daemon=True).start()
-
-    def _await_signals(self, received):
-        while (number := received.recv(1)[0]) not in before_torch.SIGNALS:
-            pass  # a signal for which the program has set a handler of its own
+    def _interrupted(self, number):
         if number == signal.SIGTERM and self.args.torchrun and self.link:
             # torchrun may have seen a rank die, but does not say which; the supervisor does.
-            with self.changed:
-                self.changed.wait_for(lambda: self.state["end"], SECONDS_TO_HEAR)
+            self._wait_until(lambda: self.state["end"], SECONDS_TO_HEAR)
         self.end(ending.interrupted(number))
+
+
+def full_names(workers):
+    """Return each rank's name as the user reads it: "rank 1 (observer1)". `workers`: the worker names, by rank."""
+    return [f"rank {rank} ({worker})" for rank, worker in enumerate(workers)]

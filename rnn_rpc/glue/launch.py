@@ -1,6 +1,6 @@
 """Start the ranks of a job, and end all of them when one is lost.
 
-Runs in every process.  There are three ways to start a job, and each rank then runs the same code:
+Runs in every process. There are three ways to start a job, and each rank then runs the same code:
 
     python main.py --world_size 3             spawned: this process starts all ranks, and has the supervisor
     python main.py --world_size 3 --rank 1    one rank per terminal or host: rank 0 has the supervisor
@@ -10,7 +10,6 @@ Runs in every process.  There are three ways to start a job, and each rank then 
 import logging
 import multiprocessing.connection
 import signal
-import threading
 import warnings
 
 import torch.multiprocessing as mp
@@ -18,7 +17,7 @@ import torch.multiprocessing as mp
 from glue import UserError, before_torch, check, checkpoint, ending, timeline
 from glue.ending import End, leave_now
 from glue.host import keep_freed_memory
-from glue.job import Job
+from glue.job import Job, full_names
 from glue.rendezvous import listen, must_match, told_to_all
 from glue.supervisor import BEAT_SECONDS, DONE, Supervisor
 
@@ -26,18 +25,18 @@ GRACE_SECONDS = 4.0  # time for the other ranks to print their line and end
 
 
 def launch(run_worker, args, worker_name):
-    """Run `run_worker(rank, args, job)` in every rank, then end this process.  Each main.py calls this last.
+    """Run `run_worker(rank, args, job)` in every rank, then end this process. Each main.py calls this last.
 
-    `worker_name(rank, args)` returns a rank's RPC name.  Exit status: 0 if the work was done, 1 if it failed, 2 if this
+    `worker_name(rank, args)` returns a rank's RPC name. Exit status: 0 if the work was done, 1 if it failed, 2 if this
     rank was refused, 128 + the signal's number if a signal interrupted the job.
     """
     if args.check:
         run_worker = check.run_worker
     if args.rank is None:
-        status = _spawn(run_worker, args, worker_name)
+        leave_now(_spawn(run_worker, args, worker_name))
     else:
-        status = _run_rank(args.rank, run_worker, args, worker_name)
-    leave_now(status or 0)
+        _run_rank(args.rank, run_worker, args, worker_name)
+        leave_now(0)
 
 
 # ------------------------------------------------------------------------------------------------ one rank of the job
@@ -52,9 +51,16 @@ def _run_rank(rank, run_worker, args, worker_name, port=None):
         run_worker(rank, args, job)
         job.leave()
         if rank == 0 and not job.spawned:
-            ending.print_losses_and_restarts(job.lost, args.restarts, job.names)
+            _print_losses_and_restarts(job.lost, args.restarts, job.names)
     except BaseException as error:  # SystemExit as well, because a rank that calls sys.exit has not done its work
         job.fail(error)
+
+
+def _print_losses_and_restarts(lost, restarts, names):
+    if lost:
+        print(f"The job finished without {', '.join(names[rank] for rank in sorted(lost))}.")
+    if restarts:
+        print(f"The job was restarted {restarts} time{'s' * (restarts > 1)}.")
 
 
 def _keep_console_clean():
@@ -72,38 +78,37 @@ def _keep_console_clean():
 
 def _spawn(run_worker, args, worker_name):
     """Start every rank on this machine, and again after a loss if --max_restarts allows it; return the exit status."""
-    signals, seen, attempt = before_torch.signals_as_bytes(), [], None
-
-    def await_signals():
-        while True:
-            number = signals.recv(1)[0]
-            if number in before_torch.SIGNALS:
-                seen.append(number)
-                attempt.supervisor.fail(ending.interrupted(number))  # which tells the ranks
-
     job_id = checkpoint.new_job_id()
+    attempts = []
+
+    def act(number):
+        attempts[-1].supervisor.fail(ending.interrupted(number))  # which tells the ranks
+
     for restarts in range(args.max_restarts + 1):
         if restarts:
             ending.print_error(f"restart {restarts} of {args.max_restarts}")
-        attempt = _Attempt(args, worker_name, told_to_all(args, restarts, job_id))
+        attempts.append(_Attempt(args, worker_name, told_to_all(args, restarts, job_id)))
         if not restarts:
-            threading.Thread(target=await_signals, daemon=True).start()
-        end = attempt.run(run_worker)
-        if end is None or not end.again or seen:
+            before_torch.watch_signals(act)
+        end = attempts[-1].run(run_worker)
+        if end is None or not end.again:
             break
     before_torch.stop_fork_server()
-    return end.status if end else 0
+    if end:
+        return end.status
+    _print_losses_and_restarts(attempts[-1].supervisor.lost, restarts, attempts[-1].names)
+    return 0
 
 
 class _Attempt:
     """One attempt to run the job, in the process that starts its ranks."""
 
     def __init__(self, args, worker_name, told):
-        self.args, self.worker_name, self.restarts = args, worker_name, told["restarts"]
+        self.args, self.worker_name = args, worker_name
         self.workers = [worker_name(rank, args) for rank in range(args.world_size)]
-        self.names = ending.full_names(self.workers)
+        self.names = full_names(self.workers)
         self.listener = listen("127.0.0.1", 0)  # loopback only, and any port that is free
-        self.supervisor = Supervisor(self.names, must_match(args), told, self.listener, spawned=True)
+        self.supervisor = Supervisor(args.world_size, must_match(args), told, self.listener, spawned=True)
         self.running = {}  # rank -> its process
         self.has_left = False  # whether a rank has left because all have done their work
         self.reason_printed = False  # whether a rank has printed the reason
@@ -115,16 +120,13 @@ class _Attempt:
         self.listener.close()
         end = self.supervisor.end
         if end and not end.signal and not self.reason_printed:
-            lost = "" if end.rank is None else f"lost {self.names[end.rank]}: "
-            ending.print_error(f"{lost}{end.why}")
+            ending.print_error(end.line(self.names))
         if self.args.trace:
             try:
                 timeline.collect(self.args.trace, self.supervisor.traces, self.workers, end)
             except UserError as error:  # for example, the disk is full
+                end = end or End(None, f"--trace: {error}", again=False)
                 ending.print_error(f"--trace: {error}")
-                end = end or End(None, str(error), again=False)
-        if not end:
-            ending.print_losses_and_restarts(self.supervisor.lost, self.restarts, self.names)
         return end
 
     def _start(self, run_worker):
@@ -142,32 +144,29 @@ class _Attempt:
         self.running = dict(enumerate(ranks))
 
     def _wait_for_ranks(self):
-        """Return when all ranks have ended.  Those that should have ended long ago are killed."""
-        idle_seconds = 0.0
+        """Return when all ranks have ended. Those that should have ended long ago are killed."""
+        patience = GRACE_SECONDS
         while self.running:
             sentinels = {process.sentinel: rank for rank, process in self.running.items()}
             ended = multiprocessing.connection.wait(sentinels, BEAT_SECONDS)
             for sentinel in ended:
                 rank = sentinels[sentinel]
                 self._judge(rank, self.running.pop(rank))
-            if not ended and self._should_all_end():
-                idle_seconds += BEAT_SECONDS
-                if idle_seconds >= GRACE_SECONDS:
-                    for process in self.running.values():
-                        process.kill()
+            # What still runs should end, or is lost and has been stopped.
+            if self.supervisor.end or self.has_left or self.running.keys() <= self.supervisor.lost.keys():
+                patience -= 0 if ended else BEAT_SECONDS
+            if patience <= 0:
+                for process in self.running.values():
+                    process.kill()
 
     def _judge(self, rank, process):
         """Find out why this rank's process has ended."""
         process.join()
         code = process.exitcode
-        self.supervisor.wait_for_last_words(rank)
+        self.supervisor.wait_until_gone({rank}, BEAT_SECONDS)
         self.reason_printed |= code in (1, 2)  # the glue's own exit statuses: this rank has printed the reason
         if code == 0 and self.supervisor.passed() == DONE:
             self.has_left = True
         else:
             killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
             self.supervisor.fail(End(rank, killed or f"its process ended with exit status {code}"))
-
-    def _should_all_end(self):
-        only_lost = self.running.keys() <= self.supervisor.lost.keys()  # what still runs is stopped, or all have ended
-        return self.supervisor.end or self.has_left or only_lost

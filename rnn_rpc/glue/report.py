@@ -45,7 +45,7 @@ class Report:
         values.append(float(value))
 
     def close(self, plot, xlabel, floor=None, **figures):
-        """Write --plot and --summary_json, with the scenario's own `figures` and all curves.  Returns the summary.
+        """Write --plot and --summary_json, with the scenario's own `figures` and all curves. Returns the summary.
 
         `plot`: {label of the vertical axis: {name of a curve: its text in the legend}}; each axis gets a panel.
         `floor`: (label, value), drawn as a horizontal line in the last of these panels: a known bound or target.
@@ -110,7 +110,7 @@ class Meter:
 def staleness_figures(counts):
     """Return the figures of a summary for staleness: the mean over all gradients, and the maximum.
 
-    `counts`: {staleness: how many gradients had it}.  Staleness is the number of updates between reading the weights
+    `counts`: {staleness: how many gradients had it}. Staleness is the number of updates between reading the weights
     for a gradient and applying the gradient.
     """
     gradients = sum(counts.values())

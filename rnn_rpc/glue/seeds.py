@@ -18,10 +18,10 @@ def seed_for(seed, *parts):
 
 
 def dropout_mask(shape, p, *key, dtype=torch.float32):
-    """Return a dropout mask, on the CPU.  Its elements are 0 with probability `p`, otherwise 1 / (1 - p).
+    """Return a dropout mask, on the CPU. Its elements are 0 with probability `p`, otherwise 1 / (1 - p).
 
-    It depends on `key` alone: numbers and strings, such as a seed, a step and a layer.  torch's own dropout takes the
-    next numbers of a generator that all threads of the process share.  So its masks would be different with several RPC
+    It depends on `key` alone: numbers and strings, such as a seed, a step and a layer. torch's own dropout takes the
+    next numbers of a generator that all threads of the process share. So its masks would be different with several RPC
     threads, after a restart, or on a GPU.
     """
     generator = torch.Generator().manual_seed(seed_for(*key))

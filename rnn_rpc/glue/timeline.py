@@ -1,6 +1,6 @@
 """What `--trace FILE` writes: the bars of all ranks on one time axis, for ui.perfetto.dev or as a picture, and a table.
 
-Runs in one process of a job: the starting process, or rank 0 if the ranks were not spawned.  The picture has a lane for
+Runs in one process of a job: the starting process, or rank 0 if the ranks were not spawned. The picture has a lane for
 each thread, dark while the thread works and pale while it waits, and arrows for the messages between the lanes.
 """
 
@@ -25,16 +25,15 @@ def collect(path, parts, names, end=None):
     """Write the file of --trace to `path`, and print a table.
 
     `parts`: {rank: its recording}; `names`: the worker names of all ranks; `end`: the End, if the job's work is not
-    done.  Raises UserError.
+    done. Raises UserError.
     """
     parts = dict(sorted(parts.items()))
-    bars = [bar for part in parts.values() for bar in part["bars"]]
+    bars = sorted((bar for part in parts.values() for bar in part["bars"]), key=lambda bar: (bar["ts"], -bar["dur"]))
     hosts = {rank: part["host"] for rank, part in parts.items()}
-    calls = join(bars)
+    calls = match(bars)
     clocks = line_up(calls, hosts)
     for bar in bars:
-        shift, _ = clocks[hosts[bar["pid"]]]
-        bar["ts"] += shift
+        bar["ts"] += clocks[hosts[bar["pid"]]][0]
     print(table(names, calls))
     for host, (shift, error) in clocks.items():
         if error:
@@ -44,8 +43,8 @@ def collect(path, parts, names, end=None):
             print(f"--trace: {names[rank]} recorded too many bars; the last {len(part['bars']):,} are kept.")
     events = lay_out(names, bars, {rank: part["main"] for rank, part in parts.items()}) + arrows(calls)
     if end:
-        last = max(map(end_of, bars), default=0)
         who = "" if end.rank is None else f"rank {end.rank}: "
+        last = max(map(end_of, bars), default=0)
         events.append({"ph": "i", "s": "g", "name": f"{who}{end.why}", "pid": 0, "tid": 0, "ts": last})
     in_microseconds(events)
     if not path.endswith(".png"):
@@ -71,37 +70,33 @@ def end_of(bar):
     return bar["ts"] + bar["dur"]
 
 
-def join(bars):
+def match(bars):
     """Return (call, run, answered) for each call that was recorded at the caller and at the callee.
 
-    `call` is the caller's bar, `run` the callee's.  The answer leaves at the end of `answered`: this is `run`, or the
+    `call` is the caller's bar, `run` the callee's. The answer leaves at the end of `answered`: this is `run`, or the
     bar of a Future that was completed after `run`.
     """
     made, served, held = {}, {}, {}  # number of the call -> bar
     for bar in bars:
-        number = bar["args"].get("call")
-        if "to" in bar["args"]:
-            made[number] = bar
-        elif bar["cat"] == "run":
-            served[number] = bar
-        elif bar["cat"] == "held":
-            held[number] = bar
+        found = made if "to" in bar["args"] else {"run": served, "held": held}.get(bar["cat"])
+        if found is not None:
+            found[bar["args"].get("call")] = bar
     return [(made[number], run, held.get(number, run)) for number, run in served.items() if number in made]
 
 
 def line_up(calls, hosts):
     """Return {host: (ns to add to its clock, the largest error of this correction)}.
 
-    The clock of the first host is taken as correct.  A call is served after it was sent, and before its answer arrives.
+    The clock of the first host is taken as correct. A call is served after it was sent, and before its answer arrives.
     So each call gives a lower and an upper bound for the difference of two clocks.
     """
     bounds = {}  # (host, other host) -> (lowest, highest) number of ns to add to the other's clock
     for call, run, answered in calls:
         one, other = hosts[call["pid"]], hosts[run["pid"]]
-        low = call["ts"] - run["ts"]
-        high = end_of(call) - end_of(answered)
-        _narrow(bounds, (one, other), low, high)
-        _narrow(bounds, (other, one), -high, -low)
+        low, high = call["ts"] - run["ts"], end_of(call) - end_of(answered)
+        for pair, least, most in (((one, other), low, high), ((other, one), -high, -low)):
+            lowest, highest = bounds.get(pair, (least, most))
+            bounds[pair] = max(lowest, least), min(highest, most)
     clocks = dict.fromkeys(list(hosts.values())[:1], (0, 0))
     for _ in hosts:  # repeated, to reach hosts that have no calls with the first one
         for (one, other), (low, high) in bounds.items():
@@ -109,11 +104,6 @@ def line_up(calls, hosts):
                 shift, error = clocks[one]
                 clocks[other] = shift + (low + high) // 2, error + abs(high - low) // 2
     return dict.fromkeys(hosts.values(), (0, 0)) | clocks
-
-
-def _narrow(bounds, pair, low, high):
-    lowest, highest = bounds.get(pair, (low, high))
-    bounds[pair] = max(lowest, low), min(highest, high)
 
 
 def table(names, calls):
@@ -124,39 +114,33 @@ def table(names, calls):
     """
     groups = collections.defaultdict(list)
     for call, run, answered in calls:
-        whole = call["dur"]
         at_callee = end_of(answered) - run["ts"]
         group = f"{names[call['pid']]} -> {names[run['pid']]}: {call['name']}"
-        groups[group].append((whole, whole - at_callee, at_callee))
+        groups[group].append((call["dur"], call["dur"] - at_callee, at_callee))
     width = max(map(len, groups), default=26)
     lines = [f"{'RPCs, median milliseconds':<{width}}   calls   at caller  wire, queue   at callee"]
     for group, times in sorted(groups.items()):
-        medians = ""
-        for column in range(3):
-            medians += f"{statistics.median(row[column] for row in times) / 1e6:>12.3f}"
+        medians = "".join(f"{statistics.median(column) / 1e6:>12.3f}" for column in zip(*times, strict=True))
         lines.append(f"{group:<{width}}{len(times):>8,}{medians}")
     return "\n".join(lines)
 
 
 def lay_out(names, bars, mains):
-    """Return the bars with a lane as their "tid", and events that name the lanes.  `mains`: {rank: its main thread}.
+    """Return the bars with a lane as their "tid", and events that name the lanes. `mains`: {rank: its main thread}.
 
-    A bar goes into the lane in which a bar of the same thread is open, or into the first free lane of its group.  So an
+    A bar goes into the lane in which a bar of the same thread is open, or into the first free lane of its group. So an
     RPC thread has no lane of its own, because it does not matter which thread serves a call.
     """
     open_bars = collections.defaultdict(list)  # (rank, group) -> for each lane a list of its open bars, (end, thread)
-    labels = [_label("process_name", rank, 0, name) for rank, name in enumerate(names)]
-    labelled = set()
-    bars = sorted(bars, key=lambda bar: (bar["ts"], -bar["dur"]))
+    labels = {(rank, None): _label("process_name", rank, 0, name) for rank, name in enumerate(names)}
     for bar in bars:
         group = NO_THREAD.get(bar["cat"]) or LANES[0 if bar["tid"] == mains[bar["pid"]] else 2]
         thread = id(bar) if bar["cat"] in NO_THREAD else bar["tid"]
         lane = _free_lane(open_bars[bar["pid"], group], bar, thread)
         bar["tid"] = 100 * LANES.index(group) + lane
-        if (bar["pid"], bar["tid"]) not in labelled:
-            labelled.add((bar["pid"], bar["tid"]))
-            labels.append(_label("thread_name", bar["pid"], bar["tid"], f"{group} {lane + 1}" if lane else group))
-    return labels + bars
+        text = f"{group} {lane + 1}" if lane else group
+        labels.setdefault((bar["pid"], bar["tid"]), _label("thread_name", bar["pid"], bar["tid"], text))
+    return [*labels.values(), *bars]
 
 
 def _free_lane(lanes, bar, thread):
@@ -193,7 +177,7 @@ def arrows(calls):
 
 
 def draw(file, events):
-    """Draw a step of median length as a PNG.  If the job has failed, or has no steps, the last calls are drawn."""
+    """Draw a step of median length as a PNG. If the job has failed, or has no steps, the last calls are drawn."""
     from matplotlib.figure import Figure  # a second to import, so only when asked for
 
     start, end = choose_window(events)
@@ -231,28 +215,24 @@ def choose_window(events):
 
 
 class View:
-    """A period of a trace: its bars and messages, and a row for each lane.  Lanes that only wait are left out."""
+    """A period of a trace: its bars and messages, and a row for each lane. Lanes that only wait are left out."""
 
     def __init__(self, events, start, span):
         """`start` and `span` of the period are in microseconds."""
-        self.start, self.end = start, start + span
-        self.width = span / 1e3  # in milliseconds, like everything that is drawn
-        labels = [event for event in events if event["ph"] == "M"]
-        self.names = {(label["name"], label["pid"], label["tid"]): label["args"]["name"] for label in labels}
+        self.start, self.width = start, span / 1e3  # everything that is drawn is in milliseconds
+        names = {(each["name"], each["pid"], each["tid"]): each["args"]["name"] for each in events if each["ph"] == "M"}
+        tails = {event["id"]: event for event in events if event["ph"] == "s"}
+        arrows = [(tails[event["id"]], event) for event in events if event["ph"] == "f"]
+        # The messages that leave in this period, as (event at the sender, event at the receiver).
+        self.messages = [(tail, head) for tail, head in arrows if start <= tail["ts"] < start + span]
         self.job_ends = [event for event in events if event["ph"] == "i"]
-        self.messages = self._messages(events)
-        bars = [bar for bar in shown_bars(events) if bar["ts"] < self.end and end_of(bar) > start]
+        bars = [bar for bar in shown_bars(events) if bar["ts"] < start + span and end_of(bar) > start]
         busy = {lane_of(bar) for bar in bars if state_of(bar) != "waiting"}
         busy |= {lane_of(end) for message in self.messages for end in message}
         self.bars = [bar for bar in bars if lane_of(bar) in busy] or bars
         lanes = sorted({lane_of(bar) for bar in self.bars}, reverse=True)
         self.rows = {lane: row for row, lane in enumerate(lanes)}
-
-    def _messages(self, events):
-        """Return the messages that leave in this period, as (event at the sender, event at the receiver)."""
-        tails = {event["id"]: event for event in events if event["ph"] == "s"}
-        pairs = [(tails[event["id"]], event) for event in events if event["ph"] == "f"]
-        return [(tail, head) for tail, head in pairs if self.start <= tail["ts"] < self.end]
+        self.labels = [f"{names['process_name', rank, 0]}, {names['thread_name', rank, lane]}" for rank, lane in lanes]
 
     def legend(self):
         """Return {text: mark} for the colors that occur."""
@@ -274,17 +254,14 @@ class View:
         for message in self.messages:
             is_answer = message[0]["id"] % 2
             arrow = ARROW | {"color": MESSAGE_COLORS[message[is_answer]["pid"] % len(MESSAGE_COLORS)]}
-            tail, head = ((self._milliseconds(end), self.rows.get(lane_of(end))) for end in message)
-            if tail[1] is not None and head[1] is not None:
+            if all(lane_of(end) in self.rows for end in message):
+                tail, head = ((self._milliseconds(end), self.rows[lane_of(end)]) for end in message)
                 axes.annotate("", head, tail, arrowprops=arrow, annotation_clip=False)
         self._write_names(axes)
         for event in self.job_ends:
             axes.set_title(event["name"], loc="right", fontsize=8, color="firebrick")
             axes.axvline(self._milliseconds(event), color="firebrick", linewidth=2)
-        labels = []
-        for rank, lane in self.rows:
-            labels.append(f"{self.names['process_name', rank, 0]}, {self.names['thread_name', rank, lane]}")
-        axes.set_yticks([*self.rows.values()], labels)
+        axes.set_yticks([*self.rows.values()], self.labels)
         axes.set(xlim=(0, self.width), ylim=(-0.6, len(self.rows) - 0.4))
         axes.tick_params(labelsize=7)
 

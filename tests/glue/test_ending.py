@@ -14,27 +14,16 @@ SILENT = "silent for 8 s (killed, stopped, or unreachable)"
 
 
 @pytest.mark.parametrize(
-    "end, me, spawned, said",
+    "end, me, said",
     [
-        (End(1, SILENT), 2, True, f"rank 2 (observer2): lost rank 1 (observer1): {SILENT}"),
-        # the starting process has no rank
-        (End(None, "lost the starting process: broke"), 1, True,
-         "rank 1 (observer1): lost the starting process: broke"),
-        # a stopped rank that continues after the others have lost it
-        (End(1, SILENT), 1, False, f"rank 1 (observer1): {SILENT}"),
-        (End(0, "ValueError: no"), 0, True, "rank 0 (agent): ValueError: no"),
-        (End(1, "ValueError: no"), 2, True, "rank 2 (observer2): lost rank 1 (observer1): ValueError: no"),
-        # an error of the user's takes one line in a terminal
-        (End(1, "bad file", again=False), 1, True, "rank 1 (observer1): bad file"),
-        (End(1, "bad file", again=False), 0, True, None),
-        (End(1, "bad file", again=False), 0, False, "rank 0 (agent): lost rank 1 (observer1): bad file"),
-        (End(None, "rank 2 (observer2) did not come"), 0, False,
-         "rank 0 (agent): rank 2 (observer2) did not come"),
-        (ending.interrupted(2), 1, True, None),
+        (End(1, SILENT), 2, f"rank 2 (observer2): lost rank 1 (observer1): {SILENT}"),
+        (End(1, SILENT), None, f"lost rank 1 (observer1): {SILENT}"),  # in the starting process
+        (End(None, "lost the starting process: broke"), 1, "rank 1 (observer1): lost the starting process: broke"),
+        (End(1, SILENT), 1, f"rank 1 (observer1): {SILENT}"),  # it continues after the others have lost it
     ],
-)  # fmt: skip
-def test_the_line_that_a_rank_prints(end, me, spawned, said):
-    assert ending.line(end, me, NAMES, spawned) == said
+)
+def test_the_line_that_a_rank_prints(end, me, said):
+    assert end.line(NAMES, me) == said
 
 
 @pytest.mark.parametrize("number, status", [(2, 130), (15, 143), (1, 129)])
