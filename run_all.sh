@@ -98,7 +98,7 @@ bench)
     ;;
 exercise)
     use_environment tests/requirements.txt
-    "$python" tests/tools/exercise.py "${@:2}"
+    "$python" tools/exercise.py "${@:2}"
     ;;
 *)
     sed -n 's/^#   //p' "$0" >&2

@@ -9,7 +9,6 @@ only the library and numpy.
 
 import json
 import os
-import pathlib
 import sys
 import time
 
@@ -53,8 +52,6 @@ def measure(call, payload, calls):
 
 
 def main():
-    # This folder has a file ray.py, and `import ray` would import this file instead of the library.
-    sys.path.remove(str(pathlib.Path(__file__).resolve().parent))
     # Standard output is for the answers only, so what the libraries print is sent to stderr.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

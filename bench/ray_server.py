@@ -1,6 +1,6 @@
 """Compare the images/s of param_server's asynchronous mode with those of a parameter server in Ray.
 
-    python bench/ray.py --ray_python DIR/bin/python --data_dir data --repeats 3
+    python bench/ray_server.py --ray_python DIR/bin/python --data_dir data --repeats 3
 
 Ray is not a dependency of this repository.  Install it into an environment of its own
 (`python -m venv DIR; DIR/bin/pip install ray`); torch is imported from the environment that runs this program.
@@ -14,20 +14,17 @@ param_server's network (channels last) and malloc settings, one flat tensor for 
 import argparse
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import time
 
 from common import interleave, table, use_package
 
-HERE = str(pathlib.Path(__file__).resolve().parent)
 use_package("param_server")
 
 
 def run_ray(args):
     """Train with Ray and print images/s.  This function runs in the Python that has Ray."""
-    sys.path.remove(HERE)  # otherwise `import ray` would import this file
     import ray
 
     same = args.inside == "same settings"

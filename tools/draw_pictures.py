@@ -1,8 +1,8 @@
 """Draw the pictures of the READMEs: timelines of the modes, the rewards of several seeds, and the moving picture.
 
-    python tests/tools/draw_pictures.py timelines rl_rpc       # pictures/timelines*.png of this package
-    python tests/tools/draw_pictures.py seeds                  # rl_rpc/pictures/seeds.png, with seeds 1 to 5
-    python tests/tools/draw_pictures.py moving                 # rl_rpc/pictures/moving.gif, at the top of the README
+    python tools/draw_pictures.py timelines rl_rpc       # pictures/timelines*.png of this package
+    python tools/draw_pictures.py seeds                  # rl_rpc/pictures/seeds.png, with seeds 1 to 5
+    python tools/draw_pictures.py moving                 # rl_rpc/pictures/moving.gif, at the top of the README
 
 The pictures show times, so nothing else should run on the machine.
 """
@@ -26,7 +26,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 from PIL import Image, ImageDraw, ImageFont
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 EPISODE = re.compile(r"^Episode (\d+)\t.*Average reward: ([\d.]+)$", re.MULTILINE)
 # Package -> (flags of all runs, pictures).  A picture is (file name, {title: flags of the mode}, the number of the step
 # that is shown, how many milliseconds are shown from its start on).

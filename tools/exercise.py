@@ -1,9 +1,9 @@
 """Print, check, start and solve the exercises of EXERCISES.md.  `./run_all.sh exercise rl 2` runs this program.
 
-    python tests/tools/exercise.py list              list all exercises, and which of them are done
-    python tests/tools/exercise.py rl 2              print exercise 2 of rl_rpc, and check the present code
-    python tests/tools/exercise.py rl 2 start        remove from the code what is to be written in this exercise
-    python tests/tools/exercise.py rl 2 solution     write the solution into the code
+    python tools/exercise.py list              list all exercises, and which of them are done
+    python tools/exercise.py rl 2              print exercise 2 of rl_rpc, and check the present code
+    python tools/exercise.py rl 2 start        remove from the code what is to be written in this exercise
+    python tools/exercise.py rl 2 solution     write the solution into the code
 
 An exercise is a section of EXERCISES.md: "## 2. Title", the text, a line "Check: `command`", a hint, and the solution
 as a diff.  If the published code contains the solution, the exercise begins with the action `start`.
@@ -21,7 +21,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = {"rl": "rl_rpc", "rnn": "rnn_rpc", "ddp": "ddp_rpc", "ps": "param_server"}
 MEMORY = ROOT / "results" / "exercises.json"
 

@@ -1,6 +1,6 @@
 """Count how often the tutorial on batch processing loses a gradient, or answers with a model that is half updated.
 
-    python tests/tools/published_batch.py --trainers 5 --batch_update_size 1 --side 256
+    python tools/published_batch.py --trainers 5 --batch_update_size 1 --side 256
 
 The model consists of six equal square matrices, and every gradient consists of ones.  So the sum of n gradients must be
 n everywhere, and all numbers of a model that a trainer gets must be equal.  A model with different numbers is called
@@ -22,7 +22,7 @@ import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
 from torch import nn, optim
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "harness"))
 
 from jobs import free_port
 

@@ -1,6 +1,6 @@
 """Run many random failures of ranks, of which test_lifecycle_faults.py runs a few, and check each against CONTRACT.
 
-    python tests/tools/soak_faults.py --cases 100 --seed 1000
+    python tools/soak_faults.py --cases 100 --seed 1000
 
 CONTRACT, in tests/harness/faults.py, is what must happen when a rank dies.
 """
@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "harness"))
 
 from faults import case_id, draw_case, run_case
 

@@ -1,7 +1,7 @@
 """Run many jobs with --on_lost continue, in which random trainers or observers are lost, and check the other ranks.
 
-    python tests/tools/soak_lost.py param_server --cases 60
-    python tests/tools/soak_lost.py rl_rpc --cases 40 --seed 7
+    python tools/soak_lost.py param_server --cases 60
+    python tools/soak_lost.py rl_rpc --cases 40 --seed 7
 
 It prints a line for each case and a summary by kind of failure.  The exit status is 1 if a check has failed.  For both
 packages it checks that the job's exit status is 0 and that `lost` in its summary is right.  For param_server it also
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "harness"))
 
 from faults import SIGNALS
 from helpers import ROOT, load_module

@@ -1,12 +1,12 @@
 """Copy rl_rpc/glue, which is the copy to edit, to the other three packages.
 
-python tests/tools/sync_glue.py
+python tools/sync_glue.py
 """
 
 import pathlib
 import shutil
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = ("rl_rpc", "rnn_rpc", "ddp_rpc", "param_server")
 
 

@@ -15,7 +15,7 @@
     timeline       the file or picture that --trace writes: both sides of every RPC on one time axis
     check          --check: what a job finds on its hosts, and the time of an RPC
 
-All four packages have identical copies: edit rl_rpc/glue, then run `python tests/tools/sync_glue.py`.
+All four packages have identical copies: edit rl_rpc/glue, then run `python tools/sync_glue.py`.
 """
 
 import os

@@ -1,6 +1,6 @@
 """If a rank dies, the job ends: in every package, however it was started, in any role, at any moment, in any way.
 
-`python tests/tools/soak_faults.py` runs hundreds of such cases.
+`python tools/soak_faults.py` runs hundreds of such cases.
 """
 
 import pytest

@@ -68,7 +68,7 @@ def test_a_diagram_in_a_readme_is_what_a_run_does(package, flags, diagram, tmp_p
 
 
 def test_the_moving_picture_counts_the_environment_steps_that_were_played(tmp_path):
-    pictures = load_module(ROOT / "tests" / "tools" / "draw_pictures.py")
+    pictures = load_module(ROOT / "tools" / "draw_pictures.py")
     flags = ["--world_size", 3, "--max_episodes", 3, "--eval_episodes", 0]
     traces, played = {}, {}
     for mode in ("step", "rollout"):

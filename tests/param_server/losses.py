@@ -1,6 +1,6 @@
 """Cases of lost trainers, drawn from a number.  They check the promise of `--on_lost continue` by counting images.
 
-Used by test_lost.py and tests/tools/soak_lost.py.
+Used by test_lost.py and tools/soak_lost.py.
 """
 
 import json

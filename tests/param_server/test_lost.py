@@ -38,7 +38,7 @@ def test_one_that_wakes_up_finds_itself_dropped(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(4))  # tests/tools/soak_lost.py runs more cases
+@pytest.mark.parametrize("number", range(4))  # tools/soak_lost.py runs more cases
 def test_trainers_are_lost_at_any_moment(number):
     losses.run_case(*losses.draw_case(number))
 

@@ -11,7 +11,7 @@ import pytest.__main__
 
 from helpers import PACKAGES, ROOT, load_module, run_warm
 
-exercise = load_module(ROOT / "tests" / "tools" / "exercise.py")
+exercise = load_module(ROOT / "tools" / "exercise.py")
 EXERCISES = {f"{p}-{number}": each for p in PACKAGES for number, each in enumerate(exercise.read_page(p), 1)}
 
 
@@ -64,7 +64,7 @@ def test_a_check_fails_at_the_start_and_passes_with_the_solution(name, tmp_path)
 def command(root, *words):
     """Run the command of ./run_all.sh exercise WORDS.  Return (status, output)."""
     done = subprocess.run(
-        [sys.executable, "tests/tools/exercise.py", *words], cwd=root, stdout=subprocess.PIPE, text=True, timeout=120
+        [sys.executable, "tools/exercise.py", *words], cwd=root, stdout=subprocess.PIPE, text=True, timeout=120
     )
     return done.returncode, done.stdout
 

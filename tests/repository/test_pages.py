@@ -49,7 +49,7 @@ def test_the_forty_lines_run_and_print_what_the_page_shows(tmp_path):
 
 
 def test_the_moving_picture_is_as_wide_as_the_page_and_small():
-    """`tests/tools/draw_pictures.py moving` makes it.  GitHub would shrink a wider picture, and its letters too."""
+    """`tools/draw_pictures.py moving` makes it.  GitHub would shrink a wider picture, and its letters too."""
     (path,) = re.findall(r"\((\S+\.gif)\)", README)
     with Image.open(ROOT / path) as picture:
         assert picture.width == 830 and picture.n_frames > 100

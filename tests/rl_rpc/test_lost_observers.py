@@ -116,7 +116,7 @@ CASES = [
     for way in ("spawned", "terminals")
     for mode in ("step", "batched", "async")
     for number in (signal.SIGKILL, signal.SIGSTOP)
-    # Each way once. The first test tries all modes without processes, and tests/tools/soak_lost.py all combinations.
+    # Each way once. The first test tries all modes without processes, and tools/soak_lost.py all combinations.
     if (way, number) == ("spawned", signal.SIGKILL) or (way, mode) == ("terminals", "async")
 ]
 
