@@ -17,7 +17,7 @@ EXERCISES = {f"{p}-{number}": each for p in PACKAGES for number, each in enumera
 
 def copy_to(folder):
     """Copy the files that the exercises change and run into `folder`, and return it."""
-    for name in (*PACKAGES, "bench", "tests"):
+    for name in (*PACKAGES, "bench", "tests", "tools"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "pictures"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
