@@ -121,7 +121,7 @@ def check_arguments(
     `writer`: the rank that reports the result, and so writes the files.
 
     Adds to `args`: must_match (the names of all such flags), device_ranks, torchrun (whether torchrun has started this
-    process) and restarts (how many times this job has been started before).
+    process) and restarts, which Job.join sets (how many times this job has been started before).
     """
     args.must_match = ("world_size", "mode", "seed", "check", "on_lost", *must_match)
     place = launched_place(parser, args)
@@ -146,8 +146,6 @@ def _take_place(args, place):
         args.rank, args.world_size = place.rank, place.world_size
         args.master_addr = place.address or args.master_addr
         args.master_port = place.port or args.master_port
-    if args.torchrun:
-        args.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _check_world_size(parser, args, min_world_size, max_world_size, roles):
