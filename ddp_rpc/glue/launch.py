@@ -110,7 +110,6 @@ class _Attempt:
         self.listener = listen("127.0.0.1", 0)  # loopback only, and any port that is free
         self.supervisor = Supervisor(args.world_size, must_match(args), told, self.listener, spawned=True)
         self.running = {}  # rank -> its process
-        self.has_left = False  # whether a rank has left because all have done their work
         self.reason_printed = False  # whether a rank has printed the reason
 
     def run(self, run_worker):
@@ -152,8 +151,8 @@ class _Attempt:
             for sentinel in ended:
                 rank = sentinels[sentinel]
                 self._judge(rank, self.running.pop(rank))
-            # What still runs should end, or is lost and has been stopped.
-            if self.supervisor.end or self.has_left or self.running.keys() <= self.supervisor.lost.keys():
+            only_lost = self.running.keys() <= self.supervisor.lost.keys()  # what still runs has been stopped
+            if self.supervisor.end or self.supervisor.passed() == DONE or only_lost:
                 patience -= 0 if ended else BEAT_SECONDS
             if patience <= 0:
                 for process in self.running.values():
@@ -165,8 +164,6 @@ class _Attempt:
         code = process.exitcode
         self.supervisor.wait_until_gone({rank}, BEAT_SECONDS)
         self.reason_printed |= code in (1, 2)  # the glue's own exit statuses: this rank has printed the reason
-        if code == 0 and self.supervisor.passed() == DONE:
-            self.has_left = True
-        else:
+        if code or self.supervisor.passed() < DONE:
             killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
             self.supervisor.fail(End(rank, killed or f"its process ended with exit status {code}"))
