@@ -10,6 +10,7 @@ because all episodes would take too long.
 """
 
 import argparse
+import random
 import time
 
 import numpy as np
@@ -20,12 +21,13 @@ from common import interleave, places, run_main, table, use_package, write_json
 use_package("rl_rpc")
 
 from actor import Actor
-from environment import make_env, sizes
-from faster_agents import MODES
-from glue import flags, host, seeds
-from noise import EpisodeNoise, environment_seed
-from policy import Policy
-from reinforce import Trajectory, reinforce_loss
+from environment import make_env
+from glue import flags, host
+from glue.seeds import seed_for
+from policy import draw
+from reinforce import Learner, Trajectory, reinforce_loss
+
+MODES = ("step", "packed", "batched", "rollout", "async")
 
 SINGLE, BARE = "single process", "bare environment"
 
@@ -39,40 +41,27 @@ def single_process(seed, observers, episodes):
     """
     torch.set_num_threads(1)
     env = make_env("CartPole-v1")
-    torch.manual_seed(seeds.seed_for(seed, 0))
-    policy = Policy(*sizes(env))
-    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
-    actor = Actor(policy)
-    env_steps = 0
+    learner = Learner(env, seed)
+    actor = Actor(learner.policy)
     started = time.perf_counter()
     for episode in range(1, episodes + 1):
         trajectories = [play(env, actor, seed, ob_id, episode) for ob_id in range(1, observers + 1)]
-        env_steps += sum(len(trajectory.actions) for trajectory in trajectories)
-        learn(policy, optimizer, trajectories)
-    return {"env_steps": env_steps, "env_steps_per_second": env_steps / (time.perf_counter() - started)}
-
-
-def learn(policy, optimizer, trajectories):
-    """Train on the episodes of all observers, as the agent does."""
-    loss = reinforce_loss(policy, trajectories, gamma=0.99)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+        learner.learn(trajectories, reinforce_loss(learner.policy, trajectories, learner.gamma))
+    seconds = time.perf_counter() - started
+    return {"env_steps": learner.env_steps, "env_steps_per_second": learner.env_steps / seconds}
 
 
 def play(env, actor, seed, ob_id, episode):
     """Return the Trajectory of one observer's episode."""
-    noise = EpisodeNoise(seed, ob_id, episode, actor.policy)
-    trajectory = Trajectory(noise)
-    state, _ = env.reset(seed=environment_seed(seed, ob_id, episode))
-    first_action = env.action_space.start
+    generator = random.Random(seed_for(seed, "actions", ob_id, episode))
+    trajectory = Trajectory()
+    state, _ = env.reset(seed=seed_for(seed, "environment", ob_id, episode))
     done = False
     while not done:
-        uniform, mask = noise.at(len(trajectory.actions))
         trajectory.states.append(state)
-        action, _ = actor.act(state, mask, uniform)
+        action = draw(actor.probs(state), generator)
+        state, reward, terminated, truncated, _ = env.step(action)
         trajectory.actions.append(action)
-        state, reward, terminated, truncated, _ = env.step(first_action + action)
         trajectory.rewards.append(float(reward))
         done = terminated or truncated
     return trajectory

@@ -1,7 +1,5 @@
 """Makes an environment, and refuses one that does not fit the policy.
 
-Runs in the observers, which play in the environment; in the agent, which needs its sizes; and in main.py's checks.
-
 Shapes: D = observation features, A = number of actions.
 """
 
@@ -9,12 +7,14 @@ import gymnasium as gym
 
 from glue import UserError
 
+MAX_STEPS = 10_000  # of an episode, as in the tutorial, where the environment has no limit of its own
+
 
 def make_env(env_id, render_mode=None):
-    """Return a gymnasium environment with a flat Box observation (D,) and a Discrete(A) action space.
+    """Return a gymnasium environment with a flat Box observation (D,) and the actions 0 to A - 1.
 
-    Raises UserError, with one line of text, if the environment does not exist, cannot be made, or does not fit.
-    Source: gymnasium.make replaces the tutorial's gym.make.
+    Its episodes end. Raises UserError, with one line of text, if the environment does not exist, cannot be made, or
+    does not fit.
     """
     try:
         # The environment checker only validates each observation again; it takes time and prints warnings.
@@ -33,6 +33,10 @@ def make_env(env_id, render_mode=None):
     if not isinstance(acted, gym.spaces.Discrete):
         env.close()
         raise UserError(f"environment {env_id!r} has the action space {acted}; the policy needs a Discrete one")
+    if env.spec.max_episode_steps is None:
+        env = gym.wrappers.TimeLimit(env, MAX_STEPS)
+    if acted.start != 0:  # the policy always counts from 0
+        env = gym.wrappers.TransformAction(env, lambda action: acted.start + action, gym.spaces.Discrete(acted.n))
     return env
 
 

@@ -1,27 +1,34 @@
 """Reinforcement learning over RPC: an agent learns from observers, which play in other processes.
 
-    python main.py                                # an agent and one observer; solves CartPole-v1
-    python main.py --world_size 3 --mode rollout  # an agent and two observers, with the fewest RPCs
-    python main.py --world_size 3 --rank 0        # one rank per terminal or host (--rank 1 and --rank 2 in others)
-    torchrun --nproc-per-node 3 main.py           # all ranks, started by torchrun
+    python rl_rpc/main.py                                # an agent and one observer; solves CartPole-v1
+    python rl_rpc/main.py --world_size 3 --mode rollout  # an agent and two observers, with the fewest RPCs
+    python rl_rpc/main.py --world_size 3 --rank 0        # one rank per terminal or host (ranks 1 and 2 in others)
+    torchrun --nproc-per-node 3 rl_rpc/main.py           # all ranks, started by torchrun
 
-Rank 0 is the agent. Every other rank is an observer with an environment of its own.
+Rank 0 is the agent. Every other rank is an observer with an environment of its own. Read run_worker and run_agent,
+then step.py, which has both sides of the tutorial's mode in the order of an episode. Each other mode is one idea more:
+packed.py and then batched.py, rollout.py and then asynchronous.py.
 """
 
 import glue.before_torch  # noqa: F401  (must be the first import; its docstring has the reason)
 
 import torch.distributed.rpc as rpc
 
+import asynchronous
+import batched
+import packed
+import rollout
+import step
 from environment import make_env
-from faster_agents import MODES
 from glue import flags, launch
 from glue.report import Meter
 from progress import Progress
+from ranks import worker_name
+from reinforce import Learner
 
-
-def worker_name(rank, args):
-    """Return the name by which the other ranks call this rank. No two ranks may have the same name."""
-    return "agent" if rank == 0 else f"observer{rank}"
+MODES = {"step": step, "packed": packed, "batched": batched, "rollout": rollout, "async": asynchronous}
+MUST_MATCH = ("env_id",)  # flags that must be equal in all ranks, when ranks are started one by one
+RESUME_KEYS = ("seed", "env_id")  # flags that a resumed run must not change
 
 
 def parse_args(argv=None):
@@ -29,7 +36,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("the scenario").add_argument
     add("--env_id", default="CartPole-v1", metavar="ID", help="gymnasium ID; flat Box states, Discrete actions")
     add("--gamma", type=flags.fraction, default=0.99, metavar="G", help="discount factor of future rewards")
-    add("--lr", type=flags.positive_float, default=1e-2, metavar="LR", help="Adam's learning rate")
+    add("--lr", type=flags.positive_float, default=5e-3, metavar="LR", help="Adam's learning rate")
     add("--reward_threshold", type=float, metavar="R", help="solved above this running reward (None: environment's)")
     add("--max_episodes", type=flags.positive_int, default=2000, metavar="N", help="end after N episodes in any case")
     add(
@@ -47,9 +54,8 @@ def parse_args(argv=None):
     except ValueError as error:
         parser.error(str(error))
     roles = "rank 0 is the agent, every other rank an observer"
-    must_match = ("env_id",)  # ranks that are started one by one must have the same values of these flags
     # Only the agent uses --device. The observers' copies of the policy compute one state at a time, on the CPU.
-    flags.check_arguments(parser, args, 2, roles, must_match=must_match, device_ranks=[0])
+    flags.check_arguments(parser, args, 2, roles, must_match=MUST_MATCH, device_ranks=[0])
     return args
 
 
@@ -66,33 +72,19 @@ def run_worker(rank, args, job):
 
 def run_agent(args, job):
     """Play and learn until the policy is good enough, then evaluate it. Runs in rank 0."""
-    agent = make_agent(args, job)
-    progress = Progress(agent, args)
+    learner = Learner(make_env(args.env_id), args.seed, args.gamma, args.lr, args.reward_threshold, job.device)
+    agent = MODES[args.mode].Agent(args.world_size, learner, args.env_id, args.seed, job.report_lost)
+    job.on_lost(1, agent.on_lost)  # with --on_lost continue, the job can lose observers from here on
+    progress = Progress(args, agent, RESUME_KEYS)
     progress.start()
     meter = Meter()
-    while not agent.solved and agent.episodes < args.max_episodes:
+    while not learner.solved and learner.episodes < args.max_episodes:
         with meter.step():  # one update, from an episode of every observer (in `async` of one observer)
             agent.run_episode()
             last_reward = agent.finish_episode()
-        progress.after_episode(last_reward)
+        progress.after_step(last_reward)
     agent.calls.wait_for_all()  # in `async` other observers still play; these episodes are not used
-    progress.tell_result(meter, job.lost)
-
-
-def make_agent(args, job):
-    """Return the agent of this mode, which makes an Observer in every other rank."""
-    agent = MODES[args.mode](
-        [worker_name(rank, args) for rank in range(1, args.world_size)],
-        env_id=args.env_id,
-        seed=args.seed,
-        gamma=args.gamma,
-        lr=args.lr,
-        threshold=args.reward_threshold,
-        device=job.device,
-        lose=job.report_lost if args.on_lost == "continue" else None,
-    )
-    job.on_lost(1, agent.calls.drop)  # with --on_lost continue, the job can lose observers from here on
-    return agent
+    progress.finish(meter, job.lost)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Let a trained policy play: always the most probable action, without dropout.
+"""Let a trained policy play: always the most probable action.
 
-    python main.py --mode rollout --save policy.pt      # trains the policy
-    python play.py policy.pt --episodes 3               # prints the reward of each episode
-    python play.py policy.pt --episodes 1 --gif out.gif # also draws it: pip install "gymnasium[classic-control]"
+    python rl_rpc/main.py --mode rollout --save policy.pt       # trains the policy
+    python rl_rpc/play.py policy.pt --episodes 3                # prints the reward of each episode
+    python rl_rpc/play.py policy.pt --episodes 1 --gif out.gif  # draws it: pip install "gymnasium[classic-control]"
 
 Runs in one process, without RPC. It also plays a --checkpoint file of main.py. The evaluation at the end of main.py
 is the function play_greedily of this file.
@@ -68,7 +68,7 @@ def main(argv=None):
         sys.exit(f"{os.path.basename(sys.argv[0])}: {' '.join(str(error).split())}")
 
 
-def play_episode(env, choose_action, seed=None, max_steps=10_000, on_step=None):
+def play_episode(env, choose_action, seed=None, on_step=None):
     """Play one episode in `env`, an environment of this process; return its total reward.
 
     choose_action gets a state, a (D,) float array, and returns an action, an int in [0, A). on_step is called before
@@ -76,19 +76,18 @@ def play_episode(env, choose_action, seed=None, max_steps=10_000, on_step=None):
     """
     state, _ = env.reset(seed=seed)
     total = 0.0
-    for _ in range(max_steps):
+    done = False
+    while not done:
         if on_step is not None:
             on_step()
-        # The first action of a Discrete space need not be 0. The policy always counts from 0.
-        state, reward, terminated, truncated, _ = env.step(env.action_space.start + choose_action(state))
+        state, reward, terminated, truncated, _ = env.step(choose_action(state))
         total += float(reward)
-        if terminated or truncated:
-            break
+        done = terminated or truncated
     return total
 
 
 def play_greedily(policy, env_id, episodes, seed):
-    """Play `episodes` episodes, always with the most probable action and without dropout; return their rewards."""
+    """Play `episodes` episodes, always with the most probable action; return their rewards."""
     actor = Actor(copy.deepcopy(policy).cpu())  # for one state at a time the CPU is faster than a GPU
     env = make_env(env_id)
     return [play_episode(env, actor.act_greedily, seed_for(seed, "evaluation", n)) for n in range(episodes)]

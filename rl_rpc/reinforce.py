@@ -1,31 +1,93 @@
-"""REINFORCE: the record of an episode, and the loss by which the policy learns from it. There is no RPC in this file.
-
-Runs in the agent (rank 0), on its main thread.
+"""REINFORCE: the record of an episode, and the learner, which owns the policy. There is no RPC in this file.
 
 REINFORCE plays an episode with actions that are drawn from the policy. Then it makes each of these actions more
 probable, in proportion to its return: the discounted sum of the rewards that followed it. The returns are normalised,
 so an action with a return below the average becomes less probable.
 
-Shapes: T = environment steps of all episodes together, D = observation features, H = hidden units.
+Shapes: T = environment steps of all episodes together, D = observation features.
 """
+
+import dataclasses
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import optim
 
-from policy import DTYPE
+from environment import reward_threshold, sizes
+from glue.report import check_finite
+from glue.seeds import seed_for
+from policy import DTYPE, Policy
 
 EPS = np.finfo(np.float32).eps.item()
 
 
+@dataclasses.dataclass
 class Trajectory:
-    """The states, actions and rewards of one observer's episode, and `noise`, the random numbers that it uses."""
+    """One observer's episode: for each step the state (D,) before it, the action, and the reward after it."""
 
-    def __init__(self, noise):
-        self.noise = noise
-        self.states = []
-        self.actions = []
-        self.rewards = []
+    states: list = dataclasses.field(default_factory=list)
+    actions: list = dataclasses.field(default_factory=list)
+    rewards: list = dataclasses.field(default_factory=list)
+
+
+class Learner:
+    """The policy, its optimizer, and what has been learned so far. Only the agent has one, and its main thread."""
+
+    def __init__(self, env, seed=1, gamma=0.99, lr=5e-3, threshold=None, device="cpu"):
+        """`threshold`: the running reward above which the environment counts as solved; None: the environment's own."""
+        torch.manual_seed(seed_for(seed, 0))
+        self.policy = Policy(*sizes(env)).to(device)
+        self.optimizer = optim.Adam(self.policy.parameters(), lr=lr)
+        self.reward_threshold = reward_threshold(env, threshold)
+        self.gamma = gamma
+        self.device = device
+        self.running_reward = 0.0
+        self.episodes = 0
+        self.env_steps = 0
+
+    def learn(self, trajectories, loss):
+        """Make one update of the policy by the loss of these episodes; return the lowest of their total rewards.
+
+        Raises UserError if training has diverged.
+        """
+        self.episodes += 1
+        self.env_steps += sum(len(trajectory.actions) for trajectory in trajectories)
+        min_reward = min(sum(trajectory.rewards) for trajectory in trajectories)
+        if self.episodes == 1:
+            # The tutorial always starts at 0. Where rewards are negative, 0 can be above the threshold.
+            self.running_reward = min(0.0, min_reward)
+        self.running_reward = 0.05 * min_reward + (1 - 0.05) * self.running_reward
+        check_finite(loss, "policy's loss", self.episodes)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return min_reward
+
+    @property
+    def solved(self):
+        """Whether the running reward is above the threshold; False before the first episode."""
+        return self.episodes > 0 and self.running_reward > self.reward_threshold
+
+    def state_dict(self):
+        """Return the contents of a checkpoint: plain numbers and tensors."""
+        return {
+            "policy": self.policy.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "episode": self.episodes,
+            "env_steps": self.env_steps,
+            "running_reward": self.running_reward,
+        }
+
+    def load_state_dict(self, state):
+        """Continue from a checkpoint, which may be of any mode and any world size. --lr may have another value."""
+        self.policy.load_state_dict(state["policy"])
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.param_groups[0]["lr"] = lr  # without this line, the checkpoint's learning rate would be used
+        self.episodes = state["episode"]
+        self.env_steps = state["env_steps"]
+        self.running_reward = state["running_reward"]
 
 
 def reinforce_loss(policy, trajectories, gamma):
@@ -38,17 +100,14 @@ def reinforce_loss(policy, trajectories, gamma):
 def log_probabilities(policy, trajectories):
     """Return the log-probabilities (T,) of the actions that were taken, with an autograd graph.
 
-    The tutorial keeps the log-probability of each step, with a graph of its own, until the episode ends. This function
-    computes all of them in one forward pass, from the states, actions and dropout masks. The numbers and the gradients
-    are the same, and so is the code for all modes.
+    The tutorial keeps the log-probability of each step, with a graph of its own, until the episode ends. Here one
+    forward pass computes all of them from the states and actions, which any process may have played.
     """
     device = policy.affine1.weight.device
-    states_TD = np.concatenate([trajectory.states for trajectory in trajectories])
-    states_TD = torch.as_tensor(states_TD, dtype=DTYPE, device=device)
-    masks_TH = np.concatenate([trajectory.noise.masks(len(trajectory.actions)) for trajectory in trajectories])
-    masks_TH = torch.as_tensor(masks_TH, device=device)
+    states = np.concatenate([trajectory.states for trajectory in trajectories])
+    states_TD = torch.as_tensor(states, dtype=DTYPE, device=device)
     actions_T = torch.tensor([a for trajectory in trajectories for a in trajectory.actions], device=device)
-    return -F.cross_entropy(policy.scores(states_TD, masks_TH), actions_T, reduction="none")
+    return -F.cross_entropy(policy.scores(states_TD), actions_T, reduction="none")
 
 
 def normalised_returns(trajectories, gamma):

@@ -81,15 +81,15 @@ def read_page(package):
 def applied(diff, root, backwards=False):
     """Return {path: new text} for the files that a diff changes below `root`, or {} if a part of it does not fit.
 
-    "+++ path" names a file, and "@@" begins a part.  A part has no line numbers.  Its place is found by its old text,
-    which must occur exactly once, so a diff fits as long as these lines do not change.
+    "+++ path" names a file, which may be new, and "@@" begins a part.  A part has no line numbers.  Its place is found
+    by its old text, which must occur exactly once, so a diff fits as long as these lines do not change.
     """
     texts, path = {}, None
     for piece in re.split(r"^(?=\+\+\+ |@@)", diff, flags=re.MULTILINE)[1:]:
         head, *lines = piece.splitlines()
         if head.startswith("+++"):
             path = pathlib.Path(root, head[4:])
-            texts[path] = path.read_text()
+            texts[path] = path.read_text() if path.exists() else ""
             continue
         old, new = ("".join(f"{line[1:]}\n" for line in lines if line[:1] != sign) for sign in "+-")
         if backwards:

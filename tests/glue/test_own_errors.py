@@ -10,13 +10,13 @@ from jobs import JOBS, WAYS, Job
 
 # For each package: a file, one of its lines, and what a reader might type instead; then the rank that runs this line.
 SERVED = {
-    "rl_rpc": ("agent.py", "trajectory.states.append(state)", "trajectory.stats.append(state)", 0),
+    "rl_rpc": ("step.py", "trajectory.states.append(state)", "trajectory.stats.append(state)", 0),
     "rnn_rpc": ("remote_layers.py", "self.encoder(", "self.encodr(", 0),
     "ddp_rpc": ("embedding_server.py", "torch.set_grad_enabled(", "torch.set_grad_enable(", 3),
     "param_server": ("remote_server.py", "functional_call(", "functional_cal(", 0),
 }
 MAIN_THREAD = {
-    "rl_rpc": ("agent.py", "loss.backward()", "loss.backwards()", 0),
+    "rl_rpc": ("reinforce.py", "loss.backward()", "loss.backwards()", 0),
     "ddp_rpc": ("main.py", "master.resume()", "master.resum()", 2),
 }
 
@@ -55,11 +55,11 @@ def test_mistake_in_served_method_shows_its_traceback_once(package, tmp_path):
 
 
 def test_mistake_in_a_call_names_the_line_of_the_call(tmp_path):
-    main = copy_with_mistake("rl_rpc", tmp_path, "observer.py", "select_action(self.id, state)", "select_action(state)")
+    main = copy_with_mistake("rl_rpc", tmp_path, "step.py", "select_action(self.id, state)", "select_action(state)")
     with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], script=main) as job:
         assert job.wait(60) == [1], job.text()
         assert re.search(
-            r"missing 1 required positional argument: 'state' \(called from .*observer.py, line \d+\)", job.errors()
+            r"missing 1 required positional argument: 'state' \(called from .*step.py, line \d+\)", job.errors()
         )
 
 

@@ -100,11 +100,11 @@ def test_answers_that_leave_later_hold_no_thread(tmp_path):
     assert run_main("rl_rpc", *RL, "--mode", "batched", "--trace", trace).returncode == 0
     events = events_in(trace)
     lanes = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    held = bars(events, "held", "select_action_batched")
-    assert len(held) == len(bars(events, "sync", "select_action_batched"))
+    held = bars(events, "held", "select_action")
+    assert len(held) == len(bars(events, "sync", "select_action"))
     assert all(lanes[bar["pid"], bar["tid"]].startswith("answers owed") for bar in held)
     ends = {bar["args"]["call"]: bar["ts"] + bar["dur"] for bar in held}
-    for call in bars(events, "sync", "select_action_batched"):
+    for call in bars(events, "sync", "select_action"):
         assert call["ts"] < ends[call["args"]["call"]] < call["ts"] + call["dur"]
 
 

@@ -21,18 +21,18 @@ OPTIONS = {"_transports": ["uv"], "rpc_timeout": 20}
 OBSERVE = """
 import gc, sys
 import torch.distributed.rpc as rpc
-import observer
-closed, make = [], observer.make_env
+import step
+closed, make = [], step.make_env
 def make_env(env_id):
     env = make(env_id)
     env.close = lambda: closed.append(env_id)
     return env
-observer.make_env = make_env
+step.make_env = make_env
 options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{sys.argv[1]}", _transports=["uv"])
 rpc.init_rpc("observer1", rank=1, world_size=2, rpc_backend_options=options)
 rpc.shutdown()
 """
-OBSERVERS = "sum(type(thing).__name__ == 'RolloutObserver' for thing in __import__('gc').get_objects())"
+OBSERVERS = "sum(type(thing).__name__ == 'Observer' for thing in __import__('gc').get_objects())"
 CLOSED = "__import__('sys').modules['__main__'].closed"
 
 
@@ -41,7 +41,8 @@ def two_processes(tmp_path, monkeypatch):
     """Make this process the agent and start an observer; yield a function that evaluates an expression in it."""
     for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(variable, "lo")
-    for module in (agent_tests.observer, agent_tests.faster_observers):  # RPC pickles classes by their module's name
+    modules = agent_tests.main_module.rollout, agent_tests.step_module, agent_tests.reinforce
+    for module in modules:  # RPC pickles classes by their module's name
         monkeypatch.setitem(sys.modules, module.__name__, module)
     environment = os.environ | {"PYTHONPATH": str(ROOT / "rl_rpc"), "TORCH_CPP_LOG_LEVEL": "FATAL"}
     command = [sys.executable, "-W", "ignore", "-c", OBSERVE, str(tmp_path / "store")]
@@ -58,7 +59,8 @@ def two_processes(tmp_path, monkeypatch):
 
 def test_last_reference(two_processes):
     """When the agent dismisses an observer, it is deleted in its own process, and closes its environment."""
-    agent = agent_tests.faster_agents.MODES["rollout"](["observer1"])
+    rollout = agent_tests.main_module.rollout
+    agent = rollout.Agent(2, agent_tests.make_learner(), "CartPole-v1", 1, agent_tests.raise_error)
     agent.run_episode()
     assert two_processes(OBSERVERS) == 1 and two_processes(CLOSED) == []
     agent.dismiss(1)

@@ -9,8 +9,10 @@ a run with the same seed repeats exactly.
 """
 
 import argparse
+import copy
 import heapq
 import pathlib
+import random
 import statistics
 import sys
 
@@ -19,51 +21,48 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "rl_rpc"))
 
 from actor import Actor
-from environment import make_env, reward_threshold, sizes
-from faster_agents import PlayedTrajectory, clipped_loss
+from asynchronous import clipped_loss
+from environment import make_env
 from glue.seeds import seed_for
-from noise import EpisodeNoise, environment_seed
-from policy import DTYPE, Policy
-from reinforce import log_probabilities, normalised_returns, reinforce_loss
+from policy import draw
+from reinforce import Learner, Trajectory, log_probabilities, normalised_returns, reinforce_loss
 
 GAMMA = 0.99
 
 
-def weighted_loss(policy, trajectories, gamma):
+def plain_loss(policy, old_policy, trajectory, gamma):
+    """Return REINFORCE's loss, which does not look at the policy with which the episode was played."""
+    return reinforce_loss(policy, [trajectory], gamma)
+
+
+def weighted_loss(policy, old_policy, trajectory, gamma):
     """Return REINFORCE's loss, with each step weighted by (probability now / probability when drawn), at most by 1."""
-    log_probs_T = log_probabilities(policy, trajectories)
-    returns_T = normalised_returns(trajectories, gamma)
-    played = [probability for trajectory in trajectories for probability in trajectory.probabilities]
-    ratio_T = (log_probs_T.detach() - torch.tensor(played, dtype=DTYPE).log()).exp()
+    log_probs_T = log_probabilities(policy, [trajectory])
+    returns_T = normalised_returns([trajectory], gamma)
+    ratio_T = (log_probs_T - log_probabilities(old_policy, [trajectory])).exp().detach()
     return -(ratio_T.clamp(max=1.0) * log_probs_T * returns_T).sum()
 
 
-PLAIN = ("REINFORCE", reinforce_loss)
+PLAIN = ("REINFORCE", plain_loss)
 WEIGHTED = ("weights <= 1", weighted_loss)
 CLIPPED = ("PPO's clip", clipped_loss)
-VARIANTS = [(0.01, PLAIN), (0.003, PLAIN), (0.01, WEIGHTED), (0.01, CLIPPED), (0.003, CLIPPED)]
+VARIANTS = [(lr, way) for lr in (0.01, 0.005, 0.003) for way in (PLAIN, WEIGHTED, CLIPPED)]
 
 
-def play(env, actor, seed, ob_id, episode):
+def play(env, policy, seed, ob_id, episode):
     """Play one observer's episode with the current weights; return its trajectory."""
-    noise = EpisodeNoise(seed, ob_id, episode, actor.policy)
-    states = []
-    actions = []
-    rewards = []
-    probabilities = []
-    state, _ = env.reset(seed=environment_seed(seed, ob_id, episode))
+    actor = Actor(policy)
+    generator = random.Random(seed_for(seed, "actions", ob_id, episode))
+    trajectory = Trajectory()
+    state, _ = env.reset(seed=seed_for(seed, "environment", ob_id, episode))
     done = False
     while not done:
-        uniform, mask_H = noise.at(len(actions))
-        states.append(state)
-        action, probability = actor.act(state, mask_H, uniform)
+        trajectory.states.append(state)
+        action = draw(actor.probs(state), generator)
         state, reward, terminated, truncated, _ = env.step(action)
-        actions.append(action)
-        rewards.append(float(reward))
-        probabilities.append(probability)
+        trajectory.actions.append(action)
+        trajectory.rewards.append(float(reward))
         done = terminated or truncated
-    trajectory = PlayedTrajectory(noise)
-    trajectory.fill(states, actions, rewards, probabilities)
     return trajectory
 
 
@@ -73,30 +72,23 @@ def learn(observers, seed, lr, loss_function, max_episodes):
     Return (whether CartPole was solved, the number of episodes, the staleness of each update).
     """
     env = make_env("CartPole-v1")
-    torch.manual_seed(seed_for(seed, 0))
-    policy = Policy(*sizes(env))
-    optimizer = torch.optim.Adam(policy.parameters(), lr=lr)
-    actor = Actor(policy)
+    learner = Learner(env, seed, GAMMA, lr)
     staleness = []
-    running_reward = 0.0
 
     def play_from(now, ob_id):
-        episode = len(staleness) + 1
-        trajectory = play(env, actor, seed, ob_id, episode)
-        return now + len(trajectory.actions), ob_id, episode, trajectory  # the unit of time is one environment step
+        old_policy = copy.deepcopy(learner.policy)
+        trajectory = play(env, old_policy, seed, ob_id, learner.episodes + 1)
+        ended = now + len(trajectory.actions)  # the unit of time is one environment step
+        return ended, ob_id, learner.episodes, old_policy, trajectory
 
     playing = [play_from(0, ob_id) for ob_id in range(1, observers + 1)]
     heapq.heapify(playing)
-    while running_reward <= reward_threshold(env) and len(staleness) < max_episodes:
-        now, ob_id, episode, trajectory = heapq.heappop(playing)
-        loss = loss_function(policy, [trajectory], GAMMA)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        staleness.append(len(staleness) + 1 - episode)
-        running_reward = 0.05 * sum(trajectory.rewards) + (1 - 0.05) * running_reward
+    while not learner.solved and learner.episodes < max_episodes:
+        now, ob_id, updates, old_policy, trajectory = heapq.heappop(playing)
+        staleness.append(learner.episodes - updates)
+        learner.learn([trajectory], loss_function(learner.policy, old_policy, trajectory, GAMMA))
         heapq.heappush(playing, play_from(now, ob_id))
-    return running_reward > reward_threshold(env), len(staleness), staleness
+    return learner.solved, learner.episodes, staleness
 
 
 def main():

@@ -1,5 +1,6 @@
-"""The logic of the agent and the policy, in one process, and the differences from the tutorial (DIFFERENCES.md)."""
+"""The logic of the agent, the learner and the policy, in one process, and the differences from the tutorial."""
 
+import copy
 import pickle
 import sys
 import threading
@@ -16,18 +17,17 @@ from helpers import ROOT, load_module, package_on_path
 
 with package_on_path("rl_rpc"):
     import actor as actor_module
-    import agent as agent_module
+    import asynchronous
     import environment
-    import faster_agents
-    import faster_observers
     import main as main_module
-    import noise as noise_module
-    import observer
     import play as play_module
     import policy as policy_module
+    import ranks
     import reinforce
+    import step as step_module
 
 equivalence = load_module(ROOT / "tests" / "rl_rpc" / "test_equivalence.py")
+STATE = np.zeros(4, dtype=np.float32)
 
 
 class Handle:
@@ -38,9 +38,6 @@ class Handle:
 
     def __init__(self, value):
         self.value = value
-
-    def owner(self):
-        return "agent"
 
     def rpc_sync(self):
         return Caller(self.value, answer_of)
@@ -78,52 +75,72 @@ def over_the_wire(value):
     return value if isinstance(value, Handle) else pickle.loads(pickle.dumps(value))
 
 
+def raise_error(ob_id, error):
+    raise error
+
+
 @pytest.fixture
 def make_agent(monkeypatch):
     """Return a function that makes an agent without RPC: each observer is an object of this process, in a Handle."""
 
-    def make(observers, mode="step", **settings):
+    def make(observers, mode="step", env_id="CartPole-v1", seed=1, report_lost=raise_error, **settings):
         made = []
 
-        def remote(name, cls, args):
-            made.append(int(name))
+        def remote(ob_id, cls, args):
+            made.append(ob_id)
             return Handle(cls(*args))
 
-        def get_worker_info(name=None):
-            return SimpleNamespace(id=int(name or made[-1]))
-
-        monkeypatch.setattr(agent_module, "RRef", Handle)
-        monkeypatch.setattr(agent_module, "remote", remote)
-        monkeypatch.setattr(agent_module.rpc, "get_worker_info", get_worker_info)
-        monkeypatch.setattr(faster_observers, "rpc_sync", lambda owner, function, args: answer_of(function, args))
-        names = [str(rank) for rank in range(1, observers + 1)]
-        agent = faster_agents.MODES[mode](names, **settings)
-        agent.begin_trajectories(agent.ob_rrefs)
-        agent.playing = set(agent.ob_rrefs)  # used by mode `batched`
-        return agent
+        in_this_process = SimpleNamespace(
+            RRef=Handle, remote=remote, get_worker_info=lambda: SimpleNamespace(id=made[-1])
+        )
+        monkeypatch.setattr(step_module, "rpc", in_this_process)
+        monkeypatch.setitem(sys.modules, "reinforce", reinforce)  # where pickle looks for the class Trajectory
+        learner = reinforce.Learner(environment.make_env(env_id), seed, **settings)
+        return main_module.MODES[mode].Agent(observers + 1, learner, env_id, seed, report_lost)
 
     return make
 
 
-def play_through(agent, ob_id, steps, reward=1.0):
+def begin(agent):
+    """Begin an episode in which nobody plays: the test itself makes the observers' calls. Return the agent."""
+    for ob_rref in agent.ob_rrefs.values():
+        ob_rref.value.run_episode = lambda *arguments: None
+    if hasattr(agent, "playing"):  # mode `batched`
+        agent.playing = set(agent.ob_rrefs)
+    agent.call_observers()
+    agent.calls.wait_for_all()
+    return agent
+
+
+def play_through(agent, ob_id, steps):
+    """Make the calls of an observer of mode `step` that plays an episode."""
     for t in range(steps):
         agent.select_action(ob_id, np.full(4, 0.01 * t, dtype=np.float32))
-        agent.report_reward(ob_id, reward)
+        agent.report_reward(ob_id, 1.0)
 
 
-def play_through_packed(agent, ob_id, steps, reward=1.0):
-    last_reward = None
+def play_through_packed(agent, ob_id, steps):
+    """Make those of `packed` or `batched`."""
+    reward = None
     for t in range(steps):
-        agent.select_action_packed(ob_id, last_reward, np.full(4, 0.01 * t, dtype=np.float32))
-        last_reward = reward
-    agent.report_reward(ob_id, last_reward)
+        answer = agent.select_action(ob_id, np.full(4, 0.01 * t, dtype=np.float32), reward)
+        if isinstance(answer, torch.futures.Future):
+            answer.wait()
+        reward = 1.0
+    agent.report_reward(ob_id, reward)
 
 
-def parameters_after(agent, steps_by_observer):
-    for ob_id, steps in steps_by_observer.items():
-        play_through(agent, ob_id, steps)
-    agent.finish_episode()
-    return [p.detach().clone() for p in agent.policy.parameters()]
+def trajectory_of(steps, reward=1.0, features=4):
+    states = np.random.default_rng(0).normal(size=(steps, features)).astype(np.float32)
+    return reinforce.Trajectory(states, [0, 1] * (steps // 2) + [0] * (steps % 2), [reward] * steps)
+
+
+def learn(learner, trajectories):
+    return learner.learn(trajectories, reinforce.reinforce_loss(learner.policy, trajectories, learner.gamma))
+
+
+def make_learner(env_id="CartPole-v1", **settings):
+    return reinforce.Learner(environment.make_env(env_id), **settings)
 
 
 # ---- the modes -------------------------------------------------------------------------------------------------------
@@ -136,10 +153,9 @@ def test_with_one_observer_every_mode_is_the_single_process_loop(make_agent, mod
     for _ in range(15):
         agent.run_episode()
         played.append(agent.finish_episode())
-    assert played == rewards and agent.episodes == 15
-    assert agent.staleness == ({0: 15} if mode == "async" else {})
+    assert played == rewards and agent.learner.episodes == 15
     for name, expected in parameters.items():
-        torch.testing.assert_close(agent.policy.state_dict()[name], expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(agent.learner.policy.state_dict()[name], expected, rtol=0, atol=1e-5)
 
 
 class Endless(gym.Env):
@@ -171,7 +187,7 @@ def endless():
         gym.registry.pop(env_id)
 
 
-@pytest.mark.parametrize("mode", faster_agents.MODES)
+@pytest.mark.parametrize("mode", main_module.MODES)
 def test_a_time_limit_ends_an_episode_in_every_mode(make_agent, endless, mode):
     """Every mode stores the same: the state before each action, and the reward of each action, also of the last."""
     agent = make_agent(1, mode, env_id=endless(7))
@@ -190,12 +206,11 @@ def test_every_observer_plays_its_whole_episode(make_agent, endless, observers, 
     assert [len(trajectory.rewards) for trajectory in agent.trajectories.values()] == [steps] * observers
 
 
-@pytest.mark.parametrize("mode", faster_agents.MODES)
+@pytest.mark.parametrize("mode", main_module.MODES)
 def test_an_episode_that_nothing_ends_is_ended(make_agent, endless, monkeypatch, mode):
     """It ends after 10,000 steps, as in the newer text. The test uses 20 steps, to take less time."""
-    assert observer.MAX_STEPS == faster_observers.MAX_STEPS == 10_000
-    for module in (observer, faster_observers):
-        monkeypatch.setattr(module, "MAX_STEPS", 20)
+    assert environment.MAX_STEPS == 10_000
+    monkeypatch.setattr(environment, "MAX_STEPS", 20)
     agent = make_agent(1, mode, env_id=endless(None))
     agent.run_episode()
     (trajectory,) = agent.trajectories.values()
@@ -203,7 +218,7 @@ def test_an_episode_that_nothing_ends_is_ended(make_agent, endless, monkeypatch,
 
 
 def test_the_first_failure_ends_the_episode_while_others_still_play(make_agent):
-    """The tutorial waits in rank order, so an error is noticed only when all observers of lower rank have ended."""
+    """An agent that waits in rank order notices an error only when all observers of lower rank have ended."""
     agent, over, ended = make_agent(3), threading.Event(), []
 
     def play_for_ever(*_):
@@ -222,124 +237,98 @@ def test_the_first_failure_ends_the_episode_while_others_still_play(make_agent):
 
 def test_async_learns_from_each_episode_when_it_arrives_and_waits_for_nobody(make_agent):
     """While the third observer hangs in its first episode, the agent learns from each episode of the others."""
-    agent, over = make_agent(3, "async", seed=1), threading.Event()
+    agent, over = make_agent(3, "async"), threading.Event()
     hanging, plain = agent.ob_rrefs[3].value, agent.ob_rrefs[3].value.run_episode
     hanging.run_episode = lambda *args: over.wait(20) and plain(*args)
-    idle = []
     for _ in range(9):
         agent.run_episode()
-        idle.append(len(agent.ob_rrefs) - len(agent.calls.ob_ids))
+        assert 3 in agent.calls.ob_ids
         agent.finish_episode()
-    assert idle == [1] * 9 and agent.episodes == 9 and 3 in agent.calls.ob_ids
-    assert sum(agent.staleness.values()) == 9 and max(agent.staleness) < 9
+    assert agent.learner.episodes == sum(agent.staleness.values()) == 9 and max(agent.staleness) < 9
     over.set()
     while 3 in agent.calls.ob_ids:
         agent.run_episode()
         agent.finish_episode()
-    stalest = agent.episodes - 1  # the third observer's episode began before the first update, and is used by the last
-    assert stalest >= 9 and max(agent.staleness) == stalest and agent.staleness[stalest] == 1
-    assert sum(agent.staleness.values()) == agent.episodes
+    stalest = agent.learner.episodes - 1  # the third observer's episode began before the first update
+    assert max(agent.staleness) == stalest >= 9 and agent.staleness[stalest] == 1
+    assert sum(agent.staleness.values()) == agent.learner.episodes
     agent.calls.wait_for_all()
     assert not agent.calls.ob_ids
 
 
-def test_weights_are_copied_before_they_are_sent(make_agent):
-    """RPC reads the weights some time after the call began. In `async` the agent may change them before that."""
-    agent = make_agent(1, "rollout")
-    weights = agent.weights()
-    before = weights["affine1.weight"].clone()
-    parameters_after(agent, {1: 5})
-    assert torch.equal(weights["affine1.weight"], before)
-    assert not torch.equal(agent.policy.affine1.weight, before)
+def test_async_learns_by_the_clipped_loss_with_the_weights_that_the_episode_began_with(make_agent):
+    """Between the beginning and the end of the episode, the policy changes by other updates."""
+    agent, same = make_agent(1, "async"), make_agent(1, "async")
+    began_with = copy.deepcopy(agent.learner.policy)
+    for each in (agent, same):
+        each.run_episode()
+        learn(each.learner, [trajectory_of(50)])
+    agent.finish_episode()
+    (trajectory,) = same.trajectories.values()
+    loss = asynchronous.clipped_loss(same.learner.policy, began_with, trajectory, same.learner.gamma)
+    same.learner.learn([trajectory], loss)
+    assert agent.staleness == {1: 1}
+    equivalence.assert_equal_to_the_bit(agent.learner.state_dict(), same.learner.state_dict())
 
 
 def test_old_episodes_are_learned_from_by_the_clipped_surrogate():
     """At a ratio of 1 its gradient is that of REINFORCE. If the policy has moved far enough already, it is 0."""
     ratio = torch.tensor([1.0, 1.3, 0.7, 1.3, 0.7, 1.19, 0.81], dtype=torch.float64, requires_grad=True)
     returns = torch.tensor([2.0, 2.0, -2.0, -2.0, 2.0, 2.0, -2.0], dtype=torch.float64)
-    faster_agents.surrogate(ratio, returns).sum().backward()
+    asynchronous.surrogate(ratio, returns).sum().backward()
     assert ratio.grad.tolist() == [2.0, 0.0, 0.0, -2.0, 2.0, 2.0, -2.0]
 
 
-def test_the_ratio_of_an_old_episode_is_the_probability_now_to_the_one_then(make_agent):
-    """The actions with the higher returns are now 1.1 times as probable. The expected loss is computed by hand."""
-    agent = make_agent(1, "async")
-    trajectory = agent.trajectories[1]
-    states = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
-    masks = torch.as_tensor(trajectory.noise.masks(4))
-    now = agent.policy(torch.as_tensor(states).double(), masks)[:, 0].tolist()
-    then = [now[0] / 1.1, now[1] / 1.1, now[2], now[3]]
-    trajectory.fill(states, [0] * 4, [1.0] * 4, then)
-    returns = np.array(reinforce.discounted([1.0] * 4, agent.gamma))  # the first two are above the mean
-    returns = (returns - returns.mean()) / returns.std(ddof=1)
-    expected = -(1.1 * returns[:2].sum() + returns[2:].sum())
-    loss = faster_agents.clipped_loss(agent.policy, [trajectory], agent.gamma)
-    assert loss.item() == pytest.approx(expected, rel=1e-5)
+def test_the_ratio_of_an_old_episode_is_the_probability_now_to_the_one_then():
+    """The expected loss is computed by hand."""
+    old, now = policy_module.Policy(), policy_module.Policy()
+    trajectory = trajectory_of(6)
+    states = torch.as_tensor(trajectory.states).double()
+    ratios = (now(states) / old(states))[range(6), trajectory.actions].detach()
+    returns = torch.tensor(reinforce.discounted([1.0] * 6, 0.99), dtype=torch.float64)
+    returns = (returns - returns.mean()) / returns.std()
+    expected = -sum(min(r * g, min(max(r, 0.8), 1.2) * g) for r, g in zip(ratios, returns, strict=True))
+    loss = asynchronous.clipped_loss(now, old, trajectory, 0.99)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_an_episode_of_this_very_policy_gives_reinforces_gradient(make_agent):
+def test_an_episode_of_this_very_policy_gives_reinforces_gradient():
     """So with one observer, whose weights are never old, `async` learns the same as `rollout`."""
-    agent = make_agent(1, "async")
-    agent.run_episode()
-    gradients = []
-    for loss_function in (reinforce.reinforce_loss, faster_agents.clipped_loss):
-        loss = loss_function(agent.policy, [agent.trajectories[1]], agent.gamma)
-        gradients.append(torch.autograd.grad(loss, list(agent.policy.parameters())))
-    for plain, clipped in zip(*gradients, strict=True):
-        torch.testing.assert_close(clipped, plain, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("mode", faster_agents.MODES)
-def test_only_async_clips(make_agent, monkeypatch, mode):
-    """The weights of `async` depend on the surrogate; those of the other modes do not."""
-
-    def trained():
-        agent = make_agent(1, mode)
-        agent.run_episode()
-        agent.finish_episode()
-        return agent.policy.affine1.weight.detach()
-
-    expected = trained()
-    monkeypatch.setattr(faster_agents, "surrogate", lambda ratio, returns: 0 * ratio * returns)
-    assert torch.equal(trained(), expected) == (mode != "async")
-
-
-def test_async_learns_from_the_probabilities_that_the_observer_acted_with(make_agent):
-    """If the actions were more probable when they were drawn, the loss is not that of REINFORCE."""
-    losses = []
-    for loss_function in (reinforce.reinforce_loss, faster_agents.clipped_loss):
-        agent = make_agent(1, "async")
-        rng = np.random.default_rng(0)
-        agent.trajectories[1].fill(rng.normal(size=(20, 4)).astype(np.float32), [0, 1] * 10, [1.0] * 20, [0.9] * 20)
-        losses.append(loss_function(agent.policy, [agent.trajectories[1]], agent.gamma))
-    assert losses[0] != losses[1] and torch.isfinite(losses[1])
+    policy, trajectory = policy_module.Policy(), trajectory_of(20)
+    losses = (
+        reinforce.reinforce_loss(policy, [trajectory], 0.99),
+        asynchronous.clipped_loss(policy, copy.deepcopy(policy), trajectory, 0.99),
+    )
+    plain, clipped = (torch.autograd.grad(loss, list(policy.parameters())) for loss in losses)
+    for one, other in zip(plain, clipped, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-12)
 
 
 # ---- differences from the tutorial -----------------------------------------------------------------------------------
 
 
 def test_every_rank_has_a_name_of_its_own():
-    names = [main_module.worker_name(rank, None) for rank in range(32)]
+    names = [ranks.worker_name(rank, None) for rank in range(32)]
     assert len(set(names)) == 32 and names[:3] == ["agent", "observer1", "observer2"]
 
 
-def test_observers_see_different_environments_and_draws():
+def test_observers_see_different_environments_and_draws(make_agent):
     """In the tutorial, all observers seed their environments with the same --seed."""
-    policy, first_draws = policy_module.Policy(), set()
-    for ob_id in range(1, 6):
-        for episode in range(1, 6):
-            first_draws.add(np.random.default_rng(noise_module.environment_seed(1, ob_id, episode)).random())
-            first_draws.add(noise_module.EpisodeNoise(1, ob_id, episode, policy).at(0)[0])
-    assert len(first_draws) == 50  # also the seed of an environment differs from that of the actions
+    agent, different = make_agent(5), set()
+    for _ in range(5):
+        begin(agent)
+        agent.learner.episodes += 1
+        for ob_id, ob_rref in agent.ob_rrefs.items():
+            different.add(tuple(ob_rref.value.reset(agent.learner.episodes)))
+            different.add(agent.generators[ob_id].random())
+    assert len(different) == 50
 
 
-def test_returns_do_not_leak_from_one_observer_into_another(make_agent, monkeypatch):
+def test_returns_do_not_leak_from_one_observer_into_another():
     """In the tutorial, the return R is computed over the joined rewards of all observers."""
-    seen = []
-    original = reinforce.discounted
-    monkeypatch.setattr(reinforce, "discounted", lambda r, g: seen.append(original(r, g)) or seen[-1])
-    parameters_after(make_agent(2), {1: 2, 2: 3})
-    assert seen == [[1.99, 1.0], [pytest.approx(2.9701), 1.99, 1.0]]
+    returns = reinforce.normalised_returns([trajectory_of(2), trajectory_of(3)], 0.99)
+    expected = torch.tensor([1.99, 1.0, 2.9701, 1.99, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(returns, (expected - expected.mean()) / expected.std(), rtol=1e-6, atol=1e-6)
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=30), st.floats(0, 0.999))
@@ -350,39 +339,35 @@ def test_discounted_returns_are_the_definition(rewards, gamma):
 
 
 def test_the_last_reward_is_the_lowest_observers_and_not_divided(make_agent):
-    """In the older text and the published code, the steps of an episode are divided among the observers."""
-    agent = make_agent(3)
+    """In the published code, the lowest total is divided by the number of observers."""
+    agent = begin(make_agent(3))
     for ob_id, steps in ((1, 30), (2, 12), (3, 20)):
         play_through(agent, ob_id, steps)
     assert agent.finish_episode() == 12
-    assert agent.running_reward == pytest.approx(0.05 * 12)
-    assert agent.env_steps == 62
+    assert agent.learner.running_reward == pytest.approx(0.05 * 12)
+    assert agent.learner.env_steps == 62
 
 
-def test_the_threshold_is_within_reach_with_any_number_of_observers(make_agent):
-    agent = make_agent(4, "rollout")
+def test_the_threshold_is_within_reach_with_any_number_of_observers():
+    learner = make_learner()
     for _ in range(80):
-        agent.begin_trajectories(agent.ob_rrefs)
-        for trajectory in agent.trajectories.values():
-            trajectory.fill(np.zeros((500, 4)), [0, 1] * 250, [1.0] * 500, [0.5] * 500)
-        agent.finish_episode()
-    assert agent.solved and agent.reward_threshold == 475
+        learn(learner, [trajectory_of(500) for _ in range(4)])
+    assert learner.solved and learner.reward_threshold == 475
 
 
-def test_negative_rewards_do_not_count_as_solved_at_once(make_agent):
+def test_negative_rewards_do_not_count_as_solved_at_once():
     """In the tutorial, the running reward starts at 0, which is above Acrobot's threshold of -100."""
-    agent = make_agent(1, env_id="Acrobot-v1")
-    assert not agent.solved
-    for _ in range(500):
-        agent.select_action(1, np.zeros(6, dtype=np.float32))
-        agent.report_reward(1, -1.0)
-    agent.finish_episode()
-    assert agent.running_reward == -500 and not agent.solved
+    learner = make_learner("Acrobot-v1")
+    assert not learner.solved
+    learn(learner, [trajectory_of(500, reward=-1.0, features=6)])
+    assert learner.running_reward == -500 and not learner.solved
 
 
-def test_an_episode_of_one_step_leaves_the_policy_finite(make_agent):
+def test_an_episode_of_one_step_leaves_the_policy_finite():
     """The standard deviation of one return is NaN. Without a check, every weight would become NaN."""
-    for weight in parameters_after(make_agent(1), {1: 1}):
+    learner = make_learner()
+    learn(learner, [trajectory_of(1)])
+    for weight in learner.policy.parameters():
         assert torch.isfinite(weight).all()
 
 
@@ -403,107 +388,60 @@ def test_ranks_must_agree_on_the_environment():
 # ---- concurrency -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "play"), [("step", play_through), ("packed", play_through_packed)])
+@pytest.mark.parametrize(
+    ("mode", "play"), [("step", play_through), ("packed", play_through_packed), ("batched", play_through_packed)]
+)
 def test_actions_do_not_depend_on_how_calls_interleave(make_agent, mode, play):
     """In the tutorial, all observers draw from one generator. The published code relies on the interpreter lock."""
-    one_by_one, at_once = make_agent(4, mode), make_agent(4, mode)
+    one_by_one, at_once = begin(make_agent(4)), begin(make_agent(4, mode))
     for ob_id in one_by_one.trajectories:
-        play(one_by_one, ob_id, 300)
+        play_through(one_by_one, ob_id, 300)
     threads = [threading.Thread(target=play, args=(at_once, ob_id, 300)) for ob_id in at_once.trajectories]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     for ob_id, trajectory in one_by_one.trajectories.items():
         assert at_once.trajectories[ob_id].actions == trajectory.actions
         assert at_once.trajectories[ob_id].rewards == trajectory.rewards == [1.0] * 300
 
 
 def test_batched_answers_when_all_playing_observers_have_asked_and_not_before(make_agent):
-    agent, state = make_agent(3, "batched"), np.zeros(4, dtype=np.float32)
-    first = agent.select_action_batched(1, None, state)
-    second = agent.select_action_batched(2, None, state)
+    agent = begin(make_agent(3, "batched"))
+    first = agent.select_action(1, STATE, None)
+    second = agent.select_action(2, STATE, None)
     assert not first.done() and not second.done()
-    third = agent.select_action_batched(3, None, state)
+    third = agent.select_action(3, STATE, None)
     actions = {1: first.wait(), 2: second.wait(), 3: third.wait()}
     assert {ob_id: [a] for ob_id, a in actions.items()} == {i: t.actions for i, t in agent.trajectories.items()}
     # If one observer leaves while the others wait, they are answered at once. At the end one observer plays alone.
-    waiting = [agent.select_action_batched(ob_id, 1.0, state) for ob_id in (1, 2)]
-    agent.leave_batch(3, 1.0)
+    waiting = [agent.select_action(ob_id, STATE, 1.0) for ob_id in (1, 2)]
+    agent.leave(3)
     assert all(answer.done() for answer in waiting)
-    alone = agent.select_action_batched(1, 1.0, state)
+    alone = agent.select_action(1, STATE, 1.0)
     assert not alone.done()
-    agent.leave_batch(2, 1.0)
-    assert alone.done() and agent.select_action_batched(1, 1.0, state).done()
-    agent.leave_batch(1, 1.0)
-    assert [len(t.rewards) for t in agent.trajectories.values()] == [4, 2, 1]
+    agent.leave(2)
+    assert alone.done() and agent.select_action(1, STATE, 1.0).done()
+    agent.leave(1)
+    assert [len(t.actions) for t in agent.trajectories.values()] == [4, 2, 1]
 
 
-def test_batched_sends_an_error_to_all_who_wait(make_agent, monkeypatch):
-    agent, state = make_agent(2, "batched"), np.zeros(4, dtype=np.float32)
-    first = agent.select_action_batched(1, None, state)
-    monkeypatch.setattr(agent.actor, "scores", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        agent.select_action_batched(2, None, state)
-    with pytest.raises(ZeroDivisionError):
-        first.wait()
-
-
-class Guarded(dict):
-    """A dictionary that may be used only while the lock is held."""
-
-    def __init__(self, lock):
-        super().__init__()
-        self.lock = lock
-
-    def __setitem__(self, *entry):
-        assert self.lock.locked()
-        super().__setitem__(*entry)
-
-    def __len__(self):
-        assert self.lock.locked()
-        return super().__len__()
-
-    def __iter__(self):
-        assert self.lock.locked()
-        return super().__iter__()
-
-    def pop(self, *key):
-        assert self.lock.locked()
-        return super().pop(*key)
-
-
-@pytest.mark.parametrize("leave", ["leave_batch", "forget"])
-def test_the_table_of_a_batch_is_used_only_under_its_lock(make_agent, leave):
-    """Without the lock, two calls could find the batch complete at the same time, and both answer it."""
-    agent, state = make_agent(3, "batched"), np.zeros(4, dtype=np.float32)
-    agent.waiting = Guarded(agent.batch_lock)
-    answers = [agent.select_action_batched(ob_id, None, state) for ob_id in (1, 2)]
-    arguments = {"leave_batch": (3, 1.0), "forget": (3,)}[leave]
-    getattr(agent, leave)(*arguments)
-    assert all(answer.done() for answer in answers)
-
-
-# ---- policy and noise ------------------------------------------------------------------------------------------------
+# ---- the policy ------------------------------------------------------------------------------------------------------
 
 
 def test_one_row_and_many_rows_choose_the_same_actions():
     """The reason for float64: numpy, torch, one row and many rows are rounded differently, but by less than 1e-14."""
     torch.manual_seed(0)
     policy = policy_module.Policy(num_actions=3)
-    actor, noise = actor_module.Actor(policy), noise_module.EpisodeNoise(3, 1, 1, policy)
+    actor = actor_module.Actor(policy)
     states = np.random.default_rng(0).normal(size=(256, 4)).astype(np.float32)
-    states_by_torch, masks_by_torch = torch.as_tensor(states).double(), torch.as_tensor(noise.masks(256))
-    by_torch = policy.scores(states_by_torch, masks_by_torch).detach().numpy()
-    together = actor.scores(states, noise.masks(256))
-    alone = [actor.scores(state, noise.at(t)[1]) for t, state in enumerate(states)]
-    assert abs(together - by_torch).max() < 1e-14 and abs(alone - by_torch).max() < 1e-14
-    actions = [actor_module.draw_from_scores(*case)[0] for case in zip(together, noise.uniforms, strict=True)]
-    assert actions == [actor.act(s, noise.at(t)[1], noise.at(t)[0])[0] for t, s in enumerate(states)]
-    probabilities = policy(states_by_torch, masks_by_torch).tolist()  # from which mode `step` draws
-    assert actions == [policy_module.draw(*case)[0] for case in zip(probabilities, noise.uniforms, strict=True)]
-    most_probable = policy(states_by_torch).argmax(1).tolist()
-    assert [actor.act_greedily(state) for state in states] == most_probable
+    with torch.no_grad():
+        together = policy(torch.as_tensor(states).double())
+        one_by_one = torch.stack([policy(torch.as_tensor(state).double()) for state in states])
+    by_numpy = torch.tensor([actor.probs(state) for state in states], dtype=torch.float64)
+    torch.testing.assert_close(one_by_one, together, rtol=0, atol=1e-14)
+    torch.testing.assert_close(by_numpy, together, rtol=0, atol=1e-14)
+    assert [actor.act_greedily(state) for state in states] == together.argmax(1).tolist()
 
 
 def test_an_actor_sees_what_is_written_into_its_policys_weights():
@@ -513,49 +451,27 @@ def test_an_actor_sees_what_is_written_into_its_policys_weights():
     actor = actor_module.Actor(policy)
 
     def expected():
-        return pytest.approx(policy.scores(torch.as_tensor(state).double()).tolist(), abs=1e-14)
+        return pytest.approx(policy(torch.as_tensor(state).double()).tolist(), abs=1e-14)
 
-    before = actor.scores(state)
+    before = actor.probs(state)
     policy(torch.as_tensor(state).double())[0].backward()
     torch.optim.Adam(policy.parameters(), lr=0.1).step()
-    assert actor.scores(state) == expected() and actor.scores(state) != pytest.approx(before, abs=1e-3)
+    assert actor.probs(state) == expected() and actor.probs(state) != pytest.approx(before, abs=1e-3)
     policy.load_state_dict(other.state_dict())
-    assert actor.scores(state) == expected() and actor.scores(state) == actor_module.Actor(other).scores(state)
+    assert actor.probs(state) == expected()
 
 
-@given(st.lists(st.integers(1, 400), min_size=1, max_size=6))
-@settings(max_examples=25, deadline=None)
-def test_noise_does_not_depend_on_how_it_is_asked_for(steps):
-    policy = policy_module.Policy(hidden=8)
-    stepwise, whole = (noise_module.EpisodeNoise(5, 1, 1, policy) for _ in range(2))
-    masks = whole.masks(400)
-    for t in steps:
-        uniform, mask = stepwise.at(t - 1)
-        assert uniform == whole.uniforms[t - 1] and (mask == masks[t - 1]).all()
+def drawn(probs, uniform):
+    return policy_module.draw(probs, SimpleNamespace(random=lambda: uniform))
 
 
-def test_dropout_masks_drop_the_share_that_they_should():
-    policy = policy_module.Policy()
-    mask = noise_module.EpisodeNoise(1, 1, 1, policy).masks(2000)
-    assert set(np.unique(mask)) == {0.0, 2.5}
-    assert (mask == 0).mean() == pytest.approx(0.6, abs=0.005)
-
-
-@pytest.mark.parametrize(
-    ("draw", "weights"),
-    [(policy_module.draw, [0.2, 0.5, 0.3]), (actor_module.draw_from_scores, np.log([0.2, 0.5, 0.3]).tolist())],
-)
-def test_draw_follows_the_probabilities(draw, weights):
-    uniforms = (np.arange(10_000) + 0.5) / 10_000
-    drawn = [draw(weights, u) for u in uniforms]
-    assert np.bincount([action for action, _ in drawn]).tolist() == [2000, 5000, 3000]
-    assert {round(probability, 12) for _, probability in drawn} == {0.2, 0.5, 0.3}
+def test_draw_follows_the_probabilities():
+    actions = [drawn([0.2, 0.5, 0.3], (n + 0.5) / 10_000) for n in range(10_000)]
+    assert np.bincount(actions).tolist() == [2000, 5000, 3000]
 
 
 def test_an_action_that_has_probability_0_is_never_drawn():
-    assert policy_module.draw([0.0, 1.0], 0.0)[0] == 1
-    assert actor_module.draw_from_scores([-1000.0, 0.0], 0.0)[0] == 1
-    assert actor_module.draw_from_scores([800.0, 799.0], 0.999999)[0] == 1
+    assert drawn([0.0, 1.0], 0.0) == 1 and drawn([1.0, 0.0], 0.999999) == 0
 
 
 # ---- environments ----------------------------------------------------------------------------------------------------
@@ -608,18 +524,16 @@ class OffsetCorridor(gym.Env):
         return np.array([self.at], dtype=np.float32), 1.0, self.at >= 5, False, {}
 
 
-def test_actions_that_do_not_start_at_zero_and_episodes_that_never_end(make_agent):
+def test_actions_that_do_not_start_at_zero_and_episodes_that_never_end(monkeypatch):
+    monkeypatch.setattr(environment, "MAX_STEPS", 50)
     gym.register("OffsetCorridor-v0", OffsetCorridor)
     try:
-        player = make_agent(1, env_id="OffsetCorridor-v0").ob_rrefs[1].value
-        player.reset(1)
-        state, reward, done = player.step(1)  # to the right, which is action 4 of the environment
-        assert (state.tolist(), reward, done) == ([1.0], 1.0, False)
         env = environment.make_env("OffsetCorridor-v0")
+        assert environment.sizes(env) == (1, 2)
         assert environment.reward_threshold(env) == float("inf")
         assert environment.reward_threshold(env, 3.5) == 3.5
-        assert play_module.play_episode(env, lambda state: 1) == 5
-        assert play_module.play_episode(env, lambda state: 0, max_steps=50) == 50
+        assert play_module.play_episode(env, lambda state: 1) == 5  # to the right, which is the environment's action 4
+        assert play_module.play_episode(env, lambda state: 0) == 50
     finally:
         gym.registry.pop("OffsetCorridor-v0")
 
@@ -639,12 +553,13 @@ def test_the_greedy_evaluation_plays_another_episode_each_time(monkeypatch):
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--seed", "2"), ("--env_id", "Acrobot-v1")])
-def test_a_checkpoint_of_another_seed_or_environment_is_refused(make_agent, monkeypatch, tmp_path, flag, value):
+def test_a_checkpoint_of_another_seed_or_environment_is_refused(make_agent, tmp_path, flag, value):
     """Otherwise the rest of the run would have other random numbers, or a policy that does not fit."""
-    make_agent(1)  # it replaces names of torch's RPC, which is what this test needs
-    monkeypatch.setattr(main_module, "worker_name", lambda rank, args: str(rank))
+    make_agent(1)  # it replaces torch's RPC, which is what this test needs
     file = tmp_path / "agent.pt"
-    job = SimpleNamespace(device=torch.device("cpu"), on_lost=lambda first, callback: None, lost={})
+    job = SimpleNamespace(
+        device=torch.device("cpu"), report_lost=raise_error, on_lost=lambda first, callback: None, lost={}
+    )
 
     def run(*flags):
         flags = ("--max_episodes", "1", "--eval_episodes", "0", "--checkpoint", str(file), *flags)
@@ -657,22 +572,10 @@ def test_a_checkpoint_of_another_seed_or_environment_is_refused(make_agent, monk
     assert "\n" not in str(refused.value) and file.read_bytes() == before
 
 
-def test_a_resumed_run_has_the_learning_rate_of_its_own_flag(make_agent):
-    """A run that has diverged is resumed with a lower --lr.  torch's optimizer would restore the old learning rate."""
-    first = make_agent(1, lr=0.01)
-    first.run_episode()
-    first.finish_episode()
-    again = make_agent(1, lr=0.001)
+def test_a_resumed_run_has_the_learning_rate_of_its_own_flag():
+    """A run that has diverged is resumed with a lower --lr. torch's optimizer would restore the old learning rate."""
+    first, again = make_learner(lr=0.01), make_learner(lr=0.001)
+    learn(first, [trajectory_of(10)])
     again.load_state_dict(first.state_dict())
     assert [group["lr"] for group in again.optimizer.param_groups] == [0.001]
-
-
-def test_an_agent_goes_on_from_the_state_of_one_of_another_mode(make_agent):
-    first = make_agent(2)
-    for _ in range(3):
-        first.run_episode()
-        first.finish_episode()
-    again = make_agent(1, "rollout")
-    again.load_state_dict(first.state_dict())
-    assert again.episodes == 3 and again.env_steps == first.env_steps and again.running_reward == first.running_reward
     equivalence.assert_equal_to_the_bit(again.state_dict(), first.state_dict())

@@ -3,31 +3,32 @@
 import json
 import os
 import signal
+import threading
 import time
 
 import numpy as np
 import pytest
-import torch
 
 from helpers import ROOT, load_module
 from jobs import Job
 
 test_agent = load_module(ROOT / "tests" / "rl_rpc" / "test_agent.py")
+own_errors = load_module(ROOT / "tests" / "glue" / "test_own_errors.py")
 make_agent = test_agent.make_agent  # a fixture
-MODES = list(test_agent.faster_agents.MODES)
+MODES = list(test_agent.main_module.MODES)
 STATE = np.zeros(4, dtype=np.float32)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_others_play_and_learn_on_without_an_observer(make_agent, mode):
-    """One of three observers fails during its second episode. `lose` stands for the job, which drops the observer."""
+    """One of three observers fails during its second episode. `report_lost` stands for the job, which drops it."""
     lost = []
 
-    def lose(ob_id, error):
+    def report_lost(ob_id, error):
         lost.append((ob_id, str(error)))
-        assert agent.calls.drop(ob_id) == "its episode is thrown away"
+        assert agent.on_lost(ob_id) == "its episode is thrown away"
 
-    agent = make_agent(3, mode, lose=lose)
+    agent = make_agent(3, mode, report_lost=report_lost)
     failing = agent.ob_rrefs[2].value
     agent.run_episode()
     agent.finish_episode()
@@ -40,56 +41,65 @@ def test_the_others_play_and_learn_on_without_an_observer(make_agent, mode):
         agent.run_episode()
         agent.finish_episode()
     agent.calls.wait_for_all()
-    assert lost == [(2, "injected fault")] and agent.episodes == 13
-    assert set(agent.trajectories) == set(agent.ob_rrefs) == {1, 3} and not agent.calls.ob_ids
-    assert agent.calls.drop(1) == ""  # no episode runs, so none is thrown away
+    assert lost == [(2, "injected fault")] and agent.learner.episodes == 13
+    assert agent.idle_observers() == [1, 3]
+    assert agent.on_lost(1) == ""  # no episode runs, so none is thrown away
 
 
 def test_a_lost_observer_leaves_the_batch_that_others_wait_in(make_agent):
-    agent = make_agent(3, "batched")
-    first, second = (agent.select_action_batched(ob_id, None, STATE) for ob_id in (1, 2))
+    agent = test_agent.begin(make_agent(3, "batched"))
+    first, second = (agent.select_action(ob_id, STATE, None) for ob_id in (1, 2))
     assert not first.done() and not second.done()
-    agent.forget(3)  # observer 3 has not asked yet
+    agent.on_lost(3)  # observer 3 has not asked yet
     assert first.done() and second.done()
-    agent.select_action_batched(1, 1.0, STATE)
-    agent.forget(1)  # observer 1 waits for an answer: its state must leave the batch
-    assert agent.select_action_batched(2, 1.0, STATE).done()
+    agent.select_action(1, STATE, 1.0)
+    agent.on_lost(1)  # observer 1 waits for an answer: its state must leave the batch
+    assert agent.select_action(2, STATE, 1.0).done()
     assert len(agent.trajectories[2].actions) == 2
 
 
 def test_late_calls_of_a_dropped_observer_are_refused(make_agent):
     """A stopped observer, which was dropped after 8 s, may be continued later and call the agent again."""
-    step, packed, batched = (make_agent(2, mode) for mode in ("step", "packed", "batched"))
+    step, packed, batched = (test_agent.begin(make_agent(2, mode)) for mode in ("step", "packed", "batched"))
     calls = (
         lambda: step.select_action(2, STATE),
         lambda: step.report_reward(2, 1.0),
-        lambda: packed.select_action_packed(2, 1.0, STATE),
-        lambda: batched.select_action_batched(2, None, STATE).wait(),
-        lambda: batched.leave_batch(2, 1.0),
+        lambda: packed.select_action(2, STATE, 1.0),
+        lambda: batched.select_action(2, STATE, None),
+        lambda: batched.select_action(2, STATE, 1.0),
     )
     for agent in (step, packed, batched):
-        agent.forget(2)
+        agent.on_lost(2)
     for call in calls:
         with pytest.raises(ValueError, match=r"^observer2 was lost; the others play on without it$"):
             call()
+    assert batched.select_action(1, STATE, None).done()  # the refused calls are not part of a batch
 
 
-def test_a_late_episode_of_a_dropped_observer_is_not_taken(make_agent):
+@pytest.mark.parametrize("ends", ["with its episode", "with an error"])
+def test_a_late_episode_of_a_dropped_observer_is_not_taken(make_agent, ends):
     """In `rollout` and `async`: if a dropped observer returns an episode or an error later, it is not used."""
-    played, failed = torch.futures.Future(), torch.futures.Future()
-    for future in (played, failed):
-        agent = make_agent(2, "rollout", lose=lambda *_: pytest.fail("a dropped observer was reported again"))
-        first = torch.futures.Future()
-        agent.calls.add(1, first)
-        agent.calls.add(2, future)
-        agent.calls.drop(2)
-        if future is played:
-            future.set_result("an episode of a dropped observer")
-        else:
-            future.set_exception(ValueError("a late call was refused"))
-        first.set_result("an episode")
-        assert list(agent.calls.as_completed()) == [(1, "an episode")]
-        assert set(agent.trajectories) == set(agent.ob_rrefs) == {1} and not agent.calls.ob_ids
+    over, late = threading.Event(), threading.Event()
+    agent = make_agent(2, "rollout", report_lost=lambda *_: pytest.fail("a dropped observer was reported again"))
+    stopped, plain = agent.ob_rrefs[2].value, agent.ob_rrefs[2].value.run_episode
+
+    def run_episode(*arguments):
+        if not over.is_set():
+            agent.on_lost(2)
+        over.wait(20)
+        late.set()
+        if ends == "with an error":
+            raise ValueError("a late call was refused")
+        return plain(*arguments)
+
+    stopped.run_episode = run_episode
+    agent.run_episode()  # returns without the second observer
+    reward = sum(agent.trajectories[1].rewards)
+    assert agent.finish_episode() == reward and agent.learner.env_steps == reward
+    over.set()
+    assert late.wait(20)
+    agent.run_episode()
+    assert agent.finish_episode() == sum(agent.trajectories[1].rewards) == agent.learner.env_steps - reward
 
 
 # ---- whole jobs ------------------------------------------------------------------------------------------------------
@@ -161,3 +171,16 @@ def test_without_the_last_observer_a_job_ends(tmp_path, mode):
     )
     assert statuses == [1] and summary is None
     assert "finished" not in text and any("lost rank" in line for line in errors)
+
+
+@SLOW
+@pytest.mark.parametrize("mode", ["batched"])
+def test_an_error_in_the_agent_ends_the_job_and_names_it(tmp_path, mode):
+    """All observers of the batch wait for the call that fails. None of them may be blamed, or waited for."""
+    mistake = ("batched.py", "np.stack(", "np.stak(")
+    main = own_errors.copy_with_mistake("rl_rpc", tmp_path, *mistake)
+    flags = ["--world_size", "4", "--mode", mode, "--on_lost", "continue", "--transport", "uv"]
+    with Job("rl_rpc", "spawned", flags, script=main) as job:
+        assert job.wait(30) == [1], job.text()
+        assert "rank 0 (agent): AttributeError: module 'numpy' has no attribute 'stak'" in job.errors()
+        assert job.errors().count("Traceback") == 1 and "lost rank 1" not in job.errors(), job.text()

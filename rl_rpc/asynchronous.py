@@ -1,0 +1,67 @@
+"""Mode `async`: as `rollout`, but no observer waits for another. Each episode of an observer is one update.
+
+Read rollout.py first: the observers are the same. While one episode is learned from, the others are still being played
+with older weights, so the loss is another one.
+
+Shapes: T = environment steps of the episode.
+"""
+
+import collections
+import copy
+
+import torch
+
+import rollout
+from reinforce import log_probabilities, normalised_returns
+
+Observer = rollout.Observer
+
+
+class Agent(rollout.Agent):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.began = {}  # {ob_id: (the policy with which its episode is played, how many updates it had)}
+        self.ended = None  # the ob_id of the episode from which finish_episode learns
+        self.staleness = collections.Counter()  # {staleness: how many updates had it}
+
+    def run_episode(self):
+        """Let idle observers start an episode with the current weights; return when an episode of any observer ends."""
+        # A copy, because the policy changes while RPC still sends it, and while the observer plays.
+        policy = copy.deepcopy(self.learner.policy)
+        for ob_id in self.idle_observers():
+            self.began[ob_id] = (policy, self.learner.episodes)
+        self.call_observers(rollout.weights_to_send(policy))
+        self.ended, trajectory = next(self.calls.as_completed())
+        self.trajectories[self.ended] = trajectory
+
+    def finish_episode(self):
+        """Learn from the episode that has ended; return its total reward."""
+        old_policy, updates = self.began[self.ended]
+        trajectory = self.trajectories[self.ended]
+        self.staleness[self.learner.episodes - updates] += 1
+        loss = clipped_loss(self.learner.policy, old_policy, trajectory, self.learner.gamma)
+        return self.learner.learn([trajectory], loss)
+
+
+def clipped_loss(policy, old_policy, trajectory, gamma):
+    """Return a loss for an episode that was played with `old_policy`, a scalar.
+
+    REINFORCE does not always learn from such episodes (RESULTS.md, "Learning from old weights"). Where the policy is
+    still the old one, the gradient is that of REINFORCE.
+    Source: Schulman et al. 2017, Proximal Policy Optimization Algorithms (PPO).
+    """
+    with torch.no_grad():
+        old_log_probs_T = log_probabilities(old_policy, [trajectory])
+    ratio_T = (log_probabilities(policy, [trajectory]) - old_log_probs_T).exp()
+    returns_T = normalised_returns([trajectory], gamma).to(ratio_T.device)
+    return -surrogate(ratio_T, returns_T).sum()
+
+
+def surrogate(ratio_T, returns_T):
+    """Return the clipped surrogate (T,) of PPO (equation 7 of the paper): for each step, the number to maximise.
+
+    ratio_T is the probability of each action now, divided by the one with which it was drawn. Where updates have
+    already moved it above 1.2 or below 0.8, in the direction that the return asks for, the gradient is 0. So an old
+    episode cannot change the policy by much.
+    """
+    return torch.minimum(ratio_T * returns_T, ratio_T.clamp(0.8, 1.2) * returns_T)

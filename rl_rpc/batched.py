@@ -1,0 +1,89 @@
+"""Mode `batched`: as `packed`, but the agent answers all observers together, from one forward pass.
+
+Read packed.py first: the observers are the same. An answer takes longer, because the agent waits until every observer
+that still plays has asked.
+
+Shapes: B = observers that are answered together, D = observation features, A = actions.
+"""
+
+import threading
+
+import numpy as np
+import torch
+import torch.distributed.rpc as rpc
+
+import packed
+from policy import DTYPE, draw
+
+Observer = packed.Observer
+
+
+class Agent(packed.Agent):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.lock = threading.Lock()  # protects the next two
+        self.playing = set()  # the ob_ids of the observers that have not finished their episode
+        self.waiting = {}  # {ob_id: (state, Future of its action)} of the observers that wait for an action
+
+    def run_episode(self):
+        """Let all observers play one episode. All get an action at the same time, then all take an environment step."""
+        with self.lock:
+            self.playing = set(self.idle_observers())
+        self.call_observers(self.agent_rref)
+        for ob_id, last_reward in self.calls.as_completed():
+            self.trajectories[ob_id].rewards.append(last_reward)
+            self.leave(ob_id)
+
+    # With async_execution this method returns a Future, and its RPC thread is free at once. If it waited for the other
+    # observers instead, each of them would occupy a thread. The call that brings the last missing state completes the
+    # Futures of all; RPC sends the value of each to the observer that has asked.
+    @rpc.functions.async_execution
+    def select_action(self, ob_id, state, reward):
+        """Store the reward of the last action (None before the first); return a Future of an action for the state."""
+        if reward is not None:
+            self.report_reward(ob_id, reward)
+        future = torch.futures.Future()
+        with self.lock:  # all observers write to `waiting`, and exactly one call may find the batch complete
+            self.trajectory_of(ob_id)  # refuses an observer that on_lost() has taken out
+            self.waiting[ob_id] = (state, future)
+            batch = self.take_full_batch()
+        self.answer(batch)
+        return future
+
+    def leave(self, ob_id):
+        """Wait for no state of this observer any more. The others may have been waiting only for it."""
+        with self.lock:
+            self.playing.discard(ob_id)
+            self.waiting.pop(ob_id, None)  # of an observer that is lost
+            batch = self.take_full_batch()
+        self.answer(batch)
+
+    def take_full_batch(self):
+        """Return `waiting`, in rank order, if all playing observers wait, else {}. The caller has the lock."""
+        if len(self.waiting) < len(self.playing):
+            return {}
+        batch = dict(sorted(self.waiting.items()))
+        self.waiting = {}
+        return batch
+
+    def answer(self, batch):
+        """Answer all observers of `batch` from one forward pass.
+
+        It needs no lock: they all wait, so the next batch cannot be complete before they are answered.
+        """
+        if not batch:
+            return
+        states_BD = np.stack([state for state, _ in batch.values()])
+        with torch.no_grad():
+            probs_BA = self.learner.policy(torch.as_tensor(states_BD, dtype=DTYPE, device=self.learner.device))
+        for (ob_id, (state, future)), probs in zip(batch.items(), probs_BA.tolist(), strict=True):
+            action = draw(probs, self.generators[ob_id])
+            self.trajectories[ob_id].states.append(state)
+            self.trajectories[ob_id].actions.append(action)
+            # This must come last, because the observer's next call may arrive before set_result returns.
+            future.set_result(action)
+
+    def on_lost(self, ob_id):
+        words = super().on_lost(ob_id)
+        self.leave(ob_id)
+        return words

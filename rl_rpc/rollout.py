@@ -1,0 +1,58 @@
+"""Mode `rollout`: the agent sends the policy's weights, and the observers play whole episodes without asking.
+
+One RPC for each episode. Read step.py first. Here is what differs, in the order of an episode.
+
+Shapes: D = observation features.
+"""
+
+import random
+
+import numpy as np
+
+import step
+from actor import Actor
+from environment import sizes
+from glue.seeds import seed_for
+from policy import Policy, draw
+from reinforce import Trajectory
+
+
+class Observer(step.Observer):
+    def __init__(self, env_id, seed):
+        super().__init__(env_id, seed)
+        self.policy = Policy(*sizes(self.env))
+        self.actor = Actor(self.policy)
+
+    def run_episode(self, weights, episode):
+        """Play one episode with these weights, a Policy.state_dict(); return its Trajectory.
+
+        The actions are drawn from the same random numbers as in the other modes, where the agent draws them.
+        """
+        self.policy.load_state_dict(weights)
+        generator = random.Random(seed_for(self.seed, "actions", self.id, episode))
+        trajectory = Trajectory()
+        state = self.reset(episode)
+        done = False
+        while not done:
+            trajectory.states.append(state)
+            action = draw(self.actor.probs(state), generator)
+            state, reward, done = self.step(action)
+            trajectory.actions.append(action)
+            trajectory.rewards.append(reward)
+        trajectory.states = np.stack(trajectory.states)  # one array is pickled faster than many
+        return trajectory
+
+
+class Agent(step.Agent):
+    observer_class = Observer
+
+    def run_episode(self):
+        """Let all observers play one episode by themselves, each with a copy of the policy."""
+        self.call_observers(weights_to_send(self.learner.policy))
+        for ob_id, trajectory in self.calls.as_completed():
+            self.trajectories[ob_id] = trajectory
+
+
+def weights_to_send(policy):
+    """Return the weights on the CPU: RPC's CUDA support is beta."""
+    return {name: weight.cpu() for name, weight in policy.state_dict().items()}

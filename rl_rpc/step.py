@@ -1,0 +1,132 @@
+"""Mode `step`, the tutorial's: an observer asks the agent for each action, and then reports the reward.
+
+Two RPCs for each environment step. Read it in the order of an episode: Agent.run_episode and call_observers (rank 0),
+Observer.run_episode (every other rank), Agent.select_action and report_reward (rank 0), Agent.finish_episode. Every
+other mode is this one with one idea more.
+
+ob_id is an observer's rank, an int. Shapes: D = observation features, A = actions.
+"""
+
+import random
+
+import torch
+import torch.distributed.rpc as rpc
+
+from environment import make_env
+from glue import UserError
+from glue.seeds import seed_for
+from open_calls import OpenCalls
+from policy import DTYPE, draw
+from reinforce import Trajectory, reinforce_loss
+
+
+class Observer:
+    """An environment, in which an episode is played when the agent calls run_episode."""
+
+    # In an observer, on an RPC thread. Only the agent calls it, one call at a time, so it needs no lock.
+
+    def __init__(self, env_id, seed):
+        self.id = rpc.get_worker_info().id  # the rank of this process, by which the agent tells the observers apart
+        self.seed = seed
+        self.env = make_env(env_id)
+
+    def run_episode(self, agent_rref, episode):
+        """Play one episode. A method of `agent_rref.rpc_sync()` runs in rank 0, while this thread waits."""
+        state = self.reset(episode)
+        done = False
+        while not done:
+            # First RPC. The state is a numpy array, which is pickled with the message. A tensor would be sent as a
+            # separate buffer, which for four numbers takes longer.
+            action = agent_rref.rpc_sync().select_action(self.id, state)
+            state, reward, done = self.step(action)
+            # Second RPC. It has no result, but this thread waits until the agent has stored the reward. Otherwise two
+            # threads of the agent could serve two reports at the same time, and store them in the wrong order.
+            agent_rref.rpc_sync().report_reward(self.id, reward)
+
+    def reset(self, episode):
+        """Start an episode; return its first state (D,). Its seed is its own, so a resumed run plays the same."""
+        state, _ = self.env.reset(seed=seed_for(self.seed, "environment", self.id, episode))
+        return state
+
+    def step(self, action):
+        """Take one environment step; return (state, reward, whether the episode is over)."""
+        # gymnasium has two flags: a terminal state, and a time limit. Both end the episode, as gym's `done` did.
+        state, reward, terminated, truncated, _ = self.env.step(action)
+        return state, float(reward), terminated or truncated
+
+
+class Agent:
+    """Makes an Observer in every other rank, chooses their actions, and learns from their episodes. In rank 0."""
+
+    observer_class = Observer
+
+    def __init__(self, world_size, learner, env_id, seed, report_lost):
+        self.learner = learner
+        self.seed = seed
+        # The observers get this reference and call the agent through it. The agent itself is not copied.
+        self.agent_rref = rpc.RRef(self)
+        # remote() returns at once; the Observer is made meanwhile, in its own process.
+        self.ob_rrefs = {
+            ob_id: rpc.remote(ob_id, self.observer_class, args=(env_id, seed)) for ob_id in range(1, world_size)
+        }
+        self.trajectories = {}  # {ob_id: Trajectory} of this episode
+        self.generators = {}  # {ob_id: random.Random} from which its actions are drawn
+        self.calls = OpenCalls(report_lost)
+
+    def run_episode(self):
+        """Let all observers play one episode; return when all have finished. On the main thread."""
+        self.call_observers(self.agent_rref)
+        self.calls.wait_for_all()
+
+    def call_observers(self, *arguments):
+        """Call run_episode(*arguments, episode) of every observer that plays no episode; return without waiting."""
+        episode = self.learner.episodes + 1
+        for ob_id in self.idle_observers():
+            self.trajectories[ob_id] = Trajectory()
+            self.generators[ob_id] = random.Random(seed_for(self.seed, "actions", ob_id, episode))
+            # Runs in the observer's process. timeout=0 means no limit, because an episode may take any time.
+            # (--rpc_timeout still limits each call of select_action.)
+            future = self.ob_rrefs[ob_id].rpc_async(timeout=0).run_episode(*arguments, episode)
+            self.calls.add(ob_id, future)
+
+    def idle_observers(self):
+        """Return the ob_ids of the observers that play no episode, without those that are lost."""
+        calls = self.calls
+        return [ob_id for ob_id in self.ob_rrefs if ob_id not in calls.ob_ids and ob_id not in calls.lost]
+
+    # Observers call the next two methods, which run on RPC threads, several at once. They need no lock: each writes
+    # only to the trajectory of its caller, which sends one call at a time. All read the policy, but it does not change
+    # before finish_episode, when all observers have finished.
+
+    def select_action(self, ob_id, state):
+        """Store the state (D,) and return an action for it, an int."""
+        trajectory = self.trajectory_of(ob_id)
+        with torch.no_grad():
+            probs_A = self.learner.policy(torch.as_tensor(state, dtype=DTYPE, device=self.learner.device))
+        action = draw(probs_A.tolist(), self.generators[ob_id])
+        trajectory.states.append(state)
+        trajectory.actions.append(action)
+        return action
+
+    def report_reward(self, ob_id, reward):
+        """Store the reward (float) of the last action."""
+        self.trajectory_of(ob_id).rewards.append(reward)
+
+    def trajectory_of(self, ob_id):
+        """Return the Trajectory of an observer that calls; refuse one that was lost because it was stopped for a while.
+
+        Such a process goes on with its episode, and does not know that the others have gone on without it.
+        """
+        if ob_id in self.calls.lost:
+            raise UserError(f"observer{ob_id} was lost; the others play on without it")
+        return self.trajectories[ob_id]
+
+    def finish_episode(self):
+        """Learn from the episodes of all observers; return the lowest of their total rewards. Sends no RPC."""
+        trajectories = [each for ob_id, each in self.trajectories.items() if ob_id not in self.calls.lost]
+        loss = reinforce_loss(self.learner.policy, trajectories, self.learner.gamma)
+        return self.learner.learn(trajectories, loss)
+
+    def on_lost(self, ob_id):
+        """Go on without an observer (--on_lost continue); return a few words about its episode. On a job's thread."""
+        return self.calls.on_lost(ob_id)
