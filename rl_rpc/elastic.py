@@ -118,7 +118,8 @@ def collect_episodes(store):
         except Exception as error:
             # Torch puts this before the traceback of a function that has raised an exception.
             if "On WorkerInfo(" in str(error):
-                print(f"{name} has failed: {error}")
+                traceback = str(error).replace("\\n", "\n")  # a KeyError's text has them escaped
+                print(f"{name} has failed: {traceback}")
                 dismiss(name, f"{name} ends: run_episodes has failed, see the agent", store)
             else:
                 print(f"{name} was lost: {str(error).splitlines()[0]}")

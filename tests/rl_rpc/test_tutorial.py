@@ -26,10 +26,10 @@ def make_agent(path, world_size, *settings, handle=test_agent.Handle):
         return SimpleNamespace(id=int(re.search(r"\d+", name)[0]) if name else here[-1])
 
     def remote(info, cls, args):
-        here.append(info.id)
+        here.append(info.id if isinstance(info, SimpleNamespace) else get_worker_info(info).id)
         return handle(cls(*args))
 
-    module.rpc = SimpleNamespace(get_worker_info=get_worker_info)
+    module.rpc = SimpleNamespace(get_worker_info=get_worker_info, remote=remote, RRef=handle)
     module.remote = remote
     module.RRef = handle
     return module.Agent(world_size, *settings)
