@@ -3,6 +3,8 @@ rank in a terminal of its own. Ctrl-C makes an observer leave.
 
     python elastic.py --rank 0   # the agent: it trains for --seconds, counted from the first join
     python elastic.py --rank 1   # an observer; --rank 2, 3, ... start others, at any time
+
+An observer may also be killed: `let_others_join` repairs torch's group, and another can join.
 """
 
 import argparse
@@ -13,17 +15,21 @@ import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warning when a connection is closed
 import gymnasium as gym
 import torch
 import torch.distributed.rpc as rpc
+from torch.distributed import TCPStore
 
 env = gym.make("CartPole-v1")  # each environment step has the reward 1
 policy = torch.nn.Sequential(  # from states (T, 4) to the probabilities (T, 2) of the two actions
     torch.nn.Linear(4, 128), torch.nn.ReLU(), torch.nn.Linear(128, 2), torch.nn.Softmax(dim=-1)
 )
 ctrl_c = threading.Event()  # set by Ctrl-C: an observer leaves, the agent ends the job for all
+dismissed = threading.Event()  # of an observer: the agent has answered its call of `join`
+lock = threading.Lock()  # of the agent: held while the next two are read or changed
 members = {}  # of the agent: name of each observer in the group -> the Future returned by `join`
 used = set()  # of the agent: the names of all observers that have ever joined
 lost = set()  # of the agent: the names of observers that were killed or did not answer in time
@@ -31,16 +37,49 @@ lost = set()  # of the agent: the names of observers that were killed or did not
 
 @rpc.functions.async_execution
 def join(name):
-    """An observer calls this function. No lock: it only adds names. The returned Future gets its
-    value when the observer must leave: (inform the others or not, error message or None)."""
+    """An observer calls this function of the agent, where it runs on one of the RPC threads (16 by
+    default): several calls run at once. Because of async_execution, the call occupies no thread
+    while it waits: RPC answers when the returned Future gets its value. This tells the observer to
+    leave. The value is (whether to inform the others, error message or None)."""
     answer = torch.futures.Future()
-    if name in used:  # torch would use the broken connection to the old process
+    with lock:
+        known = name in used  # torch would use the broken connection to the old process
+        if not known:
+            used.add(name)
+            members[name] = answer
+    if known:
         answer.set_result((True, f"{name} ends: its --rank has been used before; take another"))
     else:
         print(f"{name} joined")
-        used.add(name)
-        members[name] = answer
     return answer
+
+
+def wait_until_dismissed():
+    """The agent calls this function of an observer, whose answer shows that it will leave."""
+    dismissed.wait(10)
+
+
+def let_others_join(name, store):
+    """Repair the group after the process `name` was lost. Return False if that is not possible.
+
+    A process that joins calls everyone on torch's list of members. If one of them is dead, its
+    init_rpc fails, and keeps torch's lock for joining and leaving. So take `name` off the list, and
+    release the lock if `name` has it. List and lock are keys in the store, private to torch.
+    """
+    names, token = "rpc_prefix_0/names/_ALL_WORKER_INFOS", "rpc_prefix_0/RpcGroupManagementToken"
+    if not store.check([names, token]):
+        return False  # another version of torch
+    while True:  # until no other process has changed the list, such as "agent-0,observer1-1,"
+        listed = store.get(names).decode()
+        left = [item for item in listed.split(",") if item.rpartition("-")[0] != name]
+        if store.compare_set(names, listed, ",".join(left)).decode() == ",".join(left):
+            break
+    for event in ("join", "leave"):
+        held = f"Token_for_{name}_{event}"
+        if store.get(token).decode() == held:
+            store.set(token, "")
+            store.set(f"rpc_prefix_0/{held}", "Done")  # wakes those who wait for the lock
+    return True
 
 
 @torch.no_grad()
@@ -62,9 +101,12 @@ def run_episodes(weights):
     return [] if ctrl_c.is_set() else episodes
 
 
-def collect_episodes():
+def collect_episodes(store):
     """Let all observers play at the same time. Forget observers that leave or are lost."""
-    futs = {name: rpc.rpc_async(name, run_episodes, (policy.state_dict(),)) for name in [*members]}
+    weights = policy.state_dict()
+    with lock:
+        names = list(members)
+    futs = {name: rpc.rpc_async(name, run_episodes, (weights,)) for name in names}
     episodes = []
     for name, fut in futs.items():
         try:
@@ -72,12 +114,29 @@ def collect_episodes():
             episodes.extend(new_episodes)
             if not new_episodes:
                 print(f"{name} left")
-                members.pop(name).set_result((not lost, None))
-        except RuntimeError as error:
-            print(f"{name} was lost: {str(error).splitlines()[0]}")
-            lost.add(name)
-            members.pop(name).set_result((False, f"{name} ends: the agent has given it up"))
+                dismiss(name, None, store)
+        except Exception as error:
+            # Torch puts this before the traceback of a function that has raised an exception.
+            if "On WorkerInfo(" in str(error):
+                traceback = str(error).replace("\\n", "\n")  # a KeyError's text has them escaped
+                print(f"{name} has failed: {traceback}")
+                dismiss(name, f"{name} ends: run_episodes has failed, see the agent", store)
+            else:
+                print(f"{name} was lost: {str(error).splitlines()[0]}")
+                lost.add(name)
+                dismiss(name, f"{name} ends: the agent has given it up", store)
     return episodes
+
+
+def dismiss(name, problem, store):
+    """Tell an observer to leave. A lost one may not hear it, but might still live."""
+    with lock:
+        answer = members.pop(name)
+    # One that leaves informs all members of which it knows. After a loss that would fail, because
+    # only the list in the store is repaired. So from then on it is the agent that removes it there.
+    if lost:
+        let_others_join(name, store)
+    answer.set_result((not lost, problem))
 
 
 def finish_episodes(episodes, optimizer, gamma=0.99):
@@ -95,13 +154,27 @@ def finish_episodes(episodes, optimizer, gamma=0.99):
     optimizer.step()
 
 
-def run_agent(seconds, max_episodes):
+def release_stuck_lock(store, holder, since):
+    """Repair the group if the same process has had torch's lock for 15 s: it was killed. A join
+    takes hundredths of a second, or fails after 10 s. Return (holder, since when)."""
+    token = "rpc_prefix_0/RpcGroupManagementToken"
+    now = store.get(token).decode() if store.check([token]) else ""
+    if now != holder:
+        return now, time.monotonic()
+    if now and time.monotonic() - since > 15:
+        let_others_join(now.removeprefix("Token_for_").rpartition("_")[0], store)
+    return holder, since
+
+
+def run_agent(seconds, max_episodes, store):
     print("Waiting for observers. Ctrl-C ends this job for all.")
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
+    stuck = None, 0  # who has torch's lock, and since when
     i_episode, end = 0, float("inf")
     while i_episode < max_episodes and time.monotonic() < end and not ctrl_c.is_set():
         start = time.monotonic()
-        episodes = collect_episodes()
+        stuck = release_stuck_lock(store, *stuck)
+        episodes = collect_episodes(store)
         if episodes:
             end = min(end, start + seconds)
             finish_episodes(episodes, optimizer)
@@ -111,29 +184,34 @@ def run_agent(seconds, max_episodes):
             print(f"Episode {i_episode}\tAverage reward: {steps / len(episodes):.2f}\t{speed}")
         else:
             ctrl_c.wait(0.1)  # no observer is in the group now
-    for name, answer in list(members.items()):
+    with lock:
+        answers = dict(members)
+    for name, answer in answers.items():
         answer.set_result((False, None))
-        with contextlib.suppress(RuntimeError):  # the observer may have ended already
-            rpc.rpc_sync(name, int)  # int() does nothing; the call gives the answer time to arrive
+        # The agent must not end before this answer has arrived.
+        with contextlib.suppress(RuntimeError):  # the observer has ended already
+            rpc.rpc_sync(name, wait_until_dismissed)
     rpc.shutdown(graceful=False)
     sys.exit(None if used else "no observer has joined")
 
 
-def run_observer(name):
+def run_observer(name, store):
     while True:
         with contextlib.suppress(RuntimeError):  # the agent is not in the group yet
             answer = rpc.rpc_async("agent", join, (name,), timeout=0)  # no time limit
             break
         time.sleep(0.1)
     print(f"{name} joined")
-    answered = threading.Event()
-    answer.add_done_callback(lambda _: answered.set())
-    answered.wait()  # in answer.wait(), Python would not handle Ctrl-C
+    answer.add_done_callback(lambda _: dismissed.set())
+    dismissed.wait()  # in answer.wait(), Python would not handle Ctrl-C
     try:
         inform, problem = answer.wait()
     except RuntimeError as error:
         inform, problem = False, f"{name} has lost the agent: {str(error).splitlines()[0]}"
-    rpc.shutdown(graceful=inform)  # graceful: it informs the others, but is no barrier
+    try:
+        rpc.shutdown(graceful=inform)  # graceful: it informs the others, but is no barrier
+    except RuntimeError:  # one of them was killed, and the agent has not noticed it yet
+        let_others_join(name, store)
     print(f"{name} left")
     sys.exit(problem)
 
@@ -165,12 +243,18 @@ if __name__ == "__main__":  # RPC sends functions by name: every rank finds them
     # slow if cores are few. TCP ("uv") does not. _transports is private to torch.
     options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=10, _transports=["uv"])
     options.init_method = f"tcp://{args.master_addr}:{args.master_port}"
-    try:  # Nobody can join after a member was killed, or after a join that failed (CONCEPTS.md).
+    address = args.master_addr, args.master_port
+    try:
         rpc.init_rpc(name, rank=args.rank, rpc_backend_options=options)  # without world_size
+        store = TCPStore(*address)  # a second client of the store that init_rpc uses
     except RuntimeError as error:
-        sys.exit(f"{name} cannot join (was one killed?): {str(error).splitlines()[0]}")
+        problem = f"{name} cannot join (was one killed?): {str(error).splitlines()[0]}"
+        with contextlib.suppress(RuntimeError):  # the store has ended
+            if let_others_join(name, TCPStore(*address, timeout=timedelta(seconds=10))):
+                problem += "; try again with another --rank"
+        sys.exit(problem)
     signal.signal(signal.SIGINT, lambda *_: ctrl_c.set())
     if args.rank == 0:
-        run_agent(args.seconds, args.max_episodes)
+        run_agent(args.seconds, args.max_episodes, store)
     else:
-        run_observer(name)
+        run_observer(name, store)

@@ -1,11 +1,16 @@
-"""The newer text of PyTorch's tutorial "Getting started with Distributed RPC Framework", part 1.
+"""Reinforcement learning: rank 0, the agent, owns a policy and trains it. All other ranks are
+observers: each plays CartPole in an environment of its own, and asks the agent for every action.
 
-The agent (rank 0) owns a policy and trains it. Each observer (every other rank) owns a CartPole
-environment, and asks the agent for each action. Comments such as "point 7" refer to the numbered
-points of DIFFERENCES.md, which explain where and why this program departs from the tutorial.
+    python tutorial.py                            # starts an agent and one observer here
+    python tutorial.py --world_size 3             # an agent and two observers
+    python tutorial.py --world_size 3 --rank 0    # only the agent; --rank 1 and 2 elsewhere
 
-    python tutorial.py --world_size 3            # an agent and two observers, on this machine
-    python tutorial.py --world_size 3 --rank 0   # the agent; ranks 1 and 2 in two other terminals
+Why RPC? DDP is the tool for copies of a model, each with a part of the data. Here the data comes
+from environments, which are expensive in real problems, and the model is small. So there is one
+model, and many observers share it by calls. (CartPole itself is cheap: it is here to show the API.)
+
+PyTorch's tutorial "Getting started with Distributed RPC Framework", part 1 (newer text, code of
+2025-08). "Difference 7" is number 7 in DIFFERENCES.md.
 """
 
 import argparse
@@ -14,117 +19,185 @@ import sys
 import warnings
 
 import gymnasium as gym
+import numpy as np
 import torch
 import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import optim
+from torch.distributed.rpc import RRef, remote
+from torch.distributions import Categorical
 
 AGENT_NAME = "agent"
 OBSERVER_NAME = "obs{}"
-warnings.filterwarnings("ignore", "You are using a Backend")  # torch causes it in init_rpc
+warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of Gloo
 
 
-class Policy(torch.nn.Module):
+class Policy(nn.Module):
+    """From pytorch/examples, reinforcement_learning."""
+
     def __init__(self):
         super().__init__()
-        self.affine1 = torch.nn.Linear(4, 128)
-        self.affine2 = torch.nn.Linear(128, 2)
+        self.affine1 = nn.Linear(4, 128)
+        self.dropout = nn.Dropout(p=0.6)
+        self.affine2 = nn.Linear(128, 2)
 
-    def forward(self, x, generator):
-        """Return the probabilities (1, 2) of the two actions in a state (1, 4)."""
+    def forward(self, x):  # (1, 4)
         x = self.affine1(x)
-        # nn.Dropout does the same, but it has no argument for a random generator (point 9).
-        kept = torch.rand(x.shape, generator=generator) >= 0.6
-        return torch.softmax(self.affine2(torch.relu(x * kept / 0.4)), dim=1)
+        x = self.dropout(x)
+        x = F.relu(x)
+        action_scores = self.affine2(x)
+        return F.softmax(action_scores, dim=1)  # (1, 2): the probabilities of the two actions
 
 
 class Observer:
     def __init__(self, seed):
         self.id = rpc.get_worker_info().id  # the rank of this process
         self.env = gym.make("CartPole-v1")
-        self.env.reset(seed=1000 * seed + self.id)  # a seed for each observer (point 7)
+        self.env.reset(seed=seed + self.id)  # another one for each observer (difference 7)
 
     def run_episode(self, agent_rref):
-        """Play one episode. Only the agent calls this, one call at a time: it needs no lock."""
-        state, _ = self.env.reset()  # a numpy array (4,), which is cheaper to send than a tensor
+        # The agent calls this. The call runs on one of this process's RPC threads (16 by default):
+        # calls that arrive together run at once, and a thread that waits for something is occupied.
+        # Here it is only one call at a time, so the environment needs no lock.
+        state, _ = self.env.reset()
         for _ in range(10000):
-            # send the state to the agent to get an action, and apply it to the environment
+            # send the state to the agent to get an action
             action = agent_rref.rpc_sync().select_action(self.id, state)
+
+            # apply the action to the environment, and get the reward
             state, reward, terminated, truncated, _ = self.env.step(action)
-            # Report the reward, and wait for the answer. Without waiting, two reports could run on
-            # two threads of the agent at the same time, and be stored in the wrong order.
+
+            # Report the reward to the agent, and wait for the answer. Without waiting, two reports
+            # could run on two of the agent's threads at once, and be stored in the wrong order.
             agent_rref.rpc_sync().report_reward(self.id, reward)
-            if terminated or truncated:  # the pole has fallen, or 500 steps are over (point 1)
+
+            # the pole has fallen, or has stood for 500 steps
+            if terminated or truncated:
                 break
 
 
 class Agent:
-    def __init__(self, world_size, seed):
-        ob_ids = range(1, world_size)
-        self.ob_rrefs = [rpc.remote(OBSERVER_NAME.format(i), Observer, (seed,)) for i in ob_ids]
-        self.agent_rref = rpc.RRef(self)  # sent to the observers in place of the agent itself
-        self.rewards = {ob_id: [] for ob_id in ob_ids}
-        self.saved_log_probs = {ob_id: [] for ob_id in ob_ids}
-        # One generator for each observer: the order of their calls must not matter (point 9).
-        self.generators = {i: torch.Generator().manual_seed(1000 * seed + i) for i in ob_ids}
-        torch.manual_seed(1000 * seed)
+    def __init__(self, world_size, gamma, seed):
+        self.ob_rrefs = []
+        # A reference to this object. An observer gets it in place of a copy of the agent, and its
+        # rpc_sync().method() makes the method run here.
+        self.agent_rref = RRef(self)
+        self.rewards = {}
+        self.saved_log_probs = {}
+        torch.manual_seed(seed)
         self.policy = Policy()
-        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=1e-2)
+        self.optimizer = optim.Adam(self.policy.parameters(), lr=1e-2)
+        self.gamma = gamma
+        self.eps = np.finfo(np.float32).eps.item()
         self.running_reward = 0
         self.reward_threshold = gym.make("CartPole-v1").spec.reward_threshold
+        for ob_rank in range(1, world_size):
+            ob_info = rpc.get_worker_info(OBSERVER_NAME.format(ob_rank))
+            # make an Observer in that process, where it stays; the result is an RRef to it
+            self.ob_rrefs.append(remote(ob_info, Observer, args=(seed,)))
+            self.rewards[ob_info.id] = []
+            self.saved_log_probs[ob_info.id] = []
 
     def select_action(self, ob_id, state):
-        """Return the action (int) for a state (4,). Several observers call this at once, without a
-        lock (point 10): each observer has its own data, and the policy does not change then."""
-        probs = self.policy(torch.from_numpy(state).unsqueeze(0), self.generators[ob_id])
-        # Categorical(probs).sample() does the same, but has no argument for a generator.
-        action = torch.multinomial(probs, 1, generator=self.generators[ob_id]).item()
-        self.saved_log_probs[ob_id].append(probs[0, action].log())
-        return action
+        # Observers call this and report_reward, several at once. No lock: each observer has lists
+        # of its own, and nothing changes the policy while episodes run (difference 10).
+        state = torch.from_numpy(state).float().unsqueeze(0)
+        probs = self.policy(state)
+        m = Categorical(probs)
+        action = m.sample()
+        self.saved_log_probs[ob_id].append(m.log_prob(action))
+        return action.item()
 
     def report_reward(self, ob_id, reward):
-        """Store the reward of the last action. Like select_action, this needs no lock."""
         self.rewards[ob_id].append(reward)
 
     def run_episode(self):
-        # Each call runs Observer.run_episode in an observer's process, on an RPC thread.
-        # timeout=0 means no limit: an episode may take longer than the default of 60 s (point 5).
-        futs = [obs.rpc_async(timeout=0).run_episode(self.agent_rref) for obs in self.ob_rrefs]
-        torch.futures.wait_all(futs)  # until all observers have finished this episode
+        futs = []
+        for ob_rref in self.ob_rrefs:
+            # Make async RPCs, so that all observers play at once. timeout=0 means no time limit: an
+            # episode may take longer than the default of 60 s.
+            futs.append(ob_rref.rpc_async(timeout=0).run_episode(self.agent_rref))
 
-    def finish_episode(self, gamma):
-        """Train on the episodes of all observers; return the lowest total reward. Send no RPC."""
-        min_reward = min(sum(rewards) for rewards in self.rewards.values())
-        self.running_reward = 0.05 * min_reward + (1 - 0.05) * self.running_reward
-        log_probs, returns = [], []
+        # wait until all observers have finished this episode
+        for fut in futs:
+            fut.wait()
+
+    def finish_episode(self):
+        # joins probs and returns from different observers into lists
+        probs, returns = [], []
         for ob_id in self.rewards:
-            R, ob_returns = 0, []  # R starts at 0 again for each observer (point 8)
+            R, ob_returns = 0, []  # 0 again for each observer (difference 8)
             for r in self.rewards[ob_id][::-1]:
-                R = r + gamma * R
+                R = r + self.gamma * R
                 ob_returns.insert(0, R)
+            probs.extend(self.saved_log_probs[ob_id])
             returns.extend(ob_returns)
-            log_probs.extend(self.saved_log_probs[ob_id])
+
+        # use the minimum observer reward to calculate the running reward
+        min_reward = min([sum(self.rewards[ob_id]) for ob_id in self.rewards])
+        self.running_reward = 0.05 * min_reward + (1 - 0.05) * self.running_reward
+
+        # clear saved probs and rewards
+        for ob_id in self.rewards:
             self.rewards[ob_id] = []
             self.saved_log_probs[ob_id] = []
+
+        policy_loss = []
         returns = torch.tensor(returns)
-        if len(returns) > 1:  # the deviation of a single number is NaN (point 14)
-            returns = (returns - returns.mean()) / (returns.std() + 1e-7)
-        policy_loss = (-torch.stack(log_probs) * returns).sum()
+        if len(returns) > 1:  # the deviation of a single number is NaN
+            returns = (returns - returns.mean()) / (returns.std() + self.eps)
+        for log_prob, R in zip(probs, returns, strict=True):
+            policy_loss.append(-log_prob * R)
         self.optimizer.zero_grad()
+        policy_loss = torch.cat(policy_loss).sum()
         policy_loss.backward()
         self.optimizer.step()
         return min_reward
 
 
+def run_worker(rank, args):
+    # TCP ("uv") instead of torch's default transport, shared memory: that one keeps a core busy in
+    # every rank, so all ranks are slow if cores are few. _transports is private to torch.
+    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+    name = AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
+    rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
+    if rank == 0:
+        run_agent(args)
+    # Observers come here at once. shutdown() blocks until all ranks are here and all RPCs have
+    # finished; meanwhile the observers' RPC threads serve the agent's calls.
+    rpc.shutdown()
+
+
+def run_agent(args):
+    agent = Agent(args.world_size, args.gamma, args.seed)
+    threshold = agent.reward_threshold
+    print(f"This will run until reward threshold of {threshold} is reached. Ctrl+C to exit.")
+    for i_episode in range(1, args.max_episodes + 1):
+        agent.run_episode()
+        last_reward = agent.finish_episode()
+
+        if i_episode % args.log_interval == 0:
+            last, average = f"{last_reward:.2f}", f"{agent.running_reward:.2f}"
+            print(f"Episode {i_episode}\tLast reward: {last}\tAverage reward: {average}")
+        if agent.running_reward > threshold:
+            print(f"Solved! Running reward is now {agent.running_reward}!")
+            break
+    else:
+        print(f"Not solved after {args.max_episodes} episodes.")
+
+
 def parse_args():
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--world_size", type=int, default=2, help="the agent and its observers")
-    parser.add_argument("--rank", type=int, help="run only this rank (none: all ranks)")
-    parser.add_argument("--master_addr", default="localhost", help="host of rank 0")
-    parser.add_argument("--master_port", type=int, default=29500, help="a free port of that host")
-    parser.add_argument("--max_episodes", type=int, default=2000, help="the most (point 6)")
-    parser.add_argument("--log_interval", type=int, default=10, help="episodes per printed line")
-    parser.add_argument("--gamma", type=float, default=0.99, help="discount of future rewards")
-    parser.add_argument("--seed", type=int, default=1, help="random seed for reproducibility")
+    parser = argparse.ArgumentParser(description="Reinforcement learning")
+    parser.add_argument("--world_size", type=int, default=2, help="ranks: agent and observers (2)")
+    parser.add_argument("--rank", type=int, help="start only this rank; 0 is the agent")
+    parser.add_argument("--master_addr", default="localhost", help="host of rank 0 (localhost)")
+    parser.add_argument("--master_port", type=int, default=29500, help="a free port on it (29500)")
+    parser.add_argument("--max_episodes", type=int, default=2000, help="at most (2000)")
+    parser.add_argument("--log_interval", type=int, default=10, help="episodes per line (10)")
+    parser.add_argument("--gamma", type=float, default=0.99, help="discount factor (0.99)")
+    parser.add_argument("--seed", type=int, default=1, help="of all random numbers (1)")
     args = parser.parse_args()
     if args.world_size < 2:
         parser.error("--world_size must be 2 or more: the agent and at least one observer")
@@ -135,49 +208,23 @@ def parse_args():
     return args
 
 
-def run_worker(rank, args):
-    """Run one rank: the agent or an observer."""
-    torch.set_num_threads(1)  # all ranks of this machine share its cores
-    name = AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
-    # torch's default transport, shared memory, keeps a core busy for every rank, so all ranks are
-    # slow if cores are few. TCP ("uv") does not. _transports is private to torch (point 27).
-    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
-    rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
-    if rank == 0:
-        agent = Agent(args.world_size, args.seed)
-        threshold = agent.reward_threshold
-        print(f"This will run until reward threshold of {threshold} is reached. Ctrl+C to exit.")
-        for i_episode in range(1, args.max_episodes + 1):
-            agent.run_episode()
-            last = agent.finish_episode(args.gamma)
-            mean = agent.running_reward
-            if i_episode % args.log_interval == 0:
-                print(f"Episode {i_episode}\tLast reward: {last:.2f}\tAverage reward: {mean:.2f}")
-            if mean > threshold:
-                print(f"Solved! Running reward is now {mean}!")
-                break
-        if agent.running_reward <= threshold:
-            print(f"Not solved after {args.max_episodes} episodes.")
-    # Blocks until all RPCs have finished. While an observer waits, it serves the agent's calls.
-    rpc.shutdown()
-
-
-# RPC sends Observer by name, and finds it because every rank runs this file as its main module.
 if __name__ == "__main__":
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
     if args.master_addr in ("localhost", "127.0.0.1"):
         # Anyone who can connect to a rank can run code in it. So RPC listens on the loopback
-        # interface only (point 26). The store, at --master_port, still listens on all interfaces.
+        # interface only. The store, at --master_port, still listens on all interfaces.
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
+    # RPC sends functions and classes by name: __main__.NAME, or __mp_main__.NAME between spawned
+    # ranks. All ranks find them, because this file is their main module.
     if args.rank is None:
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:
         run_worker(args.rank, args)  # one rank in this terminal
 
-# Limits: when a rank dies, the other ranks end if they were spawned, and hang if each is in a
-# terminal. A port in use ends the run. Nothing is saved. Each environment step takes two RPCs. The
-# full program solves this: see glue/supervisor.py, glue/checkpoint.py, faster_agents.py.
+# If a rank dies, spawned ranks end, but ranks in terminals may wait forever. main.py names the lost
+# rank, and ends the job or continues without it (--on_lost). Each environment step takes two calls;
+# main.py has modes with fewer. It also finds a free port, and has --checkpoint and --resume.
