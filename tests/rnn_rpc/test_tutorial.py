@@ -97,7 +97,7 @@ def largest_difference(ones, others):
 @pytest.mark.parametrize("updates", [1, 10])
 @pytest.mark.parametrize("module", [tutorial, single], ids=["tutorial", "single"])
 def test_a_program_in_one_file_equals_a_plain_loop(rpc_group, monkeypatch, module, updates):
-    """The tutorial's server is another process.  With the published loss (difference 4), they would not be equal.
+    """The tutorial's server is another process. With the published loss (difference 4), they would not be equal.
 
     Here all processes have the pretend device as their accelerator, so the table is on it.
     """
@@ -116,7 +116,7 @@ def test_a_program_in_one_file_equals_a_plain_loop(rpc_group, monkeypatch, modul
 
 
 def test_dropout_is_where_the_tutorial_has_it(monkeypatch):
-    """RNNModel drops half of the values by default, in all three layers.  run_trainer asks for none."""
+    """RNNModel drops half of the values by default, in all three layers. run_trainer asks for none."""
     model = single.RNNModel(V, E, H, nlayers=2)
     assert [model.emb_table.drop.p, model.rnn.dropout, model.decoder.drop.p] == [0.5] * 3
     assert (model.emb_table(torch.zeros(50, 50, dtype=torch.int64)) == 0).float().mean() == pytest.approx(0.5, abs=0.05)
