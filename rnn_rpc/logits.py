@@ -18,8 +18,8 @@ from glue.seeds import seed_for
 class RemoteLayer(nn.Module):  # on a server, on RPC threads
     """What a layer needs if its caller is another process.
 
-    No method takes a lock. There is one trainer, and while it steps the optimizers, switches between training and
-    evaluation, or loads a state, no forward or backward pass is running.
+    No method takes a lock. Forward and backward passes only read the parameters. There is one trainer, and while it
+    steps the optimizers, switches between training and evaluation, or loads a state, no such pass is running.
     """
 
     def parameter_rrefs(self):
@@ -73,8 +73,7 @@ class Decoder(RemoteLayer):
 class RNNModel(nn.Module):  # in the trainer
     """Source: tutorial part 2, RNNModel.
 
-    `servers` is a list of names: the first one gets the embedding table, the last one the decoder. `devices` has the
-    device of each process, by its name.
+    The first of the `servers` (names) gets the embedding table, the last one the decoder. `devices`: name -> device.
     """
 
     decoder_class = Decoder
@@ -86,8 +85,8 @@ class RNNModel(nn.Module):  # in the trainer
         torch.manual_seed(seed_for(seed, "rnn"))
         # nn.LSTM drops between its layers, and warns if there is only one.
         self.rnn = nn.LSTM(ninp, nhid, nlayers, dropout=dropout if nlayers > 1 else 0.0).to(self.device)
-        # remote() returns before the layer exists, so both constructors may run on one server at the same time. With
-        # its default generator, chance would decide which of them draws first. So each layer has a seed of its own.
+        # Both constructors may run on one server at the same time, because remote() does not wait. So each layer draws
+        # its weights with a seed of its own, and not from the server's generator, where chance would decide the order.
         first, last = servers[0], servers[-1]
         table_args = (ntoken, ninp, dropout, seed_for(seed, "table"), devices[first])
         self.emb_table_rref = rpc.remote(first, EmbeddingTable, args=table_args)
@@ -102,8 +101,7 @@ class RNNModel(nn.Module):  # in the trainer
     def forward(self, input_TB, hidden):
         """Return the logits (T, B, V) and the next hidden state, from token ids (T, B) and a hidden state.
 
-        In a distributed autograd context, autograd records each tensor that is sent and received, and the backward
-        pass follows these records. It follows cpu() and to(), too: RPC's CUDA support is beta, so CPU tensors travel.
+        RPC's CUDA support is beta, so CPU tensors travel. Autograd follows cpu() and to() as it follows the calls.
         """
         emb_TBE = self.emb_table_rref.rpc_sync().forward(input_TB.cpu()).to(self.device)
         output_TBH, next_hidden = self.rnn(emb_TBE, hidden)

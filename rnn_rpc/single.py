@@ -47,6 +47,8 @@ class Decoder(nn.Module):
 
 
 class RNNModel(nn.Module):
+    """The three parts are those of word_language_model in pytorch/examples."""
+
     def __init__(self, ntoken, ninp, nhid, nlayers, dropout=0.5):
         super().__init__()
         self.emb_table = EmbeddingTable(ntoken, ninp, dropout)

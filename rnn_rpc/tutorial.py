@@ -5,9 +5,10 @@ both processes.
     python tutorial.py              # starts both ranks on this machine
     python tutorial.py --rank 0     # starts only rank 0; --rank 1 in another terminal
 
-Why RPC? For a model that is too large for one machine: its layers live on several. (This one would
-fit, but shows how.) It reads like a model on several GPUs of one machine, where a tensor goes to
-the next layer by `Tensor.to(device)`. Here it goes there as the argument of a call.
+Why RPC? For a model that is too large for one machine. (This one would fit, but shows how.) Split
+it into submodules, make each where it shall live, and reach it by its RRef. The model then reads
+like one on several GPUs of one machine, where a tensor goes to the next layer by
+`Tensor.to(device)`. Here it goes there as the argument of a call.
 
 Part 2 of PyTorch's tutorial "Getting Started with Distributed RPC Framework" (both texts, and the
 code of 2025-08). "Difference 7" is number 7 in DIFFERENCES.md.
@@ -85,7 +86,8 @@ def _parameter_rrefs(module):
 
 
 class RNNModel(nn.Module):
-    """The model as the trainer sees it: an LSTM, and references to the two layers on `ps`."""
+    """The model as the trainer sees it: an LSTM, and references to the two layers on `ps`. The three
+    parts are those of word_language_model in pytorch/examples."""
 
     def __init__(self, ps, ntoken, ninp, nhid, nlayers, dropout=0.5):
         super().__init__()
@@ -131,7 +133,7 @@ def run_trainer():
     # evaluation would have to turn it off by a call: eval() and no_grad() have no effect on `ps`.
     model = RNNModel("ps", ntoken, ninp, nhid, nlayers, dropout=0.0)
 
-    # This makes an optimizer in each process that owns parameters.
+    # This makes an optimizer in each process that owns parameters, SGD or any other.
     opt = DistributedOptimizer(SGD, model.parameter_rrefs(), lr=2.0)
 
     criterion = torch.nn.CrossEntropyLoss()
@@ -154,7 +156,8 @@ def run_trainer():
         total_loss = 0.0
         for data, target in get_next_batch():
             # The context records the calls inside it, so that backward() can go through them. In
-            # each process, it keeps the gradients of this step under the id `context_id`.
+            # each process, it keeps the gradients of this step under the id `context_id`. How:
+            # https://docs.pytorch.org/docs/stable/rpc/distributed_autograd.html
             with dist_autograd.context() as context_id:
                 # Continue from the last batch, but not its graph, whose context has ended.
                 hidden[0].detach_()
