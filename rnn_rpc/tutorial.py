@@ -86,8 +86,10 @@ def _parameter_rrefs(module):
 
 
 class RNNModel(nn.Module):
-    """The model as the trainer sees it: an LSTM, and references to the two layers on `ps`. The three
-    parts are those of word_language_model in pytorch/examples."""
+    """The model as the trainer sees it: an LSTM, and references to the two layers on `ps`.
+
+    The three parts are those of word_language_model in pytorch/examples.
+    """
 
     def __init__(self, ps, ntoken, ninp, nhid, nlayers, dropout=0.5):
         super().__init__()
