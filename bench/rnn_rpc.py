@@ -4,10 +4,10 @@
     python bench/rnn_rpc.py --vocabularies 10000 --repeats 1 --json bench.json
     python bench/rnn_rpc.py --wire_bytes               # bytes per training step, computed and counted
 
-All variants of a table train the same model on the same text.  The sizes of embedding and hidden state are E = H = 200.
-There are 2 layers, T = 35 tokens in a sequence, and B = 20 sequences in a batch.  Start-up and evaluation are not
-timed.  The variant `single process` has one intra-op thread, as each rank has.  The variant `single, 2 threads` has two
-intra-op threads.  With --wire_bytes, the bytes are computed from the shapes of the tensors, and the kernel counts them.
+All variants of a table train the same model on the same text. The sizes of embedding and hidden state are E = H = 200.
+There are 2 layers, T = 35 tokens in a sequence, and B = 20 sequences in a batch. Start-up and evaluation are not
+timed. The variant `single process` has one intra-op thread, as each rank has. The variant `single, 2 threads` has two
+intra-op threads. With --wire_bytes, the bytes are computed from the shapes of the tensors, and the kernel counts them.
 """
 
 import argparse
@@ -24,9 +24,9 @@ use_package("rnn_rpc")
 from corpus import generated_corpus, get_next_batch, streams
 from glue import flags, host
 from glue.report import Meter
-from model import MODES
 from trainer import WARM_UP_STEPS
 
+MODES = ("logits", "loss", "overlap")
 E, H, LAYERS, T, B = 200, 200, 2, 35, 20
 
 
@@ -98,7 +98,7 @@ def payload_bytes(mode, vocabulary):
     ids, floats = 8 * T * B, 4 * T * B
     lookup = ids + 2 * floats * E  # token ids to the server; vectors to the trainer, and their gradients back
     outputs = 2 * floats * H  # LSTM outputs to the server, and their gradients back
-    # In mode logits: logits to the trainer, and their gradients back.  In the others: the target ids to the server.
+    # In mode logits: logits to the trainer, and their gradients back. In the others: the target ids to the server.
     return lookup + outputs + (2 * floats * vocabulary if mode == "logits" else ids)
 
 

@@ -1,6 +1,6 @@
 """The text to learn: a file of yours, or a generated text whose entropy rate is known exactly.
 
-Runs in the trainer process only.  Of the text, the servers get only token ids.
+Runs in the trainer process only. Of the text, the servers get only token ids.
 
 Shapes: T = time steps of a batch (--bptt), B = streams (--batch_size), S = tokens of a stream, N = tokens of a text.
 """
@@ -21,7 +21,7 @@ EVAL_BATCH_SIZE = 10  # as in the word language model of pytorch/examples
 
 @dataclass
 class Corpus:
-    """A text as token ids.  `train` and `heldout` are int64 tensors (N,); `vocabulary[i]` is the token with id i."""
+    """A text as token ids. `train` and `heldout` are int64 tensors (N,); `vocabulary[i]` is the token with id i."""
 
     name: str
     vocabulary: list
@@ -62,7 +62,7 @@ class Corpus:
 
 
 def generated_corpus(num_tokens, length, seed):
-    """Return a Corpus of `length` tokens from a random source.  `seed` determines both.  The last tenth is held out."""
+    """Return a Corpus of `length` tokens from a random source. `seed` determines both. The last tenth is held out."""
     source = MarkovSource(num_tokens, seed_for(seed, "source"))
     ids = source.sample(length, seed_for(seed, "sample"))
     train, heldout = _hold_out_the_end(ids)
@@ -78,7 +78,7 @@ def generated_corpus(num_tokens, length, seed):
 
 
 def corpus_from_file(path, tokens):
-    """Return a UTF-8 file as a Corpus.  `tokens` is "char" or "word".
+    """Return a UTF-8 file as a Corpus. `tokens` is "char" or "word".
 
     Raises UserError, with a text of one line, if the file cannot be read or is not a text.
     """
@@ -102,9 +102,9 @@ def corpus_from_file(path, tokens):
         units = [word for line in text.splitlines() for word in (*line.split(), END_OF_LINE)]
 
     train, heldout = _hold_out_the_end(units)
-    # The vocabulary has only tokens of the training part.  With those of the held-out part, the evaluation would use
+    # The vocabulary has only tokens of the training part. With those of the held-out part, the evaluation would use
     # information about the text that the model must predict.
-    # A word must occur twice in the training part.  All other words become <unk>, so <unk> occurs in training too.
+    # A word must occur twice in the training part. All other words become <unk>, so <unk> occurs in training too.
     seldom = 2 if tokens == "word" else 1
     known = [unit for unit, count in Counter(train).most_common() if count >= seldom]
     vocabulary = [UNKNOWN] + [unit for unit in known if unit != UNKNOWN]
@@ -125,7 +125,7 @@ def _hold_out_the_end(sequence):
 def streams(ids, num_streams):
     """Cut a text (N,) into `num_streams` parts of equal length, and return them as the columns of a tensor (S, B).
 
-    S is N // B.  The tokens at the end of the text that do not fill a row are left out.
+    S is N // B. The tokens at the end of the text that do not fill a row are left out.
     Source: batchify in the word language model of pytorch/examples.
     """
     steps = len(ids) // num_streams
@@ -133,9 +133,9 @@ def streams(ids, num_streams):
 
 
 def get_next_batch(stream_SB, bptt):
-    """Yield pairs (data, target), each (T, B), from streams (S, B).  The target of a token is the next token.
+    """Yield pairs (data, target), each (T, B), from streams (S, B). The target of a token is the next token.
 
-    A batch begins where the batch before it has ended, so it can continue from its hidden state.  The last batch may
+    A batch begins where the batch before it has ended, so it can continue from its hidden state. The last batch may
     have fewer than T time steps.
     """
     for start in range(0, len(stream_SB) - 1, bptt):
@@ -146,7 +146,7 @@ def get_next_batch(stream_SB, bptt):
 def training_streams(corpus, batch_size, bptt):
     """Return the streams of the training part (S, B) and those of the held-out part (S', B').
 
-    B' is at most EVAL_BATCH_SIZE.  Raises UserError if the text is too short for one batch.
+    B' is at most EVAL_BATCH_SIZE. Raises UserError if the text is too short for one batch.
     """
     needed = batch_size * (bptt + 1)
     if len(corpus.train) < needed:

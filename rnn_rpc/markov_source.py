@@ -1,6 +1,6 @@
 """A random source of tokens with a known entropy rate, so that the lowest possible perplexity of a model is known.
 
-Runs in the trainer process.  corpus.py makes a text from it.
+Runs in the trainer process. corpus.py makes a text from it.
 
 Shapes: V = tokens, S = 2V states of the source, K = tokens that can follow a state, N = tokens of a text.
 """
@@ -15,10 +15,10 @@ import torch
 class MarkovSource:
     """A random source of tokens that remembers two tokens.
 
-    The next token depends on the last token, *and* on whether the id of the token before the last is odd or even.  A
-    model that uses only the last token cannot use the second fact.  An LSTM can learn it.
+    The next token depends on the last token, *and* on whether the id of the token before the last is odd or even. A
+    model that uses only the last token cannot use the second fact. An LSTM can learn it.
 
-    The source has S = 2V states.  In each of them K tokens can follow, with random probabilities.  So the entropy rate
+    The source has S = 2V states. In each of them K tokens can follow, with random probabilities. So the entropy rate
     is a finite sum.
     """
 
@@ -31,7 +31,7 @@ class MarkovSource:
         draws = np.sort(rng.integers(0, num_tokens - k + 1, size=(num_states, k)), axis=1)
         self.next_token_SK = draws + np.arange(k)
         self.prob_SK = rng.dirichlet(np.ones(k), size=num_states)
-        # State s = (parity of the token before the last) * V + last token.  In the next state, the parity is that of
+        # State s = (parity of the token before the last) * V + last token. In the next state, the parity is that of
         # the last token.
         last_S = np.arange(num_states) % num_tokens
         self.next_state_SK = (last_S % 2)[:, None] * num_tokens + self.next_token_SK
@@ -55,7 +55,7 @@ class MarkovSource:
         raise ArithmeticError("the source's stationary distribution did not converge")
 
     def floor_perplexity(self):
-        """Return exp(entropy rate), the lowest possible perplexity.  It is exact, and not estimated from a sample.
+        """Return exp(entropy rate), the lowest possible perplexity. It is exact, and not estimated from a sample.
 
         The entropy rate in nats is the sum of pi(s) * H(next token | s) over all states s.
         Source: Cover and Thomas, Elements of Information Theory, theorem 4.2.4.
@@ -76,7 +76,7 @@ class MarkovSource:
         return math.exp(-np.sum(pair_prob[seen] * np.log(pair_prob[seen] / last_prob[seen])))
 
     def sample(self, length, seed):
-        """Return `length` token ids, a tensor (N,).  The first state is drawn from the stationary distribution."""
+        """Return `length` token ids, a tensor (N,). The first state is drawn from the stationary distribution."""
         rng = np.random.default_rng(seed)
         # Lists and not arrays, because for one token at a time Python's bisect is ten times faster than numpy's.
         cumulative = np.cumsum(self.prob_SK, axis=1).tolist()

@@ -1,80 +1,122 @@
-"""tutorial.py in one process, without RPC.  `diff single.py tutorial.py` shows what RPC adds."""
+"""The same training as in tutorial.py, in one process: `diff single.py tutorial.py` shows what RPC
+adds. Both print the same lines, with nearly the same numbers: here one random generator draws all
+weights, there each process draws its own.
+
+    python single.py
+
+Part 2 of PyTorch's tutorial "Getting Started with Distributed RPC Framework", without RPC.
+"Difference 7" is number 7 in DIFFERENCES.md.
+"""
 
 import argparse
 
 import torch
 from torch import nn, optim
 
+# Shapes: T time steps, B streams (parts of the text, read side by side), E and H vector sizes,
+# V words. In the tutorial's names: batch, nindices, ninp, nhid, ntoken.
+
 
 class EmbeddingTable(nn.Module):
-    def __init__(self, ntoken, ninp, seed):
-        super().__init__()
-        self.encoder = nn.utils.skip_init(nn.Embedding, ntoken, ninp)
-        nn.init.uniform_(self.encoder.weight, -0.1, 0.1, torch.Generator().manual_seed(seed))
+    """Encoding layers of the RNNModel."""
 
-    def forward(self, input):
-        return self.encoder(input)
+    def __init__(self, ntoken, ninp, dropout):
+        super().__init__()
+        # The table is on a GPU if this process has one. Everything else is on the CPU.
+        self.device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        self.drop = nn.Dropout(dropout)
+        self.encoder = nn.Embedding(ntoken, ninp).to(self.device)
+        nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
+
+    def forward(self, input):  # (T, B) -> (T, B, E)
+        return self.drop(self.encoder(input.to(self.device))).cpu()
 
 
 class Decoder(nn.Module):
-    def __init__(self, ntoken, nhid, seed):
-        super().__init__()
-        self.decoder = nn.utils.skip_init(nn.Linear, nhid, ntoken)
-        nn.init.zeros_(self.decoder.bias)
-        nn.init.uniform_(self.decoder.weight, -0.1, 0.1, torch.Generator().manual_seed(seed))
+    """Decoding layers of the RNNModel."""
 
-    def forward(self, output):
-        return self.decoder(output)
+    def __init__(self, ntoken, nhid, dropout):
+        super().__init__()
+        self.drop = nn.Dropout(dropout)
+        self.decoder = nn.Linear(nhid, ntoken)
+        nn.init.zeros_(self.decoder.bias)
+        nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
+
+    def forward(self, output):  # (T, B, H) -> (T, B, V)
+        return self.decoder(self.drop(output))
 
 
 class RNNModel(nn.Module):
-    def __init__(self, ntoken, ninp, nhid, nlayers):
+    """The three parts are those of word_language_model in pytorch/examples."""
+
+    def __init__(self, ntoken, ninp, nhid, nlayers, dropout=0.5):
         super().__init__()
-        table_seed, decoder_seed = torch.randint(2**31, (2,)).tolist()
-        self.emb_table = EmbeddingTable(ntoken, ninp, table_seed)
-        self.rnn = nn.LSTM(ninp, nhid, nlayers)
-        self.decoder = Decoder(ntoken, nhid, decoder_seed)
+        self.emb_table = EmbeddingTable(ntoken, ninp, dropout)
+        self.rnn = nn.LSTM(ninp, nhid, nlayers, dropout=dropout)
+        self.decoder = Decoder(ntoken, nhid, dropout)
 
     def forward(self, input, hidden):
         emb = self.emb_table(input)  # (T, B, E)
         output, hidden = self.rnn(emb, hidden)  # (T, B, H)
-        return self.decoder(output), hidden  # (T, B, V)
+        decoded = self.decoder(output)  # (T, B, V)
+        return decoded, hidden
 
 
-def get_next_batch(prob, T, B, nbatches):
-    """Yield nbatches pairs (data, target), each (T, B).  A word's target is the next word."""
-    words = list(torch.randint(len(prob), (2, B)))
-    while len(words) <= T * nbatches:
-        words.append((words[-2] + torch.multinomial(prob, B, replacement=True)) % len(prob))
-    text = torch.stack(words)
-    yield from zip(text[:-1].split(T), text[1:].split(T), strict=True)
+def run_trainer():
+    batch = 20
+    ntoken = 10
+    ninp = 16
 
+    nhid = 32
+    nindices = 20
+    nlayers = 1
+    hidden = (torch.randn(nlayers, nindices, nhid), torch.randn(nlayers, nindices, nhid))
 
-def run_trainer(seed):
-    torch.manual_seed(seed)
-    prob = torch.softmax(-torch.arange(10.0), dim=0)
-    lowest = torch.exp(-(prob * prob.log()).sum())
-    heldout_data, heldout_target = next(get_next_batch(prob, T=1000, B=20, nbatches=1))
-    model = RNNModel(ntoken=10, ninp=16, nhid=32, nlayers=1)
+    # Dropout is against learning a text by heart, and this text never repeats.
+    model = RNNModel(ntoken, ninp, nhid, nlayers, dropout=0.0)
+
     opt = optim.SGD(model.parameters(), lr=2.0)
-    criterion = nn.CrossEntropyLoss()
-    for epoch in range(8):
-        hidden = None  # the LSTM's state starts at zero
-        for data, target in get_next_batch(prob, T=20, B=20, nbatches=200):
+
+    criterion = torch.nn.CrossEntropyLoss()
+
+    # The text: each word is the sum, modulo 10, of the word before the last and a random number.
+    # Of these numbers, 0 is the most likely. No model can be better than guessing them.
+    prob = torch.softmax(-torch.arange(float(ntoken)), dim=0)
+    lowest = torch.exp(-(prob * prob.log()).sum())  # perplexity is exp(loss): here exp(entropy)
+
+    def get_next_batch():
+        words = list(torch.randint(ntoken, (2, nindices)))
+        for _ in range(160):
+            for _ in range(batch):
+                number = torch.multinomial(prob, nindices, replacement=True)
+                words.append((words[-2] + number) % ntoken)
+            text = torch.stack(words[-batch - 1 :])
+            yield text[:-1], text[1:]  # data and target (T, B): the target is the next word
+
+    for epoch in range(10):
+        total_loss = 0.0
+        for data, target in get_next_batch():
+            # Continue from the last batch, but not its graph.
+            hidden[0].detach_()
+            hidden[1].detach_()
             output, hidden = model(data, hidden)
-            loss = criterion(output.flatten(0, 1), target.flatten())
+            loss = criterion(output.flatten(0, 1), target.flatten())  # difference 4
             opt.zero_grad()
             loss.backward()
             opt.step()
-            hidden = (hidden[0].detach(), hidden[1].detach())
-        with torch.no_grad():
-            output, _ = model(heldout_data, None)
-            loss = criterion(output.flatten(0, 1), heldout_target.flatten())
-        print(f"Training epoch {epoch}: perplexity {loss.exp():.3f} (lowest possible {lowest:.3f})")
+            total_loss += loss.detach()
+        perplexity = torch.exp(total_loss / 160)
+        print(f"Training epoch {epoch}: perplexity {perplexity:.3f} (lowest possible {lowest:.3f})")
+
+
+def parse_args():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=1, help="of all random numbers (1)")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=1, help="seed of all random numbers")
-    run_trainer(parser.parse_args().seed)
+    args = parse_args()
+    torch.set_num_threads(1)  # such small operations are slower with more threads
+    torch.manual_seed(args.seed)
+    run_trainer()

@@ -1,15 +1,17 @@
-"""The tutorial in one file: a language model with its embedding and decoder on a parameter server.
+"""A language model in two processes: rank 0, `ps`, has the embedding table and the decoder; rank 1,
+`trainer`, has the LSTM between them and the training loop. Autograd and the optimizer work across
+both processes.
 
     python tutorial.py              # starts both ranks on this machine
-    python tutorial.py --rank 0     # starts only rank 0, the parameter server
-    python tutorial.py --rank 1     # starts only rank 1, the trainer, in another terminal
+    python tutorial.py --rank 0     # starts only rank 0; --rank 1 in another terminal
 
-It follows part 2 of PyTorch's tutorial "Getting Started with Distributed RPC Framework", in the
-edition that DIFFERENCES.md calls the newer text.  "Point 4" means number 4 in DIFFERENCES.md.
+Why RPC? For a model that is too large for one machine. (This one would fit, but shows how.) Split
+it into submodules, make each where it shall live, and reach it by its RRef. The model then reads
+like one on several GPUs of one machine, where a tensor goes to the next layer by
+`Tensor.to(device)`. Here it goes there as the argument of a call.
 
-Rank 0, `ps`, owns the embedding table and the decoder.  Rank 1, `trainer`, has the LSTM and the
-training loop.  RPC sends functions and classes as names, and both ranks run this same file.
-Shapes: T time steps, B streams (parts of a text, read side by side), V words, E, H vector sizes.
+Part 2 of PyTorch's tutorial "Getting Started with Distributed RPC Framework" (both texts, and the
+code of 2025-08). "Difference 7" is number 7 in DIFFERENCES.md.
 """
 
 import argparse
@@ -26,138 +28,181 @@ from torch import nn, optim
 from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import RRef
 
+warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of Gloo
+# DistributedOptimizer logs that Python's GIL may slow down a class such as SGD below.
+logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
+
+# Shapes: T time steps, B streams (parts of the text, read side by side), E and H vector sizes,
+# V words. In the tutorial's names: batch, nindices, ninp, nhid, ntoken.
+
 
 class EmbeddingTable(nn.Module):
-    def __init__(self, ntoken, ninp, seed):  # without dropout: point 18
-        super().__init__()
-        # skip_init leaves out torch's usual first values.  They would use the shared generator.
-        self.encoder = nn.utils.skip_init(nn.Embedding, ntoken, ninp)
-        nn.init.uniform_(self.encoder.weight, -0.1, 0.1, torch.Generator().manual_seed(seed))
+    """Encoding layers of the RNNModel.
 
-    def forward(self, input):
-        """Return a vector for each word: (T, B) -> (T, B, E)."""
-        return self.encoder(input)
+    This object and the Decoder live on `ps`. When the trainer calls a method, it runs on one of
+    the RPC threads of `ps` (16 by default). Several calls can run at once, and a thread that waits
+    for something is occupied. No lock is needed: the one trainer waits for each answer.
+    """
+
+    def __init__(self, ntoken, ninp, dropout):
+        super().__init__()
+        # The table is on a GPU if this process has one. Everything else is on the CPU.
+        self.device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        self.drop = nn.Dropout(dropout)
+        self.encoder = nn.Embedding(ntoken, ninp).to(self.device)
+        nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
+
+    def forward(self, input):  # (T, B) -> (T, B, E)
+        # RPC sends tensors of the CPU; for those of a GPU it needs device maps (difference 6).
+        return self.drop(self.encoder(input.to(self.device))).cpu()
+
+    def parameter_rrefs(self):
+        return _parameter_rrefs(self)
 
 
 class Decoder(nn.Module):
-    def __init__(self, ntoken, nhid, seed):
+    """Decoding layers of the RNNModel."""
+
+    def __init__(self, ntoken, nhid, dropout):
         super().__init__()
-        self.decoder = nn.utils.skip_init(nn.Linear, nhid, ntoken)
+        self.drop = nn.Dropout(dropout)
+        self.decoder = nn.Linear(nhid, ntoken)
         nn.init.zeros_(self.decoder.bias)
-        nn.init.uniform_(self.decoder.weight, -0.1, 0.1, torch.Generator().manual_seed(seed))
+        nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
 
-    def forward(self, output):
-        """Return the scores of all V words: (T, B, H) -> (T, B, V)."""
-        return self.decoder(output)
+    def forward(self, output):  # (T, B, H) -> (T, B, V)
+        return self.decoder(self.drop(output))
 
-
-def _call_method(method, rref, *args):
-    """Runs on the owner of rref.  The trainer makes one call at a time, so no lock is needed."""
-    return method(rref.local_value(), *args)
-
-
-def _remote_method(method, rref, *args):
-    """Run the method on the owner of rref.  rref.rpc_sync() would do the same (point 7)."""
-    return rpc.rpc_sync(rref.owner(), _call_method, args=(method, rref, *args))
+    def parameter_rrefs(self):
+        return _parameter_rrefs(self)
 
 
 def _parameter_rrefs(module):
-    """Return one RRef per parameter.  Runs on their owner, and does not send their values."""
-    return [RRef(param) for param in module.parameters()]
+    """Return an RRef to each parameter. The parameters themselves stay with their owner."""
+    param_rrefs = []
+    for param in module.parameters():
+        param_rrefs.append(RRef(param))
+    return param_rrefs
 
 
 class RNNModel(nn.Module):
-    def __init__(self, ps, ntoken, ninp, nhid, nlayers):
+    """The model as the trainer sees it: an LSTM, and references to the two layers on `ps`.
+
+    The three parts are those of word_language_model in pytorch/examples.
+    """
+
+    def __init__(self, ps, ntoken, ninp, nhid, nlayers, dropout=0.5):
         super().__init__()
-        # remote() does not wait, so both constructors may run on ps at the same time, where they
-        # share one random generator.  With seeds of their own, a run is repeatable (point 14).
-        table_seed, decoder_seed = torch.randint(2**31, (2,)).tolist()
-        self.emb_table_rref = rpc.remote(ps, EmbeddingTable, args=(ntoken, ninp, table_seed))
-        self.rnn = nn.LSTM(ninp, nhid, nlayers)
-        self.decoder_rref = rpc.remote(ps, Decoder, args=(ntoken, nhid, decoder_seed))
+        # remote() makes the object on `ps`, where it stays, and returns a reference to it, an
+        # RRef. It does not wait: both objects may be made at once, and they draw their weights from
+        # one random generator. So with the same seed a run may still differ (difference 14).
+        self.emb_table_rref = rpc.remote(ps, EmbeddingTable, args=(ntoken, ninp, dropout))
+        self.rnn = nn.LSTM(ninp, nhid, nlayers, dropout=dropout)
+        self.decoder_rref = rpc.remote(ps, Decoder, args=(ntoken, nhid, dropout))
 
     def forward(self, input, hidden):
-        emb = _remote_method(EmbeddingTable.forward, self.emb_table_rref, input)  # (T, B, E)
+        # rpc_sync() makes the method run in the process that owns the object, and waits for it.
+        emb = self.emb_table_rref.rpc_sync().forward(input)  # (T, B, E)
         output, hidden = self.rnn(emb, hidden)  # (T, B, H)
-        decoded = _remote_method(Decoder.forward, self.decoder_rref, output)  # (T, B, V)
+        decoded = self.decoder_rref.rpc_sync().forward(output)  # (T, B, V)
         return decoded, hidden
 
     def parameter_rrefs(self):
+        # parameters() would find only those of the LSTM: an RRef is not a submodule.
         remote_params = []
-        remote_params.extend(_remote_method(_parameter_rrefs, self.emb_table_rref))
+        remote_params.extend(self.emb_table_rref.rpc_sync().parameter_rrefs())
         remote_params.extend(_parameter_rrefs(self.rnn))
-        remote_params.extend(_remote_method(_parameter_rrefs, self.decoder_rref))
+        remote_params.extend(self.decoder_rref.rpc_sync().parameter_rrefs())
         return remote_params
 
 
 class SGD(optim.SGD):
-    """DistributedOptimizer replaces optim.SGD by a deprecated class, but not this one (point 8)."""
+    """optim.SGD itself: for torch's own class, DistributedOptimizer would take a functional
+    version, which prints a warning about TorchScript in every process that owns a parameter."""
 
 
-def get_next_batch(prob, T, B, nbatches):
-    """Yield nbatches pairs (data, target), each (T, B).  A word's target is the next word."""
-    words = list(torch.randint(len(prob), (2, B)))
-    while len(words) <= T * nbatches:
-        # The next word: the word before the last, plus a random number drawn from prob (point 19).
-        words.append((words[-2] + torch.multinomial(prob, B, replacement=True)) % len(prob))
-    text = torch.stack(words)
-    yield from zip(text[:-1].split(T), text[1:].split(T), strict=True)
+def run_trainer():
+    batch = 20
+    ntoken = 10
+    ninp = 16
 
+    nhid = 32
+    nindices = 20
+    nlayers = 1
+    hidden = (torch.randn(nlayers, nindices, nhid), torch.randn(nlayers, nindices, nhid))
 
-def run_trainer(seed):
-    torch.manual_seed(seed)  # for the texts, the LSTM, and the seeds of the table and the decoder
-    prob = torch.softmax(-torch.arange(10.0), dim=0)  # probabilities of the random numbers 0 to 9
-    lowest = torch.exp(-(prob * prob.log()).sum())  # exp(entropy); perplexity is exp(mean loss)
-    heldout_data, heldout_target = next(get_next_batch(prob, T=1000, B=20, nbatches=1))
-    model = RNNModel("ps", ntoken=10, ninp=16, nhid=32, nlayers=1)  # sizes: point 19
-    # DistributedOptimizer makes an optimizer in each process that owns parameters.
+    # Dropout is against learning a text by heart, and this text never repeats. With dropout, an
+    # evaluation would have to turn it off by a call: eval() and no_grad() have no effect on `ps`.
+    model = RNNModel("ps", ntoken, ninp, nhid, nlayers, dropout=0.0)
+
+    # This makes an optimizer in each process that owns parameters, SGD or any other.
     opt = DistributedOptimizer(SGD, model.parameter_rrefs(), lr=2.0)
-    criterion = nn.CrossEntropyLoss()
-    for epoch in range(8):
-        hidden = None  # the LSTM's state starts at zero
-        for data, target in get_next_batch(prob, T=20, B=20, nbatches=200):
-            # Calls inside a context are recorded, so that backward() can continue in ps.  Each
-            # process keeps the gradients of its parameters in the context, not in .grad.  They
-            # are deleted when the context ends.  So there is no zero_grad().
+
+    criterion = torch.nn.CrossEntropyLoss()
+
+    # The text: each word is the sum, modulo 10, of the word before the last and a random number.
+    # Of these numbers, 0 is the most likely. No model can be better than guessing them.
+    prob = torch.softmax(-torch.arange(float(ntoken)), dim=0)
+    lowest = torch.exp(-(prob * prob.log()).sum())  # perplexity is exp(loss): here exp(entropy)
+
+    def get_next_batch():
+        words = list(torch.randint(ntoken, (2, nindices)))
+        for _ in range(160):
+            for _ in range(batch):
+                number = torch.multinomial(prob, nindices, replacement=True)
+                words.append((words[-2] + number) % ntoken)
+            text = torch.stack(words[-batch - 1 :])
+            yield text[:-1], text[1:]  # data and target (T, B): the target is the next word
+
+    for epoch in range(10):
+        total_loss = 0.0
+        for data, target in get_next_batch():
+            # The context records the calls inside it, so that backward() can go through them. In
+            # each process, it keeps the gradients of this step under the id `context_id`. How:
+            # https://docs.pytorch.org/docs/stable/rpc/distributed_autograd.html
             with dist_autograd.context() as context_id:
+                # Continue from the last batch, but not its graph, whose context has ended.
+                hidden[0].detach_()
+                hidden[1].detach_()
                 output, hidden = model(data, hidden)
-                loss = criterion(output.flatten(0, 1), target.flatten())  # DIFFERENCES.md, point 4
+                loss = criterion(output.flatten(0, 1), target.flatten())  # difference 4
+                # From the loss through the decoder on `ps`, the LSTM here, the table on `ps`.
                 dist_autograd.backward(context_id, [loss])
+                # All optimizers step, each with the context's gradients of its own process. There
+                # is no zero_grad(): another context has other gradients.
                 opt.step(context_id)
-            # The next batch needs the state without its graph, because the context has ended.
-            hidden = (hidden[0].detach(), hidden[1].detach())
-        # If there were dropout, model.eval() would not turn it off on ps (point 9).
-        with torch.no_grad():
-            output, _ = model(heldout_data, None)
-            loss = criterion(output.flatten(0, 1), heldout_target.flatten())
-        print(f"Training epoch {epoch}: perplexity {loss.exp():.3f} (lowest possible {lowest:.3f})")
+            total_loss += loss.detach()
+        perplexity = torch.exp(total_loss / 160)
+        print(f"Training epoch {epoch}: perplexity {perplexity:.3f} (lowest possible {lowest:.3f})")
+
+
+# TCP ("uv") instead of torch's default transport, shared memory: that one keeps a core busy in
+# every rank, so all ranks are slow if cores are few. _transports is private to torch.
+rpc_options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
 
 
 def run_worker(rank, args):
-    """Run one rank.  Sets the process's number of threads, and hides two messages of torch."""
-    torch.set_num_threads(1)  # the ranks share the cores
-    warnings.filterwarnings("ignore", "You are using a Backend")  # caused by torch
-    # DistributedOptimizer logs that Python's GIL may slow down an optimizer such as SGD above.
-    logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
-    # torch's default transport, shared memory, keeps a core busy for every rank, so all ranks are
-    # slow if cores are few.  TCP ("uv") does not.  _transports is private to torch (point 22).
-    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+    torch.set_num_threads(1)  # such small operations are slower with more threads
+    torch.manual_seed(args.seed + rank)
+    world_size = args.world_size
     if rank == 1:
-        rpc.init_rpc("trainer", rank=rank, world_size=args.world_size, rpc_backend_options=options)
-        run_trainer(args.seed)
+        rpc.init_rpc("trainer", rank=rank, world_size=world_size, rpc_backend_options=rpc_options)
+        run_trainer()
     else:
-        rpc.init_rpc("ps", rank=rank, world_size=args.world_size, rpc_backend_options=options)
-        # The parameter server has no loop.  Its RPC threads serve the trainer's calls.
-    rpc.shutdown()  # returns when both ranks have called it
+        rpc.init_rpc("ps", rank=rank, world_size=world_size, rpc_backend_options=rpc_options)
+        # The parameter server needs no loop: its RPC threads serve the trainer.
+
+    # Wait until all ranks have called this. Until then, `ps` serves calls.
+    rpc.shutdown()
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description="Rank 0 is the parameter server, 1 the trainer.")
-    parser.add_argument("--world_size", type=int, default=2, choices=[2], help="number of ranks")
-    parser.add_argument("--rank", type=int, choices=[0, 1], help="rank to run (default: both)")
-    parser.add_argument("--master_addr", default="localhost", help="the host of rank 0")
-    parser.add_argument("--master_port", type=int, default=29500, help="a free port of that host")
-    parser.add_argument("--seed", type=int, default=1, help="seed of all random numbers")
+    parser.add_argument("--world_size", type=int, default=2, choices=[2], help="ranks (2)")
+    parser.add_argument("--rank", type=int, choices=[0, 1], help="start only this rank")
+    parser.add_argument("--master_addr", default="localhost", help="host of rank 0 (localhost)")
+    parser.add_argument("--master_port", type=int, default=29500, help="a free port on it (29500)")
+    parser.add_argument("--seed", type=int, default=1, help="of all random numbers (1)")
     return parser.parse_args()
 
 
@@ -166,16 +211,18 @@ if __name__ == "__main__":
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
     if args.master_addr in ("localhost", "127.0.0.1"):
-        # Anyone who can connect to a rank can run code in it.  So RPC listens on the loopback
-        # interface only (point 21).  The store, at --master_port, still listens on all interfaces.
+        # Anyone who can connect to a rank can run code in it. So RPC listens on the loopback
+        # interface only. The store, at --master_port, still listens on all interfaces.
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
+    # RPC sends functions and classes by name: __main__.NAME, or __mp_main__.NAME between spawned
+    # ranks. Both ranks find them, because this file is their main module.
     if args.rank is None:
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:
         run_worker(args.rank, args)  # one rank in this terminal
 
-# Limits: if a rank dies, spawned ranks end, but a rank in another terminal may wait forever (in
-# main.py it ends: glue/supervisor.py).  The port must be free (main.py uses any free port for
-# spawned ranks).  Nothing is saved (main.py --checkpoint FILE saves: glue/checkpoint.py).
+# If a rank dies, spawned ranks end, but a rank in a terminal may wait forever. main.py names the
+# lost rank, and ends the job. This program needs a free port, and saves nothing. main.py finds a
+# free port for spawned ranks, and has --checkpoint and --resume.

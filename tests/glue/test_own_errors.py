@@ -11,7 +11,7 @@ from jobs import JOBS, WAYS, Job
 # For each package: a file, one of its lines, and what a reader might type instead; then the rank that runs this line.
 SERVED = {
     "rl_rpc": ("step.py", "trajectory.states.append(state)", "trajectory.stats.append(state)", 0),
-    "rnn_rpc": ("remote_layers.py", "self.encoder(", "self.encodr(", 0),
+    "rnn_rpc": ("logits.py", "self.encoder(", "self.encodr(", 0),
     "ddp_rpc": ("embedding_server.py", "torch.set_grad_enabled(", "torch.set_grad_enable(", 3),
     "param_server": ("remote_server.py", "functional_call(", "functional_cal(", 0),
 }

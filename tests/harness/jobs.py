@@ -27,7 +27,7 @@ JOBS = {
         "done": r"Greedy policy over",
     },
     "rnn_rpc": {
-        "names": ["ps", "trainer"],
+        "names": ["server1", "trainer"],
         "size": ["--world_size", "2"],
         "long": ["--epochs", "100000", "--corpus_tokens", "20000"],
         "short": ["--epochs", "2", "--corpus_tokens", "20000"],

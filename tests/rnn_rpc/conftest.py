@@ -10,11 +10,11 @@ import torch.distributed.rpc as rpc
 import pretend_device  # noqa: F401  (adds a device; must come before the first backward pass)
 from helpers import ROOT
 
-SERVERS = ("ps", "ps0", "ps1")  # `ps` for --world_size 2; `ps0` and `ps1` for --world_size 3
+SERVERS = ("ps", "server1", "server2")  # `ps` is that of tutorial.py
 SERVE = """
 import sys
 import torch.distributed.rpc as rpc
-import pretend_device, remote_layers
+import pretend_device
 name, rank, store = sys.argv[1:]
 options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", _transports=["uv"], _channels=["basic"])
 rpc.init_rpc(name, rank=int(rank), world_size=4, rpc_backend_options=options)

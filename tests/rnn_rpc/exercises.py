@@ -1,6 +1,6 @@
 """The check of exercise 4 of rnn_rpc/EXERCISES.md, which adds code that the package does not have.
 
-pytest does not collect this file, because of its name.  It runs only if its path is given.
+pytest does not collect this file, because of its name. It runs only if its path is given.
 """
 
 from helpers import ROOT, load_module
@@ -11,15 +11,19 @@ pytestmark = equivalence.pytestmark
 
 
 def test_split_vocabulary(tmp_path):
-    """With three ranks each server has half of the decoder's parameters, and every mode computes the same as before."""
-    model = equivalence.model.RNNModel(["ps0", "ps1"], equivalence.V, equivalence.E, equivalence.H, 1, seed=1)
-    held = dict.fromkeys(("ps0", "ps1"), 0)
+    """With three ranks each server has half of the decoder's parameters, and the modes compute the same as before."""
+    servers = ["server1", "server2"]
+    devices = dict.fromkeys(["trainer", *servers], "cpu")
+    model = equivalence.loss.RNNModel(
+        servers, equivalence.V, equivalence.E, equivalence.H, 1, 0.0, seed=1, devices=devices
+    )
+    held = dict.fromkeys(servers, 0)
     for rref in model.parameter_rrefs():
         if not rref.is_owner():  # the trainer owns the LSTM's parameters
             held[rref.owner_name()] += rref.to_here().numel()
     decoder = equivalence.V * equivalence.H + equivalence.V
-    assert held == {"ps0": equivalence.V * equivalence.E + decoder // 2, "ps1": decoder // 2}
-    for mode in equivalence.MODES:
+    assert held == {"server1": equivalence.V * equivalence.E + decoder // 2, "server2": decoder // 2}
+    for mode in ("loss", "overlap"):
         folder = tmp_path / mode
         folder.mkdir()
         equivalence.test_equals_one_process(folder, mode, 3)

@@ -65,7 +65,7 @@ def test_generated_corpus_repeats_and_its_words_differ():
 
 
 def test_streams_and_batches_follow_the_recipe():
-    """Difference 3: targets are the next tokens, not uninitialised memory.  Batches follow each other in the text."""
+    """Difference 3: targets are the next tokens, not uninitialised memory. Batches follow each other in the text."""
     stream = corpus.streams(torch.arange(26), 4)
     assert stream.shape == (6, 4) and stream[:, 1].tolist() == [6, 7, 8, 9, 10, 11]
     seen = list(corpus.get_next_batch(stream, bptt=2))
@@ -76,7 +76,7 @@ def test_streams_and_batches_follow_the_recipe():
 
 
 def test_words_of_a_file(tmp_path):
-    """The vocabulary is that of the training part.  Rare and unknown words are <unk>, which occurs in training too."""
+    """The vocabulary is that of the training part. Rare and unknown words are <unk>, which occurs in training too."""
     path = tmp_path / "text"
     path.write_bytes("\ufeffa b a b\r\nrare ä ä a b\n".encode() * 1 + b"a b a b\n" * 20 + b"a stranger\n" * 5)
     text = corpus.corpus_from_file(str(path), "word")

@@ -1,6 +1,6 @@
 """rnn_rpc computes the same as one plain process, and sends as many bytes as its tensors have.
 
-main.run_trainer runs in this process.  The servers are the other processes of the group in conftest.py.
+main.run_trainer runs in this process. The servers are the other processes of the group in conftest.py.
 """
 
 import itertools
@@ -20,18 +20,16 @@ from helpers import ROOT, load_bench, package_on_path, run_main
 
 with package_on_path("rnn_rpc"):
     import corpus
-    import keyed_dropout
+    import logits
+    import loss
     import main
-    import model
-    import owners
-    import remote_layers
+    import trainer
     from glue import report, seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
-MODES = list(model.MODES)
+MODES = list(main.MODES)
 BENCH = load_bench("rnn_rpc")
 WIRE = load_bench("wire")
-SERVERS = ("ps", "ps0", "ps1")  # of the group in conftest.py
 
 STEPS, V, E, H, LAYERS, T, B = 20, 12, 6, 8, 2, 7, 4
 SIZES = ["--vocabulary", V, "--embedding_dim", E, "--hidden_dim", H, "--num_layers", LAYERS, "--bptt", T]
@@ -43,7 +41,7 @@ SGD = {"optimizer": "sgd", "lr": 5.0, "clip": 0.05}
 def as_launched(rpc_group):
     """Make the modules importable by their names, as in a rank that glue/launch.py has started."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (owners, remote_layers):  # RPC pickles classes by their module's name
+        for module in (logits, loss, trainer):  # RPC pickles classes by their module's name
             patch.setitem(sys.modules, module.__name__, module)
         yield
 
@@ -51,39 +49,30 @@ def as_launched(rpc_group):
 def train(*flags, device="cpu"):
     """Run main.run_trainer with these flags and all layers on `device`; with --summary_json, return the summary."""
     args = main.parse_args([str(flag) for flag in flags])
-    for server in SERVERS:
-        rpc.rpc_sync(server, owners.set_device, args=(torch.device(device),))
-    main.run_trainer(args, torch.device(device))
+    names = [main.worker_name(rank, args) for rank in range(args.world_size)]
+    main.run_trainer(args, dict.fromkeys(names, device))
     if args.summary_json:
         with open(args.summary_json) as file:
             return json.load(file, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
 
 
-def one_process(optimizer="sgd", lr=5.0, clip=0.05, dropout=0.0, seed=1):
+def one_process(optimizer="sgd", lr=5.0, clip=0.05, seed=1):
     """Train the same model in this process without RPC; return (losses, parameters by name)."""
     own = {part: seeds.seed_for(seed, part) for part in ("table", "decoder", "rnn")}
     torch.manual_seed(own["rnn"])
-    assert LAYERS == 2
-    rnn = nn.ModuleDict({"layers": nn.ModuleList([nn.LSTM(E, H), nn.LSTM(H, H)])})
+    rnn = nn.LSTM(E, H, LAYERS)
     table, decoder = nn.Embedding(V, E), nn.Linear(H, V)
     for part, weight in (("table", table.weight), ("decoder", decoder.weight)):
         nn.init.uniform_(weight, -0.1, 0.1, torch.Generator().manual_seed(own[part]))
     nn.init.zeros_(decoder.bias)
-    after_table = keyed_dropout.KeyedDropout(dropout, own["table"])
-    between_layers = keyed_dropout.KeyedDropout(dropout, seeds.seed_for(own["rnn"], 1))
-    before_decoder = keyed_dropout.KeyedDropout(dropout, own["decoder"])
     parameters = [*table.parameters(), *rnn.parameters(), *decoder.parameters()]
     opt = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer](parameters, lr=lr)
 
     text = corpus.generated_corpus(V, 626, seed)
-    zeros = torch.zeros(1, B, H)
-    hidden, losses = [(zeros, zeros), (zeros, zeros)], []  # of each layer
-    for step, (data_TB, target_TB) in enumerate(corpus.get_next_batch(corpus.streams(text.train, B), T)):
-        hidden = [(h.detach(), c.detach()) for h, c in hidden]
-        output, hidden[0] = rnn["layers"][0](after_table(table(data_TB), step), hidden[0])
-        output, hidden[1] = rnn["layers"][1](between_layers(output, step), hidden[1])
-        logits_TBV = decoder(before_decoder(output, step))
-        loss = F.cross_entropy(logits_TBV.flatten(0, 1), target_TB.flatten())
+    hidden, losses = (torch.zeros(LAYERS, B, H), torch.zeros(LAYERS, B, H)), []
+    for data_TB, target_TB in corpus.get_next_batch(corpus.streams(text.train, B), T):
+        output, hidden = rnn(table(data_TB), tuple(state.detach() for state in hidden))
+        loss = F.cross_entropy(decoder(output).flatten(0, 1), target_TB.flatten())
         opt.zero_grad()
         loss.backward()
         if clip:
@@ -127,7 +116,7 @@ def test_equals_one_process(tmp_path, mode, world_size):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_one_process_on_the_cpu(tmp_path, mode, monkeypatch):
-    """All ranks are on GPUs, without TF32.  The tolerance is 1e-4, because a GPU adds in another order for 20 steps."""
+    """All ranks are on GPUs, without TF32. The tolerance is 1e-4, because a GPU adds in another order for 20 steps."""
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
 
     def run(*flags):
@@ -147,26 +136,25 @@ def test_the_global_norm_is_what_clips():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("mode", MODES)
-def test_dropout_and_adam_equal_one_process(tmp_path, mode, world_size):
-    """Dropout masks depend on a key.  So a run with dropout is repeatable in any process, and in parts of a batch."""
-    adam = {"optimizer": "adam", "lr": 0.01, "clip": 0.1, "dropout": 0.3}
+def test_adam_equals_one_process(tmp_path, mode, world_size):
+    """Each process has an Adam of its own for its parameters."""
+    adam = {"optimizer": "adam", "lr": 0.01, "clip": 0.1}
     flags = [word for flag, value in adam.items() for word in (f"--{flag}", value)]
     found = distributed(tmp_path, "--mode", mode, "--world_size", world_size, *flags)
     assert_equal(found, one_process(**adam), tolerance=1e-6)
-    assert abs(found[0][-1] - one_process(**{**adam, "dropout": 0.0})[0][-1]) > 1e-3  # so the masks have an effect
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_resumed_equals_uninterrupted(tmp_path, mode, capsys):
     """A run that ends after epoch 1 and is resumed until epoch 2 has the checkpoint of a run of 2 epochs."""
-    flags = (*SIZES, "--mode", mode, "--optimizer", "adam", "--dropout", 0.3)
+    flags = (*SIZES, "--mode", mode, "--optimizer", "adam")
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
     train(*flags, "--epochs", 2, "--checkpoint", whole)
     train(*flags, "--checkpoint", parts)
     train(*flags, "--epochs", 2, "--checkpoint", parts, "--resume")
     assert "Going on after epoch 1" in capsys.readouterr().out
     one, other = (torch.load(path, weights_only=True)["state"] for path in (whole, parts))
-    # `overlap` adds the gradients of two micro-batches in the order of their arrival.  The other modes are exact.
+    # `overlap` adds the gradients of two halves in the order of their arrival. The other modes are exact.
     assert_same(one, other, tolerance=1e-6 if mode == "overlap" else 0)
 
 
@@ -205,7 +193,7 @@ def test_foreign_checkpoints_are_refused(tmp_path_factory, flags, words):
 @pytest.mark.parametrize("lr", [1000, 1e6])
 @pytest.mark.parametrize("mode", ["logits", "loss"])
 def test_divergence_ends_the_run(tmp_path, mode, lr):
-    """Difference 16: a loss that is not finite, or far worse than a blind guess, ends the run.  No file is written."""
+    """Difference 16: a loss that is not finite, or far worse than a blind guess, ends the run. No file is written."""
     files = ("--summary_json", tmp_path / "summary.json", "--checkpoint", tmp_path / "c.pt")
     with pytest.raises(ValueError, match=r"^step \d+: the (held-out )?loss is [\w.+]+: .* lower --lr$"):
         train(*SIZES, "--mode", mode, "--lr", lr, "--clip", 0, *files)
@@ -226,7 +214,7 @@ def test_the_tutorials_sizes_run(tmp_path):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_bytes_on_the_wire_are_what_the_tensors_weigh(mode, monkeypatch):
-    """Besides the tensors, the messages have at most 3 % and 30 kB.  E = H = 200, V = 1,000."""
+    """Besides the tensors, the messages have at most 3 % and 30 kB. E = H = 200, V = 1,000."""
     flags = ["--transport", "tcp", "--embedding_dim", 200, "--hidden_dim", 200, "--vocabulary", 1000, "--epochs", 1]
     flags += ["--corpus_tokens", BENCH.text_length(20), "--mode", mode]
     computed = BENCH.payload_bytes(mode, 1000)
@@ -248,9 +236,17 @@ def test_a_step_makes_so_many_calls_and_leaves_nothing_behind(mode, calls, monke
     The trainer also calls its own optimizer, which is not counted here.
 
     In both processes, the numbers of references, autograd contexts and tensors are the same after 3 and after 15
-    training steps.  So there is no leak.
+    training steps. So there is no leak.
     """
-    trainer = main.Trainer(model.RNNModel(["ps"], V, E, H, LAYERS, seed=1), mode, "sgd", 1.0, clip=0, seed=1)
+    the_trainer = main.Trainer(
+        main.MODES[mode].RNNModel(
+            ["server1"], V, E, H, LAYERS, 0.0, seed=1, devices={"trainer": "cpu", "server1": "cpu"}
+        ),
+        "sgd",
+        1.0,
+        clip=0,
+        seed=1,
+    )
     text = corpus.streams(corpus.generated_corpus(V, 626, 1).train, B)
     plain, names = api._enable_rpc_profiler, []  # every call passes this function
 
@@ -261,18 +257,18 @@ def test_a_step_makes_so_many_calls_and_leaves_nothing_behind(mode, calls, monke
 
     monkeypatch.setattr(api, "_enable_rpc_profiler", note_call)
     counts, made = [], []
-    hidden = trainer.model.init_hidden(B)
+    hidden = the_trainer.model.init_hidden(B)
     for step, (data_TB, target_TB) in enumerate(corpus.get_next_batch(text, T), 1):
-        _, hidden = trainer.train_step(data_TB, target_TB, hidden)
+        _, hidden = the_trainer.train_step(data_TB, target_TB, hidden)
         made.append(len(names))
         if step in (3, 15):
             asked = (REFERENCES, CONTEXTS, TENSORS)
             counts.append(
-                {rank: [rpc.rpc_sync(rank, eval, args=(what,)) for what in asked] for rank in ("trainer", "ps")}
+                {rank: [rpc.rpc_sync(rank, eval, args=(what,)) for what in asked] for rank in ("trainer", "server1")}
             )
     assert [after - before for before, after in itertools.pairwise(made[3:15])] == [calls] * 11
     assert counts[0] == counts[1]
-    references, contexts, _ = counts[1]["ps"]
+    references, contexts, _ = counts[1]["server1"]
     assert int(references["num_owner_rrefs"]) >= 3  # table, decoder, optimizer
     assert contexts["num_autograd_contexts"] == counts[1]["trainer"][1]["num_autograd_contexts"] == 0
 

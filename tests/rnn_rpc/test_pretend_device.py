@@ -27,10 +27,10 @@ train = functools.partial(equivalence.train, device=pretend_device.DEVICE)
 def test_a_run_that_goes_on_from_a_checkpoint_equals_one_on_the_cpu(tmp_path, mode, world_size, capsys):
     """After 20 training steps, a resume, and 20 more, the checkpoints and the generated texts are equal.
 
-    The tolerance is 1e-6, because the LSTM is a different operator on the pretend device.  It is 1e-5 in `overlap`,
+    The tolerance is 1e-6, because the LSTM is a different operator on the pretend device. It is 1e-5 in `overlap`,
     which adds gradients in the order of their arrival.
     """
-    flags = (*equivalence.SIZES, "--mode", mode, "--world_size", world_size, "--optimizer", "adam", "--dropout", 0.3)
+    flags = (*equivalence.SIZES, "--mode", mode, "--world_size", world_size, "--optimizer", "adam")
     found, expected = tmp_path / "found.pt", tmp_path / "expected.pt"
     equivalence.train(*flags, "--epochs", 2, "--generate", 10, "--checkpoint", expected)
     text = capsys.readouterr().out.splitlines()[-1]
@@ -43,12 +43,12 @@ def test_a_run_that_goes_on_from_a_checkpoint_equals_one_on_the_cpu(tmp_path, mo
 
 def test_a_state_that_is_made_on_the_wrong_side_is_caught(monkeypatch):
     zeros = torch.zeros(equivalence.LAYERS, equivalence.B, equivalence.H)
-    monkeypatch.setattr(equivalence.model.RNNModel, "init_hidden", lambda *_: (zeros, zeros))
+    monkeypatch.setattr(equivalence.logits.RNNModel, "init_hidden", lambda *_: (zeros, zeros))
     with pytest.raises(RuntimeError, match=r"were mixed|same device"):
         train(*equivalence.SIZES)
 
 
 def test_a_tensor_that_is_sent_from_the_device_is_caught():
-    """RPC's pickler raises an error.  So the runs above would fail if a cpu() were missing."""
+    """RPC's pickler raises an error. So the runs above would fail if a cpu() were missing."""
     with pytest.raises(TypeError, match="it must travel by way of the CPU"):
         internal.serialize(torch.zeros(2, device=pretend_device.DEVICE))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import pretend_device
 from helpers import ROOT, package_on_path
 from tutorials import copied_alone, run_in_terminals, run_spawned
 
@@ -17,64 +18,70 @@ with package_on_path("rnn_rpc"):
 
 TUTORIAL = "rnn_rpc/tutorial.py"
 EPOCH = re.compile(r"Training epoch (\d): perplexity ([\d.]+) \(lowest possible ([\d.]+)\)")
+V, E, H, T, B = 10, 16, 32, 20, 20  # the constants of run_trainer
 
 
 class Enough(Exception):
-    """Raised instead of the next batch, to end a training loop after a number of updates."""
+    """Raised instead of the next training step, to end a training loop after a number of updates."""
 
 
-def trained(module, monkeypatch, updates):
-    """Run the module's run_trainer for some updates; return its batches, its model, and its first parameters."""
-    batches, models, start = [], [], []
+def trained(module, monkeypatch, updates, rnn_model=None):
+    """Run the module's run_trainer for some updates; return (batches, model, first parameters, first hidden state)."""
+    inputs, targets, models, start, first_hidden = [], [], [], [], []
 
-    class Recorded(module.RNNModel):
+    class Recorded(rnn_model or module.RNNModel):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             models.append(self)
             start.extend(parameters_of(self))
 
-    def limited(prob, T, B, nbatches):
-        for data, target in original(prob, T, B, nbatches):
-            if nbatches > 1:  # the held-out text is one batch
-                if len(batches) == updates:
-                    raise Enough
-                batches.append((data, target))
-            yield data, target
+        def forward(self, input, hidden):
+            if len(inputs) == updates:
+                raise Enough
+            if not inputs:
+                first_hidden.extend(state.clone() for state in hidden)
+            inputs.append(input)
+            return super().forward(input, hidden)
 
-    original = module.get_next_batch
+    class Criterion(nn.CrossEntropyLoss):
+        def forward(self, scores, target):
+            targets.append(target)
+            return super().forward(scores, target)
+
     with monkeypatch.context() as patch:
         patch.setattr(module, "RNNModel", Recorded)
-        patch.setattr(module, "get_next_batch", limited)
+        patch.setattr(nn, "CrossEntropyLoss", Criterion)
+        torch.manual_seed(3)
         with pytest.raises(Enough):
-            module.run_trainer(seed=3)
-    assert len(batches) == updates
-    return batches, models[0], start
+            module.run_trainer()
+    assert len(inputs) == updates
+    batches = [(input, target.view_as(input)) for input, target in zip(inputs, targets, strict=True)]
+    return batches, models[0], start, first_hidden
 
 
 def parameters_of(model):
     """Return copies of the parameters of the table, the LSTM and the decoder, local or remote."""
     if hasattr(model, "parameter_rrefs"):
-        found = [rref.to_here() for rref in model.parameter_rrefs()]
+        found = [rref.rpc_sync().cpu() for rref in model.parameter_rrefs()]
     else:
-        found = model.parameters()
+        found = [parameter.cpu() for parameter in model.parameters()]
     return [parameter.detach().clone() for parameter in found]
 
 
-def plain_loop(start, batches, published_loss=False):
+def plain_loop(start, hidden, batches, published_loss=False):
     """Train nn.Embedding, nn.LSTM and nn.Linear from these parameters on these batches; return the parameters."""
-    table, lstm, linear = nn.Embedding(10, 16), nn.LSTM(16, 32), nn.Linear(32, 10)
+    table, lstm, linear = nn.Embedding(V, E), nn.LSTM(E, H), nn.Linear(H, V)
     parameters = [*table.parameters(), *lstm.parameters(), *linear.parameters()]
     # In nn.Linear and in the tutorial's Decoder, the weight comes before the bias.
     for parameter, value in zip(parameters, start, strict=True):
         parameter.data.copy_(value)
-    hidden = (torch.zeros(1, 20, 32), torch.zeros(1, 20, 32))
     for data, target in batches:
         output, hidden = lstm(table(data), tuple(state.detach() for state in hidden))
         scores = linear(output)
-        if published_loss:  # the classes are on axis 1, so they are the 20 streams (DIFFERENCES.md, point 4)
-            loss = nn.functional.cross_entropy(scores, target[:, :10])
+        if published_loss:  # the classes are on axis 1, so they are the 20 streams (difference 4)
+            loss = nn.functional.cross_entropy(scores, target[:, :V])
         else:
-            loss = nn.functional.cross_entropy(scores.reshape(-1, 10), target.reshape(-1))
+            loss = nn.functional.cross_entropy(scores.reshape(-1, V), target.reshape(-1))
         gradients = torch.autograd.grad(loss, parameters)
         with torch.no_grad():
             for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -88,40 +95,53 @@ def largest_difference(ones, others):
 
 @pytest.mark.filterwarnings("ignore:You are using a Backend")
 @pytest.mark.parametrize("updates", [1, 10])
-def test_the_tutorial_equals_a_plain_loop(rpc_group, monkeypatch, updates):
-    """The server is another process.  With the published loss (point 4 of DIFFERENCES.md), they would not be equal."""
+@pytest.mark.parametrize("module", [tutorial, single], ids=["tutorial", "single"])
+def test_a_program_in_one_file_equals_a_plain_loop(rpc_group, monkeypatch, module, updates):
+    """The tutorial's server is another process. With the published loss (difference 4), they would not be equal.
+
+    Here all processes have the pretend device as their accelerator, so the table is on it.
+    """
     monkeypatch.setitem(sys.modules, "tutorial", tutorial)  # RPC pickles its classes by their module's name
-    batches, model, start = trained(tutorial, monkeypatch, updates)
-    assert {rref.owner_name() for rref in model.parameter_rrefs()} == {"ps", "trainer"}
+    batches, model, start, hidden = trained(module, monkeypatch, updates)
+    if module is tutorial:
+        assert {rref.owner_name() for rref in model.parameter_rrefs()} == {"ps", "trainer"}
+        table_is_on = model.parameter_rrefs()[0].rpc_sync().get_device()
+    else:
+        table_is_on = model.emb_table.encoder.weight.get_device()
+    assert table_is_on == (-1 if pretend_device.MISSING else 0)  # -1: the CPU
     after = parameters_of(model)
-    assert largest_difference(after, plain_loop(start, batches)) < 1e-6
+    assert largest_difference(after, plain_loop(start, hidden, batches)) < 1e-6
     assert largest_difference(after, start) > 1e-3
-    assert largest_difference(after, plain_loop(start, batches, published_loss=True)) > 1e-3
+    assert largest_difference(after, plain_loop(start, hidden, batches, published_loss=True)) > 1e-3
 
 
-@pytest.mark.filterwarnings("ignore:You are using a Backend")
-def test_single_and_tutorial_start_and_stay_the_same(rpc_group, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tutorial", tutorial)
-    batches, model, start = trained(tutorial, monkeypatch, updates=10)
-    single_batches, single_model, single_start = trained(single, monkeypatch, updates=10)
-    for pair, single_pair in zip(batches, single_batches, strict=True):
-        assert torch.equal(pair[0], single_pair[0]) and torch.equal(pair[1], single_pair[1])
-    assert largest_difference(start, single_start) == 0
-    assert largest_difference(parameters_of(model), parameters_of(single_model)) < 1e-6
+def test_dropout_is_where_the_tutorial_has_it(monkeypatch):
+    """RNNModel drops half of the values by default, in all three layers. run_trainer asks for none."""
+    model = single.RNNModel(V, E, H, nlayers=2)
+    assert [model.emb_table.drop.p, model.rnn.dropout, model.decoder.drop.p] == [0.5] * 3
+    assert (model.emb_table(torch.zeros(50, 50, dtype=torch.int64)) == 0).float().mean() == pytest.approx(0.5, abs=0.05)
+    _, model, _, _ = trained(single, monkeypatch, updates=1)
+    assert [model.emb_table.drop.p, model.rnn.dropout, model.decoder.drop.p] == [0.0] * 3
 
 
-def test_the_lowest_perplexity_is_that_of_the_text():
-    """In a long text, the differences from the word before the last have the probabilities that run_trainer uses."""
-    torch.manual_seed(1)
+def test_the_lowest_perplexity_is_that_of_the_text(monkeypatch):
+    """The differences from the word before the last have the probabilities that run_trainer uses."""
+
+    class Untrained(single.RNNModel):
+        def forward(self, input, hidden):
+            return self.decoder(torch.zeros(T, B, H)), hidden
+
+    batches = trained(single, monkeypatch, updates=160, rnn_model=Untrained)[0]
+    assert {(*data.shape, *target.shape) for data, target in batches} == {(T, B, T, B)}
+    data, target = (torch.cat(part) for part in zip(*batches, strict=True))
+    assert torch.equal(data[1:], target[:-1])  # so a batch begins where the one before has ended
     prob = torch.softmax(-torch.arange(10.0), dim=0)
-    ((data, target),) = tutorial.get_next_batch(prob, T=10_000, B=20, nbatches=1)
-    assert data.shape == target.shape == (10_000, 20) and torch.equal(data[1:], target[:-1])
-    jumps = (target[1:] - data[:-1]) % 10
-    counted = torch.bincount(jumps.flatten(), minlength=10) / jumps.numel()
-    torch.testing.assert_close(counted, prob, rtol=0, atol=0.005)
+    jumps = (target[1:] - data[:-1]) % V
+    counted = torch.bincount(jumps.flatten(), minlength=V) / jumps.numel()
+    torch.testing.assert_close(counted, prob, rtol=0, atol=0.01)
     # The last word gives no information about the next one: all pairs of words are equally likely.
-    pairs = torch.bincount((data * 10 + target).flatten(), minlength=100) / data.numel()
-    torch.testing.assert_close(pairs, torch.full((100,), 0.01), rtol=0, atol=0.002)
+    pairs = torch.bincount((data * V + target).flatten(), minlength=V * V) / data.numel()
+    torch.testing.assert_close(pairs, torch.full((V * V,), 0.01), rtol=0, atol=0.003)
 
 
 @pytest.mark.parametrize("flags", [("--world_size", "1"), ("--world_size", "3"), ("--rank", "2"), ("--rank", "-1")])
@@ -133,9 +153,9 @@ def test_wrong_world_sizes_and_ranks_are_refused(flags, monkeypatch, capsys):
 
 
 def assert_learned(output):
-    """Check that there are eight epochs, and that the last perplexity is within 5 % of the lowest possible one."""
+    """Check that there are ten epochs, and that the last perplexity is within 5 % of the lowest possible one."""
     epochs = EPOCH.findall(output)
-    assert [epoch for epoch, _, _ in epochs] == list("01234567") and len(output.splitlines()) == 8
+    assert [epoch for epoch, _, _ in epochs] == list("0123456789") and len(output.splitlines()) == 10
     last = float(epochs[-1][1])
     assert {lowest for _, _, lowest in epochs} == {"2.830"} and 2.80 < last < 1.05 * 2.83
 
@@ -156,8 +176,24 @@ def test_a_rank_per_terminal():
 
 
 @pytest.mark.slow
-def test_single_learns():
-    command = [sys.executable, str(ROOT / "rnn_rpc" / "single.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+def test_single_learns(tmp_path):
+    command = [sys.executable, copied_alone("rnn_rpc/single.py", tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert_learned(done.stdout)
+
+
+def test_the_differences_that_the_readme_shows_are_the_real_ones(tmp_path):
+    readme = (ROOT / "rnn_rpc" / "README.md").read_text()
+    programs = ("single.py", "tutorial.py")
+    for name in programs:
+        text = (ROOT / "rnn_rpc" / name).read_text()
+        (tmp_path / name).write_text(re.search(r"^    for epoch in .*?\n(?=\n\n)", text, re.S | re.M)[0])
+
+    def diff(folder, *flags):
+        return subprocess.run(["diff", *flags, *programs], cwd=folder, capture_output=True, text=True).stdout
+
+    (loop,) = re.findall(r"^```diff\n(.*?)^```", readme, re.S | re.M)
+    assert diff(tmp_path, "-U100").split("\n", 3)[3] == loop
+    (whole,) = re.findall(r"<details>.*?^```text\n(.*?)^```.*?</details>", readme, re.S | re.M)
+    assert diff(ROOT / "rnn_rpc") == whole

@@ -1,0 +1,148 @@
+"""Mode `logits`, the tutorial's: the server sends the scores of all V words, and the trainer computes the loss.
+
+A step begins with Trainer.train_step in trainer.py, which calls RNNModel.loss below. This calls EmbeddingTable.forward,
+computes the LSTM, and calls Decoder.forward. The backward pass takes the same way back.
+
+Shapes: T = time steps, B = streams, L = layers, E = embedding size, H = hidden size, V = vocabulary size.
+"""
+
+import torch
+import torch.distributed.rpc as rpc
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.rpc import RRef
+
+from glue.seeds import seed_for
+
+
+class RemoteLayer(nn.Module):  # on a server, on RPC threads
+    """What a layer needs if its caller is another process.
+
+    No method takes a lock. Forward and backward passes only read the parameters. There is one trainer, and while it
+    steps the optimizers, switches between training and evaluation, or loads a state, no such pass is running.
+    """
+
+    def parameter_rrefs(self):
+        return [RRef(parameter) for parameter in self.parameters()]
+
+    def set_training(self, training):
+        """Switch dropout and autograd on or off: the trainer's own eval() and no_grad() have no effect here.
+
+        (The trainer cannot call train() instead: train() returns the module, and RPC would send it back.)
+        """
+        self.train(training)
+        self.requires_grad_(training)
+
+    def state_dict(self):
+        return {name: value.cpu() for name, value in super().state_dict().items()}
+
+
+class EmbeddingTable(RemoteLayer):
+    """A vector for each token id. Source: tutorial part 2, EmbeddingTable."""
+
+    def __init__(self, ntoken, ninp, dropout, seed, device):
+        super().__init__()
+        self.drop = nn.Dropout(dropout)
+        self.encoder = nn.Embedding(ntoken, ninp)
+        nn.init.uniform_(self.encoder.weight, -0.1, 0.1, torch.Generator().manual_seed(seed))
+        self.device = device
+        self.to(device)
+
+    def forward(self, input_TB):
+        """Return the vectors (T, B, E) of int64 ids (T, B)."""
+        return self.drop(self.encoder(input_TB.to(self.device))).cpu()
+
+
+class Decoder(RemoteLayer):
+    """A score for each word of the vocabulary, from an output of the LSTM. Source: tutorial part 2, Decoder."""
+
+    def __init__(self, ntoken, nhid, dropout, seed, device):
+        super().__init__()
+        self.drop = nn.Dropout(dropout)
+        self.decoder = nn.Linear(nhid, ntoken)
+        nn.init.uniform_(self.decoder.weight, -0.1, 0.1, torch.Generator().manual_seed(seed))
+        nn.init.zeros_(self.decoder.bias)
+        self.device = device
+        self.to(device)
+
+    def forward(self, output_TBH):
+        """Return the logits (T, B, V) of (T, B, H): V / H times as many bytes as were received."""
+        return self.decoder(self.drop(output_TBH.to(self.device))).cpu()
+
+
+class RNNModel(nn.Module):  # in the trainer
+    """Source: tutorial part 2, RNNModel.
+
+    The first of the `servers` (names) gets the embedding table, the last one the decoder. `devices`: name -> device.
+    """
+
+    decoder_class = Decoder
+
+    def __init__(self, servers, ntoken, ninp, nhid, nlayers, dropout=0.5, *, seed, devices):
+        super().__init__()
+        self.ntoken = ntoken
+        self.device = devices["trainer"]
+        torch.manual_seed(seed_for(seed, "rnn"))
+        # nn.LSTM drops between its layers, and warns if there is only one.
+        self.rnn = nn.LSTM(ninp, nhid, nlayers, dropout=dropout if nlayers > 1 else 0.0).to(self.device)
+        # Both constructors may run on one server at the same time, because remote() does not wait. So each layer draws
+        # its weights with a seed of its own, and not from the server's generator, where chance would decide the order.
+        first, last = servers[0], servers[-1]
+        table_args = (ntoken, ninp, dropout, seed_for(seed, "table"), devices[first])
+        self.emb_table_rref = rpc.remote(first, EmbeddingTable, args=table_args)
+        decoder_args = (ntoken, nhid, dropout, seed_for(seed, "decoder"), devices[last])
+        self.decoder_rref = rpc.remote(last, self.decoder_class, args=decoder_args)
+
+    def loss(self, input_TB, target_TB, hidden):
+        """Return the cross entropy in nats, *summed* over T * B predictions, and the next hidden state."""
+        decoded_TBV, next_hidden = self(input_TB, hidden)
+        return summed_cross_entropy(decoded_TBV, target_TB.to(self.device)), next_hidden
+
+    def forward(self, input_TB, hidden):
+        """Return the logits (T, B, V) and the next hidden state, from token ids (T, B) and a hidden state.
+
+        RPC's CUDA support is beta, so CPU tensors travel. Autograd follows cpu() and to() as it follows the calls.
+        """
+        emb_TBE = self.emb_table_rref.rpc_sync().forward(input_TB.cpu()).to(self.device)
+        output_TBH, next_hidden = self.rnn(emb_TBE, hidden)
+        decoded_TBV = self.decoder_rref.rpc_sync().forward(output_TBH.cpu()).to(self.device)
+        return decoded_TBV, next_hidden
+
+    def init_hidden(self, num_streams):
+        """Return the hidden state at the start of a text: (h, c), each of zeros (L, B, H)."""
+        zeros_LBH = torch.zeros(self.rnn.num_layers, num_streams, self.rnn.hidden_size, device=self.device)
+        return zeros_LBH, zeros_LBH.clone()
+
+    # The methods below speak to all three layers. nn.Module's own would find the LSTM only: an RRef is no submodule.
+
+    def parameter_rrefs(self):
+        """Return an RRef to each parameter in any process, for DistributedOptimizer. Source: tutorial part 2."""
+        remote_params = []
+        remote_params.extend(self.emb_table_rref.rpc_sync().parameter_rrefs())
+        remote_params.extend(RRef(parameter) for parameter in self.rnn.parameters())
+        remote_params.extend(self.decoder_rref.rpc_sync().parameter_rrefs())
+        return remote_params
+
+    def train(self, mode=True):
+        """Switch all layers between training and evaluation. (eval() calls this with False.)"""
+        self.emb_table_rref.rpc_sync().set_training(mode)
+        self.decoder_rref.rpc_sync().set_training(mode)
+        return super().train(mode)
+
+    def state_dict(self):
+        """Return all parameters as CPU tensors."""
+        return {
+            "table": self.emb_table_rref.rpc_sync().state_dict(),
+            "decoder": self.decoder_rref.rpc_sync().state_dict(),
+            "rnn": {name: value.cpu() for name, value in self.rnn.state_dict().items()},
+        }
+
+    def load_state_dict(self, state):
+        self.emb_table_rref.rpc_sync().load_state_dict(state["table"])
+        self.decoder_rref.rpc_sync().load_state_dict(state["decoder"])
+        self.rnn.load_state_dict(state["rnn"])
+
+
+def summed_cross_entropy(logits_TBV, target_TB):
+    # The classes are on the last axis. A sum, and not a mean, because the parts of a batch are added in `overlap`.
+    return F.cross_entropy(logits_TBV.flatten(0, 1), target_TB.flatten(), reduction="sum")
