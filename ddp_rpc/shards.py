@@ -1,8 +1,7 @@
 """The embedding table, divided among the servers.
 
 Row i of the table is on server i % S, where it is row i // S; this part of the table is a *shard*. The rows of one bag
-may be on several servers. Each server adds up the rows that it has, and the trainer adds up the results: the sum of a bag
-is the sum of its parts.
+may be on several servers. Each server adds up the rows that it has, and the trainer adds up the results.
 
 Shapes: B bags in a batch, I ids in a batch, N rows of the table, S servers, D embedding dimensions.
 """

@@ -5,6 +5,7 @@ learning rate. Read hogwild.py first. Here is what differs, in the order of a st
 """
 
 import threading
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -75,7 +76,8 @@ class EmbeddingShard(hogwild.EmbeddingShard):  # on a server, on RPC threads
 def mean_of(gradients):
     """Return the mean of {trainer: gradient}, the same to the last bit in whatever order the trainers called."""
     # A floating-point sum depends on the order of its terms, so this adds in the order of the trainers.
-    total = sum(gradients[trainer] for trainer in sorted(gradients))
+    # (sum() would begin with 0, to which a sparse tensor cannot be added.)
+    total = reduce(torch.add, [gradients[trainer] for trainer in sorted(gradients)])
     if total.is_sparse:
         # A row may have several entries. coalesce() adds them up in a fixed order; the optimizer on a GPU does not.
         total = total.coalesce()
