@@ -1,4 +1,4 @@
-"""Measure ddp_rpc: speed of each mode and of one process without RPC, bytes per training step, and memory of servers.
+"""Measure ddp_rpc: speed of each mode and of one process without RPC, and bytes per training step.
 
     python bench/ddp_rpc.py                        # all tables: about 25 minutes on 2 cores
     python bench/ddp_rpc.py --tables modes --repeats 3 --json bench.json
@@ -9,7 +9,6 @@ These tables are measured:
 - bags: samples per second with 8, 64 and 1024 bags in a batch
 - rows: batches per second with 10^2 to 10^6 rows in the embedding table
 - wire: bytes per training step and trainer, over TCP
-- memory: memory of each server, if the embedding table is divided among 1, 2 and 4 servers
 
 Speeds are those of the training loop.  Start-up, the making of data, and evaluation are not timed.
 """
@@ -29,10 +28,10 @@ use_package("ddp_rpc")
 
 from clicks import NUM_CLASSES, ClickLog
 from glue import flags, host
-from modes import MODES
+from main import MODES
 
 SINGLE = "single process"
-TABLES = ("modes", "bags", "rows", "wire", "memory")
+TABLES = ("modes", "bags", "rows", "wire")
 EPOCHS = 3
 
 
@@ -109,22 +108,10 @@ def wire_table():
     print(f"{'mode':10} {'rows':>10} {'8 bags':>10} {'1024 bags':>10}")
     result = {}
     for mode, rows in itertools.product(MODES, (1_000, 1_000_000)):
-        # Mode sync gets sparse gradients too: the bytes are the same, and a step does not update the whole table.
+        # Mode hogwild gets sparse gradients too: the bytes are the same, and a step does not update the whole table.
         runs = [run_counted("ddp_rpc", words_of(mode, rows, bags, 20, "--epochs", 1, "--sparse")) for bags in (8, 1024)]
         cell = result[f"{mode}, {rows} rows"] = [counted for _, counted in runs]
         print(f"{mode:10} {rows:10,} {cell[0]:10,} {cell[1]:10,}", flush=True)
-    return result
-
-
-def memory_table(rows=4_000_000):
-    """Print how much memory each server needs if the table is divided among 1, 2 or 4 servers."""
-    print(f"\n10^6 bytes on each server, with a table of {rows:,} x 16")
-    print(f"{'servers':>8} {'table':>10} {'peak of process':>16}")
-    result = {}
-    for servers in (1, 2, 4):
-        words = ["--epochs", 1, "--num_servers", servers, "--num_trainers", 1]
-        held = result[servers] = run("pipelined", rows, 8, 5, *words)["server_megabytes"]
-        print(f"{servers:8} {max(h[0] for h in held):10,.0f} {max(h[1] for h in held):16,.0f}", flush=True)
     return result
 
 
@@ -151,8 +138,6 @@ def main():
         raw[f"{rows} rows"] = measured(args, title, "batches_per_second", rows, 8, batches)
     if "wire" in args.tables:
         raw["wire"] = wire_table()
-    if "memory" in args.tables:
-        raw["memory"] = memory_table()
     write_json(args.json, raw)
 
 

@@ -1,6 +1,6 @@
 """Measure loss and accuracy on held-out bags, and check that all trainers have the same replica of `fc`.
 
-Runs in every trainer process.  All trainers call these functions at the same time.
+Runs in every trainer process. All trainers call these functions at the same time.
 Shapes: B bags in a batch, C classes.
 """
 
@@ -16,7 +16,7 @@ HELDOUT_BATCHES, HELDOUT_BAGS = 16, 512  # 8,192 bags: the standard error of an 
 
 
 def draw_heldout(log, plan, rank):
-    """Return this trainer's part of the held-out batches.  They are divided among the trainers."""
+    """Return this trainer's part of the held-out batches. They are divided among the trainers."""
     batches = log.batches(HELDOUT_BATCHES, HELDOUT_BAGS, seed_for(plan.seed, "held-out"))
     return batches[rank :: plan.num_trainers]
 
@@ -25,8 +25,8 @@ def draw_heldout(log, plan, rank):
 def evaluate(model, log, heldout, step):
     """Return the model's loss and accuracy on all held-out bags, and the teacher's accuracy on them (a dict).
 
-    All trainers call it at the same time, each with its own part of the bags.  All get the same result.  `step` is the
-    number of training steps so far.  Raises UserError if training has diverged.
+    All trainers call it at the same time, each with its own part of the bags. All get the same result. `step` is the
+    number of training steps so far. Raises UserError if training has diverged.
     """
     dist.barrier()  # all trainers have finished their training steps
     totals = torch.zeros(4, dtype=torch.float64)  # loss, correct, the teacher's correct, bags

@@ -1,4 +1,4 @@
-"""The names and numbers of the ranks.  Runs in every process, before the rank begins its work."""
+"""Which rank has which role, and its name in RPC."""
 
 import torch
 
@@ -10,10 +10,10 @@ ROLES = "the ranks are --num_trainers (1 or more), then 1 master, then --num_ser
 def worker_name(rank, args):
     """Return the RPC name of a rank."""
     if rank < args.num_trainers:
-        return f"trainer{rank}"
+        return f"trainer{rank + 1}"
     if rank == args.num_trainers:
         return "master"
-    return "ps" if args.num_servers == 1 else f"ps{rank - args.num_trainers - 1}"
+    return f"server{rank - args.num_trainers}"
 
 
 def divide_ranks(world_size, num_trainers, num_servers):
@@ -31,8 +31,8 @@ def divide_ranks(world_size, num_trainers, num_servers):
 def check_trainer_devices(devices):
     """Raise UserError if some of the trainers' devices are CPUs and others are GPUs.
 
-    A CPU and a GPU may compute results that differ in the last digit.  Then the replicas of `fc` would differ, too.
+    A CPU and a GPU may compute results that differ in the last digit. Then the replicas of `fc` would differ, too.
     """
     if len({torch.device(device).type for device in devices}) > 1:
-        named = ", ".join(f"trainer{rank} on {device}" for rank, device in enumerate(devices))
+        named = ", ".join(f"trainer{number} on {device}" for number, device in enumerate(devices, 1))
         raise UserError(f"trainers on CPUs and on GPUs ({named}): give all of them the same --device, cpu or cuda")

@@ -44,7 +44,7 @@ TIMELINES = {
     ),
     "ddp_rpc": (
         ["--world_size", "4", "--epochs", "2", "--batches", "30"],
-        [("timelines", {mode: ["--mode", mode] for mode in ("sync", "averaged", "pipelined")}, 20, 10.0)],
+        [("timelines", {mode: ["--mode", mode] for mode in ("hogwild", "sync", "pipelined")}, 20, 10.0)],
     ),
     "param_server": (
         ["--world_size", "3", "--dataset", "synthetic", "--max_batches", "30"],

@@ -12,6 +12,7 @@ from helpers import ROOT, load_module
 
 parts = load_module(ROOT / "tests" / "ddp_rpc" / "test_sharding.py")
 ROWS, DIM = 1000, 16
+FIGURES = {"heldout_loss": 1.0, "heldout_accuracy": 0.5, "ceiling_accuracy": 0.75}
 FLAGS = ("--num_embeddings", ROWS, "--embedding_dim", DIM, "--checkpoint")
 
 
@@ -22,6 +23,9 @@ class CountingRRef(parts.LocalRRef):
 
     def rpc_sync(self, timeout=None):
         return CountedCalls(self.value)
+
+    def rpc_async(self, timeout=None):
+        return parts.AsyncCalls(CountedCalls(self.value))
 
 
 class CountedCalls:
@@ -41,9 +45,9 @@ def new_master(num_servers, *flags):
     """Return a master and its shards, all in this process."""
     args = parts.main.parse_args([str(flag) for flag in flags])
     more = {"sparse": True, "seed": 3, "device": "cpu"}
-    shards = [parts.EmbeddingShard(number, num_servers, ROWS, DIM, **more) for number in range(num_servers)]
-    master = parts.master.HybridMaster(args, [CountingRRef(shard) for shard in shards])
-    master.resume()
+    shards = [parts.hogwild.EmbeddingShard(number, num_servers, ROWS, DIM, **more) for number in range(num_servers)]
+    master = parts.Progress(args, [CountingRRef(shard) for shard in shards], parts.main.RESUME_KEYS)
+    master.start()
     return master, shards
 
 
@@ -61,12 +65,12 @@ def test_changed_rows(tmp_path):
                 optimizer.step()
                 optimizer.zero_grad()
         CountingRRef.answered_bytes = 0
-        master.save(epoch, {})
+        master.after_epoch(epoch, FIGURES, 1.0, {})
         sent.append(CountingRRef.answered_bytes)
         saved = torch.load(file, weights_only=True)["state"]["table"]
         assert torch.equal(saved, parts.whole_table(shards)), epoch
     whole = ROWS * DIM * 4
     assert sent[0] >= whole and max(sent[1:]) < whole / 10, sent
     again, _ = new_master(3, *FLAGS, file, "--num_servers", 3, "--resume")
-    again.save(5, {})
+    again.after_epoch(5, FIGURES, 1.0, {})
     assert torch.equal(torch.load(file, weights_only=True)["state"]["table"], saved)

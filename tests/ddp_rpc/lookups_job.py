@@ -8,15 +8,14 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "ddp_rpc"))
-import embedding_server
+import hogwild
 import main
-import sync_trainer
 from glue import launch
 
 seen = collections.Counter()
 
 
-class RecordingShard(embedding_server.EmbeddingShard):
+class RecordingShard(hogwild.EmbeddingShard):
     def look_up(self, ids_I, offsets_B, with_gradient):
         sums_BD = super().look_up(ids_I, offsets_B, with_gradient)
         seen[len(offsets_B), sums_BD.grad_fn is not None] += 1
@@ -24,7 +23,7 @@ class RecordingShard(embedding_server.EmbeddingShard):
 
 
 def run_worker(rank, args, job):
-    sync_trainer.SyncTraining.shard_class = RecordingShard
+    hogwild.EmbeddingShard = RecordingShard
     main.run_worker(rank, args, job)
     if rank == args.world_size - 1:  # the server
         for (bags, graph), times in sorted(seen.items()):

@@ -15,8 +15,7 @@ import torch.distributed.rpc as rpc
 from torch.distributed.nn import RemoteModule
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "ddp_rpc"))
-from embedding_server import EmbeddingShard
-from model import HybridModel
+from hogwild import EmbeddingShard, HybridModel
 
 
 def main():

@@ -1,7 +1,7 @@
 """Tests of ddp_rpc with the tables and `fc` on the pretend device, which replaces a GPU.
 
 They cover every mode, checkpoints, resuming and evaluation, and they check that mistakes are noticed.  The device has
-no sparse tensors, so the runs have --no-sparse.  It refuses collectives, so DDP must average gradients on the CPU.
+no sparse tensors, so the runs do not have --sparse.
 """
 
 import pickle
@@ -15,26 +15,26 @@ from helpers import ROOT, load_module, package_on_path, run_on_pretend_device
 
 equivalence = load_module(ROOT / "tests" / "ddp_rpc" / "test_equivalence.py")
 with package_on_path("ddp_rpc"):
-    import model
-    import pipelined_server
+    import hogwild
+    import pipelined
 pytestmark = pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING))
 IDS, OFFSETS = torch.tensor([3, 3, 8]), torch.tensor([0, 2])
 
 
-@pytest.mark.parametrize(("mode", "trainers", "servers"), [("sync", 1, 1), ("averaged", 2, 1), ("pipelined", 1, 2)])
+@pytest.mark.parametrize(("mode", "trainers", "servers"), [("hogwild", 1, 1), ("sync", 2, 1), ("pipelined", 1, 2)])
 def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_path, mode, trainers, servers):
     """Equal to 1e-5, as on the CPU.  The plain loop writes the checkpoint of epoch 1, and the run trains epoch 2."""
     stale = mode == "pipelined"
     table, fc = equivalence.one_process(trainers, stale, epochs=1)
     equivalence.save_checkpoint(tmp_path / "end.pt", table, fc)
-    flags = ("--mode", mode, "--num_trainers", trainers, "--num_servers", servers, "--no-sparse", "--resume")
+    flags = ("--mode", mode, "--num_trainers", trainers, "--num_servers", servers, "--resume")
     found = equivalence.distributed(tmp_path, *flags, says="Going on after epoch 1 ", run=run_on_pretend_device)
     assert equivalence.largest_difference(found, equivalence.one_process(trainers, stale)) < 1e-5
     assert equivalence.largest_difference(found, (table, fc)) > 1e-3
 
 
 def make_shard(device=pretend_device.DEVICE):
-    shard = pipelined_server.PipelinedShard(0, 1, 30, 5, sparse=False, seed=3, device=device)
+    shard = pipelined.EmbeddingShard(0, 1, 30, 5, sparse=False, seed=3, device=device)
     shard.set_learning_rate(0.05)
     return shard
 
@@ -42,22 +42,24 @@ def make_shard(device=pretend_device.DEVICE):
 def test_a_server_answers_from_its_device_by_way_of_the_cpu():
     """All answers are on the CPU.  The table is on the device, also after an update, and equals a table on the CPU."""
     shard = make_shard()
-    exchanged = torch.as_tensor(pipelined_server.exchange(0, None, IDS, OFFSETS))
-    sent = [shard.look_up(IDS, OFFSETS, with_gradient=True), shard.get_rows(), exchanged]
-    pipelined_server.exchange(0, torch.ones(2, 5), None, None)
+    exchanged = torch.as_tensor(shard.exchange(0, None, IDS, OFFSETS))
+    sent = [shard.look_up(IDS, OFFSETS, with_gradient=True), shard.state_dict()["weight"], exchanged]
+    shard.exchange(0, torch.ones(2, 5), None, None)
     assert [str(tensor.device) for tensor in sent] == ["cpu"] * 3
     assert str(shard.weight.device) == pretend_device.DEVICE
     on_cpu = make_shard("cpu")
-    pipelined_server.exchange(0, None, IDS, OFFSETS)
-    pipelined_server.exchange(0, torch.ones(2, 5), None, None)
-    assert torch.equal(shard.get_rows(), on_cpu.get_rows()) and not torch.equal(shard.get_rows(), sent[1])
+    on_cpu.exchange(0, None, IDS, OFFSETS)
+    on_cpu.exchange(0, torch.ones(2, 5), None, None)
+    assert torch.equal(shard.state_dict()["weight"], on_cpu.state_dict()["weight"]) and not torch.equal(
+        shard.state_dict()["weight"], sent[1]
+    )
 
 
 def test_sums_that_are_sent_from_the_device_are_caught(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor)
     shard = make_shard()
-    with pytest.raises(TypeError, match="was asked for its numpy array"):
-        pipelined_server.exchange(0, None, IDS, OFFSETS)
+    with pytest.raises(TypeError, match="it must travel by way of the CPU"):
+        pickle.dumps(shard.exchange(0, None, IDS, OFFSETS))
     with pytest.raises(TypeError, match="it must travel by way of the CPU"):
         pickle.dumps(shard.look_up(IDS, OFFSETS, with_gradient=True))
 
@@ -67,28 +69,13 @@ def gradient_of_fc(device):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         torch.manual_seed(1)
-        fc = model.HybridModel([], 5, torch.device(device)).fc
+        fc = hogwild.HybridModel([], 5, torch.device(device)).fc
         fc(torch.ones(2, 5).to(device)).square().sum().backward()
         return fc.module.weight.grad.cpu()
     finally:
         dist.destroy_process_group()
 
 
-def test_gradients_are_averaged_by_way_of_the_cpu(monkeypatch):
+def test_gradients_are_averaged_on_the_device():
+    """Gloo's broadcast and allreduce take tensors of a GPU, so DDP is used as it is."""
     assert torch.equal(gradient_of_fc(pretend_device.DEVICE), gradient_of_fc("cpu"))
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor)
-    with pytest.raises(TypeError, match="was given to a collective"):
-        gradient_of_fc(pretend_device.DEVICE)
-
-
-def test_sums_that_stay_where_they_arrived_are_caught(monkeypatch):
-    """`fc` is on the device, and the servers' sums arrive on the CPU, so add_up must move them."""
-    fc = torch.nn.Linear(5, 8).to(pretend_device.DEVICE)
-    parts = [torch.ones(2, 5), torch.ones(2, 5)]
-
-    class Trainer:
-        device = torch.device(pretend_device.DEVICE)
-
-    assert fc(model.HybridModel.add_up(Trainer, parts)).shape == (2, 8)
-    with pytest.raises(RuntimeError, match="were mixed"):
-        fc(sum(parts))

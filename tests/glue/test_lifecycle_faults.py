@@ -11,7 +11,7 @@ from jobs import JOBS, Job
 QUICK = [
     ("rl_rpc", "spawned", 1, "SIGKILL", "training", 0.5),
     ("param_server", "spawned", 0, "exception", "training", 0.5),
-    ("ddp_rpc", "spawned", 1, "exception", "training", 0.5),  # trainer0 waits for trainer1 in an allreduce
+    ("ddp_rpc", "spawned", 1, "exception", "training", 0.5),  # trainer1 waits for trainer2 in an allreduce
     ("rl_rpc", "terminals", 0, "SIGKILL", "training", 0.5),  # the rank that has the supervisor
 ]
 FULL = [

@@ -42,7 +42,7 @@ def short(package):
         ("rl_rpc", "rollout"),
         ("rnn_rpc", "loss"),
         ("rnn_rpc", "overlap"),
-        ("ddp_rpc", "averaged"),
+        ("ddp_rpc", "sync"),
         ("ddp_rpc", "pipelined"),
         ("param_server", "replica"),
     ],

@@ -35,7 +35,7 @@ JOBS = {
         "done": r"(?i)epoch\s+2\b",
     },
     "ddp_rpc": {
-        "names": ["trainer0", "trainer1", "master", "ps"],
+        "names": ["trainer1", "trainer2", "master", "server1"],
         "size": ["--world_size", "4"],
         "long": ["--epochs", "1000000"],
         "short": ["--epochs", "2", "--batches", "20"],

@@ -3,8 +3,7 @@
 Importing this file adds the device "pretend:0" to this process.  Tensors on it compute on the CPU, so the numbers are
 the same.  But like tensors on a GPU, they raise an error if they are used in one operator together with a CPU tensor,
 or if their numpy array is requested.  They also raise an error if they are pickled, which happens to everything that is
-sent by RPC or written to a checkpoint, or if they are given to a collective, because this repository's process groups
-are on the CPU.
+sent by RPC or written to a checkpoint, or if they are given to a collective that Gloo lacks on a GPU.
 
 Import it before the first backward() of the process, because autograd then counts the devices and starts a thread for
 each.  (Imports of a test file are early enough, because pytest imports all test files before it runs a test.)  It needs
@@ -27,6 +26,10 @@ except ImportError:
 DEVICE = "pretend:0"
 # Operators that copy between devices.
 COPIES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from", "aten::_copy_from_and_resize"}
+
+
+# Gloo has these for tensors on a GPU too, and DDP uses them.
+COLLECTIVES = {"c10d::broadcast_", "c10d::allreduce_", "c10d::allgather_"}
 
 
 class PretendTensor(torch.Tensor):
@@ -75,9 +78,7 @@ def run(operator, *args, **kwargs):
     others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, PretendTensor)]
     if ours and name not in COPIES and any(tensor.dim() for tensor in others):  # numbers are allowed, as on a GPU
         raise RuntimeError(f"{name}: tensors of the pretend device and of the CPU were mixed")
-    if name.startswith("c10d::") and any(
-        tensor.is_floating_point() for tensor in ours
-    ):  # integers are allowed, because DDP itself sends some
+    if ours and name.startswith("c10d::") and name not in COLLECTIVES:
         raise TypeError(f"{name}: a tensor of the pretend device was given to a collective")
 
     if name == "aten::copy_":  # the result is on the device of the first argument
