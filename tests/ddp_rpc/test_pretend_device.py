@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import pretend_device
-from helpers import ROOT, load_module, package_on_path, run_on_pretend_device
+from helpers import ROOT, load_module, package_on_path, run_on_pretend_device, run_script
+from jobs import free_port
 
 equivalence = load_module(ROOT / "tests" / "ddp_rpc" / "test_equivalence.py")
 with package_on_path("ddp_rpc"):
@@ -92,3 +93,14 @@ def test_sums_that_stay_where_they_arrived_are_caught(monkeypatch):
     assert fc(model.HybridModel.add_up(Trainer, parts)).shape == (2, 8)
     with pytest.raises(RuntimeError, match="were mixed"):
         fc(sum(parts))
+
+
+def test_the_programs_in_one_file_compute_the_same_on_the_device():
+    """With one trainer, tutorial.py prints the lines of single.py, and both have `fc` on the device."""
+    job = "tests/ddp_rpc/pretend_tutorial_job.py"
+    single = run_script(job, "single")
+    tutorial = run_script(job, "tutorial", "--world_size", 3, "--master_port", free_port())
+    assert (single.returncode, single.stderr) == (0, "")
+    assert tutorial.returncode == 0, tutorial.stderr  # torch warns that it has no timer for this device
+    assert single.stdout.startswith(f"fc on {pretend_device.DEVICE}\nTraining done for epoch 0: loss ")
+    assert tutorial.stdout == single.stdout
