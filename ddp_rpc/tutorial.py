@@ -1,19 +1,21 @@
-"""PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework".
+"""DDP combined with RPC. The parameter server (ps) has an embedding table, and the trainers look up
+its rows by RPC. Each trainer also has a copy of a linear layer, and DistributedDataParallel (DDP)
+keeps the copies equal.
 
-    python tutorial.py                            # ranks 0, 1: trainers; 2: master; 3: server
+    python tutorial.py                            # ranks 0, 1: trainers; 2: master; 3: ps
     python tutorial.py --world_size 4 --rank 0    # only rank 0; start the other ranks likewise
 
-The parameter server holds an embedding table, and the trainers look up its rows by RPC. Each
-trainer has a replica of a linear layer; DistributedDataParallel (DDP) keeps the replicas equal.
-The master creates the table and starts the trainers. single.py does the same job in one process.
-This file follows the edition of 2020-12-10. "Difference 8" is number 8 in DIFFERENCES.md.
-A bag is a list of indices; an embedding bag is the sum of their rows of the table.
-Shapes: B bags in a batch, I indices in a batch, D numbers in a row of the table, C classes.
+Why RPC beside DDP? DDP copies a model to all trainers. The linear layer is small, so copies are
+cheap; a large table may not even fit into a trainer. So it stays in one place, and calls go there.
+
+PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework" (text of
+2020-12-10, code and order of 2025-08). "Difference 7" is number 7 in DIFFERENCES.md.
 """
 
 import argparse
 import logging
 import os
+import random
 import sys
 import warnings
 
@@ -22,161 +24,248 @@ import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
+import torch.optim as optim
 from torch.distributed.optim import DistributedOptimizer
+from torch.distributed.rpc import RRef, TensorPipeRpcBackendOptions
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 NUM_EMBEDDINGS = 100
 EMBEDDING_DIM = 16
-NUM_CLASSES = 8
-EPOCHS = 10
-BATCHES = 100  # for each trainer in each epoch (difference 19)
-BATCH_BAGS = 32
-LEARNING_RATE = 0.5  # difference 11
-# The tutorial's targets are random, so a model cannot learn them. In this file each index has a
-# fixed weight for each class. The target of a bag is the class with the largest sum (difference 8).
-TEACHER = torch.randn(NUM_EMBEDDINGS, NUM_CLASSES, generator=torch.Generator().manual_seed(0))
+
+warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of Gloo
+# DistributedOptimizer logs that Python's GIL may slow down a class such as SGD below.
+logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
+
+# Random targets, as in the text, cannot be learned. Here each index has a weight for each class,
+# and the target of a bag of indices is the class with the largest sum (difference 8).
+TEACHER = torch.randn(NUM_EMBEDDINGS, 8, generator=torch.Generator().manual_seed(0))
 
 
-class SGD(torch.optim.SGD):
-    """DistributedOptimizer replaces torch's own SGD by a deprecated class (difference 20)."""
+def get_device(number, num_gpus):
+    """Return GPU `number`, counted from 0. If there are fewer: the last one, or else the CPU."""
+    count = min(num_gpus, torch.accelerator.device_count())
+    if count == 0:
+        return torch.device("cpu")
+    return torch.device(torch.accelerator.current_accelerator().type, min(number, count - 1))
 
 
 class HybridModel(torch.nn.Module):
-    """A sparse part, the nn.EmbeddingBag on the server, and a dense part, the nn.Linear in DDP."""
+    """The model consists of a sparse part and a dense part.
 
-    def __init__(self, emb_rref):
+    1) The dense part is an nn.Linear module that is replicated across all trainers using DDP.
+    2) The sparse part is an nn.EmbeddingBag on the parameter server. The model has a reference to
+    it, an RRef, so parameters() has only those of nn.Linear.
+    """
+
+    def __init__(self, emb_rref, device):
         super().__init__()
         self.emb_rref = emb_rref
-        # DDP copies the weights of trainer 0 to all trainers, and averages gradients in backward.
-        self.fc = DDP(torch.nn.Linear(EMBEDDING_DIM, NUM_CLASSES))
+        # DDP starts all copies with the weights of trainer 0. In backward(), it averages their
+        # gradients over the trainers.
+        self.fc = DDP(torch.nn.Linear(EMBEDDING_DIM, 8).to(device))
+        self.device = device
 
     def forward(self, indices, offsets):
-        """Return the logits [B, C] of bags, given as indices [I] and each bag's offset [B]."""
-        # All trainers look up rows at the same time, without a lock. A lookup may see only a part
-        # of another trainer's update. Its backward pass is still right: it does not use the rows.
-        emb_lookup = self.emb_rref.rpc_sync().forward(indices, offsets)  # [B, D]
-        return self.fc(emb_lookup)
+        """Return the logits (B, 8) of B bags: all their indices, and the offset of each bag."""
+        # This call runs on one of the server's RPC threads (16 by default): several calls run at
+        # once, and a thread that waits for something is occupied. Another trainer's step may change
+        # rows while we read them. The tutorial accepts that, and training works (difference 14).
+        emb_lookup = self.emb_rref.rpc_sync().forward(indices, offsets)  # (B, 16), on the CPU
+        return self.fc(emb_lookup.to(self.device))
+
+
+class SGD(optim.SGD):
+    """The optimizer. It has to be a subclass: for optim.SGD itself, DistributedOptimizer would use
+    a version that takes no lock, and the trainers' updates could overlap (difference 20)."""
 
 
 def _retrieve_embedding_parameters(emb_rref):
-    """Return RRefs to the table's parameters. Needs no lock: it changes nothing."""
-    return [rpc.RRef(param) for param in emb_rref.local_value().parameters()]
+    """Return RRefs to the table's parameters. It runs on the server, and only reads: no lock."""
+    param_rrefs = []
+    for param in emb_rref.local_value().parameters():
+        param_rrefs.append(RRef(param))
+    return param_rrefs
 
 
-def get_next_batch(num_bags):
-    """Return a batch of bags of 1 to 10 indices: indices [I], offsets [B], target [B]."""
-    sizes = torch.randint(1, 11, (num_bags,))
-    offsets = sizes.cumsum(dim=0) - sizes
-    indices = torch.randint(NUM_EMBEDDINGS, (int(sizes.sum()),))
-    votes = torch.nn.functional.embedding_bag(indices, TEACHER, offsets, mode="sum")  # [B, C]
-    return indices, offsets, votes.argmax(dim=1)
+def _run_trainer(emb_rref, rank, num_gpus):
+    """Train. The master calls it in each trainer, where it runs on an RPC thread.
 
+    Each trainer runs a forward pass which involves an embedding lookup on the parameter server and
+    running nn.Linear locally. During the backward pass, DDP is responsible for aggregating the
+    gradients for the dense part (nn.Linear), and distributed autograd ensures that gradient updates
+    are propagated to the parameter server.
+    """
+    # Setup the model.
+    device = get_device(rank, num_gpus)
+    model = HybridModel(emb_rref, device)
 
-def _run_trainer(emb_rref, rank, seed):
-    """Train; return this trainer's fc as one vector. The master calls it once in each trainer."""
-    torch.manual_seed(1000 * seed + rank + 1)  # different batches in each trainer (difference 10)
-    model = HybridModel(emb_rref)
-    # DistributedOptimizer needs an RRef to each parameter, also to those of fc in this process.
+    # Retrieve all model parameters as RRefs for DistributedOptimizer, first those of the table.
     model_parameter_rrefs = rpc.rpc_sync("ps", _retrieve_embedding_parameters, args=(emb_rref,))
-    model_parameter_rrefs += [rpc.RRef(param) for param in model.parameters()]
-    opt = DistributedOptimizer(SGD, model_parameter_rrefs, lr=LEARNING_RATE)
+    # Parameters of this process need RRefs, too.
+    for param in model.parameters():
+        model_parameter_rrefs.append(RRef(param))
+
+    # Setup distributed optimizer. It makes an SGD in each process that has some of the parameters.
+    opt = DistributedOptimizer(SGD, model_parameter_rrefs, lr=0.5)  # difference 11
+
     criterion = torch.nn.CrossEntropyLoss()
-    test_indices, test_offsets, test_target = get_next_batch(2000)  # not used for training
-    for epoch in range(EPOCHS):
-        for _ in range(BATCHES):
-            indices, offsets, target = get_next_batch(BATCH_BAGS)
-            # A context records the RPCs inside it, so that backward also runs on the server. In
-            # each process it has gradients of its own, so there is no zero_grad().
+
+    def get_next_batch():
+        for _ in range(10):
+            num_indices = random.randint(20, 50)
+            indices = torch.LongTensor(num_indices).random_(0, NUM_EMBEDDINGS)
+
+            # Generate offsets.
+            offsets = []
+            start = 0
+            while start < num_indices:
+                offsets.append(start)
+                start += random.randint(1, 10)
+
+            offsets_tensor = torch.LongTensor(offsets)
+            votes = torch.nn.functional.embedding_bag(indices, TEACHER, offsets_tensor, mode="sum")
+            target = votes.argmax(dim=1).to(device)
+            yield indices, offsets_tensor, target
+
+    # Train for 100 epochs.
+    for epoch in range(100):
+        total_loss, correct, bags = 0.0, 0, 0
+        for indices, offsets, target in get_next_batch():
+            # The context records the calls inside it, so that backward() can go through them. In
+            # each process, it keeps the gradients of this iteration, under the id context_id.
             with dist_autograd.context() as context_id:
                 output = model(indices, offsets)
                 loss = criterion(output, target)
-                # DDP averages the gradients of fc over the trainers. It does not average those of
-                # the table: each trainer updates the table with its own gradient (difference 14).
+
+                # Run the backward pass here (with DDP's average) and then on the server.
                 dist_autograd.backward(context_id, [loss])
+
+                # Run the optimizers. The gradient of the table is this trainer's own: DDP does not
+                # know the table. Each trainer changes the table with its gradient (difference 14).
                 opt.step(context_id)
-        # When all trainers have finished the epoch, trainer 0 evaluates. The others cannot update
-        # the table meanwhile, because their next backward waits for the gradients of trainer 0.
-        dist.barrier()
-        if rank == 0:
-            with torch.no_grad():
-                output = model(test_indices, test_offsets)
-                loss = criterion(output, test_target)
-                accuracy = (output.argmax(dim=1) == test_target).double().mean()
-            result = f"held-out loss {loss:.3f}, accuracy {accuracy:.3f} (chance 0.125, teacher 1)"
-            print(f"Training done for epoch {epoch}: {result}", flush=True)
-    return torch.nn.utils.parameters_to_vector(model.fc.parameters()).detach()
+
+                # Not necessary to zero grads: each iteration has a context with gradients of its
+                # own, and step() puts them in the place of the old ones.
+            total_loss += loss.item() * len(target)
+            correct += (output.argmax(dim=1) == target).sum().item()
+            bags += len(target)
+        # Each batch is new, and counted before it is learned: this is no memorized accuracy.
+        result = f"loss {total_loss / bags:.3f}, accuracy {correct / bags:.3f} (guessing: 0.125)"
+        print(f"Training done for epoch {epoch}: {result}", flush=True)
 
 
 def run_worker(rank, args):
-    """Initialize RPC, do the work of this rank, and shut RPC down."""
+    """Initialize RPC, do the work of this rank, and shut down RPC."""
     torch.set_num_threads(1)  # the ranks share the cores of one machine
-    # Hide two harmless messages of torch: a warning of init_rpc, and a note about SGD subclasses.
-    warnings.filterwarnings("ignore", message="You are using a Backend")
-    logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
+    torch.manual_seed(args.seed + rank)
+    random.seed(args.seed + rank)
     num_trainers = args.world_size - 2
-    # torch's default transport, shared memory, keeps a core busy for every rank, so all ranks are
-    # slow if cores are few. TCP ("uv") does not. _transports is private to torch (difference 24).
-    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+
+    # init_rpc and init_process_group need different ports, because each group has its own store, to
+    # which rank 0 listens and all its members connect. MASTER_PORT is the process group's.
+    # "uv" is TCP. torch's default, shared memory, keeps a core busy in every rank, so all ranks are
+    # slow if cores are few. _transports is private to torch.
+    rpc_backend_options = TensorPipeRpcBackendOptions(
+        init_method=f"tcp://{args.master_addr}:{args.master_port + 1}", _transports=["uv"]
+    )
+
+    # The last two ranks are master and ps, and all others are trainers.
     if rank == num_trainers:
-        rpc.init_rpc("master", rank=rank, world_size=args.world_size, rpc_backend_options=options)
-        table_size = (NUM_EMBEDDINGS, EMBEDDING_DIM)
-        emb_rref = rpc.remote("ps", torch.nn.EmbeddingBag, table_size, kwargs={"mode": "sum"})
-        # Run the training loop on the trainers. timeout=0 means no time limit (difference 3).
+        rpc.init_rpc(
+            "master",
+            rank=rank,
+            world_size=args.world_size,
+            rpc_backend_options=rpc_backend_options,
+        )
+
+        # Build the embedding table on the ps.
+        emb_rref = rpc.remote(
+            "ps",
+            torch.nn.EmbeddingBag,
+            args=(NUM_EMBEDDINGS, EMBEDDING_DIM),
+            kwargs={"mode": "sum"},
+        )
+
+        # Run the training loop on trainers.
         futs = []
         for trainer_rank in range(num_trainers):
-            trainer_args = (emb_rref, trainer_rank, args.seed)
-            fut = rpc.rpc_async(f"trainer{trainer_rank}", _run_trainer, trainer_args, timeout=0)
+            trainer_name = f"trainer{trainer_rank}"
+            fut = rpc.rpc_async(
+                trainer_name,
+                _run_trainer,
+                args=(emb_rref, trainer_rank, args.num_gpus),
+                timeout=0,  # no limit: the default is 60 seconds (difference 3)
+            )
             futs.append(fut)
-        # Wait for all trainers, or raise the error of the first that fails (difference 7).
-        replicas = torch.futures.wait_all(futs)
-        if any(not torch.equal(replica, replicas[0]) for replica in replicas):
-            raise RuntimeError("the trainers' replicas of fc differ")
-        print(f"The replicas of fc are identical. Number of trainers: {num_trainers}")
+
+        # Wait for all training to finish, or raise the first error. A trainer that fails leaves the
+        # others waiting in DDP, so waiting for one after the other could last forever.
+        torch.futures.wait_all(futs)
     elif rank < num_trainers:
-        # For DDP. RPC can use the same port: trainer 0 is rank 0 of both groups (difference 5).
+        # Initialize process group for DDP on trainers.
         dist.init_process_group(backend="gloo", rank=rank, world_size=num_trainers)
-        name = f"trainer{rank}"
-        rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
-        # An RPC thread runs _run_trainer. Meanwhile this thread waits in rpc.shutdown.
+
+        # Initialize RPC.
+        trainer_name = f"trainer{rank}"
+        rpc.init_rpc(
+            trainer_name,
+            rank=rank,
+            world_size=args.world_size,
+            rpc_backend_options=rpc_backend_options,
+        )
+
+        # Trainer just waits for RPCs from master.
     else:
-        torch.manual_seed(args.seed)  # for the table, which is made in this process (difference 10)
-        rpc.init_rpc("ps", rank=rank, world_size=args.world_size, rpc_backend_options=options)
-        # The parameter server has no loop: its RPC threads answer the calls of the trainers.
-    rpc.shutdown()  # waits until all ranks have called it and no call is left
+        rpc.init_rpc(
+            "ps",
+            rank=rank,
+            world_size=args.world_size,
+            rpc_backend_options=rpc_backend_options,
+        )
+        # Parameter server does nothing: its RPC threads answer the master and the trainers.
+
+    # Block until all ranks have come here and all RPCs have finished.
+    rpc.shutdown()
+
+    # Clean up process group for trainers to avoid resource leaks.
     if rank < num_trainers:
         dist.destroy_process_group()
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--world_size", type=int, default=4, help="trainers, 1 master, 1 server")
-    parser.add_argument("--rank", type=int, help="the rank to start; without it, all ranks")
-    parser.add_argument("--master_addr", default="localhost", help="address of rank 0's machine")
-    parser.add_argument("--master_port", type=int, default=29500, help="a free port on it")
-    parser.add_argument("--seed", type=int, default=1, help="the same on every rank")
+    parser = argparse.ArgumentParser(description="DDP combined with RPC")
+    parser.add_argument("--world_size", type=int, default=4, help="trainers, master and ps (4)")
+    parser.add_argument("--rank", type=int, help="start only this rank")
+    parser.add_argument("--num_gpus", type=int, default=0, help="at most (0): one for each trainer")
+    parser.add_argument("--master_addr", default="localhost", help="host of rank 0 (localhost)")
+    parser.add_argument("--master_port", type=int, default=29500, help="it and the next are free")
+    parser.add_argument("--seed", type=int, default=1, help="of all random numbers (1)")
     args = parser.parse_args()
     if args.world_size < 3:
-        parser.error("--world_size must be 3 or more: 1 trainer, 1 master, 1 parameter server")
+        parser.error("--world_size must be 3 or more: at least one trainer, the master and the ps")
     if args.rank is not None and not 0 <= args.rank < args.world_size:
-        parser.error(f"--rank must be at least 0 and less than --world_size {args.world_size}")
+        parser.error(f"--rank must be from 0 to {args.world_size - 1}")
     return args
 
 
 if __name__ == "__main__":
-    # RPC sends the name __main__._run_trainer. It exists in every rank: all ranks run this file.
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
     if args.master_addr in ("localhost", "127.0.0.1"):
         # Anyone who can connect to a rank can run code in it. So RPC and Gloo listen on the
-        # loopback interface only (difference 23). The store, at --master_port, listens on all.
+        # loopback interface only. The stores, at the two ports, still listen on all interfaces.
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    # RPC sends functions and classes by name: __main__.NAME, or __mp_main__.NAME between spawned
+    # ranks. All ranks find them, because this file is their main module.
     if args.rank is None:
-        mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # one process per rank
+        mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
+        print("Distributed RPC example completed successfully.")
     else:
-        run_worker(args.rank, args)  # only this rank
+        run_worker(args.rank, args)  # one rank in this terminal
 
-# If a rank dies, ranks in other terminals may wait forever. If the port is in use, rank 0 fails.
-# A run cannot be resumed. See "What main.py adds" in README.md.
+# If a rank dies, spawned ranks end, but ranks in terminals may wait forever. main.py names the lost
+# rank and ends the job. This program needs two free ports, and saves nothing. main.py finds a free
+# port for spawned ranks, and has --checkpoint and --resume.

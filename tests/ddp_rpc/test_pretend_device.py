@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import pretend_device
-from helpers import ROOT, load_module, package_on_path, run_on_pretend_device
+from helpers import ROOT, load_module, package_on_path, run_on_pretend_device, run_script
+from jobs import free_port
 
 equivalence = load_module(ROOT / "tests" / "ddp_rpc" / "test_equivalence.py")
 with package_on_path("ddp_rpc"):
@@ -79,3 +80,14 @@ def gradient_of_fc(device):
 def test_gradients_are_averaged_on_the_device():
     """Gloo's broadcast and allreduce take tensors of a GPU, so DDP is used as it is."""
     assert torch.equal(gradient_of_fc(pretend_device.DEVICE), gradient_of_fc("cpu"))
+
+
+def test_the_programs_in_one_file_compute_the_same_on_the_device():
+    """With one trainer, tutorial.py prints the lines of single.py, and both have `fc` on the device."""
+    job = "tests/ddp_rpc/pretend_tutorial_job.py"
+    single = run_script(job, "single")
+    tutorial = run_script(job, "tutorial", "--world_size", 3, "--master_port", free_port())
+    assert (single.returncode, single.stderr) == (0, "")
+    assert tutorial.returncode == 0, tutorial.stderr  # torch warns that it has no timer for this device
+    assert single.stdout.startswith(f"fc on {pretend_device.DEVICE}\nTraining done for epoch 0: loss ")
+    assert tutorial.stdout == single.stdout

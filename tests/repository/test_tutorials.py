@@ -69,12 +69,13 @@ STARTS = {
     "param_server/tutorial.py": (2, ["--world_size", "2", "--dataset", "synthetic"], "training batch 0"),
     "param_server/tutorial_batch.py": (2, ["--world_size", "2"], "reporting grads"),
 }
-PORT = 29500  # the default of all programs; no other program runs on a host that a test has made
+# The default of all programs; ddp_rpc uses the next one, too. No other program runs on a host that a test has made.
+PORT = 29500
 on_a_host = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
 def listeners_of(hosts, commands, text, folder):
-    """Run (host, command) pairs until one prints `text`; return where host 0 has listened, except for the store.
+    """Run (host, command) pairs until one prints `text`; return where host 0 has listened, except for the stores.
 
     That is: the addresses of its TCP sockets, and its Unix sockets.  Only torch's polling transport, shm, has Unix
     sockets that listen.
@@ -82,7 +83,7 @@ def listeners_of(hosts, commands, text, folder):
     with Listeners(hosts, 0) as listeners:
         run_until(text, [hosts.on(host, command) for host, command in commands], folder)
     assert PORT in {port for _, port in listeners.tcp}
-    return {address for address, port in listeners.tcp if port != PORT}, listeners.unix
+    return {address for address, port in listeners.tcp if port not in (PORT, PORT + 1)}, listeners.unix
 
 
 # The programs have the same lines for this, so the quick tests run only one of them.
