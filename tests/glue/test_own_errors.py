@@ -13,7 +13,7 @@ SERVED = {
     "rl_rpc": ("agent.py", "trajectory.states.append(state)", "trajectory.stats.append(state)", 0),
     "rnn_rpc": ("remote_layers.py", "self.encoder(", "self.encodr(", 0),
     "ddp_rpc": ("embedding_server.py", "torch.set_grad_enabled(", "torch.set_grad_enable(", 3),
-    "param_server": ("remote_server.py", "functional_call(", "functional_cal(", 0),
+    "param_server": ("remote.py", "functional_call(", "functional_cal(", 0),
 }
 MAIN_THREAD = {
     "rl_rpc": ("agent.py", "loss.backward()", "loss.backwards()", 0),
