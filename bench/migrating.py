@@ -51,8 +51,7 @@ def main():
 
 def draw_mnist(folder):
     """Draw digits and write them into `folder` in the format of torchvision's MNIST; return the folder."""
-    from drawn_digits import draw_digits
-    from mnist_data import FILES
+    from data import FILES, draw_digits
 
     raw = pathlib.Path(folder) / "MNIST" / "raw"
     raw.mkdir(parents=True)

@@ -22,11 +22,11 @@ from wire import run_counted
 
 use_package("param_server")
 
-from digits_net import Net
+from coordinator import get_accuracy
+from data import Batches, load_digits
 from glue import flags
 from glue.host import keep_freed_memory, usable_cores
-from mnist_data import Batches, load_digits
-from scoreboard import get_accuracy
+from net import Net
 
 MODES = {
     "remote": ["--mode", "remote"],
@@ -173,13 +173,13 @@ def train_in_one_process(args):
     optimizer = torch.optim.SGD(net.parameters(), lr=args.lr)
     digits = load_digits(args.dataset, args.data_dir, args.seed, train=True)
     batches = Batches(*digits, args.batch_size, args.seed, device)
-    for number, data, target in batches.of(0, [0]):
+    for _, data, target in batches.of(0, [0]):
         # Not timed: a GPU loads its kernels at their first use.
-        F.nll_loss(net(data, (args.seed, "dropout", 0, number)), target).backward()
+        F.nll_loss(net(data), target).backward()
     started, seen = time.perf_counter(), 0
-    for number, data, target in batches.of(0, range(min(batches.per_epoch, args.max_batches or batches.per_epoch))):
+    for _, data, target in batches.of(0, range(min(batches.per_epoch, args.max_batches or batches.per_epoch))):
         optimizer.zero_grad()
-        F.nll_loss(net(data, (args.seed, "dropout", 0, number)), target).backward()
+        F.nll_loss(net(data), target).backward()
         optimizer.step()
         seen += len(target)
     if args.device == "cuda":

@@ -61,8 +61,8 @@ def make_net(same):
     import torch.nn.functional as F
     from torch import nn
 
-    from digits_net import Net
     from glue.host import keep_freed_memory
+    from net import Net
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -115,7 +115,7 @@ class Trainer:
     """A Ray actor, which holds a replica of the network and a share of the data."""
 
     def __init__(self, number, args, same):
-        from mnist_data import Batches, load_digits
+        from data import Batches, load_digits
 
         self.same, self.net = same, make_net(same)
         batches = Batches(*load_digits(args.dataset, args.data_dir, 1, train=True), args.batch_size, seed=1)
@@ -131,10 +131,9 @@ class Trainer:
             vector_to_parameters(torch.from_numpy(weights), self.net.parameters())
         else:
             self.net.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()})
-        number, data, target = next(self.batches)
+        _, data, target = next(self.batches)
         self.net.zero_grad()
-        key = [(1, "dropout", 0, number)] if self.same else []  # without a key param_server's network uses no dropout
-        F.nll_loss(self.net(data, *key), target).backward()
+        F.nll_loss(self.net(data), target).backward()
         gradients = [param.grad for param in self.net.parameters()]
         return parameters_to_vector(gradients).numpy() if self.same else [each.numpy() for each in gradients]
 

@@ -9,27 +9,26 @@ torchrun --nproc-per-node 3 param_server/main.py         starts the server and t
 --mode replica: each trainer computes with a copy of the network. It pushes gradients and gets new weights.
 """
 
-import glue.before_torch  # noqa: F401  (must come first: see that file)
+import glue.before_torch  # noqa: F401  (must be the first import; its docstring has the reason)
 
 import torch
 import torch.distributed.rpc as rpc
 
+import remote
+import replica
+from coordinator import make_coordinator
+from data import Batches, load_digits
 from glue import flags, launch
 from glue.flags import fraction, non_negative_int, positive_float, positive_int
 from glue.host import share_cores
-from mnist_data import Batches, load_digits
-from remote_server import make_parameter_server
-from remote_trainer import run_training_loop
-from replica_server import make_replica_server
-from replica_trainer import run_replica_loop
-from rpc_names import trainers, worker_name
-from scoreboard import write_result
-from several_servers import make_range_server, run_range_loop
+from ranks import trainers, worker_name
 
-# The training loop that a trainer runs in each mode.  The first mode is the tutorial's.
-MODES = {"remote": run_training_loop, "replica": run_replica_loop}
-REPLICA = ("consistency", "max_staleness", "sync_every", "num_servers", "overlap")
+MODES = {"remote": remote, "replica": replica}
+REPLICA = ("consistency", "max_staleness", "sync_every", "num_servers", "overlap")  # flags of mode `replica`
+# Flags that must be equal in all ranks, when ranks are started one by one:
 MUST_MATCH = ("dataset", "epochs", "max_batches", "batch_size", "lr", "lr_step", "momentum", "no_dropout", *REPLICA)
+# Flags that a resumed run must not change:
+RESUME_KEYS = ("seed", "mode", "dataset", "batch_size", "max_batches", "sync_every")
 
 
 def parse_args(argv=None):
@@ -87,38 +86,30 @@ def parse_args(argv=None):
 
 
 def run_worker(rank, args, job):
-    """Run one rank, a server or a trainer.  Source: tutorial, `run_parameter_server` and `run_worker`."""
+    """Run one rank, a server or a trainer. Source: tutorial, `run_parameter_server` and `run_worker`."""
+    mode = MODES[args.mode]
     # At most as many threads compute at once as there are trainers: in `remote` one RPC thread of the server for each
     # trainer, in `replica` the trainers' own main threads.
     share_cores(min(job.ranks_here, len(trainers(args))))
     # Each rank makes its server or reads its data before RPC begins. So no call arrives too early, an error is reported
     # by the rank in which it happens, and no RPC can time out during a download.
+    coordinator = make_coordinator(args, RESUME_KEYS) if rank == 0 else None
     if rank < args.num_servers:
-        server = make_server(rank, args, job.device)
-        if rank == 0:
-            server.scoreboard.resume()
+        mode.make_server(rank, args, job.device, coordinator)
     else:
         digits = load_digits(args.dataset, args.data_dir, args.seed, train=True)
         batches = Batches(*digits, args.batch_size, args.seed, job.device)
     job.wait_for_all()
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
-    job.on_lost(args.num_servers, server.scoreboard.drop if rank == 0 else None)
+    job.on_lost(args.num_servers, coordinator.on_lost if coordinator else None)
+    if coordinator:
+        coordinator.start()
     if rank >= args.num_servers:  # a server has no loop: RPC threads serve the trainers, the main thread waits below
-        train = run_range_loop if args.num_servers > 1 else MODES[args.mode]
-        train(rank, args, batches, job.device)
+        mode.train(rank, args, batches, job.device)
     job.wait_for_all()
-    if rank == 0:
-        write_result(server.scoreboard, lost=sorted(job.lost))
-    rpc.shutdown(graceful=args.on_lost == "stop")  # a graceful shutdown would wait for lost ranks, too
-
-
-def make_server(rank, args, device):
-    """Make the server of this process from its own command line, and return it."""
-    if args.mode == "remote":
-        return make_parameter_server(args)
-    if args.num_servers == 1:
-        return make_replica_server(args, device)
-    return make_range_server(rank, args, device)
+    if coordinator:
+        coordinator.progress.finish(coordinator.updates, job.lost)
+    rpc.shutdown(graceful=args.on_lost == "stop")  # a graceful shutdown would wait for lost ranks too
 
 
 if __name__ == "__main__":

@@ -60,8 +60,7 @@ def digits(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("digits")
     with package_on_path("param_server"):
-        from drawn_digits import draw_digits
-        from mnist_data import FILES
+        from data import FILES, draw_digits
     for seed, (train, names) in enumerate(FILES.items()):
         for name, array in zip(names, draw_digits(9_600 if train else 1_000, seed), strict=True):
             sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)

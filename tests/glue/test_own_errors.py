@@ -13,7 +13,7 @@ SERVED = {
     "rl_rpc": ("step.py", "trajectory.states.append(state)", "trajectory.stats.append(state)", 0),
     "rnn_rpc": ("logits.py", "self.encoder(", "self.encodr(", 0),
     "ddp_rpc": ("hogwild.py", "torch.set_grad_enabled(", "torch.set_grad_enable(", 3),
-    "param_server": ("remote_server.py", "functional_call(", "functional_cal(", 0),
+    "param_server": ("remote.py", "functional_call(", "functional_cal(", 0),
 }
 MAIN_THREAD = {
     "rl_rpc": ("reinforce.py", "loss.backward()", "loss.backwards()", 0),

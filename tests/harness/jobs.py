@@ -43,7 +43,7 @@ JOBS = {
         "done": r"(?i)epoch\s+2\b",
     },
     "param_server": {
-        "names": ["parameter_server", "trainer_1", "trainer_2"],
+        "names": ["server1", "trainer1", "trainer2"],
         "size": ["--world_size", "3"],
         "long": ["--dataset", "synthetic", "--epochs", "100000", "--log_interval", "10"],
         "short": ["--dataset", "synthetic", "--max_batches", "10"],

@@ -9,34 +9,31 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "param_server"))
-import digits_net
+import coordinator
+import data
 import main
-import mnist_data
-import replica_server
-import replica_trainer
-import scoreboard
-import several_servers
+import net
+import replica
 from glue import launch
-from rpc_names import worker_name
+from ranks import worker_name
 
 
-class DoubleNet(digits_net.Net):
+class DoubleNet(net.Net):
     def __init__(self, **how):
         super().__init__(**how)
         self.double()
 
-    def forward(self, x, dropout_key=None):
-        return super().forward(x.double(), dropout_key)
+    def forward(self, x):
+        return super().forward(x.double())
 
 
 def load_a_few(*which, **part):
-    return [digits[:100] for digits in mnist_data.load_digits(*which, **part)]
+    return [digits[:100] for digits in data.load_digits(*which, **part)]
 
 
 def run_worker(rank, args, job):
-    scoreboard.load_digits = load_a_few  # few images for the evaluation, because float64 is slow
-    for module in (replica_server, replica_trainer, several_servers):
-        module.Net = DoubleNet
+    coordinator.load_digits = load_a_few  # few images for the evaluation, because float64 is slow
+    replica.Net = DoubleNet
     main.run_worker(rank, args, job)
 
 

@@ -10,7 +10,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "param_server"))
 import main
 from glue import launch
-from rpc_names import worker_name
+from ranks import worker_name
 
 
 def run_worker(rank, args, job):

@@ -11,19 +11,18 @@ import torch
 import torch.nn.functional as F
 
 import main
-import mnist_data
-import remote_server
-import scoreboard
-from digits_net import Net
+import remote
+from data import Batches, load_digits
 from glue import launch
-from rpc_names import worker_name
+from net import Net
+from ranks import worker_name
 
 
-class RecordingServer(remote_server.ParameterServer):
+class RecordingServer(remote.ParameterServer):
     """Records the weights of every version, and every gradient with the version of its weights."""
 
-    def __init__(self, args):
-        super().__init__(args)
+    def __init__(self, args, coordinator):
+        super().__init__(args, coordinator)
         self.args = args
         self.versions, self.applied = [self.flat(gradients=False)], []
 
@@ -33,9 +32,8 @@ class RecordingServer(remote_server.ParameterServer):
 
     def verify_gradients(self, trainer):
         super().verify_gradients(trainer)
-        self.applied.append(
-            (self.scoreboard.batch_of(trainer), self.work_of[trainer].version, self.flat(gradients=True))
-        )
+        batch = self.coordinator.epoch, self.coordinator.assignments.dealt[trainer][0]
+        self.applied.append((batch, self.version_of[trainer], self.flat(gradients=True)))
 
     def apply_gradients(self, trainer):
         super().apply_gradients(trainer)  # no lock needed: torch's lock allows one step at a time
@@ -44,9 +42,9 @@ class RecordingServer(remote_server.ParameterServer):
     def check(self):
         """Compute each gradient again in this thread, from the recorded weights and the trainer's batch."""
         args = self.args
-        digits = mnist_data.load_digits(args.dataset, args.data_dir, args.seed, train=True)
-        batches = mnist_data.Batches(*digits, args.batch_size, args.seed)
-        net, worst = Net(), 0.0
+        digits = load_digits(args.dataset, args.data_dir, args.seed, train=True)
+        batches = Batches(*digits, args.batch_size, args.seed)
+        net, worst = Net().eval(), 0.0
         for (epoch, number), version, gradient in self.applied:
             ((_, data, target),) = batches.of(epoch, [number])
             torch.nn.utils.vector_to_parameters(self.versions[version], net.parameters())
@@ -56,20 +54,20 @@ class RecordingServer(remote_server.ParameterServer):
         print(f"checked {len(self.applied)} gradients, {late} late, worst difference {worst:.1e}")
 
 
-class TutorialServer(remote_server.ParameterServer):
+class TutorialServer(remote.ParameterServer):
     """The published forward pass: it uses the shared weights, which other trainers' steps change."""
 
     def forward(self, trainer, inp):
-        self.work_of[trainer] = scoreboard.Work(trainer, self.scoreboard.updates, len(inp), 1)
+        self.version_of[trainer] = self.coordinator.updates
         return self.model(inp)
 
 
 def run_worker(rank, args, job):
     if rank == 0:
-        remote_server.ParameterServer = globals()[args.server]
+        remote.ParameterServer = globals()[args.server]
     main.run_worker(rank, args, job)
     if rank == 0 and args.server == "RecordingServer":
-        remote_server.param_server.check()
+        remote.param_server.check()
 
 
 if __name__ == "__main__":

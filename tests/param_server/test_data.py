@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from helpers import package_on_path
 
 with package_on_path("param_server"):
-    import drawn_digits
-    import mnist_data
+    import data
 
 
 def load(folder, train=True):
-    return mnist_data.load_digits("mnist", str(folder), seed=1, train=train)
+    return data.load_digits("mnist", str(folder), seed=1, train=train)
 
 
 def idx(array_shape, content=None, kind=8):
@@ -29,7 +28,7 @@ def idx(array_shape, content=None, kind=8):
 
 
 def write_mnist(folder, count=40, compressed=False):
-    for images, labels in mnist_data.FILES.values():
+    for images, labels in data.FILES.values():
         for name, content in ((images, idx((count, 28, 28))), (labels, idx((count,)))):
             with (gzip.open if compressed else open)(folder / (name + ".gz" * compressed), "wb") as file:
                 file.write(content)
@@ -40,7 +39,7 @@ def write_mnist(folder, count=40, compressed=False):
 
 def epochs(count, batch_size, seed=1):
     images = torch.arange(count).view(-1, 1, 1).expand(count, 28, 28)
-    return mnist_data.Batches(images, torch.arange(count), batch_size, seed)
+    return data.Batches(images, torch.arange(count), batch_size, seed)
 
 
 @settings(max_examples=60, deadline=None)
@@ -78,7 +77,7 @@ def test_a_batch_is_the_same_whichever_others_are_asked_for():
 def test_normalised_is_torchvisions_to_tensor_and_normalize():
     images = torch.randint(0, 256, (3, 28, 28), dtype=torch.uint8)
     expected = (images.unsqueeze(1).float() / 255 - 0.1307) / 0.3081
-    torch.testing.assert_close(mnist_data.normalised(images), expected)
+    torch.testing.assert_close(data.normalised(images), expected)
 
 
 # ------------------------------------------------------------------------------------------------- IDX files
@@ -136,7 +135,7 @@ def _load_with_counted_downloads(folder, counter):
     def download(root, download):
         with open(counter, "a") as file:
             file.write("x")
-        for images, labels in mnist_data.FILES.values():  # written slowly, as a download is
+        for images, labels in data.FILES.values():  # written slowly, as a download is
             for name, content in ((images, idx((40, 28, 28))), (labels, idx((40,)))):
                 with open(os.path.join(root, name), "wb") as file:
                     for start in range(0, len(content), 4096):
@@ -176,15 +175,15 @@ def test_no_network_names_both_ways_out(tmp_path, monkeypatch):
 
 
 def test_drawn_digits_repeat_from_the_seed_and_differ_from_each_other():
-    images, labels = drawn_digits.draw_digits(300, seed=5)
-    again, labels_again = drawn_digits.draw_digits(300, seed=5)
+    images, labels = data.draw_digits(300, seed=5)
+    again, labels_again = data.draw_digits(300, seed=5)
     assert torch.equal(images, again) and torch.equal(labels, labels_again)
-    assert not torch.equal(images, drawn_digits.draw_digits(300, seed=6)[0])
+    assert not torch.equal(images, data.draw_digits(300, seed=6)[0])
     assert len(images.view(300, -1).unique(dim=0)) == 300
     assert labels.bincount(minlength=10).min() > 10
 
 
 def test_drawn_train_and_test_images_are_different_draws():
-    train, test = (mnist_data.load_digits("synthetic", "nowhere", 1, train)[0] for train in (True, False))
+    train, test = (data.load_digits("synthetic", "nowhere", 1, train)[0] for train in (True, False))
     assert len(train) == 20_000 and len(test) == 4_000
     assert not torch.equal(train[:4_000], test)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from helpers import package_on_path, run_main, run_script
 
 with package_on_path("param_server"):
-    from digits_net import Net
-    from mnist_data import Batches, load_digits
+    from data import Batches, load_digits
+    from net import Net
 
 STEPS = 20
 COMMON = ("--dataset", "synthetic", "--log_interval", "1", "--batch_size", "8")
@@ -30,17 +30,17 @@ def one_thread_per_rank(monkeypatch):
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # cuDNN's convolutions would round to 10 bits
 
 
-def one_process(steps, batch_size, momentum=0.0, lr=0.03, seed=1, dropout=False, dtype=torch.float32):
+def one_process(steps, batch_size, momentum=0.0, lr=0.03, seed=1, dtype=torch.float32):
     """Train in a plain loop; return (losses, weights by name) after so many training steps."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    net = Net().to(dtype)
+    net = Net().to(dtype).eval()  # without dropout
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum)
     losses = []
     batches = Batches(*load_digits("synthetic", "", seed, train=True), batch_size, seed)
-    for batch, data, target in batches.of(0, range(steps)):
+    for _, data, target in batches.of(0, range(steps)):
         optimizer.zero_grad()
-        loss = F.nll_loss(net(data.to(dtype), (seed, "dropout", 0, batch) if dropout else None), target)
+        loss = F.nll_loss(net(data.to(dtype)), target)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -51,11 +51,11 @@ def run_in_double(_, *flags, timeout):
     return run_script("tests/param_server/double_job.py", *flags, timeout=timeout)
 
 
-def distributed(tmp_path, steps, *flags, run=run_main, dropout=False):
+def distributed(tmp_path, steps, *flags, run=run_main):
     """Run main.py; return (losses by trainer, weights by name)."""
     checkpoint = tmp_path / "end.pt"
-    flags = flags if dropout else (*flags, "--no_dropout")
-    done = run("param_server", *COMMON, "--max_batches", steps, "--checkpoint", checkpoint, *flags, timeout=120)
+    flags = (*COMMON, "--no_dropout", "--max_batches", steps, "--checkpoint", checkpoint, *flags)
+    done = run("param_server", *flags, timeout=120)
     assert done.returncode == 0, done.stderr
     losses = {}
     for trainer, batch, loss in re.findall(r"^Rank (\d+) training batch (\d+) loss (\S+)$", done.stdout, re.M):

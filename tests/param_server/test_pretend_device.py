@@ -4,6 +4,7 @@ The same for the programs in one file.
 """
 
 import argparse
+import io
 import pickle
 import re
 from collections import Counter
@@ -19,7 +20,8 @@ from jobs import free_port
 equivalence = load_module(ROOT / "tests" / "param_server" / "test_equivalence.py")
 test_server = load_module(ROOT / "tests" / "param_server" / "test_server.py")
 one_thread_per_rank, few_test_images = equivalence.one_thread_per_rank, test_server.few_test_images  # fixtures
-remote_server, replica_server = test_server.remote_server, test_server.replica_server
+remote, replica = test_server.remote, test_server.replica
+checkpoint = test_server.coordinator.checkpoint
 pytestmark = pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING))
 DONE, STEPS = 5, 10
 SYNTHETIC = argparse.Namespace(dataset="synthetic", seed=1)
@@ -27,31 +29,43 @@ SYNTHETIC = argparse.Namespace(dataset="synthetic", seed=1)
 
 @pytest.mark.parametrize("mode", ["remote", "replica"])
 def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_path, mode):
-    """Losses and weights equal those of the CPU to 1e-6, with dropout.  The checkpoint is from the plain loop."""
+    """Losses and weights equal those of the CPU to 1e-6. The checkpoint is from the plain loop."""
     settings = {"mode": mode, "dataset": "synthetic", "seed": 1, "batch_size": 8, "max_batches": STEPS, "sync_every": 1}
     progress = {"epoch": 0, "updates": DONE, "stale": Counter({0: DONE}), "accuracy": None}
-    progress |= {"left": list(range(DONE, STEPS)), "images_applied": [DONE * 8]}
-    _, weights = equivalence.one_process(DONE, batch_size=8, dropout=True)
-    momentum = [] if mode == "remote" else torch.empty(0)
-    state = {"progress": progress, "model": weights, "momentum": momentum}
+    progress |= {"left": list(range(DONE, STEPS)), "images_applied": [DONE * 8], "evaluate_at": STEPS}
+    _, weights = equivalence.one_process(DONE, batch_size=8)
+    optimizer = torch.optim.SGD(list(weights.values()), lr=0.03).state_dict()
+    state = {"progress": progress, "model": weights, "optimizer": optimizer, "momentum": torch.empty(0)}
     torch.save({"scenario": "param_server", "settings": settings, "state": state}, tmp_path / "end.pt")
     flags = ("--world_size", 2, "--mode", mode, "--resume")
-    losses, found = equivalence.distributed(tmp_path, STEPS, *flags, run=run_on_pretend_device, dropout=True)
-    expected_losses, expected = equivalence.one_process(STEPS, batch_size=8, dropout=True)
+    losses, found = equivalence.distributed(tmp_path, STEPS, *flags, run=run_on_pretend_device)
+    expected_losses, expected = equivalence.one_process(STEPS, batch_size=8)
     assert losses[1] == pytest.approx(expected_losses[DONE:], abs=1e-6)
     equivalence.assert_same_weights(found, expected)
 
 
+def saved(state):
+    """Return what a checkpoint file has of this state."""
+    file = io.BytesIO()
+    torch.save(checkpoint._on_cpu(state), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+FLAGS = ("--no_dropout", "--world_size", 2, "--momentum", 0.8, "--lr", 0.01)
+
+
 def remote_state(device, monkeypatch):
     """Make two updates of a ParameterServer with momentum, a new server from its state, and another update."""
-    monkeypatch.setattr(remote_server, "devices_of", lambda num_gpus: [torch.device(device)] * 2)
-    monkeypatch.setattr(test_server.digits_net, "devices_of", remote_server.devices_of)
-    flags = test_server.arguments("--no_dropout", "--world_size", 2, "--momentum", 0.8, "--lr", 0.01)
+    monkeypatch.setattr(remote, "devices_of", lambda num_gpus: [torch.device(device)] * 2)
+    monkeypatch.setattr(test_server.net, "devices_of", remote.devices_of)
     state = None
     for steps in (2, 1):
-        server = test_server.assigned(remote_server.ParameterServer(flags))
+        job = test_server.Job(*FLAGS, patch=monkeypatch)
+        server = job.server
         if state:
-            server.restore(state)
+            server.load_state_dict(state)
+        job.assign()
         for step in range(steps):
             data, target = test_server.batch(step)
             output = server.forward(1, data)
@@ -59,25 +73,28 @@ def remote_state(device, monkeypatch):
             F.nll_loss(output, target).backward()
             server.apply_gradients(1)
         assert {str(param.device) for param in server.model.parameters()} == {device}
-        state = pickle.loads(pickle.dumps(server.capture()))
-    return [*state["model"].values(), *state["momentum"]]
+        state = saved(server.state_dict())
+    momentums = [each["momentum_buffer"] for each in state["optimizer"]["state"].values()]
+    return [*state["model"].values(), *momentums]
 
 
 def replica_state(device, monkeypatch):
     """The same for a ReplicaServer, with made-up gradients."""
-    flags = test_server.arguments("--mode", "replica", "--world_size", 2, "--momentum", 0.8, "--lr", 0.01)
+    monkeypatch.setattr(test_server, "CPU", torch.device(device))
     state = None
     for steps in (2, 1):
-        server = replica_server.ReplicaServer(flags, torch.device(device))
+        job = test_server.Job("--mode", "replica", *FLAGS, patch=monkeypatch)
+        server, servers = job.server, job.coordinator.servers
         if state:
-            server.restore(state)
-        test_server.assigned(server)
+            servers.load_state_dict(state)
+        job.assign()
         for step in range(steps):
             gradient = torch.randn(server.sgd.weights.shape, generator=torch.Generator().manual_seed(step))
-            answer = server.push(replica_server.Push(1, step, 4, 1, gradient)).wait()
+            answer = server.push(replica.Push(1, step, 4, 1, gradient)).wait()
             pickle.dumps(answer)
-        assert str(server.sgd.weights.device) == device == str(next(server.model.parameters()).device)
-        state = pickle.loads(pickle.dumps(server.capture()))
+        pickle.dumps(server.state_dict())
+        state = saved(servers.state_dict())
+        assert str(server.sgd.weights.device) == device == str(next(servers.model.parameters()).device)
     return [*state["model"].values(), state["momentum"]]
 
 
@@ -96,7 +113,7 @@ def test_weights_that_are_sent_from_the_device_are_caught(monkeypatch):
 
 
 def test_images_that_stay_where_they_arrived_are_caught(monkeypatch):
-    net = test_server.digits_net.Net().to(pretend_device.DEVICE)
+    net = test_server.net.Net().to(pretend_device.DEVICE)
     with pytest.raises(RuntimeError, match=r"were mixed|same device"):
         net(test_server.batch(1)[0])
 

@@ -276,7 +276,7 @@ def test_a_lost_trainer_ends_the_job_with_status_1(tmp_path, digits):
     kill_a_trainer_when_training(process, 1, checkpoint)
     out, err = process.communicate(timeout=40)
     assert process.returncode == 1, (out, err)
-    assert "trainer_1" in err and "Traceback" not in err
+    assert "trainer1" in err and "Traceback" not in err
 
 
 @pytest.mark.slow

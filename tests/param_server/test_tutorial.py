@@ -187,13 +187,13 @@ def test_mnist_is_read_from_where_main_reads_it_too(tmp_path):
         (raw / f"{name}-images-idx3-ubyte").write_bytes(head + images.numpy().tobytes())
         (raw / f"{name}-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 6]) + labels.numpy().tobytes())
     with package_on_path("param_server"):
-        import mnist_data
+        import data
 
-        mains_images, mains_labels = mnist_data.load_digits("mnist", str(tmp_path), 1, train=True)
+        mains_images, mains_labels = data.load_digits("mnist", str(tmp_path), 1, train=True)
     args = argparse.Namespace(dataset="mnist", data_dir=str(tmp_path))
     for program in (tutorial, single):
         found = list(program.load_digits(args, train=True))
-        torch.testing.assert_close(torch.stack([image for image, _ in found]), mnist_data.normalised(mains_images))
+        torch.testing.assert_close(torch.stack([image for image, _ in found]), data.normalised(mains_images))
         assert [label for _, label in found] == mains_labels.tolist()
 
 

@@ -1,7 +1,5 @@
 """The tutorial's digit classifier: two convolutions and two linear layers.
 
-In mode `remote` it runs on the server.  In mode `replica` each trainer has a copy, and rank 0 has one to evaluate.
-
 Shapes: B images in a batch, H = W = 28 pixels, C channels.
 """
 
@@ -9,11 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from glue.seeds import dropout_mask
-
 
 class Net(nn.Module):
-    """Images (B, 1, 28, 28), normalised float32 -> log-probabilities (B, 10).  Source: tutorial, class `Net`.
+    """Images (B, 1, 28, 28), normalised float32 -> log-probabilities (B, 10). Source: tutorial, class `Net`.
 
     `num_gpus` 0: all layers on the CPU. 1: all layers on cuda:0. 2: the convolutions on cuda:0, the linear layers on
     cuda:1, so that one network is split over two GPUs, as in the tutorial.
@@ -25,31 +21,21 @@ class Net(nn.Module):
         # Made on the CPU, then moved: so the same seed gives the same weights on every device.
         self.conv1 = nn.Conv2d(1, 32, 3, 1).to(first)
         self.conv2 = nn.Conv2d(32, 64, 3, 1).to(first)
+        self.dropout1 = nn.Dropout2d(0.25)
+        self.dropout2 = nn.Dropout(0.5)
         self.fc1 = nn.Linear(9216, 128).to(rest)
         self.fc2 = nn.Linear(128, 10).to(rest)
 
-    def forward(self, x, dropout_key=None):
-        """Return log-probabilities (B, 10).
-
-        `dropout_key`: numbers and strings that alone determine the dropout masks. Each batch has its own key, so it
-        gets the same masks in every trainer, and after --resume. Without a key, or in eval mode, nothing is dropped.
-        """
+    def forward(self, x):
         # Mark x as stored in the order (B, H, W, C), "channels last". The convolutions then compute in that layout. On
         # a CPU this is about 15 % faster. With one channel no data is moved.
         x = x.squeeze(1).unsqueeze(-1).movedim(-1, 1)
         x = F.relu(self.conv1(x))  # (B, 32, 26, 26)
         x = F.max_pool2d(self.conv2(x), 2)  # (B, 64, 12, 12)
-        x = self.dropout(torch.flatten(x, 1), 0.25, dropout_key, layer=1)  # (B, 9216)
+        x = torch.flatten(self.dropout1(x), 1)  # (B, 9216)
         x = x.to(self.fc1.weight.device)  # with two GPUs: from cuda:0 to cuda:1
-        x = self.dropout(F.relu(self.fc1(x)), 0.5, dropout_key, layer=2)  # (B, 128)
+        x = self.dropout2(F.relu(self.fc1(x)))  # (B, 128)
         return F.log_softmax(self.fc2(x), dim=1)
-
-    def dropout(self, x_BD, p, key, layer):
-        """Return nn.Dropout(p)(x_BD) with the mask of this key and layer.  Not Dropout2d: DIFFERENCES.md, point 8."""
-        if key is None or not self.training:
-            return x_BD
-        mask_BD = dropout_mask(x_BD.shape, p, *key, layer, dtype=x_BD.dtype)
-        return x_BD * mask_BD.to(x_BD.device)
 
 
 def devices_of(num_gpus):
