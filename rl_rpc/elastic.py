@@ -59,8 +59,9 @@ def wait_until_dismissed():
     dismissed.wait(10)
 
 
-def let_others_join(name, store):
-    """Repair the group after the process `name` was lost. Return False if that is not possible.
+def let_others_join(name, store, dead=True):
+    """Repair the group after the process `name` was lost, or (with dead=False) could not join.
+    Return False if that is not possible.
 
     A process that joins calls everyone on torch's list of members. If one of them is dead, its
     init_rpc fails, and keeps torch's lock for joining and leaving. So take `name` off the list, and
@@ -69,15 +70,14 @@ def let_others_join(name, store):
     names, token = "rpc_prefix_0/names/_ALL_WORKER_INFOS", "rpc_prefix_0/RpcGroupManagementToken"
     if not store.check([names, token]):
         return False  # another version of torch
-    while True:  # until no other process has changed the list, such as "agent-0,observer1-1,"
+    while dead:  # until no other process has changed the list, such as "agent-0,observer1-1,"
         listed = store.get(names).decode()
         left = [item for item in listed.split(",") if item.rpartition("-")[0] != name]
         if store.compare_set(names, listed, ",".join(left)).decode() == ",".join(left):
             break
     for event in ("join", "leave"):
         held = f"Token_for_{name}_{event}"
-        if store.get(token).decode() == held:
-            store.set(token, "")
+        if store.compare_set(token, held, "").decode() == "":  # it is free now
             store.set(f"rpc_prefix_0/{held}", "Done")  # wakes those who wait for the lock
     return True
 
@@ -250,7 +250,9 @@ if __name__ == "__main__":  # RPC sends functions by name: every rank finds them
     except RuntimeError as error:
         problem = f"{name} cannot join (was one killed?): {str(error).splitlines()[0]}"
         with contextlib.suppress(RuntimeError):  # the store has ended
-            if let_others_join(name, TCPStore(*address, timeout=timedelta(seconds=10))):
+            store = TCPStore(*address, timeout=timedelta(seconds=10))
+            # If the rank is taken, the member of this name is alive, and stays on the list.
+            if let_others_join(name, store, dead="is not unique" not in str(error)):
                 problem += "; try again with another --rank"
         sys.exit(problem)
     signal.signal(signal.SIGINT, lambda *_: ctrl_c.set())

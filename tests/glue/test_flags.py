@@ -11,12 +11,12 @@ from helpers import PACKAGES, ROOT, assert_refused, package_on_path, run_main
 
 
 def test_flags_are_understood_with_hyphens_too():
-    with package_on_path("ddp_rpc"):
+    with package_on_path("param_server"):
         import main
 
-        args = main.parse_args(["--world-size=5", "--num-trainers", "3", "--no-sparse", "--rpc_timeout", "5"])
-        assert main.parse_args(["--mode", "pipelined", "--no_sparse"]).sparse is False
-    assert (args.world_size, args.num_trainers, args.sparse, args.rpc_timeout) == (5, 3, False, 5)
+        args = main.parse_args(["--world-size=5", "--num-servers", "2", "--mode", "replica", "--rpc_timeout", "5"])
+        dropped = [main.parse_args(words).no_dropout for words in (["--no-dropout"], ["--no_dropout"], [])]
+    assert (args.world_size, args.num_servers, args.rpc_timeout) == (5, 2, 5) and dropped == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -74,15 +74,6 @@ def test_only_the_rank_that_writes_a_file_needs_its_folder(package, rank):
         import main
 
         assert main.parse_args(["--rank", str(rank), "--checkpoint", "/nonexist/c.pt"]).rank == rank
-
-
-def test_flags_of_a_switch_may_have_underscores_too():
-    with package_on_path("ddp_rpc"):
-        import main
-
-        assert [main.parse_args(flags).sparse for flags in (["--no_sparse"], ["--no-sparse"], ["--sparse"], [])] == [
-            *(False, False, True, False)
-        ]
 
 
 def test_a_folder_without_write_permission_is_refused(tmp_path):

@@ -170,10 +170,10 @@ def test_all_ranks_are_forks_of_one_process_that_has_loaded_torch_and_the_packag
     flags = [*short("rl_rpc"), "--checkpoint", str(tmp_path / "checkpoint.pt")]
     with Job("rl_rpc", "spawned", flags, env={"PYTHONPROFILEIMPORTTIME": "1"}, cwd=ROOT) as job:
         assert job.wait(60) == [0], job.text()
-        loaded = re.findall(r"^import time: .*\| +(torch|agent|torch\._dynamo)$", job.errors(), re.M)
+        loaded = re.findall(r"^import time: .*\| +(torch|step|torch\._dynamo)$", job.errors(), re.M)
     # The starting process and the fork server import them; the three ranks do not.
     times = {name: loaded.count(name) for name in loaded}
-    assert times == {"torch": 2, "agent": 2, "torch._dynamo": 1}
+    assert times == {"torch": 2, "step": 2, "torch._dynamo": 1}
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from helpers import ROOT, WarmCommand, load_module, read_whole
 from jobs import free_port
@@ -304,6 +305,21 @@ def test_elastic_observers_end_when_the_agent_is_killed(terminals):
     for rank in (1, 2):
         assert terminals.status(rank) == 1
         assert re.fullmatch(rf"observer{rank} has lost the agent: .+\n", terminals.errors(rank)), terminals.everything()
+
+
+@pytest.mark.slow
+def test_elastic_a_second_process_of_a_living_rank_changes_nothing(terminals):
+    terminals.start(0, "--seconds", 20)
+    terminals.start(1)
+    terminals.wait_for(0, "observers: 1")
+    command = [sys.executable, str(ROOT / PATH), "--rank", "1", "--master_port", terminals.port]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert second.returncode == 1 and "try again with another --rank" in second.stderr, second.stderr
+    terminals.start(2)  # it calls everyone on the list of members
+    terminals.wait_for(0, "observers: 2")
+    listed = TCPStore("localhost", int(terminals.port)).get("rpc_prefix_0/names/_ALL_WORKER_INFOS").decode()
+    assert "observer1-" in listed and "observer2-" in listed
+    assert [terminals.status(rank) for rank in (1, 2, 0)] == [0, 0, 0], terminals.everything()
 
 
 @pytest.mark.slow

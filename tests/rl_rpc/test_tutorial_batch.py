@@ -18,6 +18,12 @@ LINE = re.compile(r"^Last reward: [\d.]+\tAverage reward: ([\d.]+)\tbatch: (True
 TIMES = re.compile(r"^(\d+), [\d.]+, [\d.]+$", re.M)
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    """Another test file may have added the pretend device to this process, which then counts as an accelerator."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+
+
 def answer_of(method, args):
     answer = method(*map(over_the_wire, args))
     return over_the_wire(answer.wait() if hasattr(answer, "wait") else answer)  # also for a Future that then() has made
