@@ -142,7 +142,7 @@ class Job:
         self.reporter.shutdown()
         if self.supervisor:
             self.link.close()
-            self.supervisor.wait_until_gone(self.lost.keys() ^ range(self.world_size), LOST_AFTER_SECONDS)
+            self.supervisor.wait_until_gone({*range(self.world_size)} - {*self.lost}, LOST_AFTER_SECONDS)
             self._write_trace()
 
     def _wait_at(self, barrier, **also):
