@@ -5,7 +5,7 @@
 #   ./run_all.sh rl|rnn|ddp|ps    run one of them
 #   ./run_all.sh test [full]      run the quick tests, or all tests (full)
 #   ./run_all.sh bench            run the four benchmarks
-#   ./run_all.sh exercise rl 2    print the second exercise of rl_rpc/EXERCISES.md, and check your code
+#   ./run_all.sh exercise rl 2    print the second exercise of docs/exercises/rl_rpc.md, and check your code
 #   ./run_all.sh exercise list    list all exercises, and which of them you have done
 set -euo pipefail
 cd "$(dirname "$0")"

@@ -1,9 +1,9 @@
-"""Measure calls of an actor of Ray or of Monarch.  calls.py starts this program in the Python that has the library.
+"""Measure calls of an actor of Ray or of Monarch. calls.py starts this program in the Python that has the library.
 
     python bench/actors.py ray        # or monarch
 
-The first line on standard output says whether the library is installed.  For each measurement the program then reads a
-line of JSON from standard input, and writes a line of JSON.  The program ends when its standard input ends.  It needs
+The first line on standard output says whether the library is installed. For each measurement the program then reads a
+line of JSON from standard input, and writes a line of JSON. The program ends when its standard input ends. It needs
 only the library and numpy.
 """
 

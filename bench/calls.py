@@ -6,13 +6,13 @@
     python bench/calls.py --messages                 # how many messages torch sends for one call
     python bench/calls.py --agent 10 20              # torch's own benchmark of an RL agent (published_agent.py)
 
-Each call sends one payload to another process of this machine, where a function does nothing and returns None.  In each
-round, all ways to call are measured in turn.  Each measurement starts two processes, and ends them.  An idle rank would
-slow down the next measurement, because the shm transport polls, and so keeps a core busy.  (The actors of Ray and
+Each call sends one payload to another process of this machine, where a function does nothing and returns None. In each
+round, all ways to call are measured in turn. Each measurement starts two processes, and ends them. An idle rank would
+slow down the next measurement, because the shm transport polls, and so keeps a core busy. (The actors of Ray and
 Monarch are started only once.)  The tables show medians over the rounds.
 
-torch RPC sends a tensor as it is.  Pipe, gRPC, Ray and Monarch send the numpy array that shares the tensor's memory,
-because pickling a torch tensor takes longer.  gloo sends only tensors.  With gloo the payload "nothing" is a tensor of
+torch RPC sends a tensor as it is. Pipe, gRPC, Ray and Monarch send the numpy array that shares the tensor's memory,
+because pickling a torch tensor takes longer. gloo sends only tensors. With gloo the payload "nothing" is a tensor of
 one byte, and the payload "array of 4 floats" is a tensor of 16 bytes.
 """
 
@@ -91,7 +91,7 @@ def serve_pipe(folder, pipe, schedule):
 
 
 def serve_gloo(folder, pipe, schedule):
-    """Receive each message and answer it.  With gloo the receiver must know size and number in advance."""
+    """Receive each message and answer it. With gloo the receiver must know size and number in advance."""
     join_gloo(0, folder)
     answer = torch.zeros(1, dtype=torch.uint8)
     for name, calls in schedule.items():
@@ -121,7 +121,7 @@ def serve_grpc(folder, pipe, schedule):
 
 # ------------------------------------------------------------------------------------------------- the ways to call
 #
-# Each is a context manager that yields run(payload, calls).  run makes `calls` calls, and returns the seconds of each.
+# Each is a context manager that yields run(payload, calls). run makes `calls` calls, and returns the seconds of each.
 
 
 @contextlib.contextmanager
@@ -210,7 +210,7 @@ def one_by_one(call):
 
 
 def in_flight(window, send):
-    """Like one_by_one, but up to `window` calls are in flight.  Their results are awaited in the order of sending."""
+    """Like one_by_one, but up to `window` calls are in flight. Their results are awaited in the order of sending."""
 
     def run(payload, calls):
         seconds = []
@@ -236,7 +236,7 @@ def in_flight(window, send):
 
 
 class Way(NamedTuple):
-    """A way to call.  `connect` is the caller's context manager.  `serve` is the function that the callee runs."""
+    """A way to call. `connect` is the caller's context manager. `serve` is the function that the callee runs."""
 
     connect: object
     serve: object
@@ -262,7 +262,7 @@ def make_ways():
 
 
 def figures_of(seconds, elapsed):
-    """Return the figures of some calls.  `seconds`: time of each call; `elapsed`: time of all calls together."""
+    """Return the figures of some calls. `seconds`: time of each call; `elapsed`: time of all calls together."""
     p50, p95 = np.percentile(seconds, [50, 95])
     return {"p50_ms": p50 * 1e3, "p95_ms": p95 * 1e3, "calls_per_second": len(seconds) / elapsed}
 
@@ -279,7 +279,7 @@ def call_all(run, schedule):
 
 
 def in_caller(connect, work, folder, pipe):
-    """Connect, and return the result of work(run).  This function runs in the calling process."""
+    """Connect, and return the result of work(run). This function runs in the calling process."""
     with connect(folder, pipe) as run:
         return work(run)
 
@@ -297,10 +297,10 @@ def between_two_processes(way, work, schedule):
 
 
 class Actor:
-    """A subprocess that runs actors.py, in the Python of Ray or Monarch.  actors.py calls an actor."""
+    """A subprocess that runs actors.py, in the Python of Ray or Monarch. actors.py calls an actor."""
 
     def __init__(self, library, python):
-        """Start the subprocess; raise RuntimeError if it fails.  `missing`: None, or why the library is missing."""
+        """Start the subprocess; raise RuntimeError if it fails. `missing`: None, or why the library is missing."""
         command = [python, str(pathlib.Path(__file__).with_name("actors.py")), library]
         self.process = None
         try:
@@ -340,7 +340,7 @@ class Actor:
 def count_messages(run, calls=10):
     """Return {"first": messages of the first call, "each": messages of a later call}, in both directions together.
 
-    torch has no counter for messages.  But RPC writes a line into its log for each message, at a log level that no
+    torch has no counter for messages. But RPC writes a line into its log for each message, at a log level that no
     public setting selects.
     """
     level = ctypes.c_int.in_dll(ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so"), "FLAGS_caffe2_log_level")
@@ -456,7 +456,7 @@ def compare_messages():
 
 
 def world_size(text):
-    """Return the number.  Raises ValueError if it is below 3: a coordinator, the agent, and at least one observer."""
+    """Return the number. Raises ValueError if it is below 3: a coordinator, the agent, and at least one observer."""
     number = flags.positive_int(text)
     if number < 3:
         raise ValueError

@@ -51,8 +51,8 @@ def places(device):
 def interleave(variants, repeats=3):
     """Call each of `variants` (name -> callable) in turn, `repeats` times: A B C A B C ...
 
-    Each callable returns a dict of figures.  This function returns {name: list of these dicts}.  The speed of a shared
-    machine changes over time.  In this order, the runs of one repeat take place at nearly the same time, and can be
+    Each callable returns a dict of figures. This function returns {name: list of these dicts}.  The speed of a shared
+    machine changes over time. In this order, the runs of one repeat take place at nearly the same time, and can be
     compared with each other.
     """
     from tqdm import tqdm
@@ -89,8 +89,8 @@ def table(rows, figure, baseline, title=None, digits=0):
 def run_together(works, theirs=(), seconds=200):
     """Call each of `works` in a process of its own, all at the same time; return the result of the first work.
 
-    `theirs`: ends of pipes that the works use; this process closes its own copies of them.  Raises RuntimeError if a
-    process fails or takes more than `seconds`.  The processes are forked from a process that has imported torch.
+    `theirs`: ends of pipes that the works use; this process closes its own copies of them. Raises RuntimeError if a
+    process fails or takes more than `seconds`. The processes are forked from a process that has imported torch.
     """
     start = multiprocessing.get_context("forkserver")
     start.set_forkserver_preload(["torch.distributed.rpc"])
@@ -127,7 +127,7 @@ def _send_result(work, answers):
 def rpc_worker(name, names, folder, **options):
     """Join an RPC group on this machine as the worker `name`; leave when all workers have finished the `with` block.
 
-    `names`: the names of all workers, in the order of their ranks.  `folder`: an empty folder, where they meet.
+    `names`: the names of all workers, in the order of their ranks. `folder`: an empty folder, where they meet.
     """
     import torch.distributed.rpc as rpc
 
@@ -146,7 +146,7 @@ def spread(values, digits, width):
 
 
 def write_json(path, numbers):
-    """Write the raw numbers to the file `path`, the value of --json.  Without --json, write nothing."""
+    """Write the raw numbers to the file `path`, the value of --json. Without --json, write nothing."""
     if path:
         with open(path, "w") as file:
             json.dump(numbers, file, indent=2)

@@ -10,7 +10,7 @@ These tables are measured:
 - rows: batches per second with 10^2 to 10^6 rows in the embedding table
 - wire: bytes per training step and trainer, over TCP
 
-Speeds are those of the training loop.  Start-up, the making of data, and evaluation are not timed.
+Speeds are those of the training loop. Start-up, the making of data, and evaluation are not timed.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def words_of(mode, rows, bags, batches, *words):
 
 
 def variants(args, *cell, servers=(1,)):
-    """Return {name: callable} for the variants of one table, as interleave needs it.  `cell`: (rows, bags, batches)."""
+    """Return {name: callable} for the variants of one table, as interleave needs it. `cell`: (rows, bags, batches)."""
     calls = {SINGLE: lambda: single_process("cpu", *cell)}
     if args.device == "cuda":
         calls[SINGLE + ", cuda"] = lambda: single_process("cuda", *cell)

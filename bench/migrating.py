@@ -2,10 +2,10 @@
 
     python bench/migrating.py --ray_python ray-env/bin/python --monarch_python monarch-env/bin/python
 
-The measurement takes about 7 minutes on 2 cores.  Every program trains the same network for one epoch on the same
-images, in batches of 32.  single.py trains in one process with one thread, and the other programs have two trainers.
-The programs are run in turn.  Time is measured from the start of training, when all data has been loaded, until the
-last trainer has ended.  Without --data_dir, the images are 19,200 digits that this program draws from a seed.
+The measurement takes about 7 minutes on 2 cores. Every program trains the same network for one epoch on the same
+images, in batches of 32. single.py trains in one process with one thread, and the other programs have two trainers.
+The programs are run in turn. Time is measured from the start of training, when all data has been loaded, until the
+last trainer has ended. Without --data_dir, the images are 19,200 digits that this program draws from a seed.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def run_replica(args):
 
 
 def run_program(args, command):
-    """Run a program of docs/migrating and read the images/s that it prints.  `command`: its Python and its path."""
+    """Run a program of docs/migrating and read the images/s that it prints. `command`: its Python and its path."""
     out = run([*command, "--dataset", "mnist", "--data_dir", args.data_dir])
     return {"images_per_second": float(re.search(r" ([\d.]+) images/s", out)[1]), "test_accuracy": accuracy_in(out)}
 
@@ -87,7 +87,7 @@ def run_here(args, program):
 
 
 def run(command):
-    """Run a command and return what it prints.  Raises RuntimeError if the command fails."""
+    """Run a command and return what it prints. Raises RuntimeError if the command fails."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise RuntimeError(f"{command} ended with status {done.returncode}: {done.stderr.strip()}")

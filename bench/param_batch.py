@@ -20,7 +20,7 @@ from jobs import free_port
 
 
 def run_rank(rank, args, seconds):
-    """Run one rank.  `seconds`: a queue that gets the time of the training."""
+    """Run one rank. `seconds`: a queue that gets the time of the training."""
     took = tutorial_batch.run_worker(rank, args)
     if rank == 0:
         seconds.put(took)

@@ -3,8 +3,8 @@
     python bench/param_server.py --data_dir data                      # images/s and bytes: about 10 minutes on 2 cores
     python bench/param_server.py --data_dir data --tables accuracy    # accuracy and staleness: about 30 minutes
 
-Every table includes one process without RPC, with the same network, data and settings.  If the folder of --data_dir has
-no MNIST, the synthetic data set is used.  The first line of the output names the data set.
+Every table includes one process without RPC, with the same network, data and settings. If the folder of --data_dir has
+no MNIST, the synthetic data set is used. The first line of the output names the data set.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def speed_by_mode(args):
         for mode in MODES if count > 1 else ("remote", "async", "async, --overlap"):
             for suffix, place in places(args.device).items():
                 name = f"{mode}, {count} trainer{'s' * (count > 1)}{suffix}"
-                # The learning rate does not change the speed.  With 0.03, four trainers with --overlap would diverge,
+                # The learning rate does not change the speed. With 0.03, four trainers with --overlap would diverge,
                 # because their gradients are late.
                 variants[name] = distributed(args, mode, count, "--lr", 0.01, *place)
     rows = interleave(variants, args.repeats)

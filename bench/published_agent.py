@@ -2,13 +2,13 @@
 
     python bench/calls.py --agent 10 20
 
-The source is benchmarks/distributed/rpc/rl in pytorch/pytorch.  The sizes, and the published figures, are from the
-README there.  Rank 0, the coordinator, calls every observer to play.  An observer sends a random state to rank 1, the
-agent, and waits for the action.  The agent answers all observers together, after one forward pass of a policy that is
+The source is benchmarks/distributed/rpc/rl in pytorch/pytorch. The sizes, and the published figures, are from the
+README there. Rank 0, the coordinator, calls every observer to play. An observer sends a random state to rank 1, the
+agent, and waits for the action. The agent answers all observers together, after one forward pass of a policy that is
 not trained.
 
-There are two differences from the source.  Here the softmax is over the actions, not over the observers.  Here
-autograd's anomaly detection is off.  In the source it is on, and makes the agent slower.
+There are two differences from the source. Here the softmax is over the actions, not over the observers. Here
+autograd's anomaly detection is off. In the source it is on, and makes the agent slower.
 
 Shapes: N = observers, A = actions; a state has the shape of STATE.
 """
@@ -40,7 +40,7 @@ COLUMNS = {
 
 
 class Agent:
-    """Answers all observers together.  Its methods run in rank 1, on RPC threads."""
+    """Answers all observers together. Its methods run in rank 1, on RPC threads."""
 
     def __init__(self, observers):
         self.policy = nn.Sequential(
@@ -57,7 +57,7 @@ class Agent:
         self.seconds = []  # of each batch: from its first request until all are answered
 
     def select_action(self, number, state):
-        """Return a Future of this observer's action.  The Future completes when all observers have asked."""
+        """Return a Future of this observer's action. The Future completes when all observers have asked."""
         with self.lock:
             if self.asked == 0:
                 self.first_asked_at = time.perf_counter()
@@ -85,7 +85,7 @@ def seconds_of(agent_rref):
 
 
 def play(agent_rref, number, steps):
-    """Play one episode; return the seconds that each request took.  This function runs in an observer's process."""
+    """Play one episode; return the seconds that each request took. This function runs in an observer's process."""
     seconds = []
     for _ in range(steps):
         state = torch.rand(STATE)
@@ -96,7 +96,7 @@ def play(agent_rref, number, steps):
 
 
 def coordinate(observers):
-    """Call all observers to play; return the figures.  This function runs in rank 0."""
+    """Call all observers to play; return the figures. This function runs in rank 0."""
     agent_rref = rpc.remote("agent", Agent, args=(len(observers),))
     observer_seconds = []
     started = time.perf_counter()

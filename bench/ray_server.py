@@ -2,12 +2,12 @@
 
     python bench/ray_server.py --ray_python DIR/bin/python --data_dir data --repeats 3
 
-Ray is not a dependency of this repository.  Install it into an environment of its own
+Ray is not a dependency of this repository. Install it into an environment of its own
 (`python -m venv DIR; DIR/bin/pip install ray`); torch is imported from the environment that runs this program.
 
-In Ray, the classes `Server` and `Trainer` of this file are actors.  Weights and gradients are sent through Ray's object
-store.  The server applies each gradient when the gradient arrives.  There are two variants.  Both use one thread per
-actor.  The variant "as a user would" has the plain network and torch's defaults.  The variant "same settings" has
+In Ray, the classes `Server` and `Trainer` of this file are actors. Weights and gradients are sent through Ray's object
+store. The server applies each gradient when the gradient arrives. There are two variants. Both use one thread per
+actor. The variant "as a user would" has the plain network and torch's defaults. The variant "same settings" has
 param_server's network (channels last) and malloc settings, one flat tensor for all weights, and one for all gradients.
 """
 
@@ -24,7 +24,7 @@ use_package("param_server")
 
 
 def run_ray(args):
-    """Train with Ray and print images/s.  This function runs in the Python that has Ray."""
+    """Train with Ray and print images/s. This function runs in the Python that has Ray."""
     import ray
 
     same = args.inside == "same settings"
@@ -86,7 +86,7 @@ def make_net(same):
 
 
 class Server:
-    """A Ray actor, which holds the weights.  It applies each gradient with SGD when the gradient arrives."""
+    """A Ray actor, which holds the weights. It applies each gradient with SGD when the gradient arrives."""
 
     def __init__(self, lr, same):
         import torch

@@ -3,9 +3,9 @@
     python bench/rl_rpc.py                         # world sizes 2, 3 and 5: about ten minutes on 2 cores
     python bench/rl_rpc.py --world_sizes 3 --repeats 1 --json bench.json
 
-All variants of a table play the same episodes, from the same seed, and learn from these episodes.  There are two
-exceptions: mode async plays other episodes, and the bare environment only takes steps.  The time of training counts,
-and the time of start-up does not.  The modes that send RPCs in every environment step play only the first episodes,
+All variants of a table play the same episodes, from the same seed, and learn from these episodes. There are two
+exceptions: mode async plays other episodes, and the bare environment only takes steps. The time of training counts,
+and the time of start-up does not. The modes that send RPCs in every environment step play only the first episodes,
 because all episodes would take too long.
 """
 
@@ -35,9 +35,9 @@ SINGLE, BARE = "single process", "bare environment"
 def single_process(seed, observers, episodes):
     """Do the job without RPC: play the episodes of all observers in this process, one by one, and learn from them.
 
-    This loop is as fast as we can make it with the same policy and environment, so that the comparison is fair.  It
-    chooses actions as the observers do.  It computes one forward pass with gradients for each episode, as the agent
-    does.  It uses one intra-op thread, because more threads do not make it faster.
+    This loop is as fast as we can make it with the same policy and environment, so that the comparison is fair. It
+    chooses actions as the observers do. It computes one forward pass with gradients for each episode, as the agent
+    does. It uses one intra-op thread, because more threads do not make it faster.
     """
     torch.set_num_threads(1)
     env = make_env("CartPole-v1")
@@ -68,7 +68,7 @@ def play(env, actor, seed, ob_id, episode):
 
 
 def bare_environment(seed, steps=50_000):
-    """Take random actions in an environment, without a policy.  On one core no mode can be faster than this."""
+    """Take random actions in an environment, without a policy. On one core no mode can be faster than this."""
     env = make_env("CartPole-v1")
     actions = env.action_space.start + np.random.default_rng(seed).integers(env.action_space.n, size=steps)
     env.reset(seed=seed)
@@ -113,7 +113,7 @@ def main():
     for world_size in args.world_sizes:
         observers = world_size - 1
         episodes = {"rollout": args.episodes, "async": args.episodes * observers}  # async counts each observer's
-        # The default arguments bind the current values of the loop's variables.  A closure would read the last ones.
+        # The default arguments bind the current values of the loop's variables. A closure would read the last ones.
         variants = {
             mode + suffix: lambda mode=mode, place=place, size=world_size, episodes=episodes: main_py(
                 mode, place, size, episodes.get(mode, args.step_episodes), args.seed

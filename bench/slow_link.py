@@ -2,8 +2,8 @@
 
     sudo python bench/slow_link.py
 
-The agent runs on one host, and two observers run on another.  Both hosts are network namespaces of this machine, which
-tests/harness/two_hosts.py makes.  All modes play the same number of episodes.  All modes but async play the same
+The agent runs on one host, and two observers run on another. Both hosts are network namespaces of this machine, which
+tests/harness/two_hosts.py makes. All modes play the same number of episodes. All modes but async play the same
 episodes.
 """
 

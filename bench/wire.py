@@ -3,7 +3,7 @@
     python bench/wire.py rnn_rpc --epochs 1
 
 --transport tcp is added to the flags of main.py: with the other transports, tensors move through memory between
-processes of one host.  Each rank that trains prints a line with its count.
+processes of one host. Each rank that trains prints a line with its count.
 """
 
 import contextlib

@@ -4,7 +4,7 @@ and DDP add. There is one trainer, as in `tutorial.py --world_size 3`. Both prin
     python single.py
 
 PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework" without RPC
-and DDP. "Difference 7" is number 7 in DIFFERENCES.md.
+and DDP. "Difference 7" is number 7 in docs/differences/ddp_rpc.md.
 """
 
 import argparse

@@ -9,7 +9,7 @@ Why RPC beside DDP? DDP copies a model to all trainers. The linear layer is smal
 cheap; a large table may not even fit into a trainer. So it stays in one place, and calls go there.
 
 PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework" (text of
-2020-12-10, code and order of 2025-08). "Difference 7" is number 7 in DIFFERENCES.md.
+2020-12-10, code and order of 2025-08). "Difference 7" is number 7 in docs/differences/ddp_rpc.md.
 """
 
 import argparse

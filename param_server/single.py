@@ -6,7 +6,7 @@ losses.
     python single.py --dataset synthetic        # random patterns instead of MNIST: no download
 
 PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework" without RPC.
-"Difference 7" is number 7 in DIFFERENCES.md.
+"Difference 7" is number 7 in docs/differences/param_server.md.
 """
 
 import argparse

@@ -10,7 +10,7 @@ Why RPC? DDP is the tool for copies of a model on many GPUs. Here there are no c
 is too large for a trainer lives on other machines, and the trainers reach it by calls.
 
 PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework" (text of
-2020-11-28, code of 2025-08). "Difference 7" is number 7 in DIFFERENCES.md.
+2020-11-28, code of 2025-08). "Difference 7" is number 7 in docs/differences/param_server.md.
 """
 
 import argparse

@@ -11,7 +11,7 @@ that is what `async_execution` is for.
 
 PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions", first part
 (page of 2025-06-23, code of 2025-08). "Difference B7" is number 7 of "The batch page" in
-DIFFERENCES.md.
+docs/differences/param_server.md.
 """
 
 import argparse

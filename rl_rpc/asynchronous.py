@@ -46,8 +46,8 @@ class Agent(rollout.Agent):
 def clipped_loss(policy, old_policy, trajectory, gamma):
     """Return a loss for an episode that was played with `old_policy`, a scalar.
 
-    REINFORCE does not always learn from such episodes (RESULTS.md, "Learning from old weights"). Where the policy is
-    still the old one, the gradient is that of REINFORCE.
+    REINFORCE does not always learn from such episodes: see "Learning from old weights" in docs/results/rl_rpc.md.
+    Where the policy is still the old one, the gradient is that of REINFORCE.
     Source: Schulman et al. 2017, Proximal Policy Optimization Algorithms (PPO).
     """
     with torch.no_grad():

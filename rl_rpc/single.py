@@ -5,7 +5,7 @@ adds. The observers play one after the other. With one observer, the default, bo
     python single.py --world_size 3             # an agent and two observers
 
 PyTorch's tutorial "Getting started with Distributed RPC Framework", part 1, without RPC.
-"Difference 7" is number 7 in DIFFERENCES.md.
+"Difference 7" is number 7 in docs/differences/rl_rpc.md.
 """
 
 import argparse

@@ -10,7 +10,7 @@ from environments, which are expensive in real problems, and the model is small.
 model, and many observers share it by calls. (CartPole itself is cheap: it is here to show the API.)
 
 PyTorch's tutorial "Getting started with Distributed RPC Framework", part 1 (newer text, code of
-2025-08). "Difference 7" is number 7 in DIFFERENCES.md.
+2025-08). "Difference 7" is number 7 in docs/differences/rl_rpc.md.
 """
 
 import argparse

@@ -10,7 +10,7 @@ Why RPC? Many observers, whose environments are expensive, share one small model
 for each other in the agent without a thread for each of them: `async_execution` is for that.
 
 PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions", CartPole (code
-of 2025-08). "Difference 22" is number 22 in DIFFERENCES.md.
+of 2025-08). "Difference 22" is number 22 in docs/differences/rl_rpc.md.
 """
 
 import argparse

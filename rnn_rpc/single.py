@@ -5,7 +5,7 @@ weights, there each process draws its own.
     python single.py
 
 Part 2 of PyTorch's tutorial "Getting Started with Distributed RPC Framework", without RPC.
-"Difference 7" is number 7 in DIFFERENCES.md.
+"Difference 7" is number 7 in docs/differences/rnn_rpc.md.
 """
 
 import argparse

@@ -11,7 +11,7 @@ like one on several GPUs of one machine, where a tensor goes to the next layer b
 `Tensor.to(device)`. Here it goes there as the argument of a call.
 
 Part 2 of PyTorch's tutorial "Getting Started with Distributed RPC Framework" (both texts, and the
-code of 2025-08). "Difference 7" is number 7 in DIFFERENCES.md.
+code of 2025-08). "Difference 7" is number 7 in docs/differences/rnn_rpc.md.
 """
 
 import argparse

@@ -8,12 +8,12 @@ import pytest
 
 from helpers import package_on_path
 
-# If the tests run in the background, the shell makes them ignore SIGINT, and nohup makes them ignore SIGHUP.  Every job
+# If the tests run in the background, the shell makes them ignore SIGINT, and nohup makes them ignore SIGHUP. Every job
 # that they start would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# With this variable, the lines of several processes are in order even if a program does not flush them.  A user may not
+# With this variable, the lines of several processes are in order even if a program does not flush them. A user may not
 # have set it.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
@@ -40,7 +40,7 @@ def restore_environment():
 
 @pytest.fixture(autouse=True)
 def room(request, tmp_path_factory):
-    """run_all.sh runs two test files at once.  A test marked "crowd" starts many processes, so it runs alone."""
+    """run_all.sh runs two test files at once. A test marked "crowd" starts many processes, so it runs alone."""
     folder = tmp_path_factory.getbasetemp().parent  # shared by all processes of pytest-xdist
     crowd = request.node.get_closest_marker("crowd")
     with open(folder / "door", "w") as door, open(folder / "room", "w") as room:

@@ -28,7 +28,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EPISODE = re.compile(r"^Episode (\d+)\t.*Average reward: ([\d.]+)$", re.MULTILINE)
-# Package -> (flags of all runs, pictures).  A picture is (file name, {title: flags of the mode}, the number of the step
+# Package -> (flags of all runs, pictures). A picture is (file name, {title: flags of the mode}, the number of the step
 # that is shown, how many milliseconds are shown from its start on).
 TIMELINES = {
     "rl_rpc": (
@@ -80,7 +80,7 @@ def run(package, *flags):
 
 
 def draw_timelines(package):
-    """Draw the pictures of a package.  Each has a panel for each mode, all with the same time scale."""
+    """Draw the pictures of a package. Each has a panel for each mode, all with the same time scale."""
     sys.path.insert(0, str(ROOT / package))
     common, pictures = TIMELINES[package]
     for name, modes, step, milliseconds in pictures:
@@ -257,12 +257,12 @@ def draw_strip(shown):
 
 
 def write(picture, place, text, anchor, bold=False):
-    """Write a text into a picture.  `anchor`: PIL's code for the point of the text that is at `place`."""
+    """Write a text into a picture. `anchor`: PIL's code for the point of the text that is at `place`."""
     font = ImageFont.truetype(findfont("DejaVu Sans:bold" if bold else "DejaVu Sans"), 14)
     ImageDraw.Draw(picture).text(place, text, "black", font, anchor)
 
 
-# The lower part: the timelines.  They are drawn once, and each frame shows them up to its time.
+# The lower part: the timelines. They are drawn once, and each frame shows them up to its time.
 
 
 def draw_sheet(traces, step):

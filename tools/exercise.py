@@ -1,14 +1,14 @@
-"""Print, check, start and solve the exercises of EXERCISES.md.  `./run_all.sh exercise rl 2` runs this program.
+"""Print, check, start and solve the exercises of docs/exercises. `./run_all.sh exercise rl 2` runs this program.
 
     python tools/exercise.py list              list all exercises, and which of them are done
     python tools/exercise.py rl 2              print exercise 2 of rl_rpc, and check the present code
     python tools/exercise.py rl 2 start        remove from the code what is to be written in this exercise
     python tools/exercise.py rl 2 solution     write the solution into the code
 
-An exercise is a section of EXERCISES.md: "## 2. Title", the text, a line "Check: `command`", a hint, and the solution
-as a diff.  If the published code contains the solution, the exercise begins with the action `start`.
+An exercise is a section of its page: "## 2. Title", the text, a line "Check: `command`", a hint, and the solution as a
+diff. If the published code contains the solution, the exercise begins with the action `start`.
 
-results/exercises.json has the names of the exercises that were started, and of those that are done.  An exercise stays
+results/exercises.json has the names of the exercises that were started, and of those that are done. An exercise stays
 done when its code is restored for the next exercise.
 """
 
@@ -46,7 +46,7 @@ class Exercise:
         return bool(taken_out and applied(self.solution, ROOT, backwards=True))
 
     def passes(self, **output):
-        """Run the check; return whether it passed.  `output`: further arguments of subprocess.run."""
+        """Run the check; return whether it passed. `output`: further arguments of subprocess.run."""
         return subprocess.run(self.command(), cwd=ROOT, **output).returncode == 0
 
     def command(self):
@@ -66,7 +66,8 @@ class Exercise:
 
 def read_page(package):
     """Return the Exercises of a package, in order."""
-    sections = re.split(r"^(?=## \d+\. )", (ROOT / package / "EXERCISES.md").read_text(), flags=re.MULTILINE)[1:]
+    page = (ROOT / "docs" / "exercises" / f"{package}.md").read_text()
+    sections = re.split(r"^(?=## \d+\. )", page, flags=re.MULTILINE)[1:]
     return [
         Exercise(
             title=re.match(r"## \d+\. (.+)", section)[1],
@@ -81,7 +82,7 @@ def read_page(package):
 def applied(diff, root, backwards=False):
     """Return {path: new text} for the files that a diff changes below `root`, or {} if a part of it does not fit.
 
-    "+++ path" names a file, which may be new, and "@@" begins a part.  A part has no line numbers.  Its place is found
+    "+++ path" names a file, which may be new, and "@@" begins a part. A part has no line numbers. Its place is found
     by its old text, which must occur exactly once, so a diff fits as long as these lines do not change.
     """
     texts, path = {}, None
@@ -111,7 +112,7 @@ def write(texts):
 
 
 def read_memory():
-    """Return the names of the exercises that were started, and of those that are done.  A name is, e.g., "rl 2"."""
+    """Return the names of the exercises that were started, and of those that are done. A name is, e.g., "rl 2"."""
     memory = json.loads(MEMORY.read_text()) if MEMORY.exists() else {}
     return set(memory.get("started", ())), set(memory.get("done", ()))
 
@@ -136,7 +137,7 @@ def all_exercises():
 
 
 def print_list():
-    """List all exercises.  A check is run only if its files have changed, or if the exercise was begun with `start`."""
+    """List all exercises. A check is run only if its files have changed, or if the exercise was begun with `start`."""
     exercises = all_exercises()
     started, done = read_memory()
     started &= exercises.keys()
@@ -165,7 +166,7 @@ def print_list():
 def check(name, each):
     """Print an exercise and run its check; return the exit status."""
     page = PACKAGES[name.split()[0]]
-    print(f"{each.text}\n\nHint and solution: {page}/EXERCISES.md\n", flush=True)
+    print(f"{each.text}\n\nHint and solution: docs/exercises/{page}.md\n", flush=True)
     if not each.passes():
         print("Not solved yet: the check fails.")
         return 1

@@ -2,10 +2,10 @@
 
     python tools/published_batch.py --trainers 5 --batch_update_size 1 --side 256
 
-The model consists of six equal square matrices, and every gradient consists of ones.  So the sum of n gradients must be
-n everywhere, and all numbers of a model that a trainer gets must be equal.  A model with different numbers is called
-torn.  Four variants are measured in turn.  Gradients are added before the lock is taken (the published code) or under
-it (the text of the page).  The answer is the server's model itself (both of them) or a copy of it (tutorial_batch.py).
+The model consists of six equal square matrices, and every gradient consists of ones. So the sum of n gradients must be
+n everywhere, and all numbers of a model that a trainer gets must be equal. A model with different numbers is called
+torn. Four variants are measured in turn. Gradients are added before the lock is taken (the published code) or under
+it (the text of the page). The answer is the server's model itself (both of them) or a copy of it (tutorial_batch.py).
 """
 
 import argparse

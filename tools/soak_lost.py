@@ -3,8 +3,8 @@
     python tools/soak_lost.py param_server --cases 60
     python tools/soak_lost.py rl_rpc --cases 40 --seed 7
 
-It prints a line for each case and a summary by kind of failure.  The exit status is 1 if a check has failed.  For both
-packages it checks that the job's exit status is 0 and that `lost` in its summary is right.  For param_server it also
+It prints a line for each case and a summary by kind of failure. The exit status is 1 if a check has failed. For both
+packages it checks that the job's exit status is 0 and that `lost` in its summary is right. For param_server it also
 checks that every image of every epoch was applied exactly once and that rank 0's memory does not grow (losses.py), and
 for rl_rpc that all episodes were played.
 """
@@ -26,7 +26,7 @@ from faults import SIGNALS
 from helpers import ROOT, load_module
 from jobs import Job
 
-losses = load_module(ROOT / "tests" / "param_server" / "losses.py")
+losses = load_module(ROOT / "tests" / "jobs" / "param_server" / "losses.py")
 
 RL_MODES = ("step", "packed", "batched", "rollout", "async")
 OBSERVERS, EPISODES = (1, 2, 3), {"rollout": 200, "async": 400}  # in the other modes 60

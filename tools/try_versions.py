@@ -1,9 +1,9 @@
 """Run the quick tests with several versions of Python and torch.
 
     python tools/try_versions.py                               # every supported Python, torch 2.11 and the newest
-    python tools/try_versions.py --pythons 3.11 --torches 2.11 2.14.1 newest --tests tests/rl_rpc
+    python tools/try_versions.py --pythons 3.11 --torches 2.11 2.14.1 newest --tests tests/learning/rl_rpc
 
-Each pair of versions gets an environment of several gigabytes, which is kept for the next time.  A Python that is not
+Each pair of versions gets an environment of several gigabytes, which is kept for the next time. A Python that is not
 on PATH is listed in the table as "not tried", and the exit status is then 1.
 """
 

@@ -3,7 +3,7 @@
     python tests/harness/cuda_memory.py PACKAGE [main.py's own flags]
 
 Each rank prints "memory rank R: A B": the MiB that its caching allocator had reserved after half of its work (A) and
-after all of it (B).  If one tensor is leaked in each iteration, B is much larger than A.
+after all of it (B). If one tensor is leaked in each iteration, B is much larger than A.
 """
 
 import pathlib

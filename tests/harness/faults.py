@@ -19,7 +19,7 @@ ERRORS = {"exception": "ValueError", "memory": "MemoryError"}
 KINDS = (*SIGNALS, *ERRORS, "sys.exit")
 MOMENTS = ("start", "training", "end")
 
-# What must happen; the first row that matches the case holds.  Columns: kind of failure, way of starting, moment; then
+# What must happen; the first row that matches the case holds. Columns: kind of failure, way of starting, moment; then
 # the exit statuses of the other ranks, a regular expression for a line of the output, how many of the other ranks must
 # print a line of their own that names the dead rank, and the number of seconds after which all must have ended.
 CONTRACT = [
@@ -38,7 +38,7 @@ CONTRACT = [
     ),
     ("SIG*", "*", "training", {1}, r"lost rank {rank} \({name}\)", "all", 15),
     # If the rank dies before it has joined, the others wait for it until --join_timeout, which is 20 s from their own
-    # start.  Starting takes long on a busy machine.  torchrun may end the others before they notice.
+    # start. Starting takes long on a busy machine. torchrun may end the others before they notice.
     ("SIG*", "torchrun", "start", {1}, r"\({name}\)|\brank +: {rank} ", "some", 60),
     ("SIG*", "*", "start", {1}, r"\({name}\)", "some", 60),
     # At the end, the others may have noticed the loss, or its work may have been done already.
@@ -62,7 +62,7 @@ def draw_case(number):
 def run_case(package, way, rank, kind, moment, seconds, impatient=False):
     """Start the job, let one rank die, check CONTRACT; return after how many seconds the other ranks had ended.
 
-    `impatient`: a silent rank is lost sooner than in main.py.  This saves time and changes nothing else.
+    `impatient`: a silent rank is lost sooner than in main.py. This saves time and changes nothing else.
     """
     facts = JOBS[package]
     name, others = facts["names"][rank], [other for other in range(len(facts["names"])) if other != rank]

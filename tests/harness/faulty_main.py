@@ -2,7 +2,7 @@
 
     python tests/harness/faulty_main.py PACKAGE RANK FAULT SECONDS [main.py's own flags]
 
-FAULT is raised in that rank when SECONDS have passed since it joined.  It is raised by the rank's next RPC.  In a rank
+FAULT is raised in that rank when SECONDS have passed since it joined. It is raised by the rank's next RPC. In a rank
 that makes no RPCs, the main thread raises it where it waits for the other ranks, for a queue, or for several Futures
 (ddp_rpc's master).
 
@@ -12,7 +12,7 @@ that makes no RPCs, the main thread raises it where it waits for the other ranks
     stop                         SIGSTOP to itself, when it has read that all ranks have done their work
     none                         no fault
 
-It works with all ways to start ranks.  A silent rank is lost after LOST_AFTER seconds, instead of 8 as in main.py, to
+It works with all ways to start ranks. A silent rank is lost after LOST_AFTER seconds, instead of 8 as in main.py, to
 save time.
 """
 

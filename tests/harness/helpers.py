@@ -26,7 +26,7 @@ def run_script(path, *flags, timeout=120, env=None):
     Without `env` the command is a fork of a process that has imported torch already, see warm.py.
     """
     command = [sys.executable, str(ROOT / path), *map(str, flags)]
-    # The output goes to files.  A pipe would stay open until Python's fork server has ended too, a second later.
+    # The output goes to files. A pipe would stay open until Python's fork server has ended too, a second later.
     with tempfile.NamedTemporaryFile("r+") as out, tempfile.NamedTemporaryFile("r+") as err:
         if env is None:
             status = run_warm(command, out.name, err.name, timeout)
@@ -43,7 +43,7 @@ def read_whole(path):
 
 @functools.cache
 def warm_process():
-    """Start warm.py once; return the address at which it waits.  If a test runs tests, these use the same process."""
+    """Start warm.py once; return the address at which it waits. If a test runs tests, these use the same process."""
     if "WARM_PROCESS" in os.environ:
         return os.environ["WARM_PROCESS"]
     address = os.path.join(tempfile.mkdtemp(), "warm")
@@ -55,10 +55,10 @@ def warm_process():
 
 
 class WarmCommand:
-    """A command that a fork of the warm process runs.  It has those methods of a Popen that the tests use."""
+    """A command that a fork of the warm process runs. It has those methods of a Popen that the tests use."""
 
     def __init__(self, command, out, err, cwd=None, env=None):
-        """`out`, `err`: paths of the files for its output.  `env`: further variables of its environment."""
+        """`out`, `err`: paths of the files for its output. `env`: further variables of its environment."""
         self.args = command
         self.returncode = None
         self.connection = multiprocessing.connection.Client(warm_process(), "AF_UNIX")

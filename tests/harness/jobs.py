@@ -63,9 +63,9 @@ def free_port():
 
 
 def fill_with_traps(folder):
-    """Write into `folder` a file for each module name that a job may import.  A file that is imported leaves a mark.
+    """Write into `folder` a file for each module name that a job may import. A file that is imported leaves a mark.
 
-    They stand for a user's files that happen to have such names.  A job that is started in this folder must import none
+    They stand for a user's files that happen to have such names. A job that is started in this folder must import none
     of them.
     """
     ours = {path.stem for package in JOBS for path in (ROOT / package).iterdir()}
@@ -81,7 +81,7 @@ def executed_traps(folder):
 
 
 class Job:
-    """One job.  Used as a context manager: all processes of the job are killed at the end of the block."""
+    """One job. Used as a context manager: all processes of the job are killed at the end of the block."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Job:
         script=None,
         cwd=None,
     ):
-        """Start the job.  `way`: one of WAYS; `flags`: of main.py.
+        """Start the job. `way`: one of WAYS; `flags`: of main.py.
 
         `fault`: (rank, kind, seconds), see faulty_main.py; `other_hostname`: if root, give the host a name that does
         not resolve; `runner_flags`: of torchrun; `env`: further environment variables; `only`: the ranks to start;
@@ -196,7 +196,7 @@ class Job:
         return None
 
     def wait(self, seconds):
-        """Wait until every process that was started has ended; return their exit statuses.  Fails after `seconds`."""
+        """Wait until every process that was started has ended; return their exit statuses. Fails after `seconds`."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
             while process.poll() is None and not self.is_stopped(process.pid):  # by the test: then it will not end

@@ -14,7 +14,7 @@ import sys
 
 
 class Listeners:
-    """A context manager that watches a host.  Afterwards `tcp` has each (address, port), and `unix` each name.
+    """A context manager that watches a host. Afterwards `tcp` has each (address, port), and `unix` each name.
 
     It looks often enough for sockets that listen only for a moment, such as Gloo's in init_rpc.
     """

@@ -2,7 +2,7 @@
 
     python tests/harness/lost_main.py [--enough N] [--fail R] [flags that all packages share]
 
-Each worker (rank >= 1) calls a function of rank 0 N times.  Worker R raises an error after 20 calls.  Rank 0 has done
+Each worker (rank >= 1) calls a function of rank 0 N times. Worker R raises an error after 20 calls. Rank 0 has done
 its work when every living worker has made its calls.
 """
 

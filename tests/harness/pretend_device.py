@@ -1,13 +1,13 @@
 """A pretend accelerator, with which a machine without a GPU can test that every tensor is on the right device.
 
-Importing this file adds the device "pretend:0" to this process.  Tensors on it compute on the CPU, so the numbers are
-the same.  But like tensors on a GPU, they raise an error if they are used in one operator together with a CPU tensor,
-or if their numpy array is requested.  They also raise an error if they are pickled, which happens to everything that is
+Importing this file adds the device "pretend:0" to this process. Tensors on it compute on the CPU, so the numbers are
+the same. But like tensors on a GPU, they raise an error if they are used in one operator together with a CPU tensor,
+or if their numpy array is requested. They also raise an error if they are pickled, which happens to everything that is
 sent by RPC or written to a checkpoint, or if they are given to a collective that Gloo lacks on a GPU.
 
 Import it before the first backward() of the process, because autograd then counts the devices and starts a thread for
-each.  (Imports of a test file are early enough, because pytest imports all test files before it runs a test.)  It needs
-an experimental part of torch.  If torch does not have it, MISSING says so, and the device does not exist.
+each. (Imports of a test file are early enough, because pytest imports all test files before it runs a test.)  It needs
+an experimental part of torch. If torch does not have it, MISSING says so, and the device does not exist.
 
 It does not support sparse tensors, a second device (autograd would only find one), streams, a torch.Generator of its
 own (it uses the CPU's), and torch.tensor(..., device=...), for which tensor_by_copy can be used.
@@ -33,7 +33,7 @@ COLLECTIVES = {"c10d::broadcast_", "c10d::allreduce_", "c10d::allgather_"}
 
 
 class PretendTensor(torch.Tensor):
-    """A tensor whose device is DEVICE.  `elem` is the CPU tensor with which it computes."""
+    """A tensor whose device is DEVICE. `elem` is the CPU tensor with which it computes."""
 
     @staticmethod
     def __new__(cls, elem):
@@ -90,7 +90,7 @@ def run(operator, *args, **kwargs):
 
     args, kwargs = pytree.tree_map(to_cpu, (args, kwargs))
     result = BY_HAND.get(name, operator)(*args, **kwargs)
-    # An in-place operator returns one of its arguments.  Return the caller's tensor object, not a new one.
+    # An in-place operator returns one of its arguments. Return the caller's tensor object, not a new one.
     same = {id(tensor.elem): tensor for tensor in ours} | {id(tensor): tensor for tensor in others}
     wrap = PretendTensor if result_is_ours else lambda tensor: tensor
     return pytree.tree_map_only(torch.Tensor, lambda t: same[id(t)] if id(t) in same else wrap(t), result)
@@ -130,7 +130,7 @@ BY_HAND = {
 
 
 def tensor_by_copy(data, *, device=None, make=torch.tensor, **keywords):
-    """Create the tensor on the CPU and copy it.  Tests use this instead of torch.tensor, which calls no operator."""
+    """Create the tensor on the CPU and copy it. Tests use this instead of torch.tensor, which calls no operator."""
     return make(data, **keywords).to(device)
 
 

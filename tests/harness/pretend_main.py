@@ -2,7 +2,7 @@
 
     python tests/harness/pretend_main.py PACKAGE [main.py's own flags]
 
-The package and the glue choose which ranks use it.  Spawned ranks import this file again, as __mp_main__, so that every
+The package and the glue choose which ranks use it. Spawned ranks import this file again, as __mp_main__, so that every
 process has the device.
 """
 
@@ -28,7 +28,7 @@ def start_pretend(device, computes):
 
 
 def pretend_devices_of(hellos):
-    """Replaces devices_of, and calls it.  Every rank prints the devices of all ranks."""
+    """Replaces devices_of, and calls it. Every rank prints the devices of all ranks."""
     names = [name.replace("cuda", "pretend") for name in host.devices_of(hellos)]
     print("devices:", *names, flush=True)
     return names

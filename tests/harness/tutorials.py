@@ -21,7 +21,7 @@ def copied_alone(path, folder):
 
 
 def run_spawned(path, *flags, cwd=None, timeout=120):
-    """Run `python path flags` on a free port; return the CompletedProcess.  All its processes end with this call."""
+    """Run `python path flags` on a free port; return the CompletedProcess. All its processes end with this call."""
     (done,) = _run([[path, "--master_port", free_port(), *flags]], cwd, timeout)
     return done
 
@@ -67,7 +67,7 @@ def _kill(processes):
 
 
 def _run(commands, cwd, timeout):
-    """Run these commands at the same time until all have ended.  Each command is a path and its flags."""
+    """Run these commands at the same time until all have ended. Each command is a path and its flags."""
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         processes = []

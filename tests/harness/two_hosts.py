@@ -1,8 +1,8 @@
 """Two hosts on one machine: network namespaces with a link between them, which can be slow, and can be cut.
 
-Needs root and the command ip (Debian: iproute2).  Each host has its own loopback interface, its own address on the
-link, and its own name.  As in container images, this name resolves to an address at which the other host cannot reach
-it.  A slow link is a pair of TUN devices, and a process that forwards each packet after a delay.  (If the kernel has no
+Needs root and the command ip (Debian: iproute2). Each host has its own loopback interface, its own address on the
+link, and its own name. As in container images, this name resolves to an address at which the other host cannot reach
+it. A slow link is a pair of TUN devices, and a process that forwards each packet after a delay. (If the kernel has no
 netem, there is no simpler way.)
 """
 
@@ -80,7 +80,7 @@ class TwoHosts:
         return ["ip", "netns", "exec", NAMES[host], *rename, *command]
 
     def cut(self):
-        """Take the link down.  Programs on the two hosts get no error from this."""
+        """Take the link down. Programs on the two hosts get no error from this."""
         ip("-n", NAMES[1], "link", "set", DEVICES[1], "down")
 
 
@@ -96,7 +96,7 @@ def open_tun(name, namespace):
 
 
 def carry(delay):
-    """Forward each packet from one TUN device to the other after `delay` seconds.  Never returns."""
+    """Forward each packet from one TUN device to the other after `delay` seconds. Never returns."""
     ends = [open_tun(*end) for end in zip(DEVICES, NAMES, strict=True)]
     print("carrying", flush=True)
     waiting, count = [], 0  # a heap of (due, order, end, packet)

@@ -2,9 +2,9 @@
 
     python tests/harness/warm.py SOCKET
 
-helpers.run_main and run_script use it for runs whose start is not tested; tests/glue starts jobs with real commands.
-Each command is a fork of this process.  Its spawned ranks are forks of one fork server, which all commands share, while
-a real command starts a fork server of its own.  This process ends when its standard input is closed.
+helpers.run_main and run_script use it for runs whose start is not tested; tests/jobs starts jobs with real commands.
+Each command is a fork of this process. Its spawned ranks are forks of one fork server, which all commands share, while
+a real command starts a fork server of its own. This process ends when its standard input is closed.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ def adopt(request):
 
 
 def become(request):
-    """Run the command in this fork.  Never returns."""
+    """Run the command in this fork. Never returns."""
     os.setsid()
     os.chdir(request["cwd"])
     adopt(request)

@@ -1,4 +1,4 @@
-"""Tests of all packages on a GPU, which the ranks share.  They are skipped, with the reason, if there is no GPU.
+"""Tests of all packages on a GPU, which the ranks share. They are skipped, with the reason, if there is no GPU.
 
 Each package's test_equivalence.py compares the results of the GPU and of the CPU with those of a single process.
 """
@@ -67,7 +67,7 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machin
     ],
 )
 def test_several_ranks_that_compute(package, flags, says):
-    """There is no single process to compare them with.  DDP's trainers compare their replicas with each other."""
+    """There is no single process to compare them with. DDP's trainers compare their replicas with each other."""
     done = run_main(package, *flags, "--device", DEVICE)
     assert (done.returncode, done.stderr) == (0, "") and says in done.stdout, (done.stdout, done.stderr)
 

@@ -1,6 +1,6 @@
 """Which rank uses which device, and hosts whose GPU or driver does not work.
 
-These tests need no GPU.  A stand-in for the driver (stub_driver.c) reports one GPU, records which processes call it,
+These tests need no GPU. A stand-in for the driver (stub_driver.c) reports one GPU, records which processes call it,
 and then fails.
 """
 

@@ -1,4 +1,4 @@
-"""How a job ends (ending.py): the End, and the line that each rank prints.  These tests start no processes."""
+"""How a job ends (ending.py): the End, and the line that each rank prints. These tests start no processes."""
 
 import pytest
 from torch.distributed import DistNetworkError, DistStoreError

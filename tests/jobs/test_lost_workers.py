@@ -26,7 +26,7 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=SLOW)])
 def test_the_others_go_on_without_a_lost_worker(number):
-    """For spawned ranks.  tests/rl_rpc/test_lost_observers.py tests ranks in terminals."""
+    """For spawned ranks. tests/jobs/rl_rpc/test_lost_observers.py tests ranks in terminals."""
     with start("spawned", "--enough", "2000") as job:
         wait_until_all_count(job)
         os.kill(job.pid_of(2), number)

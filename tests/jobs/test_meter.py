@@ -23,7 +23,7 @@ def connection():
 
 
 def exchange(connection):
-    """Send SENT bytes, and one byte back.  Its packet acknowledges the others, so that the kernel counts them."""
+    """Send SENT bytes, and one byte back. Its packet acknowledges the others, so that the kernel counts them."""
     sender, receiver = connection
     sender.sendall(bytes(SENT))
     left = SENT

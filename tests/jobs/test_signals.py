@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP end a job quietly, at any moment and however it was started.  It leaves nothing behind."""
+"""Ctrl-C, SIGTERM and SIGHUP end a job quietly, at any moment and however it was started. It leaves nothing behind."""
 
 import os
 import re
@@ -24,7 +24,7 @@ def signals_of(pid, kind):
 
 
 def wait_until_it_handles_signals(pid):
-    """Wait until main.py's first instruction has run.  Before it, Python's default handlers end the process."""
+    """Wait until main.py's first instruction has run. Before it, Python's default handlers end the process."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         if signal.SIGTERM in signals_of(pid, "SigCgt"):
@@ -67,7 +67,7 @@ def test_a_starting_process_leaves_at_once(number, target, seconds):
 
 
 def test_ranks_that_have_just_begun_leave_quietly(tmp_path):
-    """Also with --checkpoint.  A rank that had to import torch by itself would print a traceback of the import."""
+    """Also with --checkpoint. A rank that had to import torch by itself would print a traceback of the import."""
     interrupt("spawned", signal.SIGINT, "group", None, ["--checkpoint", str(tmp_path / "checkpoint.pt")])
 
 

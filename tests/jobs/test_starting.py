@@ -97,7 +97,7 @@ class SocketSampler(threading.Thread):
 def watch_sockets(package, way, tmp_path):
     """Run a job and check that it listens on loopback only.
 
-    If possible, it runs on a host whose name does not resolve, so that the name cannot be the reason for loopback.  Its
+    If possible, it runs on a host whose name does not resolve, so that the name cannot be the reason for loopback. Its
     working directory has files with the names of the modules that a job imports.
     """
     temporary = tempfile.mkdtemp()  # tmp_path's name may be too long for a socket
@@ -288,7 +288,7 @@ STRANGERS = [
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_fit_is_refused_and_the_job_goes_on():
-    """Ranks with other flags are started before rank 0, and wait for it.  Still rank 0 defines the job."""
+    """Ranks with other flags are started before rank 0, and wait for it. Still rank 0 defines the job."""
     port = free_port()
     place = ["--master_port", port, "--join_timeout", 60]
     strangers = [start_main(package, *flags, *place) for _, _, package, flags in STRANGERS[:-1]]
@@ -355,7 +355,7 @@ def test_a_job_that_lost_a_rank_comes_back(package, way, tmp_path):
     lengths = {  # long enough to be killed in the middle
         "rl_rpc": ["--max_episodes", "30", "--reward_threshold", "1e9", "--eval_episodes", "1"],
         "rnn_rpc": ["--epochs", "8", "--corpus_tokens", "40000"],
-    }  # param_server: in tests/param_server/test_runs.py
+    }  # param_server: in tests/jobs/param_server/test_runs.py
     flags = [*lengths[package], "--checkpoint", str(checkpoint), "--summary_json", str(summary)]
     flags += ["--max_restarts", "2"] if way == "spawned" else []
     with Job(package, way, flags, runner_flags=["--max-restarts", "2"]) as job:

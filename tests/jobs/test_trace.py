@@ -16,7 +16,7 @@ from jobs import JOBS, Job
 from two_hosts import NAMES, TwoHosts, why_not
 
 CALLS = ("sync", "async", "remote")
-RanksOnTwoHosts = load_module(ROOT / "tests" / "glue" / "test_two_hosts.py").RanksOnTwoHosts
+RanksOnTwoHosts = load_module(ROOT / "tests" / "jobs" / "test_two_hosts.py").RanksOnTwoHosts
 RL = [*JOBS["rl_rpc"]["size"], *JOBS["rl_rpc"]["short"]]
 
 
@@ -210,7 +210,7 @@ def test_between_two_hosts_no_arrow_points_back_in_time(tmp_path):
 
 
 def test_clocks_of_several_hosts_are_lined_up():
-    """Three hosts, each called by the one before.  Clocks 7 s and 3 s wrong are corrected to within a round trip."""
+    """Three hosts, each called by the one before. Clocks 7 s and 3 s wrong are corrected to within a round trip."""
     ahead = {"a": 0, "b": 7_000_000_000, "c": -3_000_000_000}
     hosts = dict(enumerate(ahead))
 

@@ -71,7 +71,7 @@ class Nodes:
 @pytest.mark.slow
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_loss_on_one_of_two_nodes_is_one_restart(node):
-    """Two torchrun processes on this machine, with one rank each.  Only one of them sees its own rank die."""
+    """Two torchrun processes on this machine, with one rank each. Only one of them sees its own rank die."""
     port = free_port()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     torchrun += ["--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]

@@ -3,9 +3,9 @@
 Print a dict {piece of the symptom's text in the page: the text that was seen}.  For a failure without a message, the
 text is "seen" if it happened as the page describes, and "" if it did not.
 
-    python tests/repository/symptoms.py [SCENE ...]        # without arguments: all scenes except nameless_host
+    python tests/pages/symptoms.py [SCENE ...]        # without arguments: all scenes except nameless_host
 
-A scene is an RPC group of two processes: "a" causes the failure, and "b" serves its calls.  Several scenes run at the
+A scene is an RPC group of two processes: "a" causes the failure, and "b" serves its calls. Several scenes run at the
 same time.
 """
 
@@ -65,7 +65,7 @@ class OurError(Exception):
 
 
 def only_here():
-    """Do nothing.  Process b deletes this function from its main module, so that a call cannot find it."""
+    """Do nothing. Process b deletes this function from its main module, so that a call cannot find it."""
 
 
 def first():
@@ -133,7 +133,7 @@ def in_training():
 
 
 def nested(depth):
-    """Call the other process, which calls this one, and so on, `depth` times.  Each level blocks an RPC thread."""
+    """Call the other process, which calls this one, and so on, `depth` times. Each level blocks an RPC thread."""
     other = "b" if rpc.get_worker_info().name == "a" else "a"
     return rpc.rpc_sync(other, nested, args=(depth - 1,), timeout=0.5) if depth else 0
 
@@ -419,7 +419,7 @@ def owner_has_left(rank):
 
 
 def stranger(rank):
-    """A program that does not use RPC connects to b's ports.  Then b ends, and its C++ part writes why to stderr."""
+    """A program that does not use RPC connects to b's ports. Then b ends, and its C++ part writes why to stderr."""
     log_path = f"{tempfile.gettempdir()}/stderr_of_b_{os.environ['MASTER_PORT']}"
     if rank == 1:
         with open(log_path, "w") as file:
@@ -452,7 +452,7 @@ def without_rpc(rank):
 
 
 def nameless_host(rank):
-    """A host whose own name does not resolve.  The test runs this with `unshare --uts`, because it renames the host."""
+    """A host whose own name does not resolve. The test runs this with `unshare --uts`, because it renames the host."""
     socket.sethostname("elsewhere.invalid")
     with stderr_of_cpp("Failed to look up the IP address"):
         join(rank)
@@ -469,7 +469,7 @@ def run_scene(scene, rank, port, answers):
 
 
 def start_scene(scene):
-    """Start a scene.  Return its two processes, and the end of a pipe through which rank 0 sends what it has seen."""
+    """Start a scene. Return its two processes, and the end of a pipe through which rank 0 sends what it has seen."""
     global meeting
     fork = multiprocessing.get_context("fork")
     meeting = fork.Barrier(2)  # of the two processes of this scene

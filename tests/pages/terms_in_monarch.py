@@ -1,4 +1,4 @@
-"""Assert what docs/MIGRATING.md states about Monarch.  test_migrating.py runs this in a Python that has Monarch."""
+"""Assert what docs/MIGRATING.md states about Monarch. test_migrating.py runs this in a Python that has Monarch."""
 
 import asyncio
 import os

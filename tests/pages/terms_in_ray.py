@@ -1,4 +1,4 @@
-"""Assert what docs/MIGRATING.md states about Ray.  test_migrating.py runs this in a Python that has Ray."""
+"""Assert what docs/MIGRATING.md states about Ray. test_migrating.py runs this in a Python that has Ray."""
 
 import asyncio
 import os

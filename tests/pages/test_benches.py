@@ -13,7 +13,7 @@ PAYLOADS = ["nothing", "array of 4 floats", "tensor of 1 KB", "tensor of 1 MB"]
 
 
 def test_a_call_through_an_rref_costs_twice_the_messages(tmp_path):
-    """A call by name sends a request and an answer.  With an RRef the owner also confirms it, and gets an answer.
+    """A call by name sends a request and an answer. With an RRef the owner also confirms it, and gets an answer.
 
     The first call through a proxy makes one more call, which asks for the type of the object.
     """

@@ -34,7 +34,7 @@ def environment_of(row):
 
 
 def run_with_stand_ins(script, folder):
-    """Run a script with stand-ins for the launchers.  Return the words of every call, with the values of variables."""
+    """Run a script with stand-ins for the launchers. Return the words of every call, with the values of variables."""
     log = folder / "log"
     for name in COMMANDS:
         stand_in = folder / name

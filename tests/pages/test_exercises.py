@@ -17,7 +17,7 @@ EXERCISES = {f"{p}-{number}": each for p in PACKAGES for number, each in enumera
 
 def copy_to(folder):
     """Copy the files that the exercises change and run into `folder`, and return it."""
-    for name in (*PACKAGES, "bench", "tests", "tools"):
+    for name in (*PACKAGES, "bench", "docs", "tests", "tools"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "pictures"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
@@ -42,7 +42,7 @@ def start_and_solved(each, folder):
 
 
 def run_check(each, root):
-    """Run the check in a fork of a process that has loaded torch.  Return (status, output)."""
+    """Run the check in a fork of a process that has loaded torch. Return (status, output)."""
     python, m, pytest_, *words = each.command()
     assert (m, pytest_) == ("-m", "pytest")
     out = root / "out.txt"
@@ -62,7 +62,7 @@ def test_a_check_fails_at_the_start_and_passes_with_the_solution(name, tmp_path)
 
 
 def command(root, *words):
-    """Run the command of ./run_all.sh exercise WORDS.  Return (status, output)."""
+    """Run the command of ./run_all.sh exercise WORDS. Return (status, output)."""
     done = subprocess.run(
         [sys.executable, "tools/exercise.py", *words], cwd=root, stdout=subprocess.PIPE, text=True, timeout=120
     )
@@ -86,7 +86,7 @@ def states_in(out):
 
 
 NAMES = list(exercise.all_exercises())
-# Replaces pytest, so that the tests of the list take seconds.  It logs each check, and passes those of passes.txt.
+# Replaces pytest, so that the tests of the list take seconds. It logs each check, and passes those of passes.txt.
 STAND_IN = """
 import pathlib, sys
 with open("checks.txt", "a") as file:
@@ -97,7 +97,7 @@ sys.exit(pathlib.Path("passes.txt").read_text() not in " ".join(sys.argv))
 
 @pytest.fixture
 def listed(tmp_path):
-    """A copy in a git repository.  `listed()` returns ({name: state}, the checks that were run)."""
+    """A copy in a git repository. `listed()` returns ({name: state}, the checks that were run)."""
     root = copy_to(tmp_path)
     (root / "pytest.py").write_text(STAND_IN)
     (root / "passes.txt").write_text("no check")

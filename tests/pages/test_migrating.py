@@ -1,7 +1,7 @@
 """docs/MIGRATING.md: its terms exist, its excerpts are lines of the programs, and the programs print what it shows.
 
-Ray and Monarch are not required.  Their programs are run if RAY_PYTHON and MONARCH_PYTHON name interpreters that have
-them (and torch and torchvision), or if this interpreter has them.  Otherwise these tests are skipped.
+Ray and Monarch are not required. Their programs are run if RAY_PYTHON and MONARCH_PYTHON name interpreters that have
+them (and torch and torchvision), or if this interpreter has them. Otherwise these tests are skipped.
 """
 
 import argparse
@@ -217,6 +217,6 @@ def test_one_trainer_has_the_losses_of_one_process(library, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_what_the_page_says_of_the_library_is_so(library, tmp_path):
-    checks = ROOT / "tests" / "repository" / f"terms_in_{library}.py"
+    checks = ROOT / "tests" / "pages" / f"terms_in_{library}.py"
     done = re.findall(r"^check_\w+$", run(library, checks, folder=tmp_path), re.MULTILINE)
     assert sorted(done) == sorted(re.findall(r"^def (check_\w+)", checks.read_text(), re.MULTILINE))

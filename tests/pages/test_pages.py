@@ -17,7 +17,7 @@ from jobs import Job, children_of, command_of, free_port
 README, CONCEPTS, CONTRIBUTING = (
     (ROOT / f"{name}.md").read_text() for name in ("README", "docs/CONCEPTS", "CONTRIBUTING")
 )
-PAGES = [page for folder in ("", "docs", *PACKAGES) for page in (ROOT / folder).glob("*.md")]
+PAGES = [page for folder in ("", "docs", "docs/*", *PACKAGES) for page in ROOT.glob(f"{folder}/*.md".lstrip("/"))]
 LINK = re.compile(r"\[`([\w.]+)`\]\(([\w/.]+\.py)\)")
 
 
@@ -49,7 +49,7 @@ def test_the_forty_lines_run_and_print_what_the_page_shows(tmp_path):
 
 
 def test_the_moving_picture_is_as_wide_as_the_page_and_small():
-    """`tools/draw_pictures.py moving` makes it.  GitHub would shrink a wider picture, and its letters too."""
+    """`tools/draw_pictures.py moving` makes it. GitHub would shrink a wider picture, and its letters too."""
     (path,) = re.findall(r"\((\S+\.gif)\)", README)
     with Image.open(ROOT / path) as picture:
         assert picture.width == 830 and picture.n_frames > 100

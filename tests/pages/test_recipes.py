@@ -32,7 +32,7 @@ def masked(output):
 def store(monkeypatch):
     """A store in this process, at the address that the environment names.
 
-    A forked process ends immediately after `shutdown`.  If rank 0 ran the store, the store could end before the other
+    A forked process ends immediately after `shutdown`. If rank 0 ran the store, the store could end before the other
     ranks have left `shutdown`.
     """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -108,7 +108,7 @@ def test_both_stages_of_the_pipeline_work_at_the_same_time(printed, monkeypatch)
 
 @pytest.mark.slow
 def test_workers_that_are_killed_from_outside_are_replaced(tmp_path):
-    """The tasks are short and many.  Three workers are killed, the last two at once, while all of them have a task."""
+    """The tasks are short and many. Three workers are killed, the last two at once, while all of them have a task."""
     program = RECIPES[FARM][2]
     program = program.replace("    return task.upper()", "    time.sleep(0.4)\n    return task.upper()")
     program = program.replace('"takes too long", "b"]', '*(f"task {i}" for i in range(60))]')

@@ -16,7 +16,7 @@ import yaml
 from helpers import PACKAGES, ROOT, package_on_path
 from jobs import JOBS
 
-PAGES = [page for folder in ("", "docs", *PACKAGES) for page in (ROOT / folder).glob("*.md")]
+PAGES = [page for folder in ("", "docs", "docs/*", *PACKAGES) for page in ROOT.glob(f"{folder}/*.md".lstrip("/"))]
 
 
 def glue_of(package):
@@ -132,7 +132,7 @@ def test_each_numbered_difference_names_a_test_that_exists(package):
     sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     tests = re.findall(r"^ *def test_(\w+)\(", sources, re.MULTILINE)
     tests += [path.stem.removeprefix("test_") for path in (ROOT / "tests").rglob("test_*.py")]
-    items = re.split(r"^\d+\. ", (ROOT / package / "DIFFERENCES.md").read_text(), flags=re.MULTILINE)[1:]
+    items = re.split(r"^\d+\. ", (ROOT / "docs" / "differences" / f"{package}.md").read_text(), flags=re.MULTILINE)[1:]
     assert len(items) >= 7
     for item in items:
         quoted = " ".join(re.findall(r"`([^`]+)`", item))

@@ -104,7 +104,7 @@ NOT_MADE = re.compile(r"\*\(not made here\)\*$")
 
 @pytest.fixture(scope="session")
 def torchs_own():
-    done = run_script("tests/repository/symptoms.py")
+    done = run_script("tests/pages/symptoms.py")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -235,7 +235,7 @@ def a_number_twice(_):
 
 
 def stderr_of_ranks(*others):
-    """Start rank 0 of a job in which a rank is missing, and ranks with these flags.  Return the stderr of all."""
+    """Start rank 0 of a job in which a rank is missing, and ranks with these flags. Return the stderr of all."""
     place = ["--world_size", 3, "--master_port", free_port(), "--join_timeout", 6]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         ended = list(pool.map(lambda flags: run_main("rl_rpc", *place, *flags), [["--rank", 0], *others]))
@@ -243,7 +243,7 @@ def stderr_of_ranks(*others):
 
 
 def rank_that_gets(number, way, rank):
-    """Send a signal to one rank of a running job.  Return what all ranks write to stderr."""
+    """Send a signal to one rank of a running job. Return what all ranks write to stderr."""
     with Job("rl_rpc", way, ["--max_episodes", "1000000", "--reward_threshold", "1e9"]) as job:
         assert job.wait_for_text("Episode 10", 90)
         os.kill(job.pid_of(rank), number)
@@ -284,7 +284,7 @@ def two_names_at_loopback(_):
 def a_host_without_a_name(_):
     if os.geteuid() != 0:
         pytest.skip("needs root, to give a process another host name")
-    command = ["unshare", "--uts", sys.executable, ROOT / "tests" / "repository" / "symptoms.py", "nameless_host"]
+    command = ["unshare", "--uts", sys.executable, ROOT / "tests" / "pages" / "symptoms.py", "nameless_host"]
     # torch logs these lines at this level. The packages of this repository set a higher one.
     loud = os.environ | {"TORCH_CPP_LOG_LEVEL": "WARNING"}
     done = subprocess.run(command, capture_output=True, text=True, env=loud)
@@ -310,7 +310,7 @@ def a_name_that_leads_to_oneself(tmp_path):
 
 
 def on_two_hosts(folder, awaited, variables):
-    """Run PLAIN on two hosts, with a dict of variables for each, until it prints `awaited`.  Return its output."""
+    """Run PLAIN on two hosts, with a dict of variables for each, until it prints `awaited`. Return its output."""
     (folder / "plain.py").write_text(PLAIN)
     with two_hosts.TwoHosts() as hosts, open(folder / "log", "w") as file:
         ranks, deadline = [], time.monotonic() + 60

@@ -77,7 +77,7 @@ on_a_host = pytest.mark.skipif(bool(why_not()), reason=why_not())
 def listeners_of(hosts, commands, text, folder):
     """Run (host, command) pairs until one prints `text`; return where host 0 has listened, except for the stores.
 
-    That is: the addresses of its TCP sockets, and its Unix sockets.  Only torch's polling transport, shm, has Unix
+    That is: the addresses of its TCP sockets, and its Unix sockets. Only torch's polling transport, shm, has Unix
     sockets that listen.
     """
     with Listeners(hosts, 0) as listeners:

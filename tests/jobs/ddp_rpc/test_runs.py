@@ -22,7 +22,7 @@ def run(tmp_path, *flags, timeout=120):
 
 @pytest.mark.slow
 def test_pipelined_learns_for_longer_than_an_rpc_may_take(tmp_path):
-    """The training is one RPC, which would fail with a timeout.  A line is printed for each epoch."""
+    """The training is one RPC, which would fail with a timeout. A line is printed for each epoch."""
     flags = ("--mode", "pipelined", "--num_servers", 2, "--epochs", 6, "--lr", 0.2, "--rpc_timeout", 2)
     out, summary = run(tmp_path, *flags)
     losses = [float(loss) for loss in re.findall(r"held-out loss (\S+)", out)]
@@ -69,7 +69,7 @@ def test_random_targets_cannot_be_learned(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "pipelined"])
 def test_what_travels_has_the_size_of_a_batch(tmp_path, mode):
-    """The table has 64 MB.  If its whole gradient were sent, there would be a thousand times as many bytes."""
+    """The table has 64 MB. If its whole gradient were sent, there would be a thousand times as many bytes."""
     flags = ("--mode", mode, "--sparse", "--num_embeddings", 1_000_000, "--batches", 20, "--epochs", 1)
     done = run_script("bench/wire.py", "ddp_rpc", *flags)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 """A job for losses.py: main.py with a network that counts how often each image is applied, and with injected faults.
 
-python tests/param_server/counting_job.py IMAGES PAUSE LOST_AFTER FAULTS [main.py's own flags]
+python tests/jobs/param_server/counting_job.py IMAGES PAUSE LOST_AFTER FAULTS [main.py's own flags]
 
 The network has one weight for each image, and the loss is minus the mean of a batch's weights. So an image that is
 applied raises its own weight, and no other, by learning rate / batch size (`sync`: divided by the number of gradients
@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "param_server"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "param_server"))
 import torch
 from torch import nn
 

@@ -1,13 +1,13 @@
 """A job for test_runs.py: main.py with two RPC threads in each rank, so that there are more trainers than threads.
 
-python tests/param_server/few_threads_job.py --mode replica --num_servers 3 --world_size 11
+python tests/jobs/param_server/few_threads_job.py --mode replica --num_servers 3 --world_size 11
 """
 
 import functools
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "param_server"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "param_server"))
 import main
 from glue import launch
 from ranks import worker_name

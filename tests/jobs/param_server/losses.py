@@ -1,4 +1,4 @@
-"""Cases of lost trainers, drawn from a number.  They check the promise of `--on_lost continue` by counting images.
+"""Cases of lost trainers, drawn from a number. They check the promise of `--on_lost continue` by counting images.
 
 Used by test_lost.py and tools/soak_lost.py.
 """
@@ -42,7 +42,7 @@ def run_case(mode, faults, flags=(), lost_after=4.0, pause=0.004):
         job = (IMAGES, pause, lost_after, spec, "--world_size", servers + TRAINERS, "--epochs", EPOCHS, *MODES[mode])
         job = (*job, "--batch_size", BATCH, "--lr", BATCH, "--on_lost", "continue", "--log_interval", 1_000_000)
         done = run_script(
-            "tests/param_server/counting_job.py", *job, "--summary_json", summary_file.name, *flags, timeout=100
+            "tests/jobs/param_server/counting_job.py", *job, "--summary_json", summary_file.name, *flags, timeout=100
         )
         output = done.stdout + done.stderr
         assert done.returncode == 0, output

@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT, assert_one_line_error, load_module, run_script, start_main
 from jobs import ranks_of
 
-losses = load_module(ROOT / "tests" / "param_server" / "losses.py")
+losses = load_module(ROOT / "tests" / "jobs" / "param_server" / "losses.py")
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_without_the_last_trainer_the_job_ends():
     everybody = ",".join(f"{rank}:SIGKILL:0.5" for rank in range(1, 5))
     flags = ("--mode", "replica", "--world_size", 5, "--epochs", 3, "--batch_size", 4, "--lr", 4)
     job = (losses.IMAGES, 0.01, 4.0, everybody, *flags, "--on_lost", "continue")
-    done = run_script("tests/param_server/counting_job.py", *job, timeout=100)
+    done = run_script("tests/jobs/param_server/counting_job.py", *job, timeout=100)
     assert_one_line_error(done, 1, "lost rank")
 
 
@@ -74,7 +74,7 @@ def test_the_digits_are_learned_without_a_lost_trainer(digits, tmp_path):
     [("remote", 1, 300, ",3:SIGKILL:0.2"), ("async, two servers", 2, 300, ",3:SIGKILL:0.2"), ("sync", 1, 75, "")],
 )
 def test_a_restart_gets_past_an_evaluation_in_which_the_server_was_killed(tmp_path, mode, servers, updates, more):
-    """The checkpoint is that of the epoch's last update, so no batch is left.  Also tested with a lost trainer."""
+    """The checkpoint is that of the epoch's last update, so no batch is left. Also tested with a lost trainer."""
     summary_file, size = tmp_path / "s.json", servers + losses.TRAINERS
     flags = (
         *losses.MODES[mode],
@@ -91,7 +91,7 @@ def test_a_restart_gets_past_an_evaluation_in_which_the_server_was_killed(tmp_pa
     )
     flags = (*flags, "--on_lost", "continue", "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", updates)
     job = (losses.IMAGES, 0.004, 4.0, f"0:evaluation:0{more}", *flags, "--summary_json", summary_file)
-    done = run_script("tests/param_server/counting_job.py", *job, timeout=150)
+    done = run_script("tests/jobs/param_server/counting_job.py", *job, timeout=150)
     output = done.stdout + done.stderr
     assert done.returncode == 0 and f"Going on from update {updates}, epoch 1" in done.stdout, output
     assert (f"lost rank 3 (trainer{4 - servers}): killed by SIGKILL" in output) == bool(more), output

@@ -88,7 +88,7 @@ def test_four_trainers_in_every_mode(mode, digits, tmp_path):
 
 @pytest.mark.slow
 def test_each_rank_obeys_its_own_command_line(tmp_path, digits):
-    """In terminals: a flag that only rank 0 has is obeyed, whichever trainer calls first.  Two servers, two epochs."""
+    """In terminals: a flag that only rank 0 has is obeyed, whichever trainer calls first. Two servers, two epochs."""
     job = (
         "--mode",
         "replica",
@@ -121,7 +121,7 @@ def test_more_callers_than_rpc_threads_and_checkpoints_end_without_a_hang(tmp_pa
     """If a server waited for another server under its lock, it would have no thread left to receive the answer."""
     flags = (*MODES[consistency], "--num_servers", 3, "--world_size", 11, "--batch_size", 8, "--max_batches", 20)
     flags = (*flags, "--lr", 0.003, "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 2)
-    done = run_script("tests/param_server/few_threads_job.py", *DRAWN, *flags, timeout=120)
+    done = run_script("tests/jobs/param_server/few_threads_job.py", *DRAWN, *flags, timeout=120)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert updates_in(tmp_path / "c.pt") == (20 if consistency == "sync" else 160)
 
@@ -226,7 +226,7 @@ def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path, digits, mo
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_an_epoch_goes_on_with_fewer_or_more_trainers(tmp_path, digits, world_size):
-    """Two trainers are killed in the middle of an epoch; one or four continue it.  Each image is applied once."""
+    """Two trainers are killed in the middle of an epoch; one or four continue it. Each image is applied once."""
     checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
     flags = (*from_files(digits), *MODES["async"], "--checkpoint", checkpoint)
     process = start_main("param_server", *flags, "--world_size", 3, "--checkpoint_every", 20)

@@ -12,8 +12,8 @@ import pytest
 from helpers import ROOT, load_module
 from jobs import Job
 
-test_agent = load_module(ROOT / "tests" / "rl_rpc" / "test_agent.py")
-own_errors = load_module(ROOT / "tests" / "glue" / "test_own_errors.py")
+test_agent = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "test_agent.py")
+own_errors = load_module(ROOT / "tests" / "jobs" / "test_own_errors.py")
 make_agent = test_agent.make_agent  # a fixture
 MODES = list(test_agent.main_module.MODES)
 STATE = np.zeros(4, dtype=np.float32)

@@ -10,7 +10,7 @@ import torch
 
 from helpers import ROOT, assert_refused, calls_in_steps, load_module, package_on_path, run_main, run_script
 
-equivalence = load_module(ROOT / "tests" / "rl_rpc" / "test_equivalence.py")
+equivalence = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "test_equivalence.py")
 MODES = equivalence.MODES
 SOLVED_LINE = re.compile(r"^Solved! Running reward is now ([\d.]+)!$", re.M)
 

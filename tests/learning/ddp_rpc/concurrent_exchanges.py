@@ -1,6 +1,6 @@
 """For test_sharding.py: eight threads call exchange() at the same time, as RPC threads do.
 
-Prints the largest difference between the table and the result that it must have.  This runs in a process of its own,
+Prints the largest difference between the table and the result that it must have. This runs in a process of its own,
 because without the lock an update may free memory that another thread still uses, and the process may crash.
 """
 
@@ -8,7 +8,7 @@ import pathlib
 import sys
 import threading
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "ddp_rpc"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "ddp_rpc"))
 import torch
 
 from pipelined import EmbeddingShard

@@ -1,6 +1,6 @@
-"""The check of exercise 3 of ddp_rpc/EXERCISES.md.
+"""The check of exercise 3 of docs/exercises/ddp_rpc.md.
 
-It fails on the package as published, which has no solution of this exercise.  So the name of this file does not begin
+It fails on the package as published, which has no solution of this exercise. So the name of this file does not begin
 with `test_`, and pytest runs it only if it is named.
 """
 
@@ -10,7 +10,7 @@ import torch
 
 from helpers import ROOT, load_module
 
-parts = load_module(ROOT / "tests" / "ddp_rpc" / "test_sharding.py")
+parts = load_module(ROOT / "tests" / "learning" / "ddp_rpc" / "test_sharding.py")
 ROWS, DIM = 1000, 16
 FIGURES = {"heldout_loss": 1.0, "heldout_accuracy": 0.5, "ceiling_accuracy": 0.75}
 FLAGS = ("--num_embeddings", ROWS, "--embedding_dim", DIM, "--checkpoint")

@@ -1,13 +1,13 @@
 """For test_sharding.py: main.py with a server that counts lookups, by number of bags and with or without a graph.
 
-python tests/ddp_rpc/lookups_job.py --num_trainers 1 --batches 5
+python tests/learning/ddp_rpc/lookups_job.py --num_trainers 1 --batches 5
 """
 
 import collections
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "ddp_rpc"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "ddp_rpc"))
 import hogwild
 import main
 from glue import launch

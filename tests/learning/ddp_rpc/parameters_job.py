@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 from torch.distributed.nn import RemoteModule
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "ddp_rpc"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "ddp_rpc"))
 from hogwild import EmbeddingShard, HybridModel
 
 

@@ -1,6 +1,6 @@
 """A job for test_pretend_device.py: a program in one file, with the pretend device as the GPU.
 
-python tests/ddp_rpc/pretend_tutorial_job.py PROGRAM [the program's own flags]
+python tests/learning/ddp_rpc/pretend_tutorial_job.py PROGRAM [the program's own flags]
 
 Spawned ranks import this file again, so that every process has the device.
 """
@@ -10,7 +10,7 @@ import os
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "ddp_rpc"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "ddp_rpc"))
 import torch.multiprocessing as mp
 from torch.utils import _pytree as pytree
 

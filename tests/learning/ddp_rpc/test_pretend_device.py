@@ -1,6 +1,6 @@
 """Tests of ddp_rpc with the tables and `fc` on the pretend device, which replaces a GPU.
 
-They cover every mode, checkpoints, resuming and evaluation, and they check that mistakes are noticed.  The device has
+They cover every mode, checkpoints, resuming and evaluation, and they check that mistakes are noticed. The device has
 no sparse tensors, so the runs do not have --sparse.
 """
 
@@ -14,7 +14,7 @@ import pretend_device
 from helpers import ROOT, load_module, package_on_path, run_on_pretend_device, run_script
 from jobs import free_port
 
-equivalence = load_module(ROOT / "tests" / "ddp_rpc" / "test_equivalence.py")
+equivalence = load_module(ROOT / "tests" / "learning" / "ddp_rpc" / "test_equivalence.py")
 with package_on_path("ddp_rpc"):
     import hogwild
     import pipelined
@@ -24,7 +24,7 @@ IDS, OFFSETS = torch.tensor([3, 3, 8]), torch.tensor([0, 2])
 
 @pytest.mark.parametrize(("mode", "trainers", "servers"), [("hogwild", 1, 1), ("sync", 2, 1), ("pipelined", 1, 2)])
 def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_path, mode, trainers, servers):
-    """Equal to 1e-5, as on the CPU.  The plain loop writes the checkpoint of epoch 1, and the run trains epoch 2."""
+    """Equal to 1e-5, as on the CPU. The plain loop writes the checkpoint of epoch 1, and the run trains epoch 2."""
     stale = mode == "pipelined"
     table, fc = equivalence.one_process(trainers, stale, epochs=1)
     equivalence.save_checkpoint(tmp_path / "end.pt", table, fc)
@@ -41,7 +41,7 @@ def make_shard(device=pretend_device.DEVICE):
 
 
 def test_a_server_answers_from_its_device_by_way_of_the_cpu():
-    """All answers are on the CPU.  The table is on the device, also after an update, and equals a table on the CPU."""
+    """All answers are on the CPU. The table is on the device, also after an update, and equals a table on the CPU."""
     shard = make_shard()
     exchanged = torch.as_tensor(shard.exchange(0, None, IDS, OFFSETS))
     sent = [shard.look_up(IDS, OFFSETS, with_gradient=True), shard.state_dict()["weight"], exchanged]
@@ -84,7 +84,7 @@ def test_gradients_are_averaged_on_the_device():
 
 def test_the_programs_in_one_file_compute_the_same_on_the_device():
     """With one trainer, tutorial.py prints the lines of single.py, and both have `fc` on the device."""
-    job = "tests/ddp_rpc/pretend_tutorial_job.py"
+    job = "tests/learning/ddp_rpc/pretend_tutorial_job.py"
     single = run_script(job, "single")
     tutorial = run_script(job, "tutorial", "--world_size", 3, "--master_port", free_port())
     assert (single.returncode, single.stderr) == (0, "")

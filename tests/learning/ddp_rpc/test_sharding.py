@@ -190,15 +190,15 @@ def test_averaging_does_not_depend_on_the_order_of_arrival(monkeypatch, num_trai
 
 
 def test_concurrent_exchanges_lose_no_gradient():
-    """Eight threads call at the same time, as RPC threads do.  A lock protects the updates, so no gradient is lost."""
-    done = run_script("tests/ddp_rpc/concurrent_exchanges.py")
+    """Eight threads call at the same time, as RPC threads do. A lock protects the updates, so no gradient is lost."""
+    done = run_script("tests/learning/ddp_rpc/concurrent_exchanges.py")
     assert (done.returncode, done.stderr) == (0, "")
     assert float(done.stdout) < 1e-3  # one lost gradient makes a difference of 0.05
 
 
 def test_parameters_of_a_model_with_rrefs_are_those_that_are_here():
-    """The tutorial's text says so.  With the RemoteModule of the published code, parameters() raises an error."""
-    done = run_script("tests/ddp_rpc/parameters_job.py")
+    """The tutorial's text says so. With the RemoteModule of the published code, parameters() raises an error."""
+    done = run_script("tests/learning/ddp_rpc/parameters_job.py")
     assert (done.returncode, done.stderr) == (0, "")
     with_rrefs, with_remote_module = done.stdout.splitlines()
     assert with_rrefs == "RRef: [(8, 5), (8,)]"  # fc's weight and bias
@@ -206,9 +206,9 @@ def test_parameters_of_a_model_with_rrefs_are_those_that_are_here():
 
 
 def test_an_evaluation_builds_no_graph_on_the_servers():
-    """A trainer's torch.no_grad() has no effect on a server.  The run has two evaluations, with one epoch between."""
+    """A trainer's torch.no_grad() has no effect on a server. The run has two evaluations, with one epoch between."""
     flags = ("--num_trainers", 1, "--batches", 5, "--epochs", 1)
-    done = run_script("tests/ddp_rpc/lookups_job.py", *flags)
+    done = run_script("tests/learning/ddp_rpc/lookups_job.py", *flags)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-2:] == [
         "5 lookups of 8 bags with a graph",
@@ -220,7 +220,7 @@ def test_an_evaluation_builds_no_graph_on_the_servers():
 
 
 def test_every_batch_has_the_same_number_of_bags():
-    """DDP takes the mean over trainers.  With batches of 4 and 9 bags, this would not be the mean over bags."""
+    """DDP takes the mean over trainers. With batches of 4 and 9 bags, this would not be the mean over bags."""
     for ids, offsets, target in ClickLog(100, 16, seed=1).batches(50, 8, seed=2):
         assert len(offsets) == len(target) == 8
         sizes = torch.diff(torch.cat([offsets, torch.tensor([len(ids)])]))
@@ -247,7 +247,7 @@ def test_the_teacher_knows_most_of_its_own_labels_and_nobody_knows_random_ones(t
 
 
 class RecordedTrainer:
-    """A model, and an RRef to a master, for trainer 0 of two trainers.  Its attribute `order` records all calls."""
+    """A model, and an RRef to a master, for trainer 0 of two trainers. Its attribute `order` records all calls."""
 
     device = torch.device("cpu")
 
@@ -292,7 +292,7 @@ def test_the_learning_rate_falls_in_the_second_half_in_a_straight_line():
 
 
 def test_nobody_steps_while_the_master_saves(monkeypatch):
-    """Trainer 0 calls the master.  Then all trainers wait at a barrier, and continue together."""
+    """Trainer 0 calls the master. Then all trainers wait at a barrier, and continue together."""
     model = RecordedTrainer(monkeypatch)
     main.report_epoch(model, 3, {"loss": 1.0}, 2.0, model)
     told, barrier = model.order
@@ -303,7 +303,7 @@ def test_nobody_steps_while_the_master_saves(monkeypatch):
 
 
 def test_the_masters_figures_are_of_all_trainers_and_of_this_run_alone(tmp_path, capsys):
-    """Two trainers have 10 batches of 4 bags in an epoch.  An earlier run has done the first of three epochs."""
+    """Two trainers have 10 batches of 4 bags in an epoch. An earlier run has done the first of three epochs."""
     summary_file, model_file = tmp_path / "summary.json", tmp_path / "model.pt"
     sizes = "--num_trainers 2 --num_servers 2 --epochs 3 --batches 10 --batch_bags 4"
     table = "--num_embeddings 30 --embedding_dim 5 --resume"
@@ -378,7 +378,7 @@ def test_the_process_group_is_destroyed_at_the_end(monkeypatch, rank, is_trainer
 
 
 class FakeJob:
-    """The part of a Job that run_worker uses.  By default every rank is on the CPU."""
+    """The part of a Job that run_worker uses. By default every rank is on the CPU."""
 
     def __init__(self, wait_for_all=None, devices=("cpu",) * 4):
         self.wait_for_all = wait_for_all

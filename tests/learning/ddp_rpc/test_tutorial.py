@@ -71,7 +71,7 @@ def batches_of(seed, number):
 def plain_loop(updates, ranks, trainers, seed=1, table_weight=1.0):
     """Train as trainers of these ranks do, but without torch's modules and optimizers; return (table, fc).
 
-    `fc` gets one update with the mean of the trainers' gradients.  The table gets an update with each trainer's
+    `fc` gets one update with the mean of the trainers' gradients. The table gets an update with each trainer's
     gradient, multiplied by `table_weight`.
     """
     torch.manual_seed(seed + trainers + 1)  # the rank of the ps
@@ -141,7 +141,7 @@ def test_the_tutorial_refuses_what_cannot_work(monkeypatch, capsys, flags, compl
 
 @pytest.mark.slow
 def test_the_tutorial_learns_also_from_a_folder_with_a_space_in_its_name(tmp_path):
-    """An accuracy of 0.76 was measured.  A run with two trainers does not repeat exactly, so the limit is lower."""
+    """An accuracy of 0.76 was measured. A run with two trainers does not repeat exactly, so the limit is lower."""
     program = copied_alone("ddp_rpc/tutorial.py", tmp_path)
     done = run_spawned(program, cwd=tmp_path, timeout=280)
     assert (done.returncode, done.stderr) == (0, "")
@@ -181,7 +181,7 @@ def test_the_tutorial_ends_with_its_first_trainer_to_fail(tmp_path):
 
 @pytest.mark.slow
 def test_the_tutorial_with_torchs_own_sgd_warns(tmp_path):
-    """The published program uses torch's own SGD.  As long as it warns, the tutorial needs the subclass."""
+    """The published program uses torch's own SGD. As long as it warns, the tutorial needs the subclass."""
     own = ("DistributedOptimizer(SGD,", "DistributedOptimizer(optim.SGD,")
     program = changed(copied_alone("ddp_rpc/tutorial.py", tmp_path), *sizes(1, 1), own)
     done = run_spawned(program, "--world_size", 3, timeout=200)

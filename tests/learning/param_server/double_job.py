@@ -2,13 +2,13 @@
 
 In float32 it can change the 6th digit after 20 training steps, depending on the CPU's convolutions.
 
-python tests/param_server/double_job.py --mode replica --consistency sync --world_size 4 --num_servers 2
+python tests/learning/param_server/double_job.py --mode replica --consistency sync --world_size 4 --num_servers 2
 """
 
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "param_server"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "param_server"))
 import coordinator
 import data
 import main

@@ -1,4 +1,4 @@
-"""The checks of exercises 3 and 4 in param_server/EXERCISES.md.
+"""The checks of exercises 3 and 4 in docs/exercises/param_server.md.
 
 The package does not have what they ask for. So these tests are not part of the test suite: only the exercises run them.
 """
@@ -9,7 +9,7 @@ import pytest
 
 from helpers import ROOT, load_bench, load_module, run_script
 
-equivalence = load_module(ROOT / "tests" / "param_server" / "test_equivalence.py")
+equivalence = load_module(ROOT / "tests" / "learning" / "param_server" / "test_equivalence.py")
 WIRE = load_bench("wire")
 one_thread_per_rank = equivalence.one_thread_per_rank
 WEIGHTS = 1_199_882  # of the network: a push sends as many gradients, and gets as many weights

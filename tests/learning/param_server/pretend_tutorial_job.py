@@ -1,8 +1,8 @@
 """A job for test_pretend_device.py: a program in one file, with the pretend device as the GPU.
 
-python tests/param_server/pretend_tutorial_job.py PROGRAM BATCHES [the program's own flags]
+python tests/learning/param_server/pretend_tutorial_job.py PROGRAM BATCHES [the program's own flags]
 
-Each trainer has BATCHES batches.  Spawned ranks import this file again, so that every process has the device.
+Each trainer has BATCHES batches. Spawned ranks import this file again, so that every process has the device.
 """
 
 import importlib
@@ -10,7 +10,7 @@ import os
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "param_server"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "param_server"))
 import torch.multiprocessing as mp
 from torch.utils.data import Subset
 

@@ -1,12 +1,12 @@
 """A job for test_gradients.py: main.py in mode `remote`, with another server class in rank 0.
 
-python tests/param_server/recording_job.py RecordingServer --dataset synthetic --no_dropout --world_size 4
+python tests/learning/param_server/recording_job.py RecordingServer --dataset synthetic --no_dropout --world_size 4
 """
 
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "param_server"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "param_server"))
 import torch
 import torch.nn.functional as F
 

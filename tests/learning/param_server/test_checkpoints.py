@@ -11,7 +11,7 @@ from torch import nn
 
 from helpers import ROOT, load_module
 
-test_server = load_module(ROOT / "tests" / "param_server" / "test_server.py")
+test_server = load_module(ROOT / "tests" / "learning" / "param_server" / "test_server.py")
 few_test_images = test_server.few_test_images  # a fixture
 coordinator, remote, replica = test_server.coordinator, test_server.remote, test_server.replica
 checkpoint = coordinator.checkpoint

@@ -48,7 +48,7 @@ def one_process(steps, batch_size, momentum=0.0, lr=0.03, seed=1, dtype=torch.fl
 
 
 def run_in_double(_, *flags, timeout):
-    return run_script("tests/param_server/double_job.py", *flags, timeout=timeout)
+    return run_script("tests/learning/param_server/double_job.py", *flags, timeout=timeout)
 
 
 def distributed(tmp_path, steps, *flags, run=run_main):

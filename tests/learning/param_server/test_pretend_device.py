@@ -17,8 +17,8 @@ import pretend_device
 from helpers import ROOT, load_module, run_on_pretend_device, run_script
 from jobs import free_port
 
-equivalence = load_module(ROOT / "tests" / "param_server" / "test_equivalence.py")
-test_server = load_module(ROOT / "tests" / "param_server" / "test_server.py")
+equivalence = load_module(ROOT / "tests" / "learning" / "param_server" / "test_equivalence.py")
+test_server = load_module(ROOT / "tests" / "learning" / "param_server" / "test_server.py")
 one_thread_per_rank, few_test_images = equivalence.one_thread_per_rank, test_server.few_test_images  # fixtures
 remote, replica = test_server.remote, test_server.replica
 checkpoint = test_server.coordinator.checkpoint
@@ -119,7 +119,7 @@ def test_images_that_stay_where_they_arrived_are_caught(monkeypatch):
 
 
 def losses_of(program, *flags):
-    done = run_script("tests/param_server/pretend_tutorial_job.py", program, 6, *flags, timeout=120)
+    done = run_script("tests/learning/param_server/pretend_tutorial_job.py", program, 6, *flags, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Putting rest of layers on pretend:0" in done.stdout
     assert len(re.findall(r"^Accuracy ", done.stdout, re.MULTILINE)) == 1
@@ -152,7 +152,7 @@ def test_the_tutorial_and_the_same_without_rpc_train_on_a_device_as_on_the_cpu()
 @pytest.mark.slow
 def test_trainers_that_wait_for_each_other_train_on_a_device_as_on_the_cpu():
     flags = ("--world_size", 3, "--master_port")
-    device = run_script("tests/param_server/pretend_tutorial_job.py", "tutorial_batch", 8, *flags, free_port())
+    device = run_script("tests/learning/param_server/pretend_tutorial_job.py", "tutorial_batch", 8, *flags, free_port())
     cpu = run_script("param_server/tutorial_batch.py", "--num_batches", 8, *flags, free_port())
     assert (device.returncode, cpu.returncode) == (0, 0), device.stderr + cpu.stderr
     found, expected = (float(re.search(r"^Loss (\S+)", done.stdout, re.MULTILINE)[1]) for done in (device, cpu))

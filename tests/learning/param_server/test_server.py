@@ -157,7 +157,7 @@ def test_the_tutorials_way_fails_in_backward(monkeypatch, job):
 
 
 def test_concurrent_forwards_each_see_one_version_of_the_weights(job):
-    """A thread switches between two versions of the weights.  Each output must be that of one of the two."""
+    """A thread switches between two versions of the weights. Each output must be that of one of the two."""
     server = job("--no_dropout", "--world_size", 5).server
     data, _ = batch(3)
     params = list(server.model.parameters())
@@ -187,7 +187,7 @@ def is_one_of(outputs, output):
 
 
 def look_while_weights_flip(server, versions, put, is_whole):
-    """Return the trainers that saw weights of mixed versions.  Four compute while a thread switches the version."""
+    """Return the trainers that saw weights of mixed versions. Four compute while a thread switches the version."""
     stop, torn = threading.Event(), []
 
     def flip():

@@ -13,7 +13,7 @@ with package_on_path("param_server"):
     from data import Batches
     from glue.report import staleness_figures
 
-test_checkpoints = load_module(ROOT / "tests" / "param_server" / "test_checkpoints.py")
+test_checkpoints = load_module(ROOT / "tests" / "learning" / "param_server" / "test_checkpoints.py")
 test_server, SmallNet = test_checkpoints.test_server, test_checkpoints.SmallNet
 coordinator, replica = test_server.coordinator, test_server.replica
 BATCHES, LR = 10, 0.5  # per epoch; a rate so high that gradients of different weights differ clearly

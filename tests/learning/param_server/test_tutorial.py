@@ -236,7 +236,7 @@ def test_a_world_size_or_rank_that_cannot_work_is_refused(flags, monkeypatch, ca
 def recorded(tmp_path, trainers, batches):
     """Run the job; return (number of gradients checked, number of late ones, worst difference, all weights)."""
     saved = tmp_path / "versions.pt"
-    job = ("tests/param_server/tutorial_job.py", trainers + 1, batches, saved, free_port())
+    job = ("tests/learning/param_server/tutorial_job.py", trainers + 1, batches, saved, free_port())
     done = run_script(*job, timeout=200)
     assert done.returncode == 0, done.stderr
     line = re.search(r"checked (\d+) gradients, (\d+) late, worst difference (\S+)", done.stdout)

@@ -1,6 +1,6 @@
 """A job for test_tutorial.py: the ranks of tutorial.py, with a server that records its weights and gradients.
 
-python tests/param_server/tutorial_job.py WORLD_SIZE BATCHES FILE PORT
+python tests/learning/param_server/tutorial_job.py WORLD_SIZE BATCHES FILE PORT
 
 Each trainer has BATCHES batches. FILE gets the weights after each update. Dropout is off.
 """
@@ -11,7 +11,7 @@ import pathlib
 import sys
 import threading
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "param_server"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "param_server"))
 import torch
 import torch.multiprocessing as mp
 import torch.nn.functional as F
@@ -56,7 +56,7 @@ class Recorder:
         return functional_call(layers, weights, inputs)
 
     def step(self, optimizer):
-        """Replaces the step.  Torch's own lock allows one at a time."""
+        """Replaces the step. Torch's own lock allows one at a time."""
         params = optimizer.param_groups[0]["params"]
         before = flat(params).clone()
         if not self.versions:

@@ -1,4 +1,4 @@
-"""The checks of exercises 1 and 2 of rl_rpc/EXERCISES.md. The page has the commands that run them.
+"""The checks of exercises 1 and 2 of docs/exercises/rl_rpc.md. The page has the commands that run them.
 
 Before these exercises are solved the checks fail, so pytest does not collect this file by itself.
 """
@@ -13,7 +13,7 @@ import torch.distributed.rpc as rpc
 
 from helpers import ROOT, load_module
 
-agent_tests = load_module(ROOT / "tests" / "rl_rpc" / "test_agent.py")
+agent_tests = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "test_agent.py")
 make_agent = agent_tests.make_agent
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
 

@@ -1,7 +1,7 @@
-"""Measures how REINFORCE and three variants learn from old weights: "Learning from old weights" in rl_rpc/RESULTS.md.
+"""Measures how REINFORCE and three variants learn from old weights, for docs/results/rl_rpc.md.
 
-    python tests/rl_rpc/stale_learning.py                            # about ten minutes
-    python tests/rl_rpc/stale_learning.py --observers 4 --seeds 2
+    python tests/learning/rl_rpc/stale_learning.py                            # about ten minutes
+    python tests/learning/rl_rpc/stale_learning.py --observers 4 --seeds 2
 
 It simulates mode `async` in one process, with T observers that are equally fast. An observer plays an episode with the
 weights that were current when the episode began. Each end of an episode is one update, in the order of these ends. So
@@ -18,7 +18,7 @@ import sys
 
 import torch
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "rl_rpc"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "rl_rpc"))
 
 from actor import Actor
 from asynchronous import clipped_loss

@@ -26,7 +26,7 @@ with package_on_path("rl_rpc"):
     import reinforce
     import step as step_module
 
-equivalence = load_module(ROOT / "tests" / "rl_rpc" / "test_equivalence.py")
+equivalence = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "test_equivalence.py")
 STATE = np.zeros(4, dtype=np.float32)
 
 

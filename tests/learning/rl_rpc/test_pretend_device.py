@@ -12,7 +12,7 @@ import torch
 import pretend_device
 from helpers import ROOT, load_module, run_on_pretend_device
 
-test_agent = load_module(ROOT / "tests" / "rl_rpc" / "test_agent.py")
+test_agent = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "test_agent.py")
 main = test_agent.main_module
 make_agent = test_agent.make_agent  # a fixture
 pytestmark = pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING))

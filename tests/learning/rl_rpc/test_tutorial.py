@@ -12,7 +12,7 @@ import torch
 from helpers import ROOT, load_module, run_script
 from tutorials import copied_alone, run_in_terminals, run_spawned
 
-test_agent = load_module(ROOT / "tests" / "rl_rpc" / "test_agent.py")
+test_agent = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "test_agent.py")
 PATH = "rl_rpc/tutorial.py"
 LINE = re.compile(r"^Episode (\d+)\tLast reward: ([\d.]+)\tAverage reward: ([\d.]+)$", re.M)
 

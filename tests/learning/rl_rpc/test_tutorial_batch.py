@@ -10,7 +10,7 @@ import torch
 from helpers import ROOT, load_module
 from tutorials import copied_alone, run_in_terminals, run_spawned
 
-test_tutorial = load_module(ROOT / "tests" / "rl_rpc" / "test_tutorial.py")
+test_tutorial = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "test_tutorial.py")
 Handle = test_tutorial.test_agent.Handle
 over_the_wire = test_tutorial.test_agent.over_the_wire
 PATH = "rl_rpc/tutorial_batch.py"

@@ -1,11 +1,11 @@
-"""The check of exercise 4 of rnn_rpc/EXERCISES.md, which adds code that the package does not have.
+"""The check of exercise 4 of docs/exercises/rnn_rpc.md, which adds code that the package does not have.
 
 pytest does not collect this file, because of its name. It runs only if its path is given.
 """
 
 from helpers import ROOT, load_module
 
-equivalence = load_module(ROOT / "tests" / "rnn_rpc" / "test_equivalence.py")
+equivalence = load_module(ROOT / "tests" / "learning" / "rnn_rpc" / "test_equivalence.py")
 as_launched = equivalence.as_launched  # a fixture
 pytestmark = equivalence.pytestmark
 

@@ -204,7 +204,7 @@ def test_the_tutorials_sizes_run(tmp_path):
     """Difference 17: the command in DIFFERENCES.md has 10 epochs of 5 batches, too few to learn anything."""
     flags = "--vocabulary 10 --corpus_tokens 86 --embedding_dim 2 --hidden_dim 3 --num_layers 4 --dropout 0.5"
     flags += " --bptt 5 --batch_size 3 --epochs 10 --lr 0.05 --clip 0"
-    assert flags in " ".join((ROOT / "rnn_rpc" / "DIFFERENCES.md").read_text().replace("\\\n", "").split())
+    assert flags in " ".join((ROOT / "docs" / "differences" / "rnn_rpc.md").read_text().replace("\\\n", "").split())
     summary = train(*flags.split(), "--summary_json", tmp_path / "summary.json")
     assert summary["steps"] == 50 and summary["heldout_perplexity"] == pytest.approx(10, rel=0.2)
 

@@ -12,7 +12,7 @@ from torch.distributed.rpc import internal
 import pretend_device
 from helpers import ROOT, load_module
 
-equivalence = load_module(ROOT / "tests" / "rnn_rpc" / "test_equivalence.py")
+equivalence = load_module(ROOT / "tests" / "learning" / "rnn_rpc" / "test_equivalence.py")
 as_launched = equivalence.as_launched  # a fixture
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You are using a Backend"),
