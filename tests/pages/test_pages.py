@@ -122,15 +122,6 @@ def test_a_file_that_is_named_is_there():
         assert set(re.findall(r"\b\w+\.py\b", path.read_text())) <= ours | others, path
 
 
-def test_every_concept_leads_to_a_line_of_code():
-    """The paragraphs in `outside` are excepted, because they are not about code of this repository."""
-    paragraphs = re.findall(r"^\*\*(.+?)\*\*(.*?)(?=\n\n|\Z)", CONCEPTS, re.DOTALL | re.MULTILINE)
-    without = [title for title, text in paragraphs if not LINK.search(text)]
-    outside = ("`shutdown` waits for all ranks", "The same by hand", "A network", "A machine")
-    assert len(paragraphs) >= 25
-    assert all(title.startswith(outside) for title in without), without
-
-
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent in (ROOT, ROOT / "docs")], ids=lambda p: p.name)
 def test_the_pages_are_within_one_hop_of_the_readme(page):
     assert page.name == "README.md" or f"({page.relative_to(ROOT)})" in README

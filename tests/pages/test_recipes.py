@@ -226,7 +226,7 @@ def test_the_table_quotes_what_the_exceptions_say(transport, tmp_path):
 
 
 @pytest.mark.parametrize("number", RECIPES)
-def test_a_recipe_has_the_common_frame_and_needs_torch_alone(number):
+def test_a_recipe_needs_torch_alone_and_listens_on_loopback_only(number):
     program = RECIPES[number][2]
     imported = set()
     for node in ast.walk(ast.parse(program)):
@@ -235,34 +235,31 @@ def test_a_recipe_has_the_common_frame_and_needs_torch_alone(number):
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module.partition(".")[0])
     assert imported <= {"torch"} | set(sys.stdlib_module_names)
-    if number == FARM:  # its processes come and go
-        assert 'os.environ.setdefault("TP_SOCKET_IFNAME", "lo")  # listen on loopback only' in program
-        return
-    lines = [line for line in program.splitlines() if line]
-    assert 15 <= len(lines) <= 46 and all(len(line) <= 100 for line in lines)
-    assert lines[-5:-1] == [
-        'if __name__ == "__main__":',
-        '    os.environ.setdefault("MASTER_ADDR", "localhost")',
-        '    os.environ.setdefault("MASTER_PORT", "29500")',
-        '    os.environ.update(TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")  # listen on loopback only',
-    ]
-    assert re.fullmatch(r" {4}mp\.spawn\(run, (args=.*, )?nprocs=[23]\)", lines[-1])
-    assert "rpc.init_rpc(f" in program and "rpc.shutdown(" in program
+    loopback = ('TP_SOCKET_IFNAME="lo"', '"TP_SOCKET_IFNAME", "lo"')
+    assert any(each in program for each in loopback)
+
+
+def slug(heading):
+    """Return the anchor that GitHub gives to a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def test_the_list_of_contents_names_every_recipe():
     listed = re.findall(r"^(\d+)\. \[(.+)\]\(#(.+)\)$", PAGE, re.MULTILINE)
     assert [(int(number), title) for number, title, _ in listed] == [(n, found[0]) for n, found in RECIPES.items()]
-    assert list(RECIPES) == list(range(1, PAGE.count("```python") + 1)) and 10 <= len(RECIPES) <= 15
+    assert list(RECIPES) == list(range(1, PAGE.count("```python") + 1))
     for number, title, target in listed:
-        assert target == re.sub(r"[^\w\- ]", "", f"{number}. {title}".lower()).replace(" ", "-")
+        assert target == slug(f"{number}. {title}")
 
 
-def test_the_rows_that_recipes_point_at_point_back():
-    """A recipe names rows of docs/TROUBLESHOOTING.md, and rows name recipes: both exist."""
-    troubleshooting = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()
-    rows = re.findall(r"^\| (\d+) \| .* \| .* \| .* \|$", troubleshooting, re.MULTILINE)
-    cited = re.findall(r"\[row (\d+)\]\(TROUBLESHOOTING\.md\)", PAGE)
-    assert len(cited) >= 5 and set(cited) <= set(rows)
-    recipes = re.findall(r"\[recipe (\d+)\]\(RECIPES\.md\)", troubleshooting)
-    assert len(recipes) >= 5 and {int(number) for number in recipes} <= set(RECIPES)
+@pytest.mark.parametrize("page", [ROOT / "docs" / f"{name}.md" for name in ("CONCEPTS", "TROUBLESHOOTING", "RECIPES")])
+def test_a_link_to_a_recipe_leads_to_it(page):
+    text = page.read_text()
+    headings = {slug(heading) for heading in re.findall(r"^## (.+)$", PAGE, re.MULTILINE)}
+    here = "" if page.name == "RECIPES.md" else r"RECIPES\.md"
+    for label, target in re.findall(rf"\[([^][]+)\]\({here}#([^)]+)\)", text):
+        assert target in headings, target
+        number = re.fullmatch(r"recipe (\d+)", " ".join(label.split()))
+        assert not number or target.startswith(f"{number[1]}-"), (label, target)
+    for number in re.findall(r"\[recipe\s+(\d+)\]\(RECIPES\.md\)", text):
+        assert int(number) in RECIPES, number
