@@ -329,7 +329,7 @@ def own_rref(rank):
     if rank == 1:
         time.sleep(60)
     rref = rpc.remote("a", time.sleep, args=(0.3,), timeout=0.1)
-    note_event("`to_here()` then waits for ever", still_waits(lambda: rref.to_here(timeout=0.5), 2))
+    note_event("`to_here()` waits for ever", still_waits(lambda: rref.to_here(timeout=0.5), 2))
 
 
 def unused_result(rank):

@@ -68,7 +68,7 @@ TORCH = (
     "ran for more than set timeout",
     "RRef creation",
     "`remote` runs fails",
-    "`to_here()` then waits for ever",
+    "`to_here()` waits for ever",
     "eof (this error",
     "std::bad_alloc",
     "Can't get attribute",
