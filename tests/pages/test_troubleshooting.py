@@ -19,7 +19,7 @@ from helpers import ROOT, read_whole, run_main, run_script, start_main
 from jobs import JOBS, Job, free_port
 
 PAGE = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()
-ENTRIES = dict(re.findall(r"^### (.+)\n(.*?)(?=^##|\Z)", PAGE, re.DOTALL | re.MULTILINE))  # heading -> text
+ENTRIES = dict(re.findall(r"^### ([^\n]+)\n(.*?)(?=^##|\Z)", PAGE, re.DOTALL | re.MULTILINE))  # heading -> text
 MAKERS = {}  # a piece of an entry -> a function that causes the failure, and returns the text that was seen
 
 
@@ -30,8 +30,8 @@ def makes(symptom):
 
 def entry_of(symptom):
     """Return the heading of the one entry that has this piece of text."""
-    (heading,) = [heading for heading, text in ENTRIES.items() if symptom in f"{heading}\n{text}"]
-    return heading
+    (found,) = [heading for heading, text in ENTRIES.items() if symptom in " ".join(f"{heading} {text}".split())]
+    return found
 
 
 def message_of(symptom):
