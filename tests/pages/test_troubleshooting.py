@@ -84,7 +84,7 @@ TORCH = (
     "Calls finish in another order",
     "only supports CPU tensors",
     "OurError: On WorkerInfo",
-    "returns an exception as its result",
+    "ValueError('closed')",
     "modified by an inplace operation",
     "graphTask_",
     "all roots need to be scalar",
