@@ -1,6 +1,6 @@
 """Cause the failures that docs/TROUBLESHOOTING.md explains, with torch alone.
 
-Print a dict {piece of the symptom's text in the page: the text that was seen}.  For a failure without a message, the
+Print a dict {piece of an entry of the page: the text that was seen}. For a failure without a message, the
 text is "seen" if it happened as the page describes, and "" if it did not.
 
     python tests/pages/symptoms.py [SCENE ...]        # without arguments: all scenes except nameless_host
@@ -209,10 +209,10 @@ def calls(rank):
     try:
         failed.to_here()
     except ValueError as error:
-        note_event("`remote` raises no error", "a reason" in str(error))
+        note_event("`remote` runs fails", "a reason" in str(error))
     torch.futures.wait_all([rpc.rpc_async("b", first), rpc.rpc_async("b", second)])
-    note_event("calls finish in another order", rpc.rpc_sync("b", get_finished) == ["second", "first"])
-    SEEN["returns an exception as its result"] = repr(rpc.rpc_sync("b", reject))
+    note_event("Calls finish in another order", rpc.rpc_sync("b", get_finished) == ["second", "first"])
+    SEEN["ValueError('closed')"] = repr(rpc.rpc_sync("b", reject))
     note_error("only supports CPU tensors", lambda: rpc.rpc_sync("b", torch.neg, args=(torch.ones(1, device="meta"),)))
     autograd()
     held = [rpc.remote("b", Counted) for _ in range(5)]
@@ -224,7 +224,7 @@ def calls(rank):
         time.sleep(0.02)
     note_event("memory of one process grows", (many, rpc.rpc_sync("b", counted_alive)) == (5, 0))
     layers.eval()  # those of process a
-    note_event("`model.eval()` was called in one process", rpc.rpc_sync("b", in_training))
+    note_event("Dropout stays on in another process", rpc.rpc_sync("b", in_training))
     rpc.shutdown()
 
 
@@ -276,7 +276,7 @@ def autograd():
     parameter = nn.Parameter(torch.ones(2, 3))
     lost = in_context(lambda now: gradient_of_sent(parameter, parameter, now))
     found = in_context(lambda now: gradient_of_sent(parameter, parameter.view_as(parameter), now))
-    note_event("Parameter or Module that was sent", lost is None and found is not None)
+    note_event("A Parameter or a Module gets no gradient", lost is None and found is not None)
 
     def from_another_thread(context_id):
         losses, weight = [], torch.ones(1, requires_grad=True)
@@ -286,7 +286,7 @@ def autograd():
         dist_autograd.backward(context_id, [losses[0] * weight.sum()])
         return weight in dist_autograd.get_gradients(context_id), rpc.rpc_sync("b", gradients, args=(context_id,))
 
-    note_event("loss stays where it was", in_context(from_another_thread) == (True, 0))
+    note_event("The loss does not fall", in_context(from_another_thread) == (True, 0))
 
 
 def one_name(rank):
@@ -313,7 +313,7 @@ def killed(rank):
     waiting = rpc.rpc_async("b", time.sleep, args=(30,))
     time.sleep(0.2)
     os.kill(victim, signal.SIGKILL)
-    note_error("`eof (this error", waiting.wait)
+    note_error("eof (this error", waiting.wait)
     note_event("`shutdown` does not return", still_waits(rpc.shutdown, 2))
 
 
@@ -329,7 +329,7 @@ def own_rref(rank):
     if rank == 1:
         time.sleep(60)
     rref = rpc.remote("a", time.sleep, args=(0.3,), timeout=0.1)
-    note_event("of an RRef to an object of the same process", still_waits(lambda: rref.to_here(timeout=0.5), 2))
+    note_event("`to_here()` waits for ever", still_waits(lambda: rref.to_here(timeout=0.5), 2))
 
 
 def unused_result(rank):
@@ -349,7 +349,7 @@ def collective(rank):
         time.sleep(60)
     future = rpc.rpc_async("b", sum_over_ranks, timeout=0)
     waited = still_waits(future.wait, 1)
-    note_event("an RPC and a collective", waited and sum_over_ranks() == future.wait() == 2)
+    note_event("An RPC and a collective", waited and sum_over_ranks() == future.wait() == 2)
 
 
 def second_group(rank):
@@ -498,7 +498,7 @@ def run_at_once(scenes):
     started = [start_scene(scene) for scene in scenes]
     for processes, answers in started:
         multiprocessing.connection.wait([answers, processes[0].sentinel])
-        SEEN.update(answers.recv() if answers.poll() else {})  # {} if it has died: then the tests of its rows fail
+        SEEN.update(answers.recv() if answers.poll() else {})  # {} if it has died: then the tests of its entries fail
         for process in processes:
             process.kill()
 

@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -131,11 +132,12 @@ def test_the_pages_are_within_one_hop_of_the_readme(page):
 
 
 def apply_worked_diff(folder):
-    """Copy rl_rpc, apply the diff to the copy, and return the path of its main.py."""
-    (diff,) = re.findall(r"^```diff\n(.*?)^```", CONTRIBUTING, re.DOTALL | re.MULTILINE)
+    """Copy rl_rpc, apply docs/contributing/hidden.diff to the copy as the page does; return the path of its main.py."""
+    (words,) = re.findall(r"^ {4}(git apply .*)$", CONTRIBUTING, re.MULTILINE)
+    *command, diff = shlex.split(words)
     shutil.copytree(ROOT / "rl_rpc", folder / "rl_rpc", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(["git", "init", "-q", folder], check=True)
-    done = subprocess.run(["git", "apply", "-C0", "-"], input=diff, text=True, cwd=folder, capture_output=True)
+    done = subprocess.run([*command, ROOT / diff], text=True, cwd=folder, capture_output=True)
     assert done.returncode == 0, done.stderr
     return folder / "rl_rpc" / "main.py"
 

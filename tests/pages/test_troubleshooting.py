@@ -1,4 +1,4 @@
-"""docs/TROUBLESHOOTING.md: cause the failure of each row, and compare its text with the row, where this is possible."""
+"""docs/TROUBLESHOOTING.md: cause the failure of each entry, and compare its text with the entry's message."""
 
 import concurrent.futures
 import json
@@ -19,8 +19,8 @@ from helpers import ROOT, read_whole, run_main, run_script, start_main
 from jobs import JOBS, Job, free_port
 
 PAGE = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()
-ROWS = {int(row): symptom for row, symptom in re.findall(r"^\| (\d+) \| (.+?) \| .*\| .+ \|$", PAGE, re.MULTILINE)}
-MAKERS = {}  # a piece of a row's symptom -> a function that causes the failure, and returns the text that was seen
+ENTRIES = dict(re.findall(r"^### ([^\n]+)\n(.*?)(?=^##|\Z)", PAGE, re.DOTALL | re.MULTILINE))  # heading -> text
+MAKERS = {}  # a piece of an entry -> a function that causes the failure, and returns the text that was seen
 
 
 def makes(symptom):
@@ -28,26 +28,31 @@ def makes(symptom):
     return lambda make: MAKERS.setdefault(symptom, make)
 
 
-def number_of(symptom):
-    (number,) = [number for number, cell in ROWS.items() if symptom in cell]
-    return number
+def entry_of(symptom):
+    """Return the heading of the one entry that has this piece of text."""
+    (found,) = [heading for heading, text in ENTRIES.items() if symptom in " ".join(f"{heading} {text}".split())]
+    return found
 
 
-def agrees(cell, text):
-    """Return whether `text` contains everything in backticks in a row's cell.
+def message_of(symptom):
+    """Return the lines of the message that has this piece of text; [] if it is a failure without a message."""
+    blocks = re.findall(r"(?:^ {4}.+\n)+", ENTRIES[entry_of(symptom)], re.MULTILINE)
+    (block,) = [block for block in blocks if symptom in block] or [""]
+    return textwrap.dedent(block).splitlines()
+
+
+def agrees(message, text):
+    """Return whether `text` contains every line of the message.
 
     "…" matches any text, and a line break in `text` counts as a space.
     """
-    pieces = [re.split("…", quoted) for quoted in re.findall(r"`([^`]+)`", cell)]
     spaced = " ".join(text.split())
-    return all(re.search(".*?".join(map(re.escape, piece)), spaced) for piece in pieces)
+    return all(re.search(".*?".join(map(re.escape, line.split("…"))), spaced) for line in message)
 
 
-def test_the_rows_are_numbered_and_others_point_at_them():
-    assert list(ROWS) == list(range(1, len(ROWS) + 1)) and len(ROWS) >= 25
-    cited = [int(number) for number in re.findall(r"\brows? (\d+)", PAGE)]
-    cited += [int(number) for cell in re.findall(r"\| ([\d, ]+) \|$", PAGE, re.MULTILINE) for number in cell.split(",")]
-    assert cited and set(cited) <= set(ROWS)
+def test_a_message_must_agree():
+    assert agrees(["lost rank … (agent)"], "lost rank\n0 (agent)") and not agrees(["lost", "found"], "lost")
+    assert len(ENTRIES) > 65 and message_of("RPC is already initialized") == ["RPC is already initialized"]
 
 
 # -------------------------------------------------------------------------------- torch alone: see symptoms.py
@@ -62,9 +67,9 @@ TORCH = (
     "code: -98",
     "ran for more than set timeout",
     "RRef creation",
-    "`remote` raises no error",
-    "of an RRef to an object of the same process",
-    "`eof (this error",
+    "`remote` runs fails",
+    "`to_here()` waits for ever",
+    "eof (this error",
     "std::bad_alloc",
     "Can't get attribute",
     "local object '…<lambda>'",
@@ -75,21 +80,21 @@ TORCH = (
     "localValue() on user",
     "could not find destination name",
     "does not even time out",
-    "an RPC and a collective",
-    "calls finish in another order",
+    "An RPC and a collective",
+    "Calls finish in another order",
     "only supports CPU tensors",
     "OurError: On WorkerInfo",
-    "returns an exception as its result",
+    "ValueError('closed')",
     "modified by an inplace operation",
     "graphTask_",
     "all roots need to be scalar",
     "graph a second time",
     "Could not find autograd context",
     "Autograd context no longer valid",
-    "loss stays where it was",
-    "Parameter or Module that was sent",
+    "The loss does not fall",
+    "A Parameter or a Module gets no gradient",
     "`dist_autograd.backward` does not return",
-    "`model.eval()` was called in one process",
+    "Dropout stays on in another process",
     "has no attribute 'owner'",
     "functional optimizers",
     "memory of one process grows",
@@ -99,7 +104,7 @@ TORCH = (
     "RPC worker id 1",
     "could not find destination id",
 )
-NOT_MADE = re.compile(r"\*\(not made here\)\*$")
+NOT_TESTED = {heading for heading, text in ENTRIES.items() if text.rstrip().endswith("*(not tested)*")}
 
 
 @pytest.fixture(scope="session")
@@ -111,13 +116,14 @@ def torchs_own():
 
 @pytest.mark.parametrize("symptom", TORCH)
 def test_what_torch_says(symptom, torchs_own):
-    text, cell = torchs_own[symptom], ROWS[number_of(symptom)]
-    if text != "seen":  # "seen" means that a failure without a message has happened as the row describes
-        # The row on `eof` also has texts that come later, in no fixed order. They are not compared.
-        assert text and agrees(cell.partition("; over TCP")[0], text), (cell, text)
+    text, message = torchs_own[symptom], message_of(symptom)
+    if text == "seen":  # a failure without a message has happened as the entry describes
+        assert not message
+    else:
+        assert text and message and agrees(message, text), (message, text)
 
 
-# ------------------------------------------------------------ messages of the packages: rows that need one command
+# ------------------------------------------------------------ messages of the packages: what needs one command
 
 
 def output_of(package, *flags, status=1, **options):
@@ -211,12 +217,12 @@ QUICK = list(MAKERS)
 
 @pytest.mark.parametrize("symptom", QUICK)
 def test_what_a_command_says(symptom, tmp_path):
-    cell = ROWS[number_of(symptom)]
+    message = message_of(symptom)
     text = MAKERS[symptom](tmp_path)
-    assert agrees(cell, text), (cell, text)
+    assert message and agrees(message, text), (message, text)
 
 
-# ------------------------------------------------------- messages of the packages: rows that need several processes
+# ------------------------------------------------------- messages of the packages: what needs several processes
 
 
 @makes("rank 1 (observer1), rank 2 (observer2) did not come")
@@ -339,9 +345,9 @@ rpc.shutdown()
 
 
 @pytest.mark.slow
-def test_the_range_of_ports_that_the_row_of_containers_names(tmp_path):
-    row = next(line for line in PAGE.splitlines() if "ip_local_port_range" in line)
-    low, high = map(int, re.search(r'ip_local_port_range="(\d+) (\d+)"', row).groups())
+def test_the_range_of_ports_for_containers(tmp_path):
+    entry = " ".join(ENTRIES[entry_of("ip_local_port_range")].split())
+    low, high = map(int, re.search(r'ip_local_port_range="(\d+) (\d+)"', entry).groups())
     (tmp_path / "ports.py").write_text(PORTS)
     setting = f"ip link set lo up && echo {low} {high} > /proc/sys/net/ipv4/ip_local_port_range"
     inside = ["unshare", "--map-root-user", "--net", "sh", "-c", f'{setting} && exec "$@"', "sh"]
@@ -350,7 +356,7 @@ def test_the_range_of_ports_that_the_row_of_containers_names(tmp_path):
     command = [*inside, sys.executable, tmp_path / "ports.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     ports = [int(port) for port in done.stdout.split()]
-    assert len(ports) == int(re.search(r"some (\d+) other ports", row)[1]), done.stderr
+    assert len(ports) == int(re.search(r"some (\d+) other ports", entry)[1]), done.stderr
     assert all(low <= port <= high for port in ports)
 
 
@@ -360,15 +366,18 @@ SLOW = [symptom for symptom in MAKERS if symptom not in QUICK]
 @pytest.mark.slow
 @pytest.mark.parametrize("symptom", SLOW)
 def test_what_several_processes_say(symptom, tmp_path):
-    cell = ROWS[number_of(symptom)]
+    message = message_of(symptom)
     text = MAKERS[symptom](tmp_path)
-    assert agrees(cell, text), (cell, text)
+    assert message and agrees(message, text), (message, text)
 
 
-def test_every_row_is_made_or_says_that_it_is_not():
-    made = {number_of(symptom) for symptom in MAKERS} | {number_of(symptom) for symptom in TORCH}
-    assert made | {number for number, cell in ROWS.items() if NOT_MADE.search(cell)} == set(ROWS)
-    assert not made & {number for number, cell in ROWS.items() if NOT_MADE.search(cell)}
+def test_every_entry_is_caused_or_says_that_it_is_not():
+    made = {entry_of(symptom) for symptom in (*MAKERS, *TORCH)}
+    assert made | NOT_TESTED == set(ENTRIES) and not made & NOT_TESTED
+    messages = {tuple(message_of(symptom)) for symptom in (*MAKERS, *TORCH)}
+    for heading in made:
+        blocks = re.findall(r"(?:^ {4}.+\n)+", ENTRIES[heading], re.MULTILINE)
+        assert {tuple(textwrap.dedent(block).splitlines()) for block in blocks} <= messages, heading
 
 
 # -------------------------------------------------------------------------------------------------------------- --check
@@ -383,5 +392,5 @@ def test_the_example_of_check_is_what_it_prints():
         return sorted(re.sub(r"\b\d+\b", "", text).splitlines())
 
     assert masked(done.stdout) == masked(textwrap.dedent(example))
-    table = re.findall(r"^\| ([\w ]+) \| [^|]+ \| [\d, ]+ \|$", PAGE, re.MULTILINE)
-    assert set(table) <= {line[:13].strip() for line in done.stdout.splitlines()}
+    _, *table = re.findall(r"^\| ([\w ]+) \| [^|]+ \|$", PAGE, re.MULTILINE)
+    assert table and set(table) <= {line[:13].strip() for line in done.stdout.splitlines()}
