@@ -145,5 +145,5 @@ class RNNModel(nn.Module):  # in the trainer
 
 
 def summed_cross_entropy(logits_TBV, target_TB):
-    # A sum and not a mean, because mode `overlap` adds the losses of two parts. train_step divides by their number.
+    # A sum and not a mean, because mode `overlap` adds the losses of two parts. train_step makes it a mean.
     return F.cross_entropy(logits_TBV.flatten(0, 1), target_TB.flatten(), reduction="sum")
