@@ -1,11 +1,18 @@
-"""Three short lessons about two or more workers: ways to call another process, a backward pass
-through a call, and an optimizer's step. Each worker runs them with its neighbour, the next worker
-(the neighbour of the last is the first), and prints what it got.
+"""Three short lessons about calls between processes, each with one idea more than the last:
 
-    python primer.py                            # starts two workers on this machine
-    python primer.py --world_size 3 --rank 0    # only rank 0; ranks 1 and 2 in other terminals
+    three_ways_to_call         run a function in another process
+    backward_through_a_call    let a backward pass go through such a call
+    run_ring                   step an optimizer whose parameters are in another process
 
-The examples of torch's documentation for distributed autograd and for the distributed optimizer.
+Every worker runs all three with its neighbour, which is the next worker (after the last comes the
+first), and prints what it got.
+
+    python docs/primer.py                            # starts two workers on this machine
+    python docs/primer.py --world_size 3 --rank 0    # only rank 0; ranks 1 and 2 in other terminals
+
+The last two follow the examples in torch's documentation of distributed autograd and of the
+distributed optimizer. How autograd crosses a call, drawn as a graph:
+https://docs.pytorch.org/docs/stable/rpc/distributed_autograd.html
 """
 
 import argparse
@@ -21,14 +28,14 @@ import torch.multiprocessing as mp
 from torch import optim
 from torch.distributed.optim import DistributedOptimizer
 
-# RPC sends a function as its name, not its code. The callee finds the functions below because all
-# workers run this file. It runs each call on one of its RPC threads (16 by default), several at
-# once. A thread that waits for something is occupied.
+# RPC sends the name of a function and not its code. The callee finds the functions below because
+# every worker runs this file. It runs them on its RPC threads (16 by default), several at once, and
+# a thread that waits for something serves nobody meanwhile.
 
 
 def random_tensor(seed):
-    """Return a new tensor (3, 3) that needs a gradient. Runs on its owner, without a lock: if
-    several workers call it at once, each call has a generator of its own."""
+    """Return a new tensor (3, 3) that needs a gradient. Runs on its owner. Several workers may call
+    this at once: no lock is needed, because each call has a generator of its own."""
     return torch.rand(3, 3, generator=torch.Generator().manual_seed(seed), requires_grad=True)
 
 
@@ -42,10 +49,10 @@ def three_ways_to_call(neighbour, say):
     """Run torch.add(2, 3) in another process in three ways."""
     two = torch.tensor(2)
     three = torch.tensor(3)
-    # rpc_sync waits for the result, and returns it.
+    # rpc_sync waits for the result and returns it.
     answer = rpc.rpc_sync(neighbour, torch.add, args=(two, three))
     say(f"rpc_sync  -> {answer}")
-    # rpc_async returns a Future at once, and this worker can do other work until it calls wait().
+    # rpc_async returns a Future at once. This worker can do other work before it calls wait().
     future = rpc.rpc_async(neighbour, torch.add, args=(two, three))
     say(f"rpc_async -> {type(future).__name__}, wait() -> {future.wait()}")
     # remote returns an RRef at once. The result stays with the neighbour; to_here() copies it.
@@ -57,8 +64,8 @@ def backward_through_a_call(neighbour, say):
     """Let another worker add two tensors of this worker, and go backward through that call."""
     t1 = torch.rand((3, 3), requires_grad=True)
     t2 = torch.rand((3, 3), requires_grad=True)
-    # Inside a context, autograd remembers each tensor that needs a gradient and crosses to another
-    # worker. The backward pass crosses back at the same places.
+    # Inside a context, autograd remembers where a tensor that needs a gradient crosses to another
+    # worker, and the backward pass crosses back at the same places.
     with dist_autograd.context() as context_id:
         loss = rpc.rpc_sync(neighbour, torch.add, args=(t1, t2)).sum()
         dist_autograd.backward(context_id, [loss])  # a list of scalars of this worker
@@ -74,19 +81,19 @@ class SGD(optim.SGD):
 
 def run_ring(neighbour, seeds, lr, say):
     """Change two tensors of the neighbour, p and q, by one step of SGD: p becomes
-    p - lr * gradient. Both stay in the neighbour's process."""
-    # A context for each training step: the gradients of all workers that take part are under its
-    # id, so workers that train at the same time do not mix theirs.
+    p - lr * gradient. Neither of them leaves the neighbour's process."""
+    # One context for each training step. Every worker that takes part keeps the gradients under
+    # its id, so workers that train at the same time do not mix theirs.
     with dist_autograd.context() as context_id:
         rref1 = rpc.remote(neighbour, random_tensor, args=(seeds[0],))
         rref2 = rpc.remote(neighbour, random_tensor, args=(seeds[1],))
         before = [rpc.rpc_sync(neighbour, value_of, args=(rref,)) for rref in (rref1, rref2)]
-        # to_here() copies, and the context remembers from where: backward() sends the gradient of
-        # the copy to the owner. It is 1 everywhere for rref1's tensor, and 2 for rref2's.
+        # to_here() returns a copy, and the context remembers from where: backward() sends the
+        # copy's gradient to the owner. It is 1 everywhere for rref1's tensor, and 2 for rref2's.
         total = rref1.to_here() + 2 * rref2.to_here()
         dist_autograd.backward(context_id, [total.sum()])
-        # This makes an optimizer in each process that owns one of these tensors. step() lets all
-        # of them step, with the gradients of this context.
+        # This makes an SGD in each process that owns one of these tensors. step() lets all of them
+        # step, each with the gradients that this context has in its process.
         dist_optim = DistributedOptimizer(SGD, [rref1, rref2], lr=lr)
         dist_optim.step(context_id)
         after = [rpc.rpc_sync(neighbour, value_of, args=(rref,)) for rref in (rref1, rref2)]
@@ -103,14 +110,14 @@ def _row(tensor):
 
 
 def run_worker(rank, args):
-    """Run one worker. All do the same, and serve their neighbour's calls meanwhile."""
+    """Run one worker. All of them do the same, and serve each other's calls meanwhile."""
     warnings.filterwarnings("ignore", "You are using a Backend")  # torch's own use of Gloo
     # DistributedOptimizer logs that Python's GIL may slow down a class such as SGD above.
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
     name = f"worker{rank}"
     neighbour = f"worker{(rank + 1) % args.world_size}"
-    # torch's default transport, shared memory, keeps a core busy for every rank, so all ranks are
-    # slow if cores are few. TCP ("uv") does not. _transports is private to torch.
+    # TCP ("uv") instead of torch's default transport, shared memory: that one keeps a core busy in
+    # every rank, so all ranks are slow if cores are few. _transports is private to torch.
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
     rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
     torch.manual_seed(args.seed * args.world_size + rank)

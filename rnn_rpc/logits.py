@@ -1,7 +1,7 @@
 """Mode `logits`, the tutorial's: the server sends the scores of all V words, and the trainer computes the loss.
 
-A step begins with Trainer.train_step in trainer.py, which calls RNNModel.loss below. This calls EmbeddingTable.forward,
-computes the LSTM, and calls Decoder.forward. The backward pass takes the same way back.
+A step begins in Trainer.train_step (trainer.py), which calls RNNModel.loss below: it looks up the vectors of the words
+on a server, runs the LSTM here, and asks a server for the scores. The backward pass takes the same way back.
 
 Shapes: T = time steps, B = streams, L = layers, E = embedding size, H = hidden size, V = vocabulary size.
 """
@@ -18,8 +18,9 @@ from glue.seeds import seed_for
 class RemoteLayer(nn.Module):  # on a server, on RPC threads
     """What a layer needs if its caller is another process.
 
-    No method takes a lock. Forward and backward passes only read the parameters. There is one trainer, and while it
-    steps the optimizers, switches between training and evaluation, or loads a state, no such pass is running.
+    No method takes a lock. Two forward or backward passes may run at once (in mode `overlap`), but they only read the
+    parameters. Whatever changes the layer (the optimizer's step, set_training, load_state_dict) runs between two
+    passes, because the one trainer waits for each.
     """
 
     def parameter_rrefs(self):
@@ -28,7 +29,7 @@ class RemoteLayer(nn.Module):  # on a server, on RPC threads
     def set_training(self, training):
         """Switch dropout and autograd on or off: the trainer's own eval() and no_grad() have no effect here.
 
-        (The trainer cannot call train() instead: train() returns the module, and RPC would send it back.)
+        The trainer does not call train() itself, because train() returns the module, and RPC would send it back.
         """
         self.train(training)
         self.requires_grad_(training)
@@ -66,7 +67,7 @@ class Decoder(RemoteLayer):
         self.to(device)
 
     def forward(self, output_TBH):
-        """Return the logits (T, B, V) of (T, B, H): V / H times as many bytes as were received."""
+        """Return the logits (T, B, V) of (T, B, H). That is V / H times as many bytes as came in."""
         return self.decoder(self.drop(output_TBH.to(self.device))).cpu()
 
 
@@ -76,7 +77,7 @@ class RNNModel(nn.Module):  # in the trainer
     The first of the `servers` (names) gets the embedding table, the last one the decoder. `devices`: name -> device.
     """
 
-    decoder_class = Decoder
+    decoder_class = Decoder  # what __init__ makes on the server; mode `loss` has another one
 
     def __init__(self, servers, ntoken, ninp, nhid, nlayers, dropout=0.5, *, seed, devices):
         super().__init__()
@@ -85,8 +86,8 @@ class RNNModel(nn.Module):  # in the trainer
         torch.manual_seed(seed_for(seed, "rnn"))
         # nn.LSTM drops between its layers, and warns if there is only one.
         self.rnn = nn.LSTM(ninp, nhid, nlayers, dropout=dropout if nlayers > 1 else 0.0).to(self.device)
-        # Both constructors may run on one server at the same time, because remote() does not wait. So each layer draws
-        # its weights with a seed of its own, and not from the server's generator, where chance would decide the order.
+        # remote() does not wait, so both constructors may run on one server at the same time. Each layer draws its
+        # weights with a seed of its own: from the server's one generator, they would draw in an order left to chance.
         first, last = servers[0], servers[-1]
         table_args = (ntoken, ninp, dropout, seed_for(seed, "table"), devices[first])
         self.emb_table_rref = rpc.remote(first, EmbeddingTable, args=table_args)
@@ -101,7 +102,7 @@ class RNNModel(nn.Module):  # in the trainer
     def forward(self, input_TB, hidden):
         """Return the logits (T, B, V) and the next hidden state, from token ids (T, B) and a hidden state.
 
-        RPC's CUDA support is beta, so CPU tensors travel. Autograd follows cpu() and to() as it follows the calls.
+        Only CPU tensors are sent, whatever the devices are. Autograd follows cpu() and to() as it follows the calls.
         """
         emb_TBE = self.emb_table_rref.rpc_sync().forward(input_TB.cpu()).to(self.device)
         output_TBH, next_hidden = self.rnn(emb_TBE, hidden)
@@ -113,7 +114,7 @@ class RNNModel(nn.Module):  # in the trainer
         zeros_LBH = torch.zeros(self.rnn.num_layers, num_streams, self.rnn.hidden_size, device=self.device)
         return zeros_LBH, zeros_LBH.clone()
 
-    # The methods below speak to all three layers. nn.Module's own would find the LSTM only: an RRef is no submodule.
+    # The methods below reach all three layers. Those of nn.Module would find the LSTM only: an RRef is no submodule.
 
     def parameter_rrefs(self):
         """Return an RRef to each parameter in any process, for DistributedOptimizer. Source: tutorial part 2."""
@@ -144,5 +145,5 @@ class RNNModel(nn.Module):  # in the trainer
 
 
 def summed_cross_entropy(logits_TBV, target_TB):
-    # The classes are on the last axis. A sum, and not a mean, because the parts of a batch are added in `overlap`.
+    # A sum and not a mean, because mode `overlap` adds the losses of two parts. train_step makes it a mean.
     return F.cross_entropy(logits_TBV.flatten(0, 1), target_TB.flatten(), reduction="sum")

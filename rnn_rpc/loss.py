@@ -1,4 +1,8 @@
-"""Mode `loss`: `logits`, but the loss is computed where the logits are, and only one number is sent back.
+"""Mode `loss`: `logits`, but the loss is computed where the logits are. The targets travel, and one number comes back.
+
+The backward pass needs no code of its own: the number is a tensor that needs a gradient, so distributed autograd goes
+back through the call as it did through the call that returned the logits. `forward` is inherited from `logits`, for
+Trainer.generate, which needs the scores.
 
 Shapes: T = time steps, B = streams, E = embedding size, H = hidden size.
 """

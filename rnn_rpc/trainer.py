@@ -2,7 +2,7 @@
 
 Read train_step first. The functions at the top run in every process that owns parameters, the trainer included.
 
-Shapes: T = time steps (--bptt), B = streams (--batch_size), V = vocabulary size.
+Shapes: T = time steps (--bptt), B = streams (--batch_size), L = layers, H = hidden size, V = vocabulary size.
 """
 
 import math
@@ -18,7 +18,7 @@ from glue.seeds import seed_for
 
 WARM_UP_STEPS = 5  # training steps that are not timed, because they open connections and use memory for the first time
 
-# The trainer waits for each of these functions before its next call to the same process, so they need no lock.
+# These functions need no lock: the trainer waits for each before it calls the same process again.
 
 
 def gradient_norm(context_id):
@@ -33,7 +33,8 @@ def scale_gradients(context_id, factor):
 
 
 class SGD(optim.SGD):
-    """For torch's own classes DistributedOptimizer takes functional versions, without a state_dict (difference 8)."""
+    """optim.SGD itself. For torch's own class DistributedOptimizer would take a functional version, which has no
+    state_dict and prints a warning (difference 8)."""
 
 
 class Adam(optim.Adam):
@@ -43,8 +44,8 @@ class Adam(optim.Adam):
 OPTIMIZERS = {"sgd": SGD, "adam": Adam}
 
 
-# DistributedOptimizer itself has no state_dict. Its RRefs lead to an object of torch on each owner, whose attribute
-# `optim` is the optimizer.
+# DistributedOptimizer has no state_dict. Its RRefs lead to an object of torch in each process that owns parameters, and
+# that object's attribute `optim` is the optimizer.
 
 
 def optimizer_state(optimizer_rref):
@@ -80,10 +81,11 @@ class Trainer:
         Raises UserError if training has diverged: the loss is not finite, or far worse than that of a blind guess.
         Source: tutorial part 2, the body of the loop in run_trainer.
         """
-        # No zero_grad(): each context has gradients of its own, and step() replaces what is in .grad by them.
+        # No zero_grad(): backward() writes the gradients into this context, and step() puts them into .grad, where they
+        # replace those of the last step.
         with dist_autograd.context() as context_id:
             loss, (h_LBH, c_LBH) = self.model.loss(data_TB, target_TB, hidden)
-            dist_autograd.backward(context_id, [loss / target_TB.numel()])
+            dist_autograd.backward(context_id, [loss / target_TB.numel()])  # the mean loss, as in the tutorial
             if self.clip:
                 self.clip_gradients(context_id)
             self.opt.step(context_id)
@@ -96,8 +98,8 @@ class Trainer:
     def clip_gradients(self, context_id):
         """Scale all gradients in all processes, so that their common norm is at most `clip`; return the old norm.
 
-        torch's clip_grad_norm_ would see the LSTM's parameters only, and would read their .grad, which has the
-        gradients of the previous training step: backward() writes into the context.
+        torch's clip_grad_norm_ would see the LSTM's parameters only, and would read their .grad, where the gradients of
+        the previous training step still are.
         """
         futures = [rpc.rpc_async(owner, gradient_norm, args=(context_id,)) for owner in self.optimizer_rrefs]
         norm = math.sqrt(sum(future.wait() ** 2 for future in futures))

@@ -5,8 +5,9 @@
     python tools/exercise.py rl 2 start        remove from the code what is to be written in this exercise
     python tools/exercise.py rl 2 solution     write the solution into the code
 
-An exercise is a section of its page: "## 2. Title", the text, a line "Check: `command`", a hint, and the solution as a
-diff. If the published code contains the solution, the exercise begins with the action `start`.
+Exercise 2 of rl_rpc is a section of docs/exercises/rl_rpc.md: "## 2. Title", the text, a line "Check: `command`" and a
+hint. Its solution is the diff docs/exercises/rl_rpc/2.diff. If the published code contains the solution, the exercise
+begins with the action `start`.
 
 results/exercises.json has the names of the exercises that were started, and of those that are done. An exercise stays
 done when its code is restored for the next exercise.
@@ -66,16 +67,16 @@ class Exercise:
 
 def read_page(package):
     """Return the Exercises of a package, in order."""
-    page = (ROOT / "docs" / "exercises" / f"{package}.md").read_text()
-    sections = re.split(r"^(?=## \d+\. )", page, flags=re.MULTILINE)[1:]
+    folder = ROOT / "docs" / "exercises"
+    sections = re.split(r"^(?=## \d+\. )", (folder / f"{package}.md").read_text(), flags=re.MULTILINE)[1:]
     return [
         Exercise(
             title=re.match(r"## \d+\. (.+)", section)[1],
             text=section.partition("<details>")[0].rstrip(),
             check=re.search(r"^Check: `(.+)`$", section, re.MULTILINE)[1],
-            solution=re.search(r"^```diff\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[1],
+            solution=(folder / package / f"{number}.diff").read_text(),
         )
-        for section in sections
+        for number, section in enumerate(sections, 1)
     ]
 
 
@@ -165,8 +166,9 @@ def print_list():
 
 def check(name, each):
     """Print an exercise and run its check; return the exit status."""
-    page = PACKAGES[name.split()[0]]
-    print(f"{each.text}\n\nHint and solution: docs/exercises/{page}.md\n", flush=True)
+    short, number = name.split()
+    page = f"docs/exercises/{PACKAGES[short]}"
+    print(f"{each.text}\n\nHint: {page}.md. Solution: {page}/{number}.diff\n", flush=True)
     if not each.passes():
         print("Not solved yet: the check fails.")
         return 1

@@ -163,6 +163,12 @@ def test_without_git_the_list_knows_what_was_checked(listed):
     assert listed() == (dict.fromkeys(NAMES, "not done") | {"rl 1": "done"}, [])
 
 
-def test_a_page_has_three_or_four_exercises():
-    for package in PACKAGES:
-        assert 3 <= len(exercise.read_page(package)) <= 4
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_section_of_a_page_links_to_its_solution(package):
+    page = (ROOT / "docs" / "exercises" / f"{package}.md").read_text()
+    numbers = re.findall(r"^## (\d+)\. ", page, re.MULTILINE)
+    assert numbers == [str(n) for n in range(1, len(numbers) + 1)]
+    links = [f"Solution: [{package}/{n}.diff]({package}/{n}.diff)" for n in numbers]
+    assert re.findall("^Solution: .*$", page, re.MULTILINE) == links
+    diffs = {path.name for path in (ROOT / "docs" / "exercises" / package).iterdir()}
+    assert diffs == {f"{n}.diff" for n in numbers}
