@@ -20,7 +20,7 @@ from shards import Shard, split_by_shard
 
 
 class Trainer:  # in a trainer
-    """In one training step of T trainers a row of the table gets up to T updates, each with the full learning rate.
+    """When each of T trainers makes a step, a row gets up to T updates, each with the full learning rate.
 
     `fc` gets one update, with the mean of T gradients. So the table learns with T times the learning rate of `fc`.
     """
@@ -100,4 +100,4 @@ class EmbeddingShard(Shard):  # on a server, on RPC threads
 
 
 class SGD(optim.SGD):
-    """DistributedOptimizer replaces optim.SGD itself by a deprecated class, but no subclass (difference 20)."""
+    """For optim.SGD itself, DistributedOptimizer would use a version that takes no lock (difference 20)."""
