@@ -45,8 +45,8 @@ class Trainer:  # in a trainer
     def step(self, batch, next_batch):
         """Train on one batch; return its loss. (Only `pipelined` uses next_batch.) Source: tutorial, _run_trainer."""
         ids_I, offsets_B, target_B = batch
-        # Each step has a context of its own. The gradients are in the context, not in .grad, so there is no
-        # zero_grad(). On the servers the contexts keep the gradients of different trainers apart.
+        # Each step has a context of its own, which keeps its gradients; the optimizer puts them in the place of the old
+        # ones, so there is no zero_grad(). On the servers the contexts keep the trainers' gradients apart.
         with dist_autograd.context() as context_id:
             logits_BC = self.model(ids_I, offsets_B)
             loss = self.criterion(logits_BC, target_B.to(self.model.device))
