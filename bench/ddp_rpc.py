@@ -7,7 +7,7 @@ These tables are measured:
 
 - modes: batches per second at about the tutorial's sizes, with 1 and 2 servers
 - bags: samples per second with 8, 64 and 1024 bags in a batch
-- rows: batches per second with 10^2 to 10^6 rows in the embedding table
+- rows: batches per second with 10^2 to 10^6 rows in the embedding table, with sparse gradients, and hogwild with dense
 - wire: bytes per training step and trainer, over TCP
 
 Speeds are those of the training loop. Start-up, the making of data, and evaluation are not timed.
@@ -84,15 +84,21 @@ def words_of(mode, rows, bags, batches, *words):
     return ["--mode", mode, "--targets", "random", *sizes, *words]
 
 
-def variants(args, *cell, servers=(1,)):
-    """Return {name: callable} for the variants of one table, as interleave needs it. `cell`: (rows, bags, batches)."""
+def variants(args, *cell, servers=(1,), sparse=False):
+    """Return {name: callable} for the variants of one table, as interleave needs it. `cell`: (rows, bags, batches).
+
+    sparse: the modes get sparse gradients, and one more variant is hogwild with dense ones.
+    """
     calls = {SINGLE: lambda: single_process("cpu", *cell)}
     if args.device == "cuda":
         calls[SINGLE + ", cuda"] = lambda: single_process("cuda", *cell)
     for number, mode in itertools.product(servers, MODES):
         for suffix, place in places(args.device).items():
             name = mode + (f", {number} servers" if number > 1 else "") + suffix
-            calls[name] = functools.partial(run, mode, *cell, "--num_servers", number, *place)
+            words = ["--sparse"] if sparse else []
+            calls[name] = functools.partial(run, mode, *cell, "--num_servers", number, *place, *words)
+    if sparse:
+        calls["hogwild, dense"] = functools.partial(run, "hogwild", *cell)
     return calls
 
 
@@ -135,7 +141,7 @@ def main():
     for rows in (10**2, 10**3, 10**4, 10**5, 10**6) if "rows" in args.tables else ():
         batches = 200 if rows < 10**6 else 50
         title = f"batches/s with {rows:,} rows, 8 bags"
-        raw[f"{rows} rows"] = measured(args, title, "batches_per_second", rows, 8, batches)
+        raw[f"{rows} rows"] = measured(args, title, "batches_per_second", rows, 8, batches, sparse=True)
     if "wire" in args.tables:
         raw["wire"] = wire_table()
     write_json(args.json, raw)

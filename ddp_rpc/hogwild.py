@@ -20,7 +20,7 @@ from shards import Shard, split_by_shard
 
 
 class Trainer:  # in a trainer
-    """In one training step of T trainers a row of the table gets up to T updates, each with the full learning rate.
+    """When each of T trainers makes a step, a row gets up to T updates, each with the full learning rate.
 
     `fc` gets one update, with the mean of T gradients. So the table learns with T times the learning rate of `fc`.
     """
@@ -45,8 +45,8 @@ class Trainer:  # in a trainer
     def step(self, batch, next_batch):
         """Train on one batch; return its loss. (Only `pipelined` uses next_batch.) Source: tutorial, _run_trainer."""
         ids_I, offsets_B, target_B = batch
-        # Each step has a context of its own. The gradients are in the context, not in .grad, so there is no
-        # zero_grad(). On the servers the contexts keep the gradients of different trainers apart.
+        # Each step has a context of its own, which keeps its gradients; the optimizer puts them in the place of the old
+        # ones, so there is no zero_grad(). On the servers the contexts keep the trainers' gradients apart.
         with dist_autograd.context() as context_id:
             logits_BC = self.model(ids_I, offsets_B)
             loss = self.criterion(logits_BC, target_B.to(self.model.device))
@@ -100,4 +100,4 @@ class EmbeddingShard(Shard):  # on a server, on RPC threads
 
 
 class SGD(optim.SGD):
-    """DistributedOptimizer replaces optim.SGD itself by a deprecated class, but no subclass (difference 20)."""
+    """For optim.SGD itself, DistributedOptimizer would use a version that takes no lock (difference 20)."""

@@ -1,7 +1,12 @@
 """Mode `pipelined`: one message for each batch, whose answer arrives while the trainer trains on another batch.
 
-The message asks for the sums of batch k + 1, and brings the gradient of batch k - 1. It is sent before the trainer
-trains on batch k. So a lookup misses one of this trainer's own updates, the latest.
+Message k asks for the sums of batch k + 1 and brings the gradient of batch k - 1. It is sent before the trainer trains
+on batch k.
+
+The price is staleness: by the time a gradient reaches the table, the rows that it was computed from have changed.
+Message k - 1 looks up the rows of batch k, and message k + 1 brings their gradient. In between come one update of the
+trainer's own (message k), and at most five of every other trainer (its messages k - 2 to k + 2), because in DDP's
+allreduce nobody ends a batch before all have begun it. With T trainers these are at most 1 + 5 (T - 1) updates.
 
 As in `sync` a server updates its rows itself, but with each trainer's gradient as soon as it arrives. A step's messages
 belong to different batches, so no autograd context can span them: in the trainer the sums are a leaf of the graph, and
@@ -22,7 +27,7 @@ from shards import split_by_shard
 
 
 class Trainer(hogwild.Trainer):  # in a trainer
-    coming = None  # the Futures of the next batch's sums, one for each server; None before an epoch
+    next_sums = None  # Futures of the sums of the batch to come, one for each server; None before an epoch
     gradient_BD = None  # the gradient of the previous batch's sums; None before an epoch
 
     def set_learning_rate(self, lr):
@@ -31,11 +36,14 @@ class Trainer(hogwild.Trainer):  # in a trainer
             emb_rref.rpc_sync().set_learning_rate(lr)
 
     def step(self, batch, next_batch):
-        """Train on one batch; return its loss. In the last step of an epoch next_batch is None."""
-        if self.coming is None:
-            self.coming = self.exchange(None, batch)
-        sums_BD = sum(part.wait() for part in self.coming).to(self.model.device).requires_grad_()
-        self.coming = self.exchange(self.gradient_BD, next_batch)
+        """Train on one batch; return its loss. In the last step of an epoch next_batch is None.
+
+        Only an evaluation calls HybridModel.forward: here its lookup and its `fc` belong to two different steps.
+        """
+        if self.next_sums is None:
+            self.next_sums = self.exchange(None, batch)
+        sums_BD = sum(part.wait() for part in self.next_sums).to(self.model.device).requires_grad_()
+        self.next_sums = self.exchange(self.gradient_BD, next_batch)
 
         logits_BC = self.model.fc(sums_BD)
         loss = self.criterion(logits_BC, batch[2].to(self.model.device))
@@ -49,9 +57,9 @@ class Trainer(hogwild.Trainer):  # in a trainer
 
     def empty_pipe(self):
         """Send the last gradient and wait for the answers, so that evaluation and checkpoint see all updates."""
-        torch.futures.wait_all(self.coming)
+        torch.futures.wait_all(self.next_sums)
         torch.futures.wait_all(self.exchange(self.gradient_BD, None))
-        self.coming = None
+        self.next_sums = None
         self.gradient_BD = None
 
     def exchange(self, gradient_BD, batch):

@@ -45,10 +45,10 @@ class EmbeddingShard(hogwild.EmbeddingShard):  # on a server, on RPC threads
         self.stepped = torch.futures.Future()  # the answer to these trainers; the next update completes it
 
     def parameter_rrefs(self):
-        return []  # a trainer's DistributedOptimizer has nothing to do here
+        return []  # a trainer's DistributedOptimizer leaves the table alone, because average_and_step updates it
 
     def set_learning_rate(self, lr):
-        # Every trainer calls this before an epoch, with the same rate, and then waits for the others.
+        # Every trainer calls this before an epoch, with the same rate. No step begins before all have called.
         self.optimizer = optim.SGD(self.parameters(), lr=lr)
 
     # With async_execution the answer is sent when the returned Future is complete. No RPC thread waits for it.

@@ -216,6 +216,14 @@ def test_an_evaluation_builds_no_graph_on_the_servers():
     ]
 
 
+def test_a_pipelined_gradient_is_as_stale_as_the_docstring_says_and_no_staler():
+    """Three trainers, and a server that holds messages back. pipelined.py: at most 1 + 5 (T - 1) updates, here 11."""
+    flags = ("--mode", "pipelined", "--num_trainers", 3, "--batches", 10, "--epochs", 1)
+    done = run_script("tests/learning/ddp_rpc/staleness_job.py", *flags)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "30 updates, the stalest gradient is stale by 11"
+
+
 # ------------------------------------------------------------------------------------------------------ click log
 
 
