@@ -1,7 +1,8 @@
 """Mode `replica`: a trainer computes with a copy of the network, pushes gradients to the server, and gets new weights.
 
 Read it in the order of a step: train and Replica.send (in a trainer), ReplicaServer.push (in a server), Replica.load.
-A message is as large as the weights. (In mode `remote` it is as large as a batch.)
+The forward and the backward pass are local, so there is no distributed autograd and no DistributedOptimizer: a gradient
+is an argument of a call. A message is as large as the weights. (In mode `remote` it is as large as a batch.)
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
 
 With --num_servers each server has a range of the weights, and applies its part of a push without knowing of the others.
@@ -50,7 +51,7 @@ def get_replica_server():
 
 @functools.cache
 def server_rref(rank):
-    """Return an RRef to the server of a rank, in any process."""
+    """Return this process's one RRef to the server of a rank."""
     return rpc.remote(server_name(rank), get_replica_server)
 
 
@@ -61,7 +62,7 @@ def range_of(server, num_servers, size):
 
 @dataclass
 class Push:
-    """What a trainer sends to a server: its range of the gradient of one or more batches."""
+    """What a trainer sends to a server: its range of a gradient, summed over `batches` batches of `images` images."""
 
     trainer: int
     version: int  # of the weights from which it was computed: the server's number of updates before they were read
@@ -120,7 +121,7 @@ class Replica:
         self.answers = []  # a Future of each server's answer to the last push, until wait_for_answer() has taken them
 
     def pull(self):
-        """Get the current weights."""
+        """Get the current weights. rpc_async returns a Future at once, so all servers are asked at the same time."""
         self.load(torch.futures.wait_all([rref.rpc_async().pull() for rref in self.server_rrefs]))
 
     def make_pushes(self, images, batches):
@@ -168,17 +169,17 @@ class ReplicaServer:
     sync     When each trainer has pushed, the mean of these pushes is applied, and all of them are answered.
     """
 
-    def __init__(self, weights_R, args, coordinator=None):
+    def __init__(self, weights_R, args, coordinator):
         self.sgd = FlatSGD(weights_R, args.momentum)
-        self.lr = args.lr
         self.sync = args.consistency == "sync"
         self.lead = args.max_staleness if args.consistency == "bounded" else math.inf
-        self.coordinator = coordinator  # in rank 0: counts the updates of this server, which stand for those of all
+        self.coordinator = coordinator  # only in rank 0: the updates of server1 stand for those of all servers
         # Held while the weights, or the variables below, are read or changed. Never wait for an RPC while holding it:
         # answers arrive on the same RPC threads that serve calls. If calls that wait for this lock blocked all these
         # threads, the answer could not arrive, and the lock would never be released.
         self.lock = threading.Lock()
         self.version = 0  # number of updates since this process began
+        self.lr = None  # of this assignment
         self.expected = {}  # {trainer: how many pushes it makes in this assignment}, without the lost ones
         self.applied = collections.Counter()  # {trainer: how many of them are applied}
         self.unapplied = {}  # {trainer: its Push that was received, but not applied}
@@ -211,17 +212,23 @@ class ReplicaServer:
             push.gradient = push.gradient.to(self.sgd.weights.device)
             self.unapplied[trainer] = push
             self.unanswered[trainer] = future
-            answers = self.go_on()
+            self.update_if_due()
+            answers = self.answers_due()
         complete(answers)
         return future
 
-    # The next three methods are called under the lock.
+    # The next four methods are called under the lock.
 
-    def go_on(self):
-        """Make the next update if its pushes are complete. Return (Future, answer) of each push to answer now."""
+    def update_if_due(self):
+        """Update the weights: with each push (async, bounded), or when no trainer's push is missing (sync)."""
         if self.unapplied and (not self.sync or self.at_work() <= self.unapplied.keys()):
             self.update()
-        # No deadlock: the slowest trainer never waits, and no trainer waits for one whose assignment is done.
+
+    def answers_due(self):
+        """Return (Future, answer) of each applied push whose trainer may continue.
+
+        No deadlock: the slowest trainer never waits, and no trainer waits for one whose assignment is done.
+        """
         at_work = self.at_work()
         slowest = min((self.applied[trainer] for trainer in at_work), default=math.inf)
         answers = []
@@ -262,7 +269,8 @@ class ReplicaServer:
             self.expected.pop(trainer, None)
             self.unapplied.pop(trainer, None)
             self.unanswered.pop(trainer, None)
-            answers = self.go_on()
+            self.update_if_due()  # the lost trainer may have been the last one missing
+            answers = self.answers_due()
         complete(answers)
 
     def state_dict(self):
@@ -286,7 +294,8 @@ def complete(answers):
 class FlatSGD:
     """The weights as one tensor, and SGD that updates them.
 
-    Each update makes a new tensor. So an answer that is being sent can keep the old tensor without a copy.
+    torch.optim.SGD would change them in place, while RPC may still be sending them in an answer. Here each update makes
+    a new tensor, so no answer needs a copy.
     """
 
     def __init__(self, weights_R, momentum):
