@@ -39,6 +39,7 @@ def make_server(rank, args, device, coordinator):
     torch.manual_seed(args.seed)
     model = Net()
     weights_P = parameters_to_vector(model.parameters()).detach()
+    # A copy, because a slice would keep all P weights in memory.
     weights_R = weights_P[range_of(rank, args.num_servers, len(weights_P))].to(device, copy=True)
     replica_server = ReplicaServer(weights_R, args, coordinator)
     if coordinator:
@@ -78,7 +79,7 @@ def train(rank, args, batches, device):
     coordinator = coordinator_rref()
     # timeout=0: no time limit, because this call waits for the slowest trainer and for the evaluation.
     while assignment := coordinator.rpc_sync(timeout=0).next_assignment(rank, batches.size):
-        replica.pull()
+        replica.pull()  # others may have pushed since this trainer's last answer
         images_seen = 0  # since the last push
         batches_done = 0
         for step, (batch, data, target) in enumerate(batches.of(assignment.epoch, assignment.batches)):
@@ -90,6 +91,7 @@ def train(rank, args, batches, device):
                 loss.backward()
                 images_seen += len(target)
                 batches_done += 1
+                # Push after every --sync_every batches, and after the last batch of the assignment.
                 if batches_done == args.sync_every or step + 1 == len(assignment.batches):
                     pushes = replica.make_pushes(images_seen, batches_done)
                     if args.overlap:  # while this gradient was computed, the last push was under way
@@ -203,7 +205,7 @@ class ReplicaServer:
         future = torch.futures.Future()
         trainer = push.trainer
         with self.lock:
-            if trainer in self.lost:  # or it was only stopped for a while
+            if trainer in self.lost:  # it may only have been stopped for a while
                 raise UserError(f"rank {trainer} was lost; its batches go to other trainers")
             if trainer in self.unanswered:
                 raise RuntimeError(f"rank {trainer} pushed a gradient before its last push was answered")
