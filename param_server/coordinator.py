@@ -226,7 +226,7 @@ class Coordinator:
 
 
 @torch.no_grad()
-def get_accuracy(net, images, labels, batch_size=500):
+def get_accuracy(net, images, labels):
     """Return the fraction of images (N, 28, 28) uint8 that `net` classifies correctly.
 
     Runs in the process that has the network. In the tutorial, eval() is called on the trainers' TrainerNet. It does not
@@ -236,6 +236,6 @@ def get_accuracy(net, images, labels, batch_size=500):
     device = next(net.parameters()).device
     correct = 0
     with all_cores():  # no trainer computes now
-        for batch, target in zip(images.split(batch_size), labels.split(batch_size), strict=True):
+        for batch, target in zip(images.split(500), labels.split(500), strict=True):
             correct += (net(normalised(batch.to(device))).argmax(dim=1).cpu() == target).sum().item()
     return correct / len(labels)

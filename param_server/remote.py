@@ -109,7 +109,7 @@ class ParameterServer(nn.Module):
         layers = copy.deepcopy(self.model).to("meta").train(not args.no_dropout)
         self.layers_of = {trainer: copy.deepcopy(layers) for trainer in trainers(args)}
         self.version_of = {}  # {trainer: number of updates before the snapshot of its forward pass}
-        self.steps_left = {}  # {trainer: number of steps that are left of its assignment}, without the lost ones
+        self.steps_left = {}  # {trainer: number of steps that are left of its assignment}
         self.lost = set()
 
     # Trainers call the next three methods, on RPC threads, several at once.

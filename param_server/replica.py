@@ -1,7 +1,8 @@
 """Mode `replica`: a trainer computes with a copy of the network, pushes gradients to the server, and gets new weights.
 
 Read it in the order of a step: train and Replica.send (in a trainer), ReplicaServer.push (in a server), Replica.load.
-A message is as large as the weights. (In mode `remote` it is as large as a batch.)
+The forward and the backward pass are local, so there is no distributed autograd and no DistributedOptimizer: a gradient
+is an argument of a call. A message is as large as the weights. (In mode `remote` it is as large as a batch.)
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
 
 With --num_servers each server has a range of the weights, and applies its part of a push without knowing of the others.
@@ -38,6 +39,7 @@ def make_server(rank, args, device, coordinator):
     torch.manual_seed(args.seed)
     model = Net()
     weights_P = parameters_to_vector(model.parameters()).detach()
+    # A copy, because a slice would keep all P weights in memory.
     weights_R = weights_P[range_of(rank, args.num_servers, len(weights_P))].to(device, copy=True)
     replica_server = ReplicaServer(weights_R, args, coordinator)
     if coordinator:
@@ -50,7 +52,7 @@ def get_replica_server():
 
 @functools.cache
 def server_rref(rank):
-    """Return an RRef to the server of a rank, in any process."""
+    """Return this process's one RRef to the server of a rank."""
     return rpc.remote(server_name(rank), get_replica_server)
 
 
@@ -61,7 +63,7 @@ def range_of(server, num_servers, size):
 
 @dataclass
 class Push:
-    """What a trainer sends to a server: its range of the gradient of one or more batches."""
+    """What a trainer sends to a server: its range of a gradient, summed over `batches` batches of `images` images."""
 
     trainer: int
     version: int  # of the weights from which it was computed: the server's number of updates before they were read
@@ -77,7 +79,7 @@ def train(rank, args, batches, device):
     coordinator = coordinator_rref()
     # timeout=0: no time limit, because this call waits for the slowest trainer and for the evaluation.
     while assignment := coordinator.rpc_sync(timeout=0).next_assignment(rank, batches.size):
-        replica.pull()
+        replica.pull()  # others may have pushed since this trainer's last answer
         images_seen = 0  # since the last push
         batches_done = 0
         for step, (batch, data, target) in enumerate(batches.of(assignment.epoch, assignment.batches)):
@@ -89,6 +91,7 @@ def train(rank, args, batches, device):
                 loss.backward()
                 images_seen += len(target)
                 batches_done += 1
+                # Push after every --sync_every batches, and after the last batch of the assignment.
                 if batches_done == args.sync_every or step + 1 == len(assignment.batches):
                     pushes = replica.make_pushes(images_seen, batches_done)
                     if args.overlap:  # while this gradient was computed, the last push was under way
@@ -120,7 +123,7 @@ class Replica:
         self.answers = []  # a Future of each server's answer to the last push, until wait_for_answer() has taken them
 
     def pull(self):
-        """Get the current weights."""
+        """Get the current weights. rpc_async returns a Future at once, so all servers are asked at the same time."""
         self.load(torch.futures.wait_all([rref.rpc_async().pull() for rref in self.server_rrefs]))
 
     def make_pushes(self, images, batches):
@@ -168,17 +171,17 @@ class ReplicaServer:
     sync     When each trainer has pushed, the mean of these pushes is applied, and all of them are answered.
     """
 
-    def __init__(self, weights_R, args, coordinator=None):
+    def __init__(self, weights_R, args, coordinator):
         self.sgd = FlatSGD(weights_R, args.momentum)
-        self.lr = args.lr
         self.sync = args.consistency == "sync"
         self.lead = args.max_staleness if args.consistency == "bounded" else math.inf
-        self.coordinator = coordinator  # in rank 0: counts the updates of this server, which stand for those of all
+        self.coordinator = coordinator  # only in rank 0: the updates of server1 stand for those of all servers
         # Held while the weights, or the variables below, are read or changed. Never wait for an RPC while holding it:
         # answers arrive on the same RPC threads that serve calls. If calls that wait for this lock blocked all these
         # threads, the answer could not arrive, and the lock would never be released.
         self.lock = threading.Lock()
         self.version = 0  # number of updates since this process began
+        self.lr = None  # of this assignment
         self.expected = {}  # {trainer: how many pushes it makes in this assignment}, without the lost ones
         self.applied = collections.Counter()  # {trainer: how many of them are applied}
         self.unapplied = {}  # {trainer: its Push that was received, but not applied}
@@ -202,7 +205,7 @@ class ReplicaServer:
         future = torch.futures.Future()
         trainer = push.trainer
         with self.lock:
-            if trainer in self.lost:  # or it was only stopped for a while
+            if trainer in self.lost:  # it may only have been stopped for a while
                 raise UserError(f"rank {trainer} was lost; its batches go to other trainers")
             if trainer in self.unanswered:
                 raise RuntimeError(f"rank {trainer} pushed a gradient before its last push was answered")
@@ -211,17 +214,23 @@ class ReplicaServer:
             push.gradient = push.gradient.to(self.sgd.weights.device)
             self.unapplied[trainer] = push
             self.unanswered[trainer] = future
-            answers = self.go_on()
+            self.update_if_due()
+            answers = self.answers_due()
         complete(answers)
         return future
 
-    # The next three methods are called under the lock.
+    # The next four methods are called under the lock.
 
-    def go_on(self):
-        """Make the next update if its pushes are complete. Return (Future, answer) of each push to answer now."""
+    def update_if_due(self):
+        """Update the weights: with each push (async, bounded), or when no trainer's push is missing (sync)."""
         if self.unapplied and (not self.sync or self.at_work() <= self.unapplied.keys()):
             self.update()
-        # No deadlock: the slowest trainer never waits, and no trainer waits for one whose assignment is done.
+
+    def answers_due(self):
+        """Return (Future, answer) of each applied push whose trainer may continue.
+
+        No deadlock: the slowest trainer never waits, and no trainer waits for one whose assignment is done.
+        """
         at_work = self.at_work()
         slowest = min((self.applied[trainer] for trainer in at_work), default=math.inf)
         answers = []
@@ -262,7 +271,8 @@ class ReplicaServer:
             self.expected.pop(trainer, None)
             self.unapplied.pop(trainer, None)
             self.unanswered.pop(trainer, None)
-            answers = self.go_on()
+            self.update_if_due()  # the lost trainer may have been the last one missing
+            answers = self.answers_due()
         complete(answers)
 
     def state_dict(self):
@@ -286,7 +296,8 @@ def complete(answers):
 class FlatSGD:
     """The weights as one tensor, and SGD that updates them.
 
-    Each update makes a new tensor. So an answer that is being sent can keep the old tensor without a copy.
+    torch.optim.SGD would change them in place, while RPC may still be sending them in an answer. Here each update makes
+    a new tensor, so no answer needs a copy.
     """
 
     def __init__(self, weights_R, momentum):
