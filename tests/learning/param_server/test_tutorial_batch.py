@@ -246,9 +246,9 @@ def test_one_trainer_and_four_without_batching_in_terminals(tmp_path):
 
 @pytest.mark.slow
 def test_the_measurement_is_told_and_drawn(tmp_path):
-    flags = ("--world_size", 3, "--num_batches", 2, "--repeats", 1, "--plot", tmp_path / "batch.png")
+    flags = ("--world_size", 2, "--num_batches", 2, "--repeats", 1, "--plot", tmp_path / "batch.png")
     done = run_script("bench/param_batch.py", *flags, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     rows = re.findall(r"^Trainers (\d), (with|without) batching: [\d.]+ s \(", done.stdout, re.MULTILINE)
-    assert rows == [("1", "with"), ("1", "without"), ("2", "with"), ("2", "without")]
+    assert rows == [("1", "with"), ("1", "without")]
     assert (tmp_path / "batch.png").read_bytes().startswith(b"\x89PNG")
