@@ -120,11 +120,21 @@ def test_the_commands_in_the_pages_parse(readme):
     assert count >= (3 if readme.parent.name in PACKAGES or readme.name == "RUNNING.md" else 0), readme
 
 
+def anchors_of(page):
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", each)).lower().replace(" ", "-") for each in headings}
+
+
 @pytest.mark.parametrize("readme", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_links_in_the_pages_lead_somewhere(readme):
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", readme.read_text()):
-        if not target.startswith("http"):
-            assert (readme.parent / target).exists(), (readme, target)
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", readme.read_text()):
+        if target.startswith("http"):
+            continue
+        page = readme.parent / target if target else readme
+        assert page.exists(), (readme, target)
+        assert not anchor or page.suffix != ".md" or anchor in anchors_of(page), (readme, target, anchor)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
