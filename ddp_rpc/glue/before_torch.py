@@ -107,11 +107,24 @@ def _leave_at_once(number, _frame):
     os._exit(128 + number)
 
 
+def _reopen_closed_streams():
+    """Let streams that the user has closed (`>&-`) lead to /dev/null, or sockets would get their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is this one
+            setattr(sys, name, open(number, "w" if number else "r"))
+
+
 # When a rank dies, each RPC thread of the other ranks logs this from C++, with a stack. The glue prints one line
 # instead. torch reads this level when it is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 if STARTED_HERE:
+    _reopen_closed_streams()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        sys.exit(f"{PACKAGE}: the current directory has been deleted: cd to another one")
     # Importing torch takes seconds. Until the job handles signals itself, they end this process quietly.
     handle_signals(_leave_at_once)
     if starts_ranks(sys.argv[1:]):  # start it now: it imports torch while this process does

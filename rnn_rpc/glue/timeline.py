@@ -30,7 +30,14 @@ def collect(path, parts, names):
     for bar in bars:  # nanoseconds since 1970 -> microseconds since the first bar, as the file format demands
         bar |= {"ts": (bar["ts"] - zero) / 1e3, "dur": bar["dur"] / 1e3}
     calls = match(bars)
+    hosts = {rank: parts[rank]["host"] for rank in sorted(parts)}
+    clocks = line_up(calls, hosts)
+    for bar in bars:
+        bar["ts"] += clocks[hosts[bar["pid"]]][0]
     print(table(names, calls))
+    for host, (shift, error) in clocks.items():
+        if error:
+            print(f"The clock of {host} was corrected by {shift / 1e3:+.3f} ms (error at most {error / 1e3:.3f} ms).")
     for rank, part in parts.items():
         if part["full"]:
             print(f"--trace: {names[rank]} recorded too many bars; the last {len(part['bars']):,} are kept.")
@@ -60,6 +67,28 @@ def match(bars):
         if found is not None:
             found[bar["args"].get("call")] = bar
     return [(made[number], run, held.get(number, run)) for number, run in served.items() if number in made]
+
+
+def line_up(calls, hosts):
+    """Return {host: (microseconds to add to its clock, the largest error of this correction)}. `hosts`: {rank: host}.
+
+    The clock of the first host is taken as correct. A call is served after it was sent, and before its answer arrives.
+    So each call gives a lower and an upper bound for the difference of two clocks.
+    """
+    bounds = {}  # (host, other host) -> (lowest, highest) number to add to the other's clock
+    for call, run, answered in calls:
+        one, other = hosts[call["pid"]], hosts[run["pid"]]
+        low, high = call["ts"] - run["ts"], end_of(call) - end_of(answered)
+        for pair, least, most in (((one, other), low, high), ((other, one), -high, -low)):
+            lowest, highest = bounds.get(pair, (least, most))
+            bounds[pair] = max(lowest, least), min(highest, most)
+    clocks = dict.fromkeys(list(hosts.values())[:1], (0, 0))
+    for _ in hosts:  # repeated, to reach hosts that have no calls with the first one
+        for (one, other), (low, high) in bounds.items():
+            if one in clocks and other not in clocks:
+                shift, error = clocks[one]
+                clocks[other] = shift + round((low + high) / 2, 3), error + abs(high - low) / 2  # whole nanoseconds
+    return dict.fromkeys(hosts.values(), (0, 0)) | clocks
 
 
 def table(names, calls):

@@ -30,6 +30,28 @@ def short(package):
     return [*JOBS[package]["size"], *JOBS[package]["short"]]
 
 
+# ------------------------------------------------------------------------------------------------ a normal run is quiet
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "package, mode",
+    [
+        ("rl_rpc", "packed"),
+        ("rl_rpc", "batched"),
+        ("rl_rpc", "rollout"),
+        ("rnn_rpc", "loss"),
+        ("rnn_rpc", "overlap"),
+        ("ddp_rpc", "sync"),
+        ("ddp_rpc", "pipelined"),
+        ("param_server", "replica"),
+    ],
+)
+def test_no_mode_writes_to_stderr(package, mode):
+    done = run_main(package, *short(package), "--mode", mode)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # ---------------------------------------------------------------------------------------------------- sockets and ports
 
 
@@ -434,3 +456,18 @@ def test_torchrun_without_a_store_for_its_ranks():
     with Job("rl_rpc", "torchrun", JOBS["rl_rpc"]["short"], env=env) as job:
         assert job.wait(90) == [0], job.text()
         assert "Greedy policy over" in job.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", ["0", "1", "2"])
+def test_a_closed_stream_is_no_error(stream, tmp_path):
+    command = [sys.executable, str(ROOT / "rl_rpc" / "main.py"), *short("rl_rpc"), "--summary_json", "s.json"]
+    closed = ["sh", "-c", f'exec "$@" {stream}>&-', "sh", *command]
+    done = subprocess.run(closed, capture_output=True, text=True, timeout=90, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "s.json").exists()
+
+
+def test_a_deleted_current_directory_is_told_in_one_line(tmp_path):
+    command = f"mkdir {tmp_path}/d; cd {tmp_path}/d; rmdir ../d; exec {sys.executable} {ROOT}/rl_rpc/main.py"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert_one_line_error(done, 1, "the current directory has been deleted")

@@ -11,10 +11,12 @@ import pytest
 import torch.distributed.autograd
 import torch.distributed.optim
 
-from helpers import assert_one_line_error, assert_refused, package_on_path, run_main
+from helpers import ROOT, assert_one_line_error, assert_refused, load_module, package_on_path, run_main
 from jobs import JOBS, Job
+from two_hosts import NAMES, TwoHosts, why_not
 
 CALLS = ("sync", "async", "remote")
+RanksOnTwoHosts = load_module(ROOT / "tests" / "jobs" / "test_two_hosts.py").RanksOnTwoHosts
 RL = [*JOBS["rl_rpc"]["size"], *JOBS["rl_rpc"]["short"]]
 
 
@@ -179,7 +181,47 @@ def test_an_interrupted_job_leaves_its_picture(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG") and 2_000 < picture.stat().st_size < 500_000
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_between_two_hosts_no_arrow_points_back_in_time(tmp_path):
+    trace = tmp_path / "trace.json"
+    with TwoHosts(delay_ms=5.0) as hosts:
+        flags = [*JOBS["rl_rpc"]["short"], "--trace", str(trace)]
+        with RanksOnTwoHosts(hosts, "rl_rpc", flags) as ranks:
+            assert ranks.wait(120) == [0, 0, 0], ranks.text()
+            assert re.search(rf"The clock of {NAMES[1]} was corrected by \S+ ms .error at most \d", ranks.text())
+    events = events_in(trace)  # also checks the arrows
+    served = {run["args"]["call"]: run for run in bars(events, "run")}
+    calls = [call for call in bars(events, "sync", "select_action") if call["pid"] == 1]  # rank 1 is on the other host
+    assert min(call["dur"] for call in calls) > 10_000 and all(call["args"]["call"] in served for call in calls)
+
+
 # ---------------------------------------------------------------------------------------------------- parts, by hand
+
+
+def test_clocks_of_several_hosts_are_lined_up():
+    """Three hosts, each called by the one before. Clocks 7 s and 3 s wrong are corrected to within a round trip."""
+    ahead = {"a": 0, "b": 7_000_000_000, "c": -3_000_000_000}
+    hosts = dict(enumerate(ahead))
+
+    def call(caller, callee, sent, arrived, left, back):
+        """Return a call with these four times, as join() does."""
+        sides = ((caller, sent, back), (callee, arrived, left))
+        bars = [{"pid": r, "ts": t + ahead[hosts[r]], "dur": end - t} for r, t, end in sides]
+        return bars[0], bars[1], bars[1]
+
+    pairs = [
+        call(0, 1, 0, 1000, 1500, 9000),
+        call(0, 1, 20_000, 27_000, 27_500, 28_500),
+        call(2, 1, 50, 650, 700, 1300),
+    ]
+    with package_on_path("rl_rpc"):
+        from glue import timeline
+
+        clocks = timeline.line_up(pairs, hosts)
+    for host, (shift, error) in clocks.items():
+        assert abs(shift + ahead[host]) <= error, host
+    assert clocks["a"] == (0, 0) and clocks["b"][1] <= 1000 and clocks["c"][1] <= 2000
 
 
 @pytest.fixture
