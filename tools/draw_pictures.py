@@ -90,30 +90,38 @@ def draw_timelines(package):
 
 def draw_panels(path, traces, step, milliseconds):
     """Draw so many milliseconds of each of `traces`, {title: events}, from the start of this step on."""
-    views = [view_from(events, step, milliseconds) for events in traces.values()]
-    heights = [len(view.rows) for view in views]
-    figure = Figure((10, 0.28 * sum(heights) + 0.4 * len(heights) + 0.7), layout="constrained")
-    panels = figure.subplots(len(views), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    keys = {}  # the legend: {text: mark}
-    for axes, title, view in zip(panels, traces, views, strict=True):
-        view.draw(axes)
+    figure = Figure(layout="constrained")
+    panels = figure.subplots(len(traces), sharex=True, squeeze=False)[:, 0]
+    for axes, (title, events) in zip(panels, traces.items(), strict=True):
+        draw_panel(axes, events, step, milliseconds)
         axes.set_title(title, loc="left", fontsize=9)
-        keys |= view.legend()
+    fit_heights(figure, panels, 10, 0.28, 0.4 * len(panels) + 0.7)
     panels[-1].set_xlabel("milliseconds", fontsize=8)
-    figure.legend(keys.values(), keys, loc="outside upper right", ncols=min(len(keys), 6), fontsize=8, frameon=False)
+    figure.legend(handles=timeline().legend(), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
     figure.savefig(path, dpi=110)
 
 
-def view_from(events, step, milliseconds):
+def timeline():
+    """Import the module of the package that is on the path."""
     from glue import timeline
 
-    return timeline.View(events, start_of_step(events, step), 1e3 * milliseconds)
+    return timeline
+
+
+def draw_panel(axes, events, step, milliseconds):
+    start = start_of_step(events, step)
+    timeline().draw_period(axes, events, start, start + 1e3 * milliseconds)
+
+
+def fit_heights(figure, panels, width, lane, rest):
+    """Give each panel a height for its lanes. In inches: the figure's width, the height of a lane, and of the rest."""
+    lanes = [len(axes.get_yticks()) for axes in panels]
+    panels[0].get_gridspec().set_height_ratios(lanes)
+    figure.set_size_inches(width, lane * sum(lanes) + rest)
 
 
 def start_of_step(events, step):
-    from glue import timeline
-
-    return next(bar["ts"] for bar in timeline.steps_of(timeline.shown_bars(events)) if bar["name"] == f"step {step}")
+    return next(event["ts"] for event in events if event.get("cat") == "step" and event["name"] == f"step {step}")
 
 
 def traced(package, *flags):
@@ -241,8 +249,6 @@ def draw_pole(env, poles):
 
 def draw_strip(shown):
     """Return one picture with the CartPoles of `shown` side by side: {title: (picture, text below it)}."""
-    from glue import timeline
-
     strip = Image.new("RGB", (WIDTH, STRIP), "white")
     for number, (title, (pole, words)) in enumerate(shown.items()):
         left = number * (POLE[0] + 20)
@@ -251,7 +257,7 @@ def draw_strip(shown):
         write(strip, (left + POLE[0] // 2, POLE[1] + 22), words, "ma")
     for number, state in enumerate(("working", "waiting")):
         top = 50 + 24 * number
-        ImageDraw.Draw(strip).rectangle((WIDTH - 120, top, WIDTH - 100, top + 14), fill=timeline.BAR_COLORS[state])
+        ImageDraw.Draw(strip).rectangle((WIDTH - 120, top, WIDTH - 100, top + 14), fill=timeline().COLORS[state])
         write(strip, (WIDTH - 90, top - 1), state, "la")
     return strip
 
@@ -271,18 +277,17 @@ def draw_sheet(traces, step):
         "step": "Mode step: a call to the agent for each action",
         "rollout": "Mode rollout: a call to an observer for each episode",
     }
-    views = {mode: view_from(traces[mode], step, MILLISECONDS) for mode in titles}
-    lanes = [len(view.rows) for view in views.values()]
-    figure = Figure((WIDTH / DPI, 0.19 * sum(lanes) + 1), dpi=DPI, layout="constrained")
-    panels = figure.subplots(2, sharex=True, height_ratios=lanes)
-    for axes, (mode, view) in zip(panels, views.items(), strict=True):
-        view.bars = [bar | {"name": bar["name"].replace("step ", "episode ")} for bar in view.bars]
-        view.draw(axes)
+    figure = Figure(dpi=DPI, layout="constrained")
+    panels = figure.subplots(2, sharex=True)
+    for axes, mode in zip(panels, titles, strict=True):
+        draw_panel(axes, traces[mode], step, MILLISECONDS)
         axes.set_title(titles[mode], loc="left", fontsize=7.8, fontweight="bold")
         for name in axes.texts:
             if name.get_text():  # arrows are texts without letters
+                name.set_text(name.get_text().replace("step ", "episode "))
                 name.set_bbox(None)  # at this size, the background would hide the bar
                 name.set_path_effects([withStroke(linewidth=2, foreground="white")])
+    fit_heights(figure, panels, WIDTH / DPI, 0.19, 1)
     panels[-1].set_xlabel("milliseconds (each takes a second here)", fontsize=7)
     file = io.BytesIO()
     figure.savefig(file)
@@ -296,15 +301,13 @@ def times_of_steps(traces, mode, step):
 
     Both modes play the same episodes, so their numbers of steps are counted in the calls of mode `step`.
     """
-    from glue import timeline
-
     start = start_of_step(traces[mode], step)
     reports = [bar for bar in traces["step"] if bar.get("cat") == "sync" and bar["name"] == "report_reward"]
     ends = []
     for called, bar in zip(episodes_of(traces["step"]), episodes_of(traces[mode]), strict=True):
         for report in reports:
-            if report["pid"] == called["pid"] and called["ts"] <= report["ts"] < timeline.end_of(called):
-                ends.append(timeline.end_of(report if mode == "step" else bar))
+            if report["pid"] == called["pid"] and called["ts"] <= report["ts"] < timeline().end_of(called):
+                ends.append(timeline().end_of(report if mode == "step" else bar))
     return [(end - start) / 1e3 for end in ends if end > start]
 
 

@@ -3,17 +3,16 @@
 Runs in every process.
 """
 
+import collections
 import contextlib
 import ctypes
+import itertools
 import os
 import pathlib
 import warnings
-from collections import Counter
 
 import torch
 import torch.distributed.rpc as rpc
-
-from glue import UserError
 
 
 def why_no_gpu():
@@ -40,11 +39,9 @@ def start_cuda(device, computes):
     begin. A rank on the CPU starts CUDA too, because otherwise torch would do so later: init_rpc and the first
     backward() count the GPUs.
     """
-    why = why_no_gpu()
+    why_no_gpu()
     if device != "cuda" or not computes:
         return 0
-    if why:
-        raise UserError(f"--device cuda: {why}")
     torch.cuda.init()  # afterwards device_count() asks CUDA, not the driver's library; they can differ (MIG)
     return torch.cuda.device_count()
 
@@ -54,14 +51,8 @@ def devices_of(hellos):
 
     The ranks of a host are dealt to its GPUs in turn. If there are more ranks than GPUs, ranks share a GPU.
     """
-    devices, ranks_before = [], Counter()
-    for hello in hellos:
-        if hello["gpus"]:
-            devices.append(f"cuda:{ranks_before[hello['host']] % hello['gpus']}")
-            ranks_before[hello["host"]] += 1
-        else:
-            devices.append("cpu")
-    return devices
+    turn = collections.defaultdict(itertools.count)  # host -> how many of its ranks have a GPU
+    return [f"cuda:{next(turn[each['host']]) % each['gpus']}" if each["gpus"] else "cpu" for each in hellos]
 
 
 def tensorpipe_options(transport, **kwargs):

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import threading
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -28,21 +27,18 @@ SECONDS_TO_HEAR = 1.5  # after torchrun's SIGTERM, from the supervisor: torchrun
 class Job:
     """One rank's view of the job."""
 
-    def __init__(self, rank, args, worker_name, port=None):
-        """`port`: if this rank was spawned, the port of the supervisor, which is in the starting process."""
-        self.args = args
-        self.rank, self.world_size = rank, args.world_size
-        self.workers = [worker_name(r, args) for r in range(args.world_size)]
-        self.names = full_names(self.workers)
+    def __init__(self, rank, args, workers, port=None):
+        """`workers`: the worker names of all ranks; `port`: of the supervisor, if its process has spawned this rank."""
+        self.args, self.rank, self.world_size = args, rank, args.world_size
+        self.workers, self.names = workers, full_names(workers)
         self.spawned, self.port = port is not None, port
         # Set by join(): this rank's device, the names of all ranks' devices, and how many ranks are on this host.
         self.device, self.devices, self.ranks_here = None, [], None
         self.link = self.supervisor = None  # the connection to the supervisor; the Supervisor, if it is in this process
-        self.state = None  # what the supervisor has sent last
-        self.lost = {}  # rank -> why; entries are only added, and any thread may read it
-        self.changed = threading.Condition()  # guards the two above; notified of each change
+        self.state = {"lost": [], "end": None}  # what the supervisor has sent last
+        self.changed = threading.Condition()  # guards it; notified of each change
         self.barriers = 0  # how often wait_for_all() was called
-        self.callback = None  # the argument of on_lost()
+        self.callback = lambda rank: ""  # the argument of on_lost()
         self.reporter = concurrent.futures.ThreadPoolExecutor(1)  # runs it, for one loss after the other
         self.ending = threading.Lock()  # taken by the thread that ends this process, and never released
         # torch prints the traceback of every served function that raises, even if the reason is a lost rank, or an
@@ -50,6 +46,11 @@ class Job:
         internal.print = lambda *_, **__: self._print_traceback(sys.exc_info()[1])
 
     # ------------------------------------------------------------------------------------------ what run_worker uses
+
+    @property
+    def lost(self):
+        """The ranks without which the job goes on: {rank: why}."""
+        return dict(self.state["lost"])
 
     def rpc_options(self, **kwargs):
         """Return the options for init_rpc, which then uses this job's store. `kwargs` are passed to torch."""
@@ -63,9 +64,7 @@ class Job:
     def store(self, prefix):
         """Return a store for `dist.init_process_group(store=...)`, with keys of its own for each prefix. In rank 0."""
         port = self.state["job"]["ranks"][0]["store_port"]
-        patience = timedelta(seconds=min(60.0, self.args.join_timeout))
-        client = dist.TCPStore(self.host, port, is_master=False, wait_for_workers=False, timeout=patience)
-        return dist.PrefixStore(prefix, client)
+        return dist.PrefixStore(prefix, dist.TCPStore(self.host, port, is_master=False, wait_for_workers=False))
 
     def wait_for_all(self):
         """Return when every living rank has called this: a barrier.
@@ -82,7 +81,7 @@ class Job:
         few words about what happens to the lost rank's work, or "".
         """
         if self.args.on_lost == "continue":
-            self.callback = callback
+            self.callback = callback or self.callback
             self._wait_at(self.barriers + 1, can_lose=first)  # until then RPC needs every rank
 
     def report_lost(self, rank, error):
@@ -99,12 +98,11 @@ class Job:
         before_torch.watch_signals(self._interrupted)
         gpus = start_cuda(self.args.device, self.rank in self.args.device_ranks)
         rendezvous = Rendezvous(self.rank, self.args, self.names, self.port)
-        self.host, link, self.supervisor = rendezvous.connect()
-        if self.rank == 0:
-            self.rpc_store = hold_store(self.host)
-        self.state = rendezvous.join(link, gpus, self.rpc_store.port if self.rank == 0 else None)
+        link = rendezvous.connect()
+        self.host, self.supervisor = rendezvous.host, rendezvous.supervisor
+        self.rpc_store = hold_store(self.host) if self.rank == 0 else None
+        self.state |= rendezvous.join(link, gpus, self.rpc_store and self.rpc_store.port)
         self.link = link
-        self._take_in(self.state)
         threading.Thread(target=self._listen, daemon=True).start()
         self._wait_for_missing(rendezvous)
         self._use(self.state["job"])
@@ -113,10 +111,9 @@ class Job:
         with self.changed:
             while missing := self.state["missing"]:
                 awaited = ", ".join(self.names[rank] for rank in missing)
-                if rendezvous.seconds_left() < 0:
+                if not rendezvous.may_wait_for(f"{awaited} at {rendezvous.where}"):
                     break
-                rendezvous.print_waiting(f"{awaited} at {rendezvous.where}")
-                self.changed.wait(min(BEAT_SECONDS, max(0.0, rendezvous.seconds_left())))
+                self.changed.wait(BEAT_SECONDS)
         if missing:
             self.end(End(None, f"{awaited} did not come within {rendezvous.patience}", again=False))
 
@@ -140,30 +137,31 @@ class Job:
         self._hand_in_trace()
         self._wait_at(DONE)
         self.reporter.shutdown()
-        if self.supervisor:
-            self.link.close()
-            self.supervisor.wait_until_gone({*range(self.world_size)} - {*self.lost}, LOST_AFTER_SECONDS)
-            self._write_trace()
+        self._close_supervisor(self.lost, LOST_AFTER_SECONDS)
 
     def _wait_at(self, barrier, **also):
         """Report that this rank is at this barrier; return when all living ranks are there."""
         self.barriers = barrier
         self.link.send({"at": barrier, **also})
-        with self.changed:
-            self.changed.wait_for(lambda: self.state["passed"] >= barrier)
+        self._wait_until(lambda: self.state["passed"] >= barrier, seconds=None)
 
     def _hand_in_trace(self):
         if recording := trace.hand_in():
             self.link.send({"trace": recording})
 
-    def _write_trace(self, end=None):
-        if self.args.trace:
-            timeline.collect(self.args.trace, self.supervisor.traces, self.workers, end)
+    def _close_supervisor(self, dead, seconds):
+        """If the supervisor is here, wait until all but the `dead` have heard how the job ends; write --trace."""
+        if self.supervisor:
+            self.link.close()
+            self.supervisor.wait_until_gone({*range(self.world_size)} - {*dead}, seconds)
+            if self.args.trace:
+                timeline.collect(self.args.trace, self.supervisor.traces, self.workers)
 
     # ---------------------------------------------------------------------------------------------- the job's state
 
     def _listen(self):
         """Take in what the supervisor sends, until all ranks have done their work."""
+        self._take_in(self.state)
         try:
             while self.state["passed"] < DONE:
                 self._take_in(self.link.receive())
@@ -173,20 +171,17 @@ class Job:
 
     def _take_in(self, state):
         with self.changed:
+            known = len(self.state["lost"])
             self.state = state
-            losses = {rank: why for rank, why in state["lost"] if rank not in self.lost}
-            self.lost |= losses
-            ends = state["end"] or self.rank in self.lost
-            if not ends:
-                for rank, why in losses.items():
-                    self.reporter.submit(self._after_loss, rank, why)
             self.changed.notify_all()
-        if ends:
+        if state["end"] or self.rank in self.lost:
             self.end(None, tell=False)
+        for rank, why in state["lost"][known:]:
+            self.reporter.submit(self._after_loss, rank, why)
 
     def _after_loss(self, rank, why):
         try:
-            work = self.callback(rank) if self.callback else ""
+            work = self.callback(rank)
         except Exception as error:
             self.fail(error)
         if self.rank == 0:
@@ -228,20 +223,16 @@ class Job:
         if self.link and tell:
             self.link.send({"failed": dataclasses.asdict(end)})
             self._wait_until(lambda: self.state["end"] or self.rank in self.lost, 2)
-        if self.state and self.state["end"]:
+        if self.state["end"]:
             end = End(**self.state["end"])
-        elif why := self.lost.get(self.rank):
-            known = end and end.why == why
-            end = End(self.rank, why if known else f"the others have gone on without it: {why}")
+        elif end is None:
+            end = End(self.rank, f"the others have gone on without it: {self.lost[self.rank]}")
         if self.link:
             within(4, self._hand_in_trace)
         # Spawned ranks share a console, where one line is enough for an error that the user must correct.
         if not end.signal and (not self.spawned or end.again or end.rank in (self.rank, None)):
             ending.print_error(end.line(self.names, self.rank))
-        if self.supervisor:
-            self.link.close()
-            self.supervisor.wait_until_gone({*range(self.world_size)} - {end.rank, *self.lost}, 3.0)
-            within(4, lambda: self._write_trace(end))
+        within(7, lambda: self._close_supervisor({*self.lost, end.rank}, 3.0))
         leave_now(end.status)
 
     def _interrupted(self, number):

@@ -17,8 +17,8 @@ stopped or cut off by its silence.
 import contextlib
 import dataclasses
 import json
+import multiprocessing.connection
 import socket
-import struct
 import threading
 import time
 
@@ -35,10 +35,7 @@ class Link:
 
     def __init__(self, connection):
         self.connection = connection
-        connection.settimeout(None)
-        # recv() that waits longer raises BlockingIOError, and so does sendall().
-        for direction, seconds in ((socket.SO_RCVTIMEO, BEAT_SECONDS), (socket.SO_SNDTIMEO, LOST_AFTER_SECONDS)):
-            connection.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+        connection.settimeout(LOST_AFTER_SECONDS)  # for sendall(); receive() waits in its own way
         self.received = bytearray()
         self.sending = threading.Lock()
         self.next_beat = time.monotonic() + BEAT_SECONDS
@@ -66,18 +63,16 @@ class Link:
             if time.monotonic() >= self.next_beat:
                 self.next_beat = time.monotonic() + BEAT_SECONDS
                 self.send()
-            try:
-                part = self.connection.recv(1 << 20)
-            except BlockingIOError:
+            if not multiprocessing.connection.wait([self.connection], BEAT_SECONDS):
                 silent += BEAT_SECONDS
                 if silent >= LOST_AFTER_SECONDS:
-                    raise TimeoutError(f"silent for {silent:.0f} s (killed, stopped, or unreachable)") from None
+                    raise TimeoutError(f"silent for {silent:.0f} s (killed, stopped, or unreachable)")
                 continue
-            except OSError:  # reset, or the kernel has given up on the other host
-                part = b""
+            silent, part = 0.0, b""
+            with contextlib.suppress(OSError):  # reset, or the kernel has given up on the other host
+                part = self.connection.recv(1 << 20)
             if not part:
                 raise ConnectionError(ENDED)
-            silent = 0.0
             self.received += part
 
     def close(self):
@@ -160,11 +155,10 @@ class Supervisor:
     def _serve(self, link):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError), contextlib.closing(link):
             message = link.receive()  # if this is no rank of ours, one of these errors
-            rank = message["join"]
-            if why := self._refuse(rank, message, link):
+            if why := self._refuse(message["join"], message, link):
                 link.send({"refused": why})
             else:
-                self._listen(rank, link)
+                self._listen(message["join"], link)
 
     def _refuse(self, rank, message, link):
         """Let a rank join, or return why it cannot."""

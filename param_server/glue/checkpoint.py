@@ -84,17 +84,19 @@ def resume(args, scenario, settings):
     path = args.checkpoint
     if not args.resume and not args.restarts:
         return None
-    if not args.resume and not (path and _is_of_this_job(path, scenario)):
-        print("This job has saved no checkpoint yet: starting from the beginning.", flush=True)
-        return None
+    if not args.resume:
+        saved = {}
+        with contextlib.suppress(UserError):  # no file, or what an earlier job has left there
+            saved = _read(path, scenario)
+        if saved.get("job") != job_id:
+            print("This job has saved no checkpoint yet: starting from the beginning.", flush=True)
+            return None
     made_with, state = load(path, scenario)
     for name, value in settings.items():
         found = made_with.get(name)
         if found != value:
-            shown = f"--{name}" if name in vars(args) else name
-            raise UserError(
-                f"{path} was made with {shown} {found}, and this run has {value}: this run cannot resume from it"
-            )
+            differs = f"{'--' * (name in vars(args))}{name} {found}, and this run has {value}"
+            raise UserError(f"{path} was made with {differs}: this run cannot resume from it")
     return state
 
 
@@ -105,12 +107,6 @@ def load(path, scenario):
     """
     saved = _read(path, scenario)
     return saved["settings"], saved["state"]
-
-
-def _is_of_this_job(path, scenario):
-    with contextlib.suppress(UserError):
-        return _read(path, scenario).get("job") == job_id
-    return False
 
 
 def _read(path, scenario):

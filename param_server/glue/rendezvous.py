@@ -27,75 +27,77 @@ def must_match(args):
     return {"package": PACKAGE} | {flag: vars(args)[flag] for flag in args.must_match}
 
 
-def told_to_all(args, restarts, job_id):
-    """Return what the supervisor tells all ranks about the job."""
-    return {"restarts": restarts, "id": job_id, "trace": bool(args.trace)}
+def supervise(args, listener, restarts, job_id, spawned=False):
+    """Start the supervisor of a job."""
+    job = {"restarts": restarts, "id": job_id, "trace": bool(args.trace)}
+    return Supervisor(args.world_size, must_match(args), job, listener, spawned)
 
 
 class Rendezvous:
-    """One rank's way into the job."""
+    """One rank's way into the job.
+
+    connect() sets `host`, the address of the interface towards rank 0, and `supervisor`, if it is in this process.
+    """
 
     def __init__(self, rank, args, names, port):
         """`names`: all ranks, as the user reads them; `port`: if this rank was spawned, the port of the supervisor."""
-        self.rank, self.args, self.spawned = rank, args, port is not None
-        self.me = names[rank]
+        self.rank, self.args, self.port, self.me = rank, args, port, names[rank]
         # For whom this rank waits. Rank 0, which has the supervisor, waits until its name is known.
-        self.holder = "the starting process" if self.spawned else names[0] if rank else "the address"
-        self.wanted = ("127.0.0.1", port) if self.spawned else (args.master_addr, args.master_port)
+        self.holder = names[0] if rank else "the address"
         self.deadline = time.monotonic() + args.join_timeout
         self.patience = f"--join_timeout {args.join_timeout:g} s"
         self.print_at = time.monotonic() + PRINT_AFTER_SECONDS
+        self.supervisor = None
 
     def connect(self):
-        """Return (address of the interface towards rank 0, Link to the supervisor, the Supervisor if it is here).
+        """Return a Link to the supervisor.
 
         This is tried until --join_timeout has passed, because no event reports that another process has started.
         """
         while True:
             try:
-                connection, supervisor = self._try_to_connect()
+                connection = self._try_to_connect()
                 break
             except OSError as error:
-                if self.seconds_left() < 0:
-                    self.give_up(1, f"{self.holder} did not come within {self.patience}: {error}")
-                self.print_waiting(f"{self.holder}: {error}")
+                if not self.may_wait_for(f"{self.holder}: {error}"):
+                    leave_now(1, f"{self.me}: {self.holder} did not come within {self.patience}: {error}")
                 time.sleep(0.1)
+        self.host = connection.getpeername()[0]
         self.where = "{} port {}".format(*connection.getpeername())
-        host = connection.getpeername()[0]
-        if not ipaddress.ip_address(host).is_loopback:
+        if not ipaddress.ip_address(self.host).is_loopback:
             where = f"{connection.getsockname()[0]} ({os.environ['TP_SOCKET_IFNAME']})"
             print(f"Listening on {where}. RPC runs what peers send, unencrypted: trusted networks only.", flush=True)
-        return host, Link(connection), supervisor
+        return Link(connection)
 
     def _try_to_connect(self):
-        host, port = listen_only_towards(*self.wanted)
-        store, hint = None, " (--master_addr, --master_port)"
+        if self.port:  # this rank was spawned
+            return socket.create_connection(listen_only_towards("127.0.0.1", self.port))
+        host, port = listen_only_towards(self.args.master_addr, self.args.master_port)
+        store = None
         if self.args.torchrun and os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "True") == "True":
             # torchrun's own store tells the ranks where the supervisor is.
-            store, hint = dist.TCPStore(host, port, is_master=False, wait_for_workers=False), ""
-            store = dist.PrefixStore(PACKAGE, store)
-        if self.rank == 0 and not self.spawned:
-            supervisor = self._supervise(host, port, store)
-            return socket.create_connection(supervisor.listener.getsockname()), supervisor
+            store = dist.PrefixStore(PACKAGE, dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
+        if self.rank == 0:
+            self._start_supervisor(host, port, store)
+            return socket.create_connection(self.supervisor.listener.getsockname())
         if store:
             if not store.check(["supervisor"]):
                 raise ConnectionError("it has not started yet")
             host, port = json.loads(store.get("supervisor"))  # perhaps of an attempt that has ended
         try:
-            return socket.create_connection((host, port), timeout=5), None
+            return socket.create_connection((host, port), timeout=5)
         except OSError:
+            hint = "" if store else " (--master_addr, --master_port)"
             raise ConnectionError(f"nothing answers at {host} port {port}{hint}") from None
 
-    def _supervise(self, host, port, store):
-        """Return the supervisor of ranks that were started one by one. In rank 0."""
+    def _start_supervisor(self, host, port, store):
         restarts, job_id = 0, checkpoint.new_job_id()
         listener = listen(host, 0 if store else port)
         if store:  # it outlives an attempt, and only it knows how many there were
             restarts = store.add("attempts", 1) - 1
             job_id = store.compare_set("job_id", "", job_id).decode()
             store.set("supervisor", json.dumps(listener.getsockname()))
-        job = told_to_all(self.args, restarts, job_id)
-        return Supervisor(self.args.world_size, must_match(self.args), job, listener)
+        self.supervisor = supervise(self.args, listener, restarts, job_id)
 
     def join(self, link, gpus, store_port):
         """Join the job. Ends this process if it is refused; otherwise return the first state of the job."""
@@ -104,23 +106,18 @@ class Rendezvous:
         try:
             state = link.receive()
         except (OSError, ValueError):
-            self.give_up(1, f"what listens at {self.where} is not {self.holder} (choose another --master_port)")
+            what = f"what listens at {self.where} is not {self.holder} (choose another --master_port)"
+            leave_now(1, f"{self.me}: {what}")
         if "refused" in state:
-            self.give_up(2, f"refused, because {state['refused']}")
+            leave_now(2, f"{self.me}: refused, because {state['refused']}")
         return state
 
-    def seconds_left(self):
-        return self.deadline - time.monotonic()
-
-    def print_waiting(self, awaited):
-        """Print from time to time for whom this rank waits."""
-        if time.monotonic() > self.print_at and not self.spawned:
+    def may_wait_for(self, awaited):
+        """Return whether there is time left, and print now and then for whom this rank waits."""
+        if time.monotonic() > self.print_at and not self.port:
             print(f"{self.me}: waiting for {awaited} ({self.patience})", flush=True)
             self.print_at = time.monotonic() + PRINT_EVERY_SECONDS
-
-    def give_up(self, status, why):
-        """End this process. The others need not be informed, because they do not depend on it yet."""
-        leave_now(status, f"{self.me}: {why}")
+        return time.monotonic() < self.deadline
 
 
 # ---------------------------------------------------------------------------------------------- addresses

@@ -10,7 +10,6 @@ with the callee's.
 
 import collections
 import contextlib
-import functools
 import itertools
 import socket
 import sys
@@ -26,17 +25,7 @@ from glue import UserError
 NUMBER = "number of this call in the trace"  # no program has a keyword argument of this name
 MOST_BARS = 200_000  # of all ranks together; with the events for the arrows, less than a million events in a file
 
-# Private names of torch that a recorder replaces. If a later torch lacks one, only --trace fails.
-REPLACED = (
-    (api, "_enable_rpc_profiler"),
-    (api, "PythonUDF"),
-    (api, "_invoke_rpc_python_udf"),
-    (api, "_invoke_remote_python_udf"),
-    (internal, "_run_function"),
-    (torch._C.Future, "wait"),
-)
-
-_recorder = None  # the Recorder of this process, or None if the job is not recorded
+_recorder = None  # the Recorder of this process, while the job is recorded
 
 
 def start(rank, names):
@@ -45,9 +34,6 @@ def start(rank, names):
     Raises UserError if this version of torch cannot be recorded.
     """
     global _recorder
-    missing = [f"{owner.__name__}.{name}" for owner, name in REPLACED if not hasattr(owner, name)]
-    if missing:
-        raise UserError(f"--trace does not work with torch {torch.__version__}, which has no {', '.join(missing)}")
     _recorder = Recorder(rank, names)
     _recorder.replace_functions()
 
@@ -55,22 +41,19 @@ def start(rank, names):
 @contextlib.contextmanager
 def bar(kind, name):
     """If the job is recorded, record the block as a bar of this thread. `kind`: "step", "work" or "wait"."""
-    if _recorder is None:
-        yield
-        return
-    begun = _recorder.begin(kind, name)
+    begun = _recorder and _recorder.begin(kind, name)
     try:
         yield
     finally:
-        _end(begun)
+        if begun:
+            _end(begun)
 
 
 def hand_in():
-    """Return this rank's recording; None if there is none, or if it was handed in. Nothing is recorded afterwards."""
-    if _recorder is None or _recorder.closed:
-        return None
-    _recorder.closed = True
-    return _recorder.recording()
+    """Stop recording, and return this rank's recording; None if there is none, or if it was handed in."""
+    global _recorder
+    recorder, _recorder = _recorder, None
+    return recorder and recorder.recording()
 
 
 class Recorder:
@@ -83,7 +66,6 @@ class Recorder:
         self.rank, self.names = rank, names
         self.bars = collections.deque(maxlen=MOST_BARS // len(names))  # when it is full, the oldest bars are dropped
         self.numbers = itertools.count(rank << 40)
-        self.closed = False
         # A call passes through several of the functions below, all on the thread that makes it. They exchange these
         # attributes: `call`, its (kind, callee's rank); `sent`, its bar; and `awaited`, the bar of a call for whose
         # answer this thread waits next.
@@ -93,22 +75,29 @@ class Recorder:
         """Begin a bar on the current thread, and return it."""
         begun = {"ph": "X", "pid": self.rank, "tid": threading.get_ident(), "cat": kind, "name": name, "args": args}
         begun["ts"] = time.time_ns()
-        if not self.closed:
-            self.bars.append(begun)
+        self.bars.append(begun)
         return begun
 
     def replace_functions(self):
-        """Replace the functions of torch that are passed by every call, every wait and every backward pass."""
-        # A call that is made first enters torch's profiler, which has its kind and the worker that is called. Then its
-        # function and arguments are packed, together with its number, and the message is sent.
-        api._enable_rpc_profiler = functools.partial(self._note_call, api._enable_rpc_profiler)
-        api.PythonUDF = functools.partial(self._number_call, api.PythonUDF)
-        api._invoke_rpc_python_udf = functools.partial(self._send_call, api._invoke_rpc_python_udf)
-        api._invoke_remote_python_udf = functools.partial(self._send_call, api._invoke_remote_python_udf)
-        # A call that is served enters this function, which init_rpc looks up once.
-        internal._run_function = functools.partial(self._serve_call, internal._run_function)
-        plain_wait = torch._C.Future.wait
-        torch._C.Future.wait = lambda future: self._wait(plain_wait, future)
+        """Put a function of ours around those of torch that every call and every wait pass through.
+
+        All have private names. If a later torch lacks one, only --trace fails.
+        """
+        around = (
+            # A call that is made first enters torch's profiler, which has its kind and the worker that is called. Then
+            # its function and arguments are packed, together with its number, and the message is sent.
+            (api, "_enable_rpc_profiler", self._note_call),
+            (api, "PythonUDF", self._number_call),
+            (api, "_invoke_rpc_python_udf", self._send_call),
+            (api, "_invoke_remote_python_udf", self._send_call),
+            # A call that is served enters this function, which init_rpc looks up once.
+            (internal, "_run_function", self._serve_call),
+            (torch._C.Future, "wait", self._wait),
+        )
+        if missing := [f"{owner.__name__}.{name}" for owner, name, _ in around if not hasattr(owner, name)]:
+            raise UserError(f"--trace does not work with torch {torch.__version__}, which has no {', '.join(missing)}")
+        for owner, name, ours in around:
+            setattr(owner, name, _around(ours, getattr(owner, name)))
         dist_autograd.backward = bar("work", "backward")(dist_autograd.backward)
         if optim := sys.modules.get("torch.distributed.optim"):  # not imported if unused: that takes a second
             optim.DistributedOptimizer.step = bar("work", "optimizer step")(optim.DistributedOptimizer.step)
@@ -157,14 +146,17 @@ class Recorder:
 
     def recording(self):
         """Return the recording, as a dict for JSON."""
-        full = len(self.bars) == self.bars.maxlen
         bars = [dict(each) for each in list(self.bars)]
         now = time.time_ns()  # the same end for all open bars, so that nested bars stay nested
         for each in bars:
             if "dur" not in each:
                 each |= {"dur": now - each["ts"], "name": f"{each['name']} (unfinished)", "args": {}}
         main = threading.main_thread().ident
-        return {"host": socket.gethostname(), "main": main, "full": full, "bars": bars}
+        return {"host": socket.gethostname(), "main": main, "full": len(bars) == self.bars.maxlen, "bars": bars}
+
+
+def _around(ours, plain):
+    return lambda *args: ours(plain, *args)  # a function, which also works as a method
 
 
 def _end(begun):

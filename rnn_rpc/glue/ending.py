@@ -55,33 +55,21 @@ def of_exception(error, rank):
     """Return the End for an exception that was raised in this rank, or that a remote call brought back."""
     if isinstance(error, SystemExit):
         return End(rank, f"it called sys.exit({error.code!r}) before its work was done")
-    kind, cause, place = type(error).__name__, str(error), ""
-    remote = list(REMOTE_ERROR.finditer(cause))
-    if remote:  # "On WorkerInfo(...):\n<repr>\n<traceback>", nested if calls were nested: the innermost is the cause
-        rank, place = int(remote[-1][1]), _place_of_call(error, cause[: remote[-1].start()])
-        kind, _, cause = _last_line_of_traceback(cause[remote[-1].end() :]).partition(": ")
-        kind = kind.rpartition(".")[2]  # a traceback names the module as well
-    cause = " ".join(cause.split()).partition(" Exception raised from ")[0]  # without the C++ stack
+    kind, why, place = type(error).__name__, str(error), ""
+    text = "".join(traceback.format_exception(error, chain=False))
+    # A remote error reads "On WorkerInfo(...):\n<repr>\n<traceback>". If calls were nested, so is this.
+    if remote := [*REMOTE_ERROR.finditer(text)]:
+        rank = int(remote[-1][1])
+        own = text[remote[-1].end() :].partition("\n\nAt:\n")[0]  # pybind11 appends the place where it raised it again
+        lines = [line for line in own.splitlines() if line[:1].strip()]  # the last one is "module.ValueError: ..."
+        kind, _, why = (lines or [why])[-1].partition(": ")
+        kind = kind.rpartition(".")[2]
+        # The mistake may be in the call: the last line before it that is not torch's.
+        frames = re.findall(r'^  File "(.*)", line (\d+), in ', text[: remote[-1].start()], re.MULTILINE)
+        place = [f" (called from {file}, line {line})" for file, line in frames if "/torch/" not in file][-1:]
+    why = " ".join(why.split()).partition(" Exception raised from ")[0]  # without the C++ stack
     of_user = kind == UserError.__name__
-    return End(rank, cause if of_user else f"{kind}: {cause}{place}", again=not of_user)
-
-
-def _place_of_call(error, text):
-    """Return " (called from FILE, line N)" for a call that has failed on another rank; the mistake may be in the call.
-
-    `text`: of the error, from before that rank's own text; if calls were nested, it has the traceback of the caller.
-    """
-    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    places += re.findall(r'^  File "(.*)", line (\d+), in ', text, re.MULTILINE)
-    own = [f" (called from {file}, line {line})" for file, line in places if "/torch/" not in file]
-    return own[-1] if own else ""
-
-
-def _last_line_of_traceback(text):
-    """Return, from the text of a remote exception, its last line that is not indented: "ValueError: ..."."""
-    kept = text.partition("\n\nAt:\n")[0].splitlines()  # pybind11 appends the place where it raised it again
-    lines = [line for line in kept if line and not line[0].isspace()]
-    return lines[-1] if lines else text
+    return End(rank, why if of_user else f"{kind}: {why}{''.join(place)}", again=not of_user)
 
 
 def is_connection_trouble(error):
@@ -114,7 +102,7 @@ def within(seconds, call):
     """Make this call on another thread, and do not wait longer than `seconds` for it."""
 
     def try_it():
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream is closed, or cannot be written
+        with contextlib.suppress(OSError, ValueError):  # a stream is closed, or cannot be written
             call()
 
     thread = threading.Thread(target=try_it, daemon=True)
@@ -133,6 +121,6 @@ def leave_now(status, text=None):
         if text:
             print_error(text)
         checkpoint.finish_writing(seconds=2)
-        within(2, lambda: sys.stdout.flush())  # its reader may be gone, or may not read
+        within(2, sys.stdout.flush)  # its reader may be gone, or may not read
     finally:
         os._exit(status)

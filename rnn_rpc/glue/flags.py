@@ -5,6 +5,7 @@ is wrong, and exit status 2.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -22,13 +23,10 @@ def _number(kind, name, accept):
     """
 
     def parse(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not accept(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {name}")
-        return value
+        with contextlib.suppress(ValueError):
+            if accept(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {name}")
 
     return parse
 
@@ -67,15 +65,12 @@ def argument_parser(description, modes, world_size, on_lost=False):
     )
     add = parser.add_argument_group("the job (these flags are the same in all four packages)").add_argument
     add("--world_size", type=positive_int, default=world_size, metavar="N", help="number of ranks in the job")
-    rank_help = "start only this rank in this process (without this flag, all ranks are started on this machine)"
-    add("--rank", type=non_negative_int, metavar="R", help=rank_help)
+    add("--rank", type=non_negative_int, metavar="R", help="start only this rank (by default: all, on this machine)")
     add("--master_addr", default="localhost", metavar="HOST", help="address of rank 0's machine, where the ranks meet")
-    port_help = "port at that address (not used if all ranks are started on this machine: any free port is taken)"
-    add("--master_port", type=port_number, default=29500, metavar="PORT", help=port_help)
+    add("--master_port", type=port_number, default=29500, metavar="PORT", help="port there, if --rank is given")
     add("--join_timeout", type=positive_float, default=300, metavar="S", help="seconds to wait for missing ranks")
     add("--mode", choices=list(modes), default=next(iter(modes)), help="how the messages are organised")
-    seed_help = "seed of the job; each rank derives the seeds of its random numbers from it"
-    add("--seed", type=non_negative_int, default=1, metavar="N", help=seed_help)
+    add("--seed", type=non_negative_int, default=1, metavar="N", help="all random numbers of the job depend on it")
     device_help = "device on which ranks compute (several ranks may share a GPU); auto: cuda if there is a GPU"
     add("--device", choices=["cpu", "cuda", "auto"], default="cpu", help=device_help)
     add("--rpc_timeout", type=positive_float, default=60, metavar="S", help="seconds after which an RPC fails")
@@ -91,14 +86,13 @@ def argument_parser(description, modes, world_size, on_lost=False):
     add("--resume", action="store_true", help="load the file of --checkpoint and continue from it")
     restarts_help = "if a rank is lost or fails, start all ranks again from --checkpoint, at most N times"
     add("--max_restarts", type=non_negative_int, default=0, metavar="N", help=restarts_help)
-    parser.set_defaults(on_lost="stop", torchrun=False, restarts=0)
     if on_lost:
         on_lost_help = "if a worker is lost: stop the job, or continue with the workers that are left"
         add("--on_lost", choices=["stop", "continue"], default="stop", help=on_lost_help)
     trace_help = "record all RPCs (if rank 0 has this flag); .json: for ui.perfetto.dev; .png: a picture of one step"
     add("--trace", metavar="FILE", help=trace_help)
-    check_help = "instead of the work: print what each host offers, and time an RPC between every two ranks"
-    add("--check", action="store_true", help=check_help)
+    add("--check", action="store_true", help="instead of the work: print what each host offers, and time RPCs")
+    parser.set_defaults(on_lost="stop", torchrun=False, restarts=0)
     return parser
 
 
@@ -125,33 +119,25 @@ def check_arguments(
     """
     args.must_match = ("world_size", "mode", "seed", "check", "on_lost", *must_match)
     place = launched_place(parser, args)
-    _take_place(args, place)
-    _check_world_size(parser, args, min_world_size, max_world_size, roles)
-    args.device_ranks = range(args.world_size) if device_ranks is None else device_ranks
-    _check_combinations(parser, args)
-    _check_address(parser, args)
-    _check_files(parser, args, writer)
-    device_chosen = _check_device(parser, args)
-    if not args.torchrun or args.rank == 0:  # torchrun's ranks share one console
-        if place:
-            print(f"rank {args.rank} of {args.world_size}, started by {place.launcher}", flush=True)
-        if device_chosen:
-            print(device_chosen, flush=True)
-
-
-def _take_place(args, place):
-    """If a launcher has started this process, take rank, world size and address from it."""
     if place:
         args.torchrun = place.launcher == "torchrun"
         args.rank, args.world_size = place.rank, place.world_size
         args.master_addr = place.address or args.master_addr
         args.master_port = place.port or args.master_port
+    _check_size(parser, args, min_world_size, max_world_size, roles)
+    args.device_ranks = range(args.world_size) if device_ranks is None else device_ranks
+    _check_combinations(parser, args)
+    _check_files(parser, args, writer)
+    said = [f"rank {args.rank} of {args.world_size}, started by {place.launcher}"] if place else []
+    said += _choose_device(parser, args)
+    if said and not (args.torchrun and args.rank):  # torchrun's ranks share one console
+        print(*said, sep="\n", flush=True)
 
 
-def _check_world_size(parser, args, min_world_size, max_world_size, roles):
+def _check_size(parser, args, least, most, roles):
     size = args.world_size
-    if size < min_world_size or (max_world_size and size > max_world_size):
-        limits = f"{min_world_size} to {max_world_size}" if max_world_size else f"at least {min_world_size}"
+    if not least <= size <= (most or size):
+        limits = f"{least} to {most}" if most else f"at least {least}"
         parser.error(f"--world_size {size} does not fit: it must be {limits} ({roles})")
     if args.rank is not None and args.rank >= size:
         parser.error(f"--rank {args.rank} is out of range: with --world_size {size} the ranks are 0 to {size - 1}")
@@ -162,34 +148,30 @@ def _check_combinations(parser, args):
         parser.error("--on_lost continue: torchrun ends all ranks when one is lost; use its own --max-restarts")
     if args.max_restarts and args.rank is not None:
         parser.error("--max_restarts is for ranks that one process spawns; under torchrun, use torchrun --max-restarts")
-    if args.trace and not args.trace.endswith((".json", ".png")):
-        parser.error(f"--trace {args.trace}: FILE must end in .json or .png")
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint FILE to go on from")
-
-
-def _check_device(parser, args):
-    """Refuse --device cuda if there is no GPU; replace auto by cpu or cuda. Return a line about the choice, or ""."""
-    computes_here = args.rank is None or args.rank in args.device_ranks
-    if args.device == "cuda" and computes_here and (why := why_no_gpu()):
-        parser.error(f"--device cuda: torch sees no CUDA GPU here: {why}")
-    if args.device != "auto":
-        return ""
-    why = why_no_gpu()
-    args.device = "cpu" if why else "cuda"
-    said = f"--device auto: {args.device}" + (f" ({why})" if why else "")
-    return said if computes_here else ""
-
-
-def _check_address(parser, args):
     if args.master_addr in ("", "0", "0.0.0.0"):
         parser.error(f"--master_addr {args.master_addr!r}: give the address by which the other ranks reach rank 0")
     if ":" in args.master_addr:
         parser.error(f"--master_addr {args.master_addr}: give an IPv4 address or a host name (the port: --master_port)")
 
 
+def _choose_device(parser, args):
+    """Refuse --device cuda if there is no GPU; replace auto by cpu or cuda. Return the lines to print about it."""
+    computes_here = args.rank is None or args.rank in args.device_ranks
+    if args.device == "cuda" and computes_here and (why := why_no_gpu()):
+        parser.error(f"--device cuda: torch sees no CUDA GPU here: {why}")
+    if args.device != "auto":
+        return []
+    why = why_no_gpu()
+    args.device = "cpu" if why else "cuda"
+    return [f"--device auto: {args.device}" + (f" ({why})" if why else "")] if computes_here else []
+
+
 def _check_files(parser, args, writer):
     """Refuse, in the process that will write them, files that cannot be written."""
+    if args.trace and not args.trace.endswith((".json", ".png")):
+        parser.error(f"--trace {args.trace}: FILE must end in .json or .png")
     for flag in ("plot", "summary_json", "checkpoint", "save", "trace"):
         path = vars(args).get(flag)
         written_here = args.rank in (None, 0 if flag == "trace" else writer)
@@ -199,8 +181,7 @@ def _check_files(parser, args, writer):
 
 def _why_not_written(flag, path):
     folder = os.path.dirname(os.path.realpath(path))
-    draws = flag == "plot" or (flag == "trace" and path.endswith(".png"))
-    if draws and not importlib.util.find_spec("matplotlib"):
+    if (flag == "plot" or path.endswith(".png")) and not importlib.util.find_spec("matplotlib"):
         return "this needs matplotlib (pip install matplotlib)"
     if os.path.isdir(path):
         return "that is a folder, not a file"

@@ -18,8 +18,8 @@ from glue import UserError, before_torch, check, checkpoint, ending, timeline
 from glue.ending import End, leave_now
 from glue.host import keep_freed_memory
 from glue.job import Job, full_names
-from glue.rendezvous import listen, must_match, told_to_all
-from glue.supervisor import BEAT_SECONDS, DONE, Supervisor
+from glue.rendezvous import listen, supervise
+from glue.supervisor import BEAT_SECONDS, DONE
 
 GRACE_SECONDS = 4.0  # time for the other ranks to print their line and end
 
@@ -32,20 +32,20 @@ def launch(run_worker, args, worker_name):
     """
     if args.check:
         run_worker = check.run_worker
+    workers = [worker_name(rank, args) for rank in range(args.world_size)]
     if args.rank is None:
-        leave_now(_spawn(run_worker, args, worker_name))
-    else:
-        _run_rank(args.rank, run_worker, args, worker_name)
-        leave_now(0)
+        leave_now(_spawn(run_worker, args, workers))
+    _run_rank(args.rank, run_worker, args, workers)
+    leave_now(0)
 
 
 # ------------------------------------------------------------------------------------------------ one rank of the job
 
 
-def _run_rank(rank, run_worker, args, worker_name, port=None):
+def _run_rank(rank, run_worker, args, workers, port=None):
     keep_freed_memory()
     _keep_console_clean()
-    job = Job(rank, args, worker_name, port)
+    job = Job(rank, args, workers, port)
     try:
         job.join()
         run_worker(rank, args, job)
@@ -76,22 +76,23 @@ def _keep_console_clean():
 # ------------------------------------------------------------------------------------------ all ranks on this machine
 
 
-def _spawn(run_worker, args, worker_name):
+def _spawn(run_worker, args, workers):
     """Start every rank on this machine, and again after a loss if --max_restarts allows it; return the exit status."""
     job_id = checkpoint.new_job_id()
-    attempts = []
+    attempts, signals = [], []
 
     def act(number):
+        signals.append(number)
         attempts[-1].supervisor.fail(ending.interrupted(number))  # which tells the ranks
 
     for restarts in range(args.max_restarts + 1):
         if restarts:
             ending.print_error(f"restart {restarts} of {args.max_restarts}")
-        attempts.append(_Attempt(args, worker_name, told_to_all(args, restarts, job_id)))
+        attempts.append(_Attempt(args, workers, restarts, job_id))
         if not restarts:
             before_torch.watch_signals(act)
         end = attempts[-1].run(run_worker)
-        if end is None or not end.again:
+        if end is None or not end.again or signals:
             break
     before_torch.stop_fork_server()
     if end:
@@ -103,12 +104,10 @@ def _spawn(run_worker, args, worker_name):
 class _Attempt:
     """One attempt to run the job, in the process that starts its ranks."""
 
-    def __init__(self, args, worker_name, told):
-        self.args, self.worker_name = args, worker_name
-        self.workers = [worker_name(rank, args) for rank in range(args.world_size)]
-        self.names = full_names(self.workers)
-        self.listener = listen("127.0.0.1", 0)  # loopback only, and any port that is free
-        self.supervisor = Supervisor(args.world_size, must_match(args), told, self.listener, spawned=True)
+    def __init__(self, args, workers, restarts, job_id):
+        self.args, self.workers, self.names = args, workers, full_names(workers)
+        listener = listen("127.0.0.1", 0)  # loopback only, and any port that is free
+        self.supervisor = supervise(args, listener, restarts, job_id, spawned=True)
         self.running = {}  # rank -> its process
         self.reason_printed = False  # whether a rank has printed the reason
 
@@ -116,30 +115,26 @@ class _Attempt:
         """Start the ranks and wait until all have ended; return the job's End, or None if all work was done."""
         self._start(run_worker)
         self._wait_for_ranks()
-        self.listener.close()
+        self.supervisor.listener.close()
         end = self.supervisor.end
         if end and not end.signal and not self.reason_printed:
             ending.print_error(end.line(self.names))
         if self.args.trace:
             try:
-                timeline.collect(self.args.trace, self.supervisor.traces, self.workers, end)
+                timeline.collect(self.args.trace, self.supervisor.traces, self.workers)
             except UserError as error:  # for example, the disk is full
-                end = end or End(None, f"--trace: {error}", again=False)
                 ending.print_error(f"--trace: {error}")
+                end = end or End(None, str(error), again=False)
         return end
 
     def _start(self, run_worker):
         before_torch.start_fork_server()
-        arguments = run_worker, self.args, self.worker_name, self.listener.getsockname()[1]
+        port = self.supervisor.listener.getsockname()[1]
+        arguments, size = (run_worker, self.args, self.workers, port), self.args.world_size
         try:
-            ranks = mp.start_processes(
-                _run_rank, arguments, self.args.world_size, join=False, start_method="forkserver"
-            ).processes
-        except OSError as error:  # too many processes, or open files
-            ranks = multiprocessing.active_children()
-            for process in ranks:
-                process.kill()
-            leave_now(1, f"cannot start {self.names[len(ranks)]}: {error.strerror}")
+            ranks = mp.start_processes(_run_rank, arguments, size, join=False, start_method="forkserver").processes
+        except OSError as error:  # too many processes, or open files; the ranks that did start end by themselves
+            leave_now(1, f"cannot start all ranks: {error.strerror}")
         self.running = dict(enumerate(ranks))
 
     def _wait_for_ranks(self):

@@ -15,7 +15,6 @@ from tqdm import tqdm
 from glue import UserError, trace
 from glue.checkpoint import write_aside
 
-FEW_POINTS = 20  # a curve with at most so many points has a marker at each
 NOTHING_LEFT = "Nothing is left to do: the checkpoint is of a finished run."  # printed after "Going on after ..."
 
 tqdm.set_lock(threading.RLock())  # tqdm's own lock is a system-wide semaphore, which a killed process leaves behind
@@ -55,8 +54,8 @@ class Report:
         summary = {"scenario": self.scenario, "torch": torch.__version__, "wall_seconds": seconds} | figures
         summary |= {name: vars(args)[name] for name in ("mode", "world_size", "seed", "device", "restarts")}
         if args.summary_json:
-            written = summary | {"curves": self.curves}
-            lines = [f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in written.items()]
+            written = (summary | {"curves": self.curves}).items()
+            lines = (f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in written)
             content = "{\n" + ",\n".join(lines) + "\n}\n"
             write_aside(args.summary_json, lambda file: file.write(content.encode()))
         if args.plot:
@@ -71,16 +70,14 @@ class Report:
         panels = figure.subplots(1, len(plot), squeeze=False)[0]
         for axes, (ylabel, curves) in zip(panels, plot.items(), strict=True):
             for name, words in curves.items():
-                steps, values = self.curves.get(name, ([], []))
-                axes.plot(steps, values, label=words, linewidth=1.2, marker="o" if len(steps) <= FEW_POINTS else None)
+                axes.plot(*self.curves.get(name, ([], [])), label=words, linewidth=1.2, marker=".")
             axes.set(xlabel=xlabel, ylabel=ylabel)
-        if floor:
-            label = f"{floor[0]} ({floor[1]:.4g})"
-            panels[-1].axhline(floor[1], linestyle="--", color="gray", linewidth=1, label=label)
-        for axes in panels:
-            axes.legend()
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.grid(alpha=0.3)
+        if floor:
+            axes.axhline(floor[1], linestyle="--", color="gray", label=f"{floor[0]} ({floor[1]:.4g})")
+        for axes in panels:
+            axes.legend()
         figure.suptitle(f"{self.scenario}, mode {self.args.mode}, world size {self.args.world_size}", fontsize=11)
         figure.savefig(file, dpi=120, format="png")
 
@@ -113,9 +110,8 @@ def staleness_figures(counts):
     `counts`: {staleness: how many gradients had it}. Staleness is the number of updates between reading the weights
     for a gradient and applying the gradient.
     """
-    gradients = sum(counts.values())
     total = sum(staleness * count for staleness, count in counts.items())
-    mean = total / gradients if gradients else 0.0
+    mean = total / max(1, sum(counts.values()))
     return {"staleness_mean": round(mean, 3), "staleness_max": max(counts, default=0)}
 
 

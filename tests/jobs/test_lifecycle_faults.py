@@ -10,7 +10,6 @@ from jobs import JOBS, Job
 
 QUICK = [
     ("rl_rpc", "spawned", 1, "SIGKILL", "training", 0.5),
-    ("param_server", "spawned", 0, "exception", "training", 0.5),
     ("ddp_rpc", "spawned", 1, "exception", "training", 0.5),  # trainer1 waits for trainer2 in an allreduce
     ("rl_rpc", "terminals", 0, "SIGKILL", "training", 0.5),  # the rank that has the supervisor
 ]
@@ -19,10 +18,9 @@ FULL = [
     ("ddp_rpc", "spawned", 0, "SIGKILL", "start", 1.1),
     ("param_server", "terminals", 1, "SIGSTOP", "training", 2.0),
     ("ddp_rpc", "terminals", 2, "SIGKILL", "end", 1.4),
-    ("param_server", "spawned", 0, "SIGKILL", "end", 2.2),
     ("ddp_rpc", "torchrun", 0, "SIGKILL", "training", 1.0),
     ("ddp_rpc", "terminals", 0, "served exit", "training", 0.5),
-    *(draw_case(number) for number in (1, 4, 6, 11)),
+    *(draw_case(number) for number in (6, 11)),
 ]
 
 

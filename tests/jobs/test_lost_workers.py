@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, assert_refused
 from jobs import Job
 
 COUNTING = str(ROOT / "tests" / "harness" / "lost_main.py")
@@ -60,24 +60,19 @@ def test_a_stopped_worker_that_wakes_up_leaves_by_itself():
 
 
 @SLOW
-@pytest.mark.parametrize("who", ["the last worker", "rank 0"])
-def test_what_the_job_cannot_do_without_ends_it(who):
+def test_the_loss_of_the_last_worker_ends_the_job():
     with start("spawned") as job:
         wait_until_all_count(job)
         pids = [job.pid_of(rank) for rank in range(3)]
-        if who == "rank 0":
-            os.kill(pids[0], signal.SIGKILL)
-        else:
-            os.kill(pids[2], signal.SIGKILL)
-            assert job.wait_for_text(r"lost rank 2 \(worker2\)", 20)
-            os.kill(pids[1], signal.SIGKILL)
+        os.kill(pids[2], signal.SIGKILL)
+        assert job.wait_for_text(r"lost rank 2 \(worker2\)", 20)
+        os.kill(pids[1], signal.SIGKILL)
         assert job.wait(20) == [1]
-        assert ("lost rank 0 (counter)" if who == "rank 0" else "lost rank 1 (worker1)") in job.errors()
-        assert "finished" not in job.text()
+        assert "lost rank 1 (worker1)" in job.errors() and "finished" not in job.text()
 
 
-@SLOW
-def test_under_torchrun_it_is_refused_in_one_line():
-    with start("torchrun") as job:
-        assert job.wait(60) != [0]
-        assert "--on_lost continue: torchrun ends all ranks when one is lost" in job.errors()
+def test_under_torchrun_it_is_refused_in_one_line(capsys, monkeypatch):
+    place = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    assert_refused("rl_rpc", GO_ON, capsys, "--on_lost continue: torchrun ends all ranks when one is lost")

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from helpers import ROOT
-from jobs import JOBS, WAYS, Job
+from jobs import JOBS, Job
 
 # For each package: a file, one of its lines, and what a reader might type instead; then the rank that runs this line.
 SERVED = {
@@ -64,8 +64,7 @@ def test_mistake_in_a_call_names_the_line_of_the_call(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("package", MAIN_THREAD)
+@pytest.mark.parametrize("package, way", [("rl_rpc", "terminals"), ("rl_rpc", "torchrun"), ("ddp_rpc", "spawned")])
 def test_mistake_on_the_main_thread_shows_its_traceback_once(package, way, tmp_path):
     name, right, wrong, rank = MAIN_THREAD[package]
     main = copy_with_mistake(package, tmp_path, name, right, wrong)

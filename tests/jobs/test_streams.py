@@ -29,8 +29,15 @@ def start(*flags, **streams):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["spawned", "terminals"])
-@pytest.mark.parametrize("how", ["full disk", "pipe without reader", "pipe that nobody reads"])
+@pytest.mark.parametrize(
+    "way, how",
+    [
+        ("spawned", "full disk"),
+        ("spawned", "pipe that nobody reads"),
+        ("terminals", "full disk"),
+        ("terminals", "pipe without reader"),
+    ],
+)
 def test_a_rank_that_cannot_write_its_last_line_ends(way, how, tmp_path):
     """Rank 1's stderr is such a stream (of a spawned job: that of all processes), and another rank is killed."""
     read, write = os.pipe()
@@ -66,16 +73,15 @@ def test_a_rank_that_cannot_write_its_last_line_ends(way, how, tmp_path):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("reader", ["gone", pytest.param("there", marks=pytest.mark.slow)])
-def test_no_rank_is_left_when_the_starting_process_is_killed(reader):
+def test_no_rank_is_left_when_the_starting_process_is_killed_and_nobody_reads():
+    """Here the reader of its output is gone, too. test_signals.py has the same with a reader."""
     process = start(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         while "Episode 20" not in process.stdout.readline():
             assert process.poll() is None
         everybody = session_members(process.pid)
         assert len(ranks_of(process.pid)) == 3 and children_of(process.pid)
-        if reader == "gone":
-            process.stdout.close()
+        process.stdout.close()
         process.kill()
         assert wait_until(lambda: not session_members(process.pid), 15), list(map(command_of, everybody))
     finally:

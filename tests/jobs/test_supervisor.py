@@ -112,6 +112,17 @@ def test_the_job_goes_on_without_workers_until_the_last(job):
     assert wait_for(links[0], lambda state: state["end"])["end"]["rank"] == 1
 
 
+def test_the_job_does_not_go_on_without_a_rank_that_is_no_worker(job):
+    _, connect = job
+    links = [join(connect, rank) for rank in range(3)]
+    for link in links:
+        link.send({"at": 1, "can_lose": 1})
+    wait_for(links[1], lambda state: state["passed"] == 1)
+    links[0].close()
+    state = wait_for(links[1], lambda state: state["end"])
+    assert (state["end"]["rank"], state["lost"]) == (0, [])
+
+
 def test_a_silent_rank_is_lost(job, monkeypatch):
     monkeypatch.setattr(supervisor, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(supervisor, "LOST_AFTER_SECONDS", 0.3)

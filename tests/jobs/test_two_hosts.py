@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from helpers import PACKAGES, ROOT
+from helpers import ROOT
 from jobs import JOBS, session_members
 from two_hosts import ADDRESSES, DEVICES, TwoHosts, why_not
 
@@ -54,8 +54,8 @@ class RanksOnTwoHosts:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", PACKAGES)
-def test_works_across_two_hosts(package):
+def test_works_across_two_hosts():
+    package = "ddp_rpc"  # it uses RPC and a process group
     with TwoHosts() as hosts, RanksOnTwoHosts(hosts, package, JOBS[package]["short"]) as ranks:
         statuses = ranks.wait(120)
         assert set(statuses) == {0}, ranks.text()
