@@ -68,7 +68,7 @@ class HybridModel(torch.nn.Module):
     def forward(self, indices, offsets):
         """Return the logits (B, 8) of B bags: all their indices, and the offset of each bag."""
         # This call runs on one of the server's RPC threads (16 by default): several calls run at
-        # once, and a thread that waits for something is occupied. Another trainer's step may change
+        # once, and a thread that waits serves nobody. Another trainer's step may change
         # rows while we read them. The tutorial accepts that, and training works (difference 14).
         emb_lookup = self.emb_rref.rpc_sync().forward(indices, offsets)  # (B, 16), on the CPU
         return self.fc(emb_lookup.to(self.device))
@@ -161,8 +161,8 @@ def run_worker(rank, args):
     random.seed(args.seed + rank)
     num_trainers = args.world_size - 2
 
-    # init_rpc and init_process_group need different ports, because each group has its own store, to
-    # which rank 0 listens and all its members connect. MASTER_PORT is the process group's.
+    # init_rpc and init_process_group need different ports, because each group has its own store: rank
+    # 0 holds it, and the members connect to it. MASTER_PORT is the process group's.
     # "uv" is TCP. torch's default, shared memory, keeps a core busy in every rank, so all ranks are
     # slow if cores are few. _transports is private to torch.
     rpc_backend_options = TensorPipeRpcBackendOptions(

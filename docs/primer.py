@@ -75,8 +75,9 @@ def backward_through_a_call(neighbour, say):
 
 
 class SGD(optim.SGD):
-    """optim.SGD itself: for torch's own class, DistributedOptimizer would take a functional
-    version, which prints a warning about TorchScript in every process that owns a parameter."""
+    """The same as optim.SGD. It has to be a subclass: in place of torch's own class,
+    DistributedOptimizer would use a functional version, which takes no lock, so that steps may
+    overlap, and prints a warning about TorchScript in every process that owns a parameter."""
 
 
 def run_ring(neighbour, seeds, lr, say):

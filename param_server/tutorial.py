@@ -90,13 +90,14 @@ class Net(nn.Module):
 
 class ParameterServer(nn.Module):
     """Trainers call its methods. Such a call runs on one of the server's RPC threads (16 by
-    default): several calls run at once, and a thread that waits for something is occupied."""
+    default): several calls run at once, and a thread that waits serves nobody."""
 
     def __init__(self, num_gpus=0):
         super().__init__()
         self.model = Net(num_gpus=num_gpus)
         self.input_device = get_device(0, num_gpus)
-        # The layers without weights: on the device "meta", a tensor has a shape and no memory.
+        # The network's structure without its weights (on "meta", a tensor has a shape and no
+        # memory). forward() copies it for each call, and computes with clones of the weights.
         self.layers = copy.deepcopy(self.model).to("meta")
 
     def forward(self, inp, training):
@@ -146,10 +147,10 @@ def get_parameter_server(num_gpus=0):
 
 class SGD(optim.SGD):
     """The optimizer, which lives on the server, one for each trainer. It has to be a subclass: for
-    optim.SGD, DistributedOptimizer would use a version that takes no lock (difference 9)."""
+    optim.SGD, DistributedOptimizer would use a version without torch's lock (difference 9)."""
 
     def step(self):
-        # Torch itself lets one step at a time run. Our lock keeps steps and cloning apart.
+        # Torch's lock lets one step at a time run. Ours keeps steps and cloning apart.
         with global_lock:
             super().step()
         # DistributedOptimizer has put the context's gradients into .grad. They must not stay: the
@@ -214,7 +215,7 @@ def run_training_loop(rank, num_gpus, train_loader, test_loader):
             if i % 5 == 0:
                 print(f"Rank {rank} training batch {i} loss {loss.item()}", flush=True)
             dist_autograd.backward(cid, [loss])
-            # Ensure that gradients have arrived. Once is enough: it sends them all (difference 4).
+            # Ensure that gradients have arrived. Only once, as this sends them all (difference 4).
             if i == 0:
                 gradients = net.param_server_rref.rpc_sync().get_dist_gradients(cid)
                 assert len(gradients) == len(param_rrefs)

@@ -47,7 +47,7 @@ def timed_log(text):
 
 class BatchUpdateParameterServer:
     """Trainers call its methods. Such a call runs on one of the server's RPC threads (16 by
-    default): several calls run at once, and a thread that waits for something is occupied."""
+    default): several calls run at once, and a thread that waits serves nobody."""
 
     def __init__(self, batch_update_size=batch_update_size):
         layers = [nn.Flatten(), nn.Linear(3 * image_h * image_w, 64), nn.ReLU()]

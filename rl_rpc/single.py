@@ -40,7 +40,7 @@ class Observer:
     def __init__(self, ob_id, seed):
         self.id = ob_id
         self.env = gym.make("CartPole-v1")
-        self.env.reset(seed=seed + self.id)  # another one for each observer (difference 7)
+        self.env.reset(seed=seed + self.id)  # a different seed for each (difference 7)
 
     def run_episode(self, agent):
         state, _ = self.env.reset()

@@ -55,12 +55,12 @@ class Observer:
     def __init__(self, seed):
         self.id = rpc.get_worker_info().id  # the rank of this process
         self.env = gym.make("CartPole-v1")
-        self.env.reset(seed=seed + self.id)  # another one for each observer (difference 7)
+        self.env.reset(seed=seed + self.id)  # a different seed for each (difference 7)
 
     def run_episode(self, agent_rref):
         # The agent calls this. The call runs on one of this process's RPC threads (16 by default):
-        # calls that arrive together run at once, and a thread that waits for something is occupied.
-        # Here it is only one call at a time, so the environment needs no lock.
+        # calls that arrive together run at once, and a thread that waits serves nobody meanwhile.
+        # Only the agent calls this, and waits for the end, so the environment needs no lock.
         state, _ = self.env.reset()
         for _ in range(10000):
             # send the state to the agent to get an action
@@ -102,7 +102,9 @@ class Agent:
 
     def select_action(self, ob_id, state):
         # Observers call this and report_reward, several at once. No lock: each observer has lists
-        # of its own, and nothing changes the policy while episodes run (difference 10).
+        # of its own, and nothing changes the policy while episodes run (difference 10). The
+        # log-probability stays here with its graph, and only a number travels: so an ordinary
+        # backward() is enough, without distributed autograd.
         state = torch.from_numpy(state).float().unsqueeze(0)
         probs = self.policy(state)
         m = Categorical(probs)

@@ -41,7 +41,7 @@ class EmbeddingTable(nn.Module):
 
     This object and the Decoder live on `ps`. When the trainer calls a method, it runs on one of
     the RPC threads of `ps` (16 by default). Several calls can run at once, and a thread that waits
-    for something is occupied. No lock is needed: the one trainer waits for each answer.
+    serves nobody meanwhile. No lock is needed: the one trainer waits for each answer.
     """
 
     def __init__(self, ntoken, ninp, dropout):
@@ -117,12 +117,13 @@ class RNNModel(nn.Module):
 
 
 class SGD(optim.SGD):
-    """optim.SGD itself: for torch's own class, DistributedOptimizer would take a functional
-    version, which prints a warning about TorchScript in every process that owns a parameter."""
+    """The same as optim.SGD. It has to be a subclass: in place of torch's own class,
+    DistributedOptimizer would use a functional version, which takes no lock, so that steps may
+    overlap, and prints a warning about TorchScript in every process that owns a parameter."""
 
 
 def run_trainer():
-    batch = 20
+    batch = 20  # time steps, not the size of a batch
     ntoken = 10
     ninp = 16
 
@@ -131,8 +132,7 @@ def run_trainer():
     nlayers = 1
     hidden = (torch.randn(nlayers, nindices, nhid), torch.randn(nlayers, nindices, nhid))
 
-    # Dropout is against learning a text by heart, and this text never repeats. With dropout, an
-    # evaluation would have to turn it off by a call: eval() and no_grad() have no effect on `ps`.
+    # Dropout is against learning a text by heart, and this text never repeats.
     model = RNNModel("ps", ntoken, ninp, nhid, nlayers, dropout=0.0)
 
     # This makes an optimizer in each process that owns parameters, SGD or any other.
