@@ -29,10 +29,7 @@ class Agent(packed.Agent):
         """Let all observers play one episode. All get an action at the same time, then all take an environment step."""
         with self.lock:
             self.playing = set(self.idle_observers())
-        self.call_observers(self.agent_rref)
-        for ob_id, last_reward in self.calls.as_completed():
-            self.trajectories[ob_id].rewards.append(last_reward)
-            self.leave(ob_id)
+        super().run_episode()
 
     # With async_execution this method returns a Future, and its RPC thread is free at once. If it waited for the other
     # observers instead, each of them would occupy a thread. The call that brings the last missing state completes the
@@ -49,6 +46,10 @@ class Agent(packed.Agent):
             batch = self.take_full_batch()
         self.answer(batch)
         return future
+
+    def end_episode_of(self, ob_id, last_reward):
+        super().end_episode_of(ob_id, last_reward)
+        self.leave(ob_id)
 
     def leave(self, ob_id):
         """Wait for no state of this observer any more. The others may have been waiting only for it."""

@@ -25,10 +25,14 @@ class Agent(step.Agent):
         """Let all observers play one episode."""
         self.call_observers(self.agent_rref)
         for ob_id, last_reward in self.calls.as_completed():
-            self.trajectories[ob_id].rewards.append(last_reward)
+            self.end_episode_of(ob_id, last_reward)
 
     def select_action(self, ob_id, state, reward):
         """Store the reward of the last action (None before the first) and the state; return an action for it."""
         if reward is not None:
             self.report_reward(ob_id, reward)
         return super().select_action(ob_id, state)
+
+    def end_episode_of(self, ob_id, last_reward):
+        """Store an observer's last reward."""
+        self.trajectories[ob_id].rewards.append(last_reward)

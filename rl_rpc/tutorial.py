@@ -82,7 +82,8 @@ class Agent:
     def __init__(self, world_size, gamma, seed):
         self.ob_rrefs = []
         # A reference to this object. An observer gets it in place of a copy of the agent, and its
-        # rpc_sync().method() makes the method run here.
+        # rpc_sync().method() makes the method run here. How torch counts references, so that an
+        # object lives as long as one of them: https://pytorch.org/docs/stable/rpc/rref.html
         self.agent_rref = RRef(self)
         self.rewards = {}
         self.saved_log_probs = {}
