@@ -33,6 +33,9 @@ lock = threading.Lock()  # of the agent: held while the next two are read or cha
 members = {}  # of the agent: name of each observer in the group -> the Future returned by `join`
 used = set()  # of the agent: the names of all observers that have ever joined
 lost = set()  # of the agent: the names of observers that were killed or did not answer in time
+# torch's list of members, such as "agent-0,observer1-1,", and its lock for joining and leaving, such
+# as "Token_for_observer2_join", or "" if it is free. They are keys in the store, private to torch.
+LISTED, LOCKED = "rpc_prefix_0/names/_ALL_WORKER_INFOS", "rpc_prefix_0/RpcGroupManagementToken"
 
 
 @rpc.functions.async_execution
@@ -64,20 +67,19 @@ def let_others_join(name, store, dead=True):
     Return False if that is not possible.
 
     A process that joins calls everyone on torch's list of members. If one of them is dead, its
-    init_rpc fails, and keeps torch's lock for joining and leaving. So take `name` off the list, and
-    release the lock if `name` has it. List and lock are keys in the store, private to torch.
+    init_rpc fails, and keeps torch's lock. So take `name` off the list, and release the lock if
+    `name` has it.
     """
-    names, token = "rpc_prefix_0/names/_ALL_WORKER_INFOS", "rpc_prefix_0/RpcGroupManagementToken"
-    if not store.check([names, token]):
+    if not store.check([LISTED, LOCKED]):
         return False  # another version of torch
-    while dead:  # until no other process has changed the list, such as "agent-0,observer1-1,"
-        listed = store.get(names).decode()
+    while dead:  # until no other process has changed the list meanwhile
+        listed = store.get(LISTED).decode()
         left = [item for item in listed.split(",") if item.rpartition("-")[0] != name]
-        if store.compare_set(names, listed, ",".join(left)).decode() == ",".join(left):
+        if store.compare_set(LISTED, listed, ",".join(left)).decode() == ",".join(left):
             break
     for event in ("join", "leave"):
         held = f"Token_for_{name}_{event}"
-        if store.compare_set(token, held, "").decode() == "":  # it is free now
+        if store.compare_set(LOCKED, held, "").decode() == "":  # it is free now
             store.set(f"rpc_prefix_0/{held}", "Done")  # wakes those who wait for the lock
     return True
 
@@ -154,26 +156,39 @@ def finish_episodes(episodes, optimizer, gamma=0.99):
     optimizer.step()
 
 
-def release_stuck_lock(store, holder, since):
-    """Repair the group if the same process has had torch's lock for 15 s: it was killed. A join
-    takes hundredths of a second, or fails after 10 s. Return (holder, since when)."""
-    token = "rpc_prefix_0/RpcGroupManagementToken"
-    now = store.get(token).decode() if store.check([token]) else ""
-    if now != holder:
-        return now, time.monotonic()
-    if now and time.monotonic() - since > 15:
-        let_others_join(now.removeprefix("Token_for_").rpartition("_")[0], store)
-    return holder, since
+def remove_unnoticed(store, suspects):
+    """Repair the group after a process that was killed while it joined or left, when the agent did
+    not call it. `suspects`: {name: since when}; return the new ones.
+
+    A join takes hundredths of a second, or fails after 10 s. So give up whoever has had torch's lock
+    for 15 s, or has been on torch's list for 15 s without being one of `members`. (A lost one can
+    get back on the list: a process that joins reads the list, adds itself, and writes it.)
+    """
+    if not store.check([LISTED, LOCKED]):
+        return {}
+    listed = store.get(LISTED).decode().split(",")
+    found = {item.rpartition("-")[0] for item in listed}
+    with lock:
+        found -= set(members)
+    found.add(store.get(LOCKED).decode().removeprefix("Token_for_").rpartition("_")[0])
+    now = time.monotonic()
+    suspects = {name: suspects.get(name, now) for name in found - {"", "agent"}}
+    for name, since in suspects.items():
+        if now - since > 15:
+            print(f"{name} was lost while it joined or left")
+            lost.add(name)
+            let_others_join(name, store)
+    return suspects
 
 
 def run_agent(seconds, max_episodes, store):
     print("Waiting for observers. Ctrl-C ends this job for all.")
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
-    stuck = None, 0  # who has torch's lock, and since when
+    suspects = {}
     i_episode, end = 0, float("inf")
     while i_episode < max_episodes and time.monotonic() < end and not ctrl_c.is_set():
         start = time.monotonic()
-        stuck = release_stuck_lock(store, *stuck)
+        suspects = remove_unnoticed(store, suspects)
         episodes = collect_episodes(store)
         if episodes:
             end = min(end, start + seconds)

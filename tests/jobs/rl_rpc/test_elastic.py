@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,6 +81,51 @@ class Terminals:
     def send(self, rank, number):
         self.processes[rank].send_signal(number)
 
+    def wait_for_updates(self, observers, times=2):
+        """Return when the agent has learned a few times more from exactly so many observers."""
+        line = f"observers: {observers}\n"
+        self.wait_for(0, line, times=self.output(0).count(line) + times)
+
+    def kill(self, rank):
+        self.send(rank, signal.SIGKILL)
+        assert self.status(rank) in (-signal.SIGKILL, 128 + signal.SIGKILL)
+
+    def end(self, *ranks):
+        """End the job; the agent and these observers, which are all that are left, end well."""
+        self.send(0, signal.SIGINT)
+        assert [self.status(rank) for rank in (0, *ranks)] == [0] * (1 + len(ranks)), self.everything()
+        assert "".join(self.errors(rank) for rank in (0, *ranks)) == ""
+
+    def wait_for_lock(self, rank, seconds=60):
+        """Return when observer `rank` has torch's lock, because it joins."""
+        store, deadline = TCPStore("localhost", int(self.port)), time.monotonic() + seconds
+        key = "rpc_prefix_0/RpcGroupManagementToken"
+        while store.get(key) != f"Token_for_observer{rank}_join".encode():
+            assert time.monotonic() < deadline and self.processes[rank].poll() is None, self.everything()
+
+    def start_until_one_joins(self, ranks):
+        """Start observers one after another until one of them joins; return its rank. Those that cannot say so."""
+        for rank in ranks:
+            self.start(rank)
+            while f"observer{rank} joined" not in self.output(rank) and self.processes[rank].poll() is None:
+                time.sleep(0.02)
+            if self.processes[rank].poll() is None:
+                return rank
+            self.assert_could_not_join(rank)
+        raise AssertionError(self.everything())
+
+    def assert_could_not_join(self, rank):
+        assert self.status(rank) == 1, self.everything()
+        message = rf"observer{rank} cannot join \(was one killed\?\): .+; try again with another --rank\n"
+        assert re.fullmatch(message, self.errors(rank)), self.everything()
+
+    def copy_with(self, old, new, folder):
+        """Start from a copy of the program from now on, in which a line is changed."""
+        text = (ROOT / PATH).read_text()
+        assert text.count(old) == 1
+        self.script = folder / "elastic.py"
+        self.script.write_text(text.replace(old, new))
+
 
 @pytest.fixture
 def terminals(tmp_path, request):
@@ -152,140 +196,148 @@ def test_elastic_learns_as_reinforce_says():
         assert torch.allclose(parameter, old - 0.1 * old.grad, atol=1e-6)
 
 
-def kill(terminals, rank):
-    terminals.send(rank, signal.SIGKILL)
-    assert terminals.status(rank) in (-signal.SIGKILL, 128 + signal.SIGKILL)
-
-
-def end(terminals, *ranks):
-    """End the job; the agent and these observers end well."""
-    terminals.send(0, signal.SIGINT)
-    assert [terminals.status(rank) for rank in (0, *ranks)] == [0] * (1 + len(ranks)), terminals.everything()
-    assert "".join(terminals.errors(rank) for rank in (0, *ranks)) == ""
+def start_with(terminals, observers):
+    """Start the agent and this many observers; return when the agent learns from all of them."""
+    for rank in range(observers + 1):
+        terminals.start(rank, *(("--seconds", 600) if rank == 0 else ()))
+    terminals.wait_for(0, f"observers: {observers}\n")
 
 
 def test_elastic_killed_observer_is_replaced(terminals):
-    for rank in (0, 1, 2):
-        terminals.start(rank, *(("--seconds", 600) if rank == 0 else ()))
-    terminals.wait_for(0, "observers: 2")
-    kill(terminals, 1)
+    start_with(terminals, 2)
+    terminals.kill(1)
     terminals.wait_for(0, "observer1 was lost: ")
     terminals.start(3)
     terminals.wait_for(0, "observer3 joined")
-    seen = terminals.output(0).count("observers: 2")
-    terminals.wait_for(0, "observers: 2", times=seen + 1)
+    terminals.wait_for_updates(2)
     terminals.send(2, signal.SIGINT)  # it leaves and tells nobody, and another one can join even so
     assert terminals.status(2) == 0
     terminals.start(4)
     terminals.wait_for(0, "observer4 joined")
-    end(terminals, 3, 4)
+    terminals.end(3, 4)
 
 
 @pytest.mark.slow
 def test_elastic_eight_kills_and_eight_new_observers(terminals):
     terminals.warm = True
-    terminals.start(0, "--seconds", 600)
-    terminals.start(1)
-    terminals.start(2)
-    terminals.wait_for(0, "observers: 2")
+    start_with(terminals, 2)
     for killed in range(1, 9):
-        kill(terminals, killed)
+        terminals.kill(killed)
         terminals.wait_for(0, f"observer{killed} was lost: ")
         terminals.start(killed + 2)
         terminals.wait_for(0, f"observer{killed + 2} joined")
-    seen = terminals.output(0).count("observers: 2")
-    terminals.wait_for(0, "observers: 2", times=seen + 3)
+    terminals.wait_for_updates(2, times=3)
     averages = [float(average) for _, average, _, _ in LINE.findall(terminals.output(0))]
     assert max(averages) > 1.5 * averages[0], averages  # it has learned meanwhile
-    end(terminals, 9, 10)
+    terminals.end(9, 10)
 
 
 @pytest.mark.slow
 def test_elastic_two_killed_at_once(terminals):
     terminals.warm = True
-    terminals.start(0, "--seconds", 600)
-    for rank in (1, 2, 3):
-        terminals.start(rank)
-    terminals.wait_for(0, "observers: 3")
+    start_with(terminals, 3)
     for rank in (1, 2):
         terminals.send(rank, signal.SIGKILL)
     for rank in (1, 2):
         terminals.wait_for(0, f"observer{rank} was lost: ")
+    terminals.wait_for_updates(1)
     terminals.start(4)
+    terminals.start(5)
     terminals.wait_for(0, "observer4 joined")
-    end(terminals, 3, 4)
+    terminals.wait_for(0, "observer5 joined")
+    terminals.wait_for_updates(3)
+    terminals.end(3, 4, 5)
 
 
 @pytest.mark.slow
-def test_elastic_kill_while_another_joins(terminals):
-    """The join may succeed, or fail because the killed one is still on the list. Then it is repaired."""
+@pytest.mark.parametrize("moment", ["before it has torch's lock", "while it has torch's lock"])
+def test_elastic_kill_while_another_joins(terminals, moment):
+    """The agent goes on with the survivors. The one that joins is a member, or ends with status 1 and says what to do.
+
+    In both cases another observer can join afterwards. Three kills, because the order of events differs.
+    """
     terminals.warm = True
-    terminals.start(0, "--seconds", 600)
-    for rank in (1, 2):
-        terminals.start(rank)
-    terminals.wait_for(0, "observers: 2")
-    terminals.start(3)
-    terminals.send(1, signal.SIGKILL)
-    terminals.wait_for(0, "observer1 was lost: ")
-    if "observer3 joined" not in terminals.output(0) and terminals.processes[3].poll() is not None:
-        assert terminals.errors(3).endswith("; try again with another --rank\n")
-    terminals.start(4)
-    terminals.wait_for(0, "observer4 joined")
-    end(terminals, 2, 4)
+    start_with(terminals, 2)
+    alive = [1, 2]
+    for joins in (3, 5, 7):
+        killed = alive.pop(0)
+        terminals.start(joins)
+        if moment.startswith("while"):
+            terminals.wait_for_lock(joins)
+        terminals.kill(killed)
+        terminals.wait_for(0, f"observer{killed} was lost: ")
+        while f"observer{joins} joined" not in terminals.output(joins) and terminals.processes[joins].poll() is None:
+            time.sleep(0.02)
+        if terminals.processes[joins].poll() is None:
+            alive.append(joins)
+        else:
+            terminals.assert_could_not_join(joins)
+        terminals.wait_for_updates(len(alive))
+        terminals.start(joins + 1)
+        terminals.wait_for(0, f"observer{joins + 1} joined")
+        alive.append(joins + 1)
+        terminals.wait_for_updates(len(alive))
+    terminals.end(*alive)
 
 
 @pytest.mark.slow
 def test_elastic_failed_join_is_repaired(terminals):
     """A member that is stopped does not answer a process that joins, so the join fails, and keeps torch's lock."""
     terminals.warm = True
-    terminals.start(0, "--seconds", 600)
-    for rank in (1, 2):
-        terminals.start(rank)
-    terminals.wait_for(0, "observers: 2")
+    start_with(terminals, 2)
     terminals.send(1, signal.SIGSTOP)
     terminals.start(3)
-    assert terminals.status(3) == 1
-    assert terminals.errors(3).endswith("; try again with another --rank\n"), terminals.everything()
+    terminals.assert_could_not_join(3)
     terminals.wait_for(0, "observer1 was lost: ")
     terminals.start(4)
     terminals.wait_for(0, "observer4 joined")
-    end(terminals, 2, 4)
+    terminals.end(2, 4)
 
 
 @pytest.mark.slow
 def test_elastic_shows_an_error_of_run_episodes(terminals, tmp_path):
     """One observer has a program with a fault: the agent shows where, and it is not called lost."""
-    faulty = tmp_path / "elastic.py"
-    text = (ROOT / PATH).read_text()
-    assert text.count("    episodes = []\n    end = ") == 1
-    faulty.write_text(text.replace("    episodes = []\n    end = ", "    raise KeyError('fault')\n    end = "))
-    terminals.start(0, "--seconds", 600)
-    terminals.start(1)
-    terminals.wait_for(0, "observers: 1")
-    terminals.script = faulty
+    start_with(terminals, 1)
+    terminals.copy_with("    episodes = []\n    end = ", "    raise KeyError('fault')\n    end = ", tmp_path)
     terminals.start(2)
     terminals.wait_for(0, "observer2 has failed: ")
     assert terminals.status(2) == 1
     assert terminals.errors(2).endswith("observer2 ends: run_episodes has failed, see the agent\n")
     assert "\nKeyError: " in terminals.output(0) and "lost" not in terminals.output(0)
-    end(terminals, 1)
+    terminals.end(1)
 
 
-def test_elastic_lock_of_a_process_that_was_killed_while_joining_is_released(monkeypatch):
-    from torch.distributed import HashStore
+@pytest.mark.slow
+def test_elastic_killed_while_it_has_the_lock(terminals):
+    """A member that is stopped keeps the one that joins waiting, so the kill hits it while it has the lock."""
+    terminals.warm = True
+    start_with(terminals, 2)
+    terminals.send(1, signal.SIGSTOP)
+    terminals.start(3)
+    terminals.wait_for_lock(3)
+    terminals.kill(3)
+    terminals.send(1, signal.SIGCONT)
+    terminals.wait_for_updates(2)  # it was stopped for a moment only, and nobody is lost
+    joined = terminals.start_until_one_joins((4, 5, 6, 7))
+    assert "observer3 was lost while it joined or left\n" in terminals.output(0)
+    terminals.wait_for_updates(3)
+    terminals.end(1, 2, joined)
 
-    module, store, clock = load_module(ROOT / PATH), HashStore(), iter([0, 14, 16])
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    names, token = "rpc_prefix_0/names/_ALL_WORKER_INFOS", "rpc_prefix_0/RpcGroupManagementToken"
-    assert not module.let_others_join("observer1", store)  # a torch without these keys
-    store.set(names, "agent-0,observer1-1,observer11-11,")
-    store.set(token, "Token_for_observer1_join")
-    state = None, 0
-    for held in (True, True, False):
-        state = module.release_stuck_lock(store, *state)
-        assert (store.get(token) == b"Token_for_observer1_join") is held
-    assert store.get(names) == b"agent-0,observer11-11,"
-    assert store.check(["rpc_prefix_0/Token_for_observer1_join"])
+
+@pytest.mark.slow
+def test_elastic_killed_when_it_is_in_the_group_but_not_yet_a_member(terminals, tmp_path):
+    """It is on torch's list, and the agent has never heard of it. So nobody could join if it stayed there."""
+    terminals.warm = True
+    start_with(terminals, 1)
+    line = "        store = TCPStore(*address)  # a second"
+    terminals.copy_with(line, "        os.kill(os.getpid(), signal.SIGKILL)\n" + line, tmp_path)
+    terminals.start(2)
+    assert terminals.status(2) in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    terminals.script = ROOT / PATH
+    joined = terminals.start_until_one_joins((3, 4, 5, 6))
+    assert "observer2 was lost while it joined or left\n" in terminals.output(0)
+    terminals.wait_for_updates(2)
+    terminals.end(1, joined)
 
 
 @pytest.mark.slow

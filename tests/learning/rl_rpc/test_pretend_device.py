@@ -1,7 +1,8 @@
 """rl_rpc with the agent's policy on the pretend device (tests/harness/pretend_device.py), which stands for a GPU.
 
 Every mode is tested, with checkpoint, resume and evaluation. main.run_agent runs in this process, with the observers of
-test_agent.py, whose arguments and results are pickled as RPC does it. One test runs a job of several processes.
+test_agent.py, whose arguments and results are pickled as RPC does it. Two tests run jobs of several processes, one of
+them tutorial_batch.py. (tutorial.py has no device, like the tutorial.)
 """
 
 from types import SimpleNamespace
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 import pretend_device
-from helpers import ROOT, load_module, run_on_pretend_device
+from helpers import ROOT, load_module, run_on_pretend_device, run_script
+from jobs import free_port
 
 test_agent = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "test_agent.py")
 main = test_agent.main_module
@@ -59,6 +61,16 @@ def test_a_job_on_the_device_equals_one_process_on_the_cpu():
     rewards = [float(reward) for _, reward, _ in test_agent.equivalence.EPISODE_LINE.findall(done.stdout)]
     expected, _ = test_agent.equivalence.single_process_reinforce(seed=1, episodes=5, observers=2)
     assert rewards == expected
+
+
+def test_the_batch_program_plays_on_a_device_what_it_plays_on_the_cpu():
+    """One observer, so that both modes draw the same numbers in every run. The job asserts that the device is used."""
+    flags = ("--world_size", 2, "--num_episode", 2, "--master_port")
+    device = run_script("tests/learning/rl_rpc/pretend_tutorial_job.py", *flags, free_port())
+    cpu = run_script("rl_rpc/tutorial_batch.py", *flags, free_port())
+    assert (device.returncode, device.stderr, cpu.returncode) == (0, "", 0), device.stderr + cpu.stderr
+    played = [[line for line in done.stdout.splitlines() if line.startswith("Episode")] for done in (device, cpu)]
+    assert played[0] == played[1] and len(played[0]) == 4
 
 
 def test_the_policy_is_on_the_device_while_it_plays(run_agent, monkeypatch):

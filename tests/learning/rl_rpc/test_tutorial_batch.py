@@ -7,15 +7,16 @@ import gymnasium as gym
 import pytest
 import torch
 
-from helpers import ROOT, load_module
+from helpers import ROOT, load_module, run_script
 from tutorials import copied_alone, run_in_terminals, run_spawned
 
 test_tutorial = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "test_tutorial.py")
 Handle = test_tutorial.test_agent.Handle
 over_the_wire = test_tutorial.test_agent.over_the_wire
 PATH = "rl_rpc/tutorial_batch.py"
-LINE = re.compile(r"^Last reward: [\d.]+\tAverage reward: ([\d.]+)\tbatch: (True|False)$", re.M)
+LINE = re.compile(r"^Episode (\d+)\tLast reward: [\d.]+\tAverage reward: [\d.]+$", re.M)
 TIMES = re.compile(r"^(\d+), [\d.]+, [\d.]+$", re.M)
+NUM_STEPS = 500
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +33,27 @@ def answer_of(method, args):
 test_tutorial.test_agent.answer_of = answer_of  # this file has a copy of that module for itself
 
 
-InTurn = test_tutorial.InTurn
+class AtOnce(Handle):
+    def owner(self):
+        return None
+
+    def local_value(self):
+        return self.value
+
+
+class InTurn(AtOnce, test_tutorial.InTurn):
+    pass
 
 
 def make_agent(observers, batch):
-    handle = Handle if batch else InTurn
-    return test_tutorial.make_agent(PATH, observers + 1, batch, 1, handle=handle)
+    """With batching, observers must play at once; without, they play in turn, so that draws are always the same."""
+    agent = test_tutorial.make_agent(PATH, observers + 1, batch, 1.0, 1, handle=AtOnce if batch else InTurn)
+    rpc = type(agent).run_episode.__globals__["rpc"]
+    rpc.rpc_sync = lambda owner, function, args: test_tutorial.test_agent.answer_of(function, args)
+    return agent
 
 
-def reinforce(episodes, observers, batch, steps=500):
+def reinforce(episodes, observers, batch, steps=NUM_STEPS):
     """Run the page's REINFORCE in one process, over 500 steps of each observer; return the parameters."""
     torch.manual_seed(1)
     policy = torch.nn.Sequential(
@@ -83,7 +96,7 @@ def reinforce(episodes, observers, batch, steps=500):
 def test_batch_page_is_the_plain_loop(batch, observers, episodes):
     agent = make_agent(observers, batch)
     for _ in range(episodes):
-        agent.run_episode(1.0)
+        agent.run_episode(NUM_STEPS)
     assert test_tutorial.distance(agent, reinforce(episodes, observers, batch)) < 1e-4
 
 
@@ -101,7 +114,7 @@ def test_batch_page_credits_each_observer_with_its_own_rewards():
     # tutorial_batch.py: one observer gets rewards and the other none. Steps of the second must not change the policy.
     agent = make_agent(2, False)
     agent.ob_rrefs = [InTurn(Player(number, number == 0)) for number in range(2)]
-    agent.run_episode(1.0)
+    agent.run_episode(NUM_STEPS)
     assert agent.kept[0].grad.item() == pytest.approx(-500 / 2) and agent.kept[1].grad.item() == 0
 
 
@@ -111,12 +124,12 @@ class Player:
     def __init__(self, number, earns):
         self.number, self.reward = number, float(earns)
 
-    def run_episode(self, agent_rref, batch, gamma):
+    def run_episode(self, agent_rref, n_steps):
         agent = agent_rref.value
         if not hasattr(agent, "kept"):
             agent.kept = [torch.zeros(1, requires_grad=True) for _ in range(2)]
-        agent.saved_log_probs[self.number] = [agent.kept[self.number] * 1 for _ in range(500)]
-        return [self.reward] * 500
+        agent.saved_log_probs[self.number] = [agent.kept[self.number] * 1 for _ in range(n_steps)]
+        return [torch.full((n_steps,), self.reward), n_steps]
 
 
 def ask_together(agent, states, rounds=1):
@@ -126,7 +139,7 @@ def ask_together(agent, states, rounds=1):
     def ask(ob_id):
         for _ in range(rounds):
             try:
-                answers[ob_id].append(agent.select_action_batch(ob_id, states[ob_id]).wait())
+                answers[ob_id].append(agent.select_action_batch(agent.agent_rref, ob_id, states[ob_id]).wait())
             except Exception as error:
                 answers[ob_id].append(error)
 
@@ -141,9 +154,8 @@ def ask_together(agent, states, rounds=1):
 
 def test_batch_page_gives_each_observer_the_action_for_its_own_state():
     agent = make_agent(8, True)
-    agent.saved_log_probs = []
-    agent.policy = lambda x_N4: torch.stack([x_N4[:, 0] < 0, x_N4[:, 0] > 0], dim=1).float()
-    states = [torch.full((4,), 1.0 if ob_id % 3 == 0 else -1.0) for ob_id in range(8)]
+    agent.policy = lambda x_N14: torch.stack([x_N14[:, :, 0] < 0, x_N14[:, :, 0] > 0], dim=2).float()
+    states = [torch.full((1, 4), 1.0 if ob_id % 3 == 0 else -1.0) for ob_id in range(8)]
     answers = ask_together(agent, states, rounds=200)
     assert answers == [[int(ob_id % 3 == 0)] * 200 for ob_id in range(8)]
     assert [len(log_probs) for log_probs in agent.saved_log_probs] == [8] * 200
@@ -153,11 +165,11 @@ def test_batch_page_tells_all_observers_of_an_error():
     """In the published code the last observer that asks gets it, and the others wait until their RPCs time out."""
     agent = make_agent(3, True)
 
-    def diverged(x_N4):
+    def diverged(x_N14):
         raise ValueError("nan")
 
     agent.policy = diverged
-    answers = ask_together(agent, [torch.zeros(4)] * 3)
+    answers = ask_together(agent, [torch.zeros(1, 4)] * 3)
     assert all("nan" in str(error) for (error,) in answers)
 
     class Published:  # it completes the Future of the batch only if there is no error
@@ -188,9 +200,8 @@ def test_batch_page_does_not_write_into_what_autograd_keeps():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         sum(kept).backward()
     agent = make_agent(1, True)
-    agent.saved_log_probs = []
     for step in range(2):
-        agent.select_action_batch(0, torch.full((4,), float(step))).wait()
+        agent.select_action_batch(agent.agent_rref, 0, torch.full((1, 4), float(step))).wait()
     sum(agent.saved_log_probs).sum().backward()
     assert agent.policy.affine1.weight.grad.isfinite().all()
 
@@ -200,27 +211,40 @@ def test_batch_page_learns():
     """An untrained policy keeps the pole up for about 22 steps."""
     agent = make_agent(4, True)
     for _ in range(10):
-        agent.run_episode(1.0)
+        agent.run_episode(NUM_STEPS)
     assert agent.running_reward > 33
 
 
 @pytest.mark.slow
-def test_batch_page_as_a_command_measures_and_draws(tmp_path):
-    refused = run_spawned(PATH, "--plot", "x.png", "--rank", 0)
-    assert refused.returncode == 2 and "--plot starts all ranks on this machine" in refused.stderr
-    plot = tmp_path / "times.png"
-    done = run_spawned(PATH, "--world_size", 3, "--num_episode", 1, "--plot", plot)
+def test_batch_page_as_a_command_runs_every_job():
+    done = run_spawned(PATH, "--world_size", 3, "--num_episode", 2)
     assert (done.returncode, done.stderr) == (0, "")
     assert TIMES.findall(done.stdout) == ["2", "3"]
-    assert [batch for _, batch in LINE.findall(done.stdout)] == ["True", "False"] * 2
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert LINE.findall(done.stdout) == ["0", "1"] * 4  # with and without batching, two sizes
+    refused = run_spawned(PATH, "--no_batch")
+    assert refused.returncode == 2 and "--no_batch goes with --rank" in refused.stderr
 
 
 @pytest.mark.slow
-def test_batch_page_in_terminals_and_alone_in_a_folder_with_a_space(tmp_path):
-    agent, *observers = run_in_terminals(PATH, 3, "--num_episode", 1)
-    assert (agent.returncode, agent.stderr) == (0, "") and TIMES.findall(agent.stdout) == ["3"]
+@pytest.mark.parametrize("flags", [[], ["--no_batch"]])
+def test_batch_page_in_terminals(flags):
+    agent, *observers = run_in_terminals(PATH, 3, "--num_episode", 1, *flags)
+    assert (agent.returncode, agent.stderr) == (0, "") and LINE.fullmatch(agent.stdout.strip())
     for done in observers:
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.slow
+def test_batch_page_alone_in_a_folder_with_a_space(tmp_path):
     done = run_spawned(copied_alone(PATH, tmp_path), "--world_size", 2, "--num_episode", 1, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "") and TIMES.findall(done.stdout) == ["2"]
+
+
+@pytest.mark.slow
+def test_the_times_with_and_without_batching_are_measured_and_drawn(tmp_path):
+    plot = tmp_path / "times.png"
+    done = run_script("bench/rl_batch.py", "--world_size", 2, "--num_episode", 1, "--repeats", 1, "--plot", plot)
+    assert (done.returncode, done.stderr) == (0, "")
+    row = r"^Observers 1, {}: [\d.]+ s \([\d.]+ to [\d.]+\)$"
+    assert all(re.search(row.format(label), done.stdout, re.M) for label in ("with batching", "without batching"))
+    assert plot.read_bytes().startswith(b"\x89PNG")
