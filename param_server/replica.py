@@ -1,6 +1,7 @@
 """Mode `replica`: a trainer computes with a copy of the network, pushes gradients to the server, and gets new weights.
 
-Read it in the order of a step: train and Replica.send (in a trainer), ReplicaServer.push (in a server), Replica.load.
+This is another pattern than that of remote.py, not the same with one idea more, so read it by itself, in the order of a
+step: train and Replica.send (in a trainer), ReplicaServer.push (in a server), Replica.load.
 The forward and the backward pass are local, so there is no distributed autograd and no DistributedOptimizer: a gradient
 is an argument of a call. A message is as large as the weights. (In mode `remote` it is as large as a batch.)
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
