@@ -1,6 +1,7 @@
 """Functions that the programs in bench/ share: they import a package, run its main.py, and compare runs in a table."""
 
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -51,7 +52,7 @@ def places(device):
 def interleave(variants, repeats=3):
     """Call each of `variants` (name -> callable) in turn, `repeats` times: A B C A B C ...
 
-    Each callable returns a dict of figures. This function returns {name: list of these dicts}.  The speed of a shared
+    Each callable returns figures, a dict for table(). This function returns {name: list of them}. The speed of a shared
     machine changes over time. In this order, the runs of one repeat take place at nearly the same time, and can be
     compared with each other.
     """
@@ -84,6 +85,30 @@ def table(rows, figure, baseline, title=None, digits=0):
         result[name] = {"median": median, "values": values, "ratio": ratio, "ratios": ratios}
     sys.stdout.flush()
     return result
+
+
+def draw_batching(args, callers, work, measure):
+    """Measure a program with and without batching, for 1 to --world_size - 1 callers; print the times and draw them.
+
+    `callers`: their name; `work`: what they do in the time that is measured. `measure(world_size, batch)` runs one job
+    and returns its seconds.
+    """
+    import matplotlib.pyplot as plt
+
+    numbers = range(1, args.world_size)
+    medians = {"with batching": [], "without batching": []}
+    for number in numbers:
+        variants = {label: functools.partial(measure, number + 1, label == "with batching") for label in medians}
+        for label, times in interleave(variants, args.repeats).items():
+            medians[label].append(statistics.median(times))
+            span = f"({min(times):.2f} to {max(times):.2f})"
+            print(f"{callers.capitalize()} {number}, {label}: {medians[label][-1]:.2f} s {span}", flush=True)
+    for label, seconds in medians.items():
+        plt.plot(numbers, seconds, marker="o", label=label)
+    plt.xlabel(callers)
+    plt.ylabel(f"seconds for {work}")
+    plt.legend()
+    plt.savefig(args.plot)
 
 
 def run_together(works, theirs=(), seconds=200):

@@ -6,12 +6,12 @@ The time is that of the training, without the start of the processes.
 """
 
 import argparse
+import functools
 import os
-import statistics
 
 import torch.multiprocessing as mp
 
-from common import use_package
+from common import draw_batching, use_package
 
 use_package("param_server")
 
@@ -26,6 +26,15 @@ def run_rank(rank, args, seconds):
         seconds.put(took)
 
 
+def measure(args, world_size, batch):
+    """Run one job; return the seconds of its training."""
+    os.environ["MASTER_PORT"] = str(free_port())
+    case = argparse.Namespace(**vars(args) | {"world_size": world_size, "no_batch": not batch})
+    seconds = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(run_rank, args=(case, seconds), nprocs=world_size)
+    return seconds.get()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world_size", type=int, default=6, help="measure 1 to N - 1 trainers (6)")
@@ -35,28 +44,8 @@ def main():
     parser.add_argument("--plot", metavar="FILE.png", required=True)
     args = parser.parse_args()
     os.environ.update(MASTER_ADDR="localhost", TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
-    trainers = range(1, args.world_size)
-    medians = {"with batching": [], "without batching": []}
-    for n in trainers:
-        for label in medians:
-            case = argparse.Namespace(**vars(args) | {"world_size": n + 1, "no_batch": label == "without batching"})
-            seconds, times = mp.get_context("spawn").SimpleQueue(), []
-            for _ in range(args.repeats):
-                os.environ["MASTER_PORT"] = str(free_port())
-                mp.spawn(run_rank, args=(case, seconds), nprocs=case.world_size)
-                times.append(seconds.get())
-            medians[label].append(statistics.median(times))
-            spread = f"({min(times):.2f} to {max(times):.2f})"
-            print(f"Trainers {n}, {label}: {medians[label][-1]:.2f} s {spread}", flush=True)
-
-    import matplotlib.pyplot as plt
-
-    for label, times in medians.items():
-        plt.plot(trainers, times, marker="o", label=label)
-    plt.xlabel("trainers")
-    plt.ylabel(f"seconds for {args.num_batches} batches of each trainer")
-    plt.legend()
-    plt.savefig(args.plot)
+    work = f"{args.num_batches} batches of each trainer"
+    draw_batching(args, "trainers", work, functools.partial(measure, args))
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ The time is that of the episodes, without the start of the processes.
 """
 
 import argparse
+import functools
 import os
-import statistics
 
 import torch.multiprocessing as mp
 
-from common import use_package
+from common import draw_batching, use_package
 
 use_package("rl_rpc")
 
@@ -37,26 +37,7 @@ def main():
     parser.add_argument("--plot", metavar="FILE.png", required=True)
     args = parser.parse_args()
     os.environ.update(MASTER_ADDR="localhost", TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
-    observers = range(1, args.world_size)
-    medians = {"with batching": [], "without batching": []}
-    for n in observers:
-        times = {label: [] for label in medians}
-        for _ in range(args.repeats):
-            for label in times:
-                times[label].append(measure(args, n + 1, label == "with batching"))
-        for label, seconds in times.items():
-            medians[label].append(statistics.median(seconds))
-            spread = f"({min(seconds):.2f} to {max(seconds):.2f})"
-            print(f"Observers {n}, {label}: {medians[label][-1]:.2f} s {spread}", flush=True)
-
-    import matplotlib.pyplot as plt
-
-    for label, seconds in medians.items():
-        plt.plot(observers, seconds, marker="o", label=label)
-    plt.xlabel("observers")
-    plt.ylabel(f"seconds for {args.num_episode} episodes")
-    plt.legend()
-    plt.savefig(args.plot)
+    draw_batching(args, "observers", f"{args.num_episode} episodes", functools.partial(measure, args))
 
 
 if __name__ == "__main__":

@@ -66,10 +66,11 @@ def of_exception(error, rank):
         kind = kind.rpartition(".")[2]
         # The mistake may be in the call: the last line before it that is not torch's.
         frames = re.findall(r'^  File "(.*)", line (\d+), in ', text[: remote[-1].start()], re.MULTILINE)
-        place = [f" (called from {file}, line {line})" for file, line in frames if "/torch/" not in file][-1:]
+        own_frames = [(file, line) for file, line in frames if "/torch/" not in file]
+        place = " (called from {}, line {})".format(*own_frames[-1]) if own_frames else ""
     why = " ".join(why.split()).partition(" Exception raised from ")[0]  # without the C++ stack
     of_user = kind == UserError.__name__
-    return End(rank, why if of_user else f"{kind}: {why}{''.join(place)}", again=not of_user)
+    return End(rank, why if of_user else f"{kind}: {why}{place}", again=not of_user)
 
 
 def is_connection_trouble(error):

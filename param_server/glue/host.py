@@ -39,7 +39,7 @@ def start_cuda(device, computes):
     begin. A rank on the CPU starts CUDA too, because otherwise torch would do so later: init_rpc and the first
     backward() count the GPUs.
     """
-    why_no_gpu()
+    why_no_gpu()  # starts CUDA
     if device != "cuda" or not computes:
         return 0
     torch.cuda.init()  # afterwards device_count() asks CUDA, not the driver's library; they can differ (MIG)

@@ -84,20 +84,22 @@ def resume(args, scenario, settings):
     path = args.checkpoint
     if not args.resume and not args.restarts:
         return None
-    if not args.resume:
-        saved = {}
-        with contextlib.suppress(UserError):  # no file, or what an earlier job has left there
-            saved = _read(path, scenario)
-        if saved.get("job") != job_id:
-            print("This job has saved no checkpoint yet: starting from the beginning.", flush=True)
-            return None
-    made_with, state = load(path, scenario)
+    try:
+        saved = _read(path, scenario)
+    except UserError:
+        if args.resume:
+            raise
+        saved = {}  # after a restart: no file, or what an earlier job has left there
+    if not args.resume and saved.get("job") != job_id:
+        print("This job has saved no checkpoint yet: starting from the beginning.", flush=True)
+        return None
     for name, value in settings.items():
-        found = made_with.get(name)
+        found = saved["settings"].get(name)
         if found != value:
-            differs = f"{'--' * (name in vars(args))}{name} {found}, and this run has {value}"
+            shown = f"--{name}" if name in vars(args) else name
+            differs = f"{shown} {found}, and this run has {value}"
             raise UserError(f"{path} was made with {differs}: this run cannot resume from it")
-    return state
+    return saved["state"]
 
 
 def load(path, scenario):

@@ -75,7 +75,7 @@ class Report:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.grid(alpha=0.3)
         if floor:
-            axes.axhline(floor[1], linestyle="--", color="gray", label=f"{floor[0]} ({floor[1]:.4g})")
+            panels[-1].axhline(floor[1], linestyle="--", color="gray", label=f"{floor[0]} ({floor[1]:.4g})")
         for axes in panels:
             axes.legend()
         figure.suptitle(f"{self.scenario}, mode {self.args.mode}, world size {self.args.world_size}", fontsize=11)

@@ -26,18 +26,18 @@ def collect(path, parts, names):
     `parts`: {rank: its recording}; `names`: the worker names of all ranks.
     """
     bars = sorted((bar for part in parts.values() for bar in part["bars"]), key=lambda bar: (bar["ts"], -bar["dur"]))
-    zero = bars[0]["ts"] if bars else 0
-    for bar in bars:  # nanoseconds since 1970 -> microseconds since the first bar, as the file format demands
-        bar |= {"ts": (bar["ts"] - zero) / 1e3, "dur": bar["dur"] / 1e3}
     calls = match(bars)
     hosts = {rank: parts[rank]["host"] for rank in sorted(parts)}
     clocks = line_up(calls, hosts)
     for bar in bars:
         bar["ts"] += clocks[hosts[bar["pid"]]][0]
+    zero = min((bar["ts"] for bar in bars), default=0)
+    for bar in bars:  # nanoseconds since 1970 -> microseconds since the first bar, as the file format demands
+        bar |= {"ts": (bar["ts"] - zero) / 1e3, "dur": bar["dur"] / 1e3}
     print(table(names, calls))
     for host, (shift, error) in clocks.items():
         if error:
-            print(f"The clock of {host} was corrected by {shift / 1e3:+.3f} ms (error at most {error / 1e3:.3f} ms).")
+            print(f"The clock of {host} was corrected by {shift / 1e6:+.3f} ms (error at most {error / 1e6:.3f} ms).")
     for rank, part in parts.items():
         if part["full"]:
             print(f"--trace: {names[rank]} recorded too many bars; the last {len(part['bars']):,} are kept.")
@@ -70,7 +70,7 @@ def match(bars):
 
 
 def line_up(calls, hosts):
-    """Return {host: (microseconds to add to its clock, the largest error of this correction)}. `hosts`: {rank: host}.
+    """Return {host: (nanoseconds to add to its clock, the largest error of this correction)}. `hosts`: {rank: host}.
 
     The clock of the first host is taken as correct. A call is served after it was sent, and before its answer arrives.
     So each call gives a lower and an upper bound for the difference of two clocks.
@@ -87,7 +87,7 @@ def line_up(calls, hosts):
         for (one, other), (low, high) in bounds.items():
             if one in clocks and other not in clocks:
                 shift, error = clocks[one]
-                clocks[other] = shift + round((low + high) / 2, 3), error + abs(high - low) / 2  # whole nanoseconds
+                clocks[other] = shift + (low + high) // 2, error + abs(high - low) // 2
     return dict.fromkeys(hosts.values(), (0, 0)) | clocks
 
 

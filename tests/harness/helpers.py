@@ -18,6 +18,9 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 NOISE = r"Traceback|Exception raised from|^frame #"  # tracebacks of Python and of C++
 PACKAGES = ("rl_rpc", "rnn_rpc", "ddp_rpc", "param_server")
+PAGES = [
+    path for pattern in ("*.md", "docs/**/*.md", *(f"{name}/*.md" for name in PACKAGES)) for path in ROOT.glob(pattern)
+]
 
 
 def run_script(path, *flags, timeout=120, env=None):
@@ -186,3 +189,9 @@ def load_module(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def anchor_of(heading):
+    """Return the anchor that GitHub gives to a heading of a page."""
+    text = re.sub(r"\]\([^)]*\)", "", heading)  # of a link, only the label counts
+    return re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")

@@ -97,11 +97,17 @@ def test_the_end_of_a_connection_ends_the_job_and_is_the_only_reason(job):
     assert overseer.end == End(1, supervisor.ENDED)
 
 
-def test_the_job_goes_on_without_workers_until_the_last(job):
-    _, connect = job
+def join_with_workers(connect):
+    """Let three ranks join, and tell that the job can go on without ranks 1 and 2; return their Links."""
     links = [join(connect, rank) for rank in range(3)]
     for link in links:
         link.send({"at": 1, "can_lose": 1})
+    return links
+
+
+def test_the_job_goes_on_without_workers_until_the_last(job):
+    _, connect = job
+    links = join_with_workers(connect)
     wait_for(links[0], lambda state: state["passed"] == 1)
     links[0].send({"failed": vars(End(2, "KeyError: 'x'"))})
     links[0].send({"at": 2})
@@ -114,9 +120,7 @@ def test_the_job_goes_on_without_workers_until_the_last(job):
 
 def test_the_job_does_not_go_on_without_a_rank_that_is_no_worker(job):
     _, connect = job
-    links = [join(connect, rank) for rank in range(3)]
-    for link in links:
-        link.send({"at": 1, "can_lose": 1})
+    links = join_with_workers(connect)
     wait_for(links[1], lambda state: state["passed"] == 1)
     links[0].close()
     state = wait_for(links[1], lambda state: state["end"])

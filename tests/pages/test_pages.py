@@ -12,13 +12,12 @@ import time
 import pytest
 from PIL import Image
 
-from helpers import PACKAGES, ROOT, package_on_path, run_script
+from helpers import PACKAGES, PAGES, ROOT, package_on_path, run_script
 from jobs import Job, children_of, command_of, free_port
 
 README, CONCEPTS, RUNNING, CONTRIBUTING = (
     (ROOT / f"{name}.md").read_text() for name in ("README", "docs/CONCEPTS", "docs/RUNNING", "CONTRIBUTING")
 )
-PAGES = [page for folder in ("", "docs", "docs/*", *PACKAGES) for page in ROOT.glob(f"{folder}/*.md".lstrip("/"))]
 LINK = re.compile(r"\[`([\w.]+)`\]\(([\w/.]+\.py)\)")
 
 

@@ -12,7 +12,7 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
-from helpers import ROOT, read_whole, run_warm
+from helpers import ROOT, anchor_of, read_whole, run_warm
 from jobs import children_of, command_of, free_port
 
 PAGE = (ROOT / "docs" / "RECIPES.md").read_text()
@@ -239,23 +239,18 @@ def test_a_recipe_needs_torch_alone_and_listens_on_loopback_only(number):
     assert any(each in program for each in loopback)
 
 
-def slug(heading):
-    """Return the anchor that GitHub gives to a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-
-
 def test_the_list_of_contents_names_every_recipe():
     listed = re.findall(r"^(\d+)\. \[(.+)\]\(#(.+)\)$", PAGE, re.MULTILINE)
     assert [(int(number), title) for number, title, _ in listed] == [(n, found[0]) for n, found in RECIPES.items()]
     assert list(RECIPES) == list(range(1, PAGE.count("```python") + 1))
     for number, title, target in listed:
-        assert target == slug(f"{number}. {title}")
+        assert target == anchor_of(f"{number}. {title}")
 
 
 @pytest.mark.parametrize("page", [ROOT / "docs" / f"{name}.md" for name in ("CONCEPTS", "TROUBLESHOOTING", "RECIPES")])
 def test_a_link_to_a_recipe_leads_to_it(page):
     text = page.read_text()
-    headings = {slug(heading) for heading in re.findall(r"^## (.+)$", PAGE, re.MULTILINE)}
+    headings = {anchor_of(heading) for heading in re.findall(r"^## (.+)$", PAGE, re.MULTILINE)}
     here = "" if page.name == "RECIPES.md" else r"RECIPES\.md"
     for label, target in re.findall(rf"\[([^][]+)\]\({here}#([^)]+)\)", text):
         assert target in headings, target

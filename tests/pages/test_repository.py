@@ -13,10 +13,8 @@ import sys
 import pytest
 import yaml
 
-from helpers import PACKAGES, ROOT, package_on_path
+from helpers import PACKAGES, PAGES, ROOT, anchor_of, package_on_path
 from jobs import JOBS
-
-PAGES = [page for folder in ("", "docs", "docs/*", *PACKAGES) for page in ROOT.glob(f"{folder}/*.md".lstrip("/"))]
 
 
 def glue_of(package):
@@ -123,8 +121,7 @@ def test_the_commands_in_the_pages_parse(readme):
 def anchors_of(page):
     """Return the anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", each)).lower().replace(" ", "-") for each in headings}
+    return {anchor_of(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
 
 
 @pytest.mark.parametrize("readme", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

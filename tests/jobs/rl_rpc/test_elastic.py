@@ -107,12 +107,18 @@ class Terminals:
         """Start observers one after another until one of them joins; return its rank. Those that cannot say so."""
         for rank in ranks:
             self.start(rank)
-            while f"observer{rank} joined" not in self.output(rank) and self.processes[rank].poll() is None:
-                time.sleep(0.02)
-            if self.processes[rank].poll() is None:
+            if self.has_joined(rank):
                 return rank
-            self.assert_could_not_join(rank)
         raise AssertionError(self.everything())
+
+    def has_joined(self, rank):
+        """Wait until this observer has joined, or has ended with status 1 and has said that it could not."""
+        while f"observer{rank} joined" not in self.output(rank) and self.processes[rank].poll() is None:
+            time.sleep(0.02)
+        if self.processes[rank].poll() is None:
+            return True
+        self.assert_could_not_join(rank)
+        return False
 
     def assert_could_not_join(self, rank):
         assert self.status(rank) == 1, self.everything()
@@ -266,12 +272,8 @@ def test_elastic_kill_while_another_joins(terminals, moment):
             terminals.wait_for_lock(joins)
         terminals.kill(killed)
         terminals.wait_for(0, f"observer{killed} was lost: ")
-        while f"observer{joins} joined" not in terminals.output(joins) and terminals.processes[joins].poll() is None:
-            time.sleep(0.02)
-        if terminals.processes[joins].poll() is None:
+        if terminals.has_joined(joins):
             alive.append(joins)
-        else:
-            terminals.assert_could_not_join(joins)
         terminals.wait_for_updates(len(alive))
         terminals.start(joins + 1)
         terminals.wait_for(0, f"observer{joins + 1} joined")
