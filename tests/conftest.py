@@ -58,11 +58,20 @@ def digits(tmp_path_factory):
 
     Reading them takes no time, while --dataset synthetic would take each rank a second to draw digits.
     """
-    folder = tmp_path_factory.mktemp("digits")
+    return write_digits(tmp_path_factory.mktemp("digits"), 9_600)
+
+
+@pytest.fixture(scope="session")
+def few_digits(tmp_path_factory):
+    """Return a folder like that of `digits`, with a third of the images."""
+    return write_digits(tmp_path_factory.mktemp("digits"), 3_200)
+
+
+def write_digits(folder, size):
     with package_on_path("param_server"):
         from data import FILES, draw_digits
     for seed, (train, names) in enumerate(FILES.items()):
-        for name, array in zip(names, draw_digits(9_600 if train else 1_000, seed), strict=True):
+        for name, array in zip(names, draw_digits(size if train else 1_000, seed), strict=True):
             sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
             content = array.byte().numpy().tobytes()
             (folder / name).write_bytes(bytes([0, 0, 8, array.dim()]) + sizes + content)

@@ -22,7 +22,7 @@ JOBS = {
         "names": ["agent", "observer1", "observer2"],
         "size": ["--world_size", "3"],
         "long": ["--max_episodes", "1000000", "--reward_threshold", "1e9"],
-        "short": ["--max_episodes", "20", "--eval_episodes", "1"],
+        "short": ["--max_episodes", "6", "--eval_episodes", "1"],
         "training": r"Episode \d+",
         "done": r"Greedy policy over",
     },

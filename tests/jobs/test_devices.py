@@ -166,7 +166,8 @@ TENSORPIPE = re.compile(r"^V\d{4} .*\n", re.MULTILINE)
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
-@pytest.mark.parametrize("package", ["rl_rpc", pytest.param("ddp_rpc", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["rl_rpc", "ddp_rpc"])
 def test_a_run_on_the_cpu_leaves_the_driver_alone(package, stub_driver):
     """Ranks ask the driver for the number of GPUs, as torch does; the starting process and the fork server do not.
 
@@ -192,11 +193,11 @@ FAILURES = {  # how the driver fails: (result of cuInit, version), and torch's m
     "of another version than its library": ((803, 13020), "unsupported display driver / cuda driver combination"),
     "broken, which shows late": ((0, 13020), "Error 500: named symbol not found"),
 }
-ONE_AND_SLOWLY_THE_OTHERS = ["too old", *(pytest.param(name, marks=pytest.mark.slow) for name in [*FAILURES][1:])]
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
-@pytest.mark.parametrize("failure", ONE_AND_SLOWLY_THE_OTHERS)
+@pytest.mark.slow
+@pytest.mark.parametrize("failure", FAILURES)
 def test_a_driver_that_does_not_work_is_told_in_one_line(failure, stub_driver):
     (init, version), words = FAILURES[failure]
     done = run_main("rl_rpc", "--device", "cuda", env=stub_driver(init, version))

@@ -149,6 +149,7 @@ def summary(path):
     return run_main("rl_rpc", *JOBS["rl_rpc"]["size"], *JOBS["rl_rpc"]["short"], "--summary_json", path)
 
 
+@pytest.mark.slow
 def test_a_device_is_written_to_and_not_replaced():
     done = summary("/dev/stdout")
     assert (done.returncode, done.stderr) == (0, "")
@@ -172,6 +173,7 @@ def test_a_file_on_a_ram_disk_is_replaced_like_any_other(tmp_path):
         os.unlink(path)
 
 
+@pytest.mark.slow
 def test_two_jobs_that_save_to_one_path_do_not_disturb_each_other(tmp_path):
     path = tmp_path / "checkpoint.pt"
     program = SAVE_FOREVER.replace('checkpoint.job_id = "the job that is restarted"', "")

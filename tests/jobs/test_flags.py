@@ -76,6 +76,7 @@ def test_only_the_rank_that_writes_a_file_needs_its_folder(package, rank):
         assert main.parse_args(["--rank", str(rank), "--checkpoint", "/nonexist/c.pt"]).rank == rank
 
 
+@pytest.mark.slow
 def test_a_folder_without_write_permission_is_refused(tmp_path):
     tmp_path.chmod(0o555)
     # root may write anyway, unless it gives up its capabilities
@@ -85,7 +86,7 @@ def test_a_folder_without_write_permission_is_refused(tmp_path):
     assert done.returncode == 2 and f"this user may not write in {tmp_path}" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("flag", ["plot", "trace"])
+@pytest.mark.parametrize("flag", ["plot", pytest.param("trace", marks=pytest.mark.slow)])
 def test_a_library_that_is_not_installed_is_named(flag, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['matplotlib'] = None")
     done = run_main("rl_rpc", f"--{flag}", tmp_path / "x.png", env={"PYTHONPATH": str(tmp_path)})

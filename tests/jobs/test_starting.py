@@ -365,9 +365,9 @@ def test_without_a_checkpoint_of_its_own_it_starts_afresh_and_says_so(way, flags
     if older == "a file of another job":
         earlier = run_main("rl_rpc", "--max_episodes", 20, "--eval_episodes", 1, "--checkpoint", path)
         assert earlier.returncode == 0 and path.exists()
-    # The first checkpoint is written after 400 episodes, so not before the rank is killed.
+    # The first checkpoint is written after 100 episodes, so not before the rank is killed.
     flags = [*flags, "--mode", "rollout", "--checkpoint", str(path), "--eval_episodes", "1"]
-    flags += ["--log_interval", "400", "--reward_threshold", "1e9", "--max_episodes", "400"]
+    flags += ["--log_interval", "100", "--reward_threshold", "1e9", "--max_episodes", "100"]
     with Job("rl_rpc", way, flags, runner_flags=["--max-restarts", "1"] if way == "torchrun" else []) as job:
         assert job.wait_for_text("This will run until", 60)
         os.kill(job.pid_of(1), signal.SIGKILL)

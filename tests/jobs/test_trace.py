@@ -172,6 +172,7 @@ def test_a_job_that_lost_a_rank_leaves_the_trace_of_the_others(tmp_path):
     assert os.listdir(tmp_path) == ["trace.json"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_job_leaves_its_picture(tmp_path):
     with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--trace", str(tmp_path / "trace.png")]) as job:
         assert job.wait_for_text("Episode 10", 60)

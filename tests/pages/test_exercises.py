@@ -1,6 +1,5 @@
 """Exercises: the check of each fails on the code from which it starts, and passes with its solution."""
 
-import concurrent.futures
 import re
 import shutil
 import subprocess
@@ -53,11 +52,13 @@ def run_check(each, root):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXERCISES)
 def test_a_check_fails_at_the_start_and_passes_with_the_solution(name, tmp_path):
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        (status, failed), (good, passed) = pool.map(
-            lambda root: run_check(EXERCISES[name], root), start_and_solved(EXERCISES[name], tmp_path)
-        )
+    each = EXERCISES[name]
+    start, solved = start_and_solved(each, tmp_path)
+    status, failed = run_check(each, start)
     assert status == 1, failed  # pytest: tests were run, and one failed
+    if each.is_as_published() and "exercises.py" not in each.check:
+        return  # the solved code is this repository's, whose tests contain the check
+    good, passed = run_check(each, solved)
     assert good == 0, passed
 
 

@@ -109,10 +109,20 @@ def one_command_per_rank(path, *flags):
     return [[sys.executable, str(ROOT / path), *own, *flags, "--rank", str(rank)] for rank in range(size)]
 
 
+@pytest.mark.parametrize("path", STARTS)
+def test_both_names_of_loopback_are_treated_alike(path):
+    assert (ROOT / path).read_text().count('    if args.master_addr in ("localhost", "127.0.0.1"):\n') == 1
+
+
 @on_a_host
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("path", "master"), [("rl_rpc/elastic.py", "localhost"), *((path, "127.0.0.1") for path in STARTS)]
+    ("path", "master"),
+    [
+        ("rl_rpc/elastic.py", "localhost"),  # which the test above does not start
+        ("rl_rpc/tutorial.py", "127.0.0.1"),
+        ("ddp_rpc/tutorial.py", "127.0.0.1"),  # with a process group
+    ],
 )
 def test_ranks_in_terminals_listen_on_loopback_and_do_not_poll(path, master, tmp_path):
     with TwoHosts() as hosts:

@@ -135,8 +135,8 @@ class Terminals:
 
 @pytest.fixture
 def terminals(tmp_path, request):
-    """The slow tests start each rank as a user does."""
-    with Terminals(tmp_path, warm=not request.node.get_closest_marker("slow")) as group:
+    """One test starts each rank as a user does."""
+    with Terminals(tmp_path, warm=request.node.name != "test_elastic_learns_and_takes_no_rank_twice") as group:
         yield group
 
 
@@ -225,7 +225,6 @@ def test_elastic_killed_observer_is_replaced(terminals):
 
 @pytest.mark.slow
 def test_elastic_eight_kills_and_eight_new_observers(terminals):
-    terminals.warm = True
     start_with(terminals, 2)
     for killed in range(1, 9):
         terminals.kill(killed)
@@ -240,7 +239,6 @@ def test_elastic_eight_kills_and_eight_new_observers(terminals):
 
 @pytest.mark.slow
 def test_elastic_two_killed_at_once(terminals):
-    terminals.warm = True
     start_with(terminals, 3)
     for rank in (1, 2):
         terminals.send(rank, signal.SIGKILL)
@@ -260,12 +258,11 @@ def test_elastic_two_killed_at_once(terminals):
 def test_elastic_kill_while_another_joins(terminals, moment):
     """The agent goes on with the survivors. The one that joins is a member, or ends with status 1 and says what to do.
 
-    In both cases another observer can join afterwards. Three kills, because the order of events differs.
+    In both cases another observer can join afterwards. Two kills, because the order of events differs.
     """
-    terminals.warm = True
     start_with(terminals, 2)
     alive = [1, 2]
-    for joins in (3, 5, 7):
+    for joins in (3, 5):
         killed = alive.pop(0)
         terminals.start(joins)
         if moment.startswith("while"):
@@ -285,7 +282,6 @@ def test_elastic_kill_while_another_joins(terminals, moment):
 @pytest.mark.slow
 def test_elastic_failed_join_is_repaired(terminals):
     """A member that is stopped does not answer a process that joins, so the join fails, and keeps torch's lock."""
-    terminals.warm = True
     start_with(terminals, 2)
     terminals.send(1, signal.SIGSTOP)
     terminals.start(3)
@@ -312,7 +308,6 @@ def test_elastic_shows_an_error_of_run_episodes(terminals, tmp_path):
 @pytest.mark.slow
 def test_elastic_killed_while_it_has_the_lock(terminals):
     """A member that is stopped keeps the one that joins waiting, so the kill hits it while it has the lock."""
-    terminals.warm = True
     start_with(terminals, 2)
     terminals.send(1, signal.SIGSTOP)
     terminals.start(3)
@@ -329,7 +324,6 @@ def test_elastic_killed_while_it_has_the_lock(terminals):
 @pytest.mark.slow
 def test_elastic_killed_when_it_is_in_the_group_but_not_yet_a_member(terminals, tmp_path):
     """It is on torch's list, and the agent has never heard of it. So nobody could join if it stayed there."""
-    terminals.warm = True
     start_with(terminals, 1)
     line = "        store = TCPStore(*address)  # a second"
     terminals.copy_with(line, "        os.kill(os.getpid(), signal.SIGKILL)\n" + line, tmp_path)
@@ -363,7 +357,7 @@ def test_elastic_observers_end_when_the_agent_is_killed(terminals):
 
 @pytest.mark.slow
 def test_elastic_a_second_process_of_a_living_rank_changes_nothing(terminals):
-    terminals.start(0, "--seconds", 20)
+    terminals.start(0)
     terminals.start(1)
     terminals.wait_for(0, "observers: 1")
     command = [sys.executable, str(ROOT / PATH), "--rank", "1", "--master_port", terminals.port]
@@ -373,13 +367,13 @@ def test_elastic_a_second_process_of_a_living_rank_changes_nothing(terminals):
     terminals.wait_for(0, "observers: 2")
     listed = TCPStore("localhost", int(terminals.port)).get("rpc_prefix_0/names/_ALL_WORKER_INFOS").decode()
     assert "observer1-" in listed and "observer2-" in listed
-    assert [terminals.status(rank) for rank in (1, 2, 0)] == [0, 0, 0], terminals.everything()
+    terminals.end(1, 2)
 
 
 @pytest.mark.slow
 def test_elastic_learns_and_takes_no_rank_twice(terminals):
     """A policy that has not learned keeps the pole up for about 22 steps."""
-    terminals.start(0, "--seconds", 60)
+    terminals.start(0, "--seconds", 200)
     terminals.start(1)
     terminals.wait_for(0, "observers: 1")
     terminals.send(1, signal.SIGINT)
@@ -388,6 +382,8 @@ def test_elastic_learns_and_takes_no_rank_twice(terminals):
     assert terminals.status(1) == 1
     assert terminals.errors(1) == "observer1 ends: its --rank has been used before; take another\n"
     terminals.start(2)  # the agent waits for it
-    assert [terminals.status(rank) for rank in (0, 2)] == [0, 0], terminals.everything()
+    while max([0.0, *(float(average) for _, average, _, _ in LINE.findall(terminals.output(0)))]) < 100:
+        assert terminals.processes[0].poll() is None, terminals.everything()
+        time.sleep(0.05)
+    terminals.end(2)
     assert "lost" not in terminals.output(0)
-    assert max(float(average) for _, average, _, _ in LINE.findall(terminals.output(0))) > 100

@@ -82,6 +82,7 @@ def test_gradients_are_averaged_on_the_device():
     assert torch.equal(gradient_of_fc(pretend_device.DEVICE), gradient_of_fc("cpu"))
 
 
+@pytest.mark.slow
 def test_the_programs_in_one_file_compute_the_same_on_the_device():
     """With one trainer, tutorial.py prints the lines of single.py, and both have `fc` on the device."""
     job = "tests/learning/ddp_rpc/pretend_tutorial_job.py"

@@ -98,7 +98,7 @@ def largest_difference(one, other):
 
 @pytest.mark.parametrize(
     ("trainers", "epochs", "batches"),
-    [(2, 2, 4), pytest.param(1, 1, 10, marks=pytest.mark.slow)],
+    [(2, 2, 3), pytest.param(1, 1, 10, marks=pytest.mark.slow)],
 )
 def test_the_tutorial_equals_a_plain_loop(tmp_path, trainers, epochs, batches):
     """The result repeats only if no trainer looks up rows before all have made their updates: hence the barrier."""
@@ -152,9 +152,9 @@ def test_the_tutorial_learns_also_from_a_folder_with_a_space_in_its_name(tmp_pat
 @pytest.mark.slow
 def test_one_trainer_in_terminals_prints_what_one_process_prints(tmp_path):
     """Rank 0, which has the stores through which the ranks meet, is started last."""
-    alone = changed(copied_alone("ddp_rpc/single.py", tmp_path), *sizes(3, 10))
+    alone = changed(copied_alone("ddp_rpc/single.py", tmp_path), *sizes(2, 5))
     single = subprocess.run([sys.executable, alone], capture_output=True, text=True, timeout=60, check=True)
-    program = changed(copied_alone("ddp_rpc/tutorial.py", tmp_path), *sizes(3, 10))
+    program = changed(copied_alone("ddp_rpc/tutorial.py", tmp_path), *sizes(2, 5))
     ranks = run_in_terminals(program, 3, order=[2, 1, 0], timeout=240)
     assert [(done.returncode, done.stderr) for done in ranks] == [(0, "")] * 3
     assert single.stdout.startswith("Training done for epoch 0: loss ")
@@ -163,10 +163,10 @@ def test_one_trainer_in_terminals_prints_what_one_process_prints(tmp_path):
 
 @pytest.mark.slow
 def test_the_tutorial_with_four_trainers(tmp_path):
-    program = changed(copied_alone("ddp_rpc/tutorial.py", tmp_path), *sizes(2, 10))
+    program = changed(copied_alone("ddp_rpc/tutorial.py", tmp_path), *sizes(1, 3))
     done = run_spawned(program, "--world_size", 6, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("Training done for epoch 1: ") == 4
+    assert done.stdout.count("Training done for epoch 0: ") == 4
 
 
 @pytest.mark.slow

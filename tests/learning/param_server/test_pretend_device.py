@@ -27,7 +27,7 @@ DONE, STEPS = 5, 10
 SYNTHETIC = argparse.Namespace(dataset="synthetic", seed=1)
 
 
-@pytest.mark.parametrize("mode", ["remote", "replica"])
+@pytest.mark.parametrize("mode", [pytest.param("remote", marks=pytest.mark.slow), "replica"])
 def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_path, mode):
     """Losses and weights equal those of the CPU to 1e-6. The checkpoint is from the plain loop."""
     settings = {"mode": mode, "dataset": "synthetic", "seed": 1, "batch_size": 8, "max_batches": STEPS, "sync_every": 1}
@@ -128,6 +128,7 @@ def losses_of(program, *flags):
     ], done.stdout
 
 
+@pytest.mark.slow
 def test_the_tutorial_and_the_same_without_rpc_train_on_a_device_as_on_the_cpu():
     distributed, output = losses_of("tutorial", "--world_size", 2, "--master_port", free_port())
     assert "weights on pretend:0" in output

@@ -22,7 +22,12 @@ train = functools.partial(equivalence.train, device=pretend_device.DEVICE)
 
 
 @pytest.mark.parametrize(
-    ("mode", "world_size"), [pytest.param("logits", 2, marks=pytest.mark.slow), ("loss", 2), ("overlap", 3)]
+    ("mode", "world_size"),
+    [
+        pytest.param("logits", 2, marks=pytest.mark.slow),
+        ("loss", 2),
+        pytest.param("overlap", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_goes_on_from_a_checkpoint_equals_one_on_the_cpu(tmp_path, mode, world_size, capsys):
     """After 20 training steps, a resume, and 20 more, the checkpoints and the generated texts are equal.
