@@ -2,8 +2,8 @@
 
 The model has two parts: a large, sparse table of embeddings, on the servers, and a small, dense layer, `fc`, of which
 each trainer has a replica. A training step begins with Trainer.step. Its forward pass calls EmbeddingShard.look_up on
-the servers. The backward pass and the optimizer make calls of their own, from inside torch. Every other mode is this
-one with one idea more.
+the servers. The backward pass and the optimizer make calls of their own, from inside torch. `sync` is this mode with
+one idea more; `pipelined` goes further: it takes its trainer from here and its shard from `sync`.
 
 Shapes: B bags in a batch, I ids in a batch, D embedding dimensions, C classes.
 """
@@ -20,9 +20,9 @@ from shards import Shard, split_by_shard
 
 
 class Trainer:  # in a trainer
-    """When each of T trainers makes a step, a row gets up to T updates, each with the full learning rate.
+    """Trains on batches. The table gets an update from each of T trainers at the full rate, `fc` one with the mean.
 
-    `fc` gets one update, with the mean of T gradients. So the table learns with T times the learning rate of `fc`.
+    So the table learns at T times the rate of `fc`.
     """
 
     def __init__(self, emb_rrefs, embedding_dim, device):
@@ -31,9 +31,9 @@ class Trainer:  # in a trainer
         # DistributedOptimizer needs an RRef to each parameter: of the table, and also of fc, which is in this process.
         self.parameter_rrefs = [rpc.RRef(parameter) for parameter in self.model.parameters()]
         for emb_rref in emb_rrefs:
-            # This also waits until the server has made its shard. A trap: the first call through an RRef must be
-            # synchronous, because it asks the owner for the object's type. If it were asynchronous, another thread
-            # would then make the call, outside of this thread's autograd context, and no gradient would arrive.
+            # This waits until the server has made its shard. It also makes the calls of look_up safe: a *first* call
+            # through an RRef by rpc_async would be outside of the autograd context, without gradients or an error
+            # (docs/CONCEPTS.md, RRefs).
             self.parameter_rrefs += emb_rref.rpc_sync(timeout=0).parameter_rrefs()
 
     def set_learning_rate(self, lr):

@@ -4,13 +4,17 @@ Message k asks for the sums of batch k + 1 and brings the gradient of batch k - 
 on batch k.
 
 The price is staleness: by the time a gradient reaches the table, the rows that it was computed from have changed.
-Message k - 1 looks up the rows of batch k, and message k + 1 brings their gradient. In between come one update of the
-trainer's own (message k), and at most five of every other trainer (its messages k - 2 to k + 2), because in DDP's
-allreduce nobody ends a batch before all have begun it. With T trainers these are at most 1 + 5 (T - 1) updates.
+Message k - 1 looks up the rows of batch k, and message k + 1 brings their gradient. In between, the server serves one
+message of the same trainer (k), and at most five of each other trainer (k - 2 to k + 2): trainers are at most one batch
+apart, because in DDP's allreduce nobody ends a batch before all have begun it, and each may have one message that is
+still on its way. So with T trainers a gradient is at most 1 + 5 (T - 1) updates late.
 
 As in `sync` a server updates its rows itself, but with each trainer's gradient as soon as it arrives. A step's messages
 belong to different batches, so no autograd context can span them: in the trainer the sums are a leaf of the graph, and
-the server keeps its half of the graph until their gradient arrives. Read hogwild.py and sync.py first.
+the server keeps its half of the graph until their gradient arrives. Then it runs an ordinary backward pass.
+
+Read hogwild.py and sync.py first. Trainer derives from the one, EmbeddingShard from the other. Two things that they
+inherit are not used: parameter_rrefs, because there is no DistributedOptimizer, and average_and_step.
 
 Shapes: B bags in a batch, I ids in a batch, D embedding dimensions, C classes.
 """
@@ -38,7 +42,7 @@ class Trainer(hogwild.Trainer):  # in a trainer
     def step(self, batch, next_batch):
         """Train on one batch; return its loss. In the last step of an epoch next_batch is None.
 
-        Only an evaluation calls HybridModel.forward: here its lookup and its `fc` belong to two different steps.
+        Only an evaluation calls HybridModel.forward. Here its two halves, lookup and `fc`, are in different steps.
         """
         if self.next_sums is None:
             self.next_sums = self.exchange(None, batch)
@@ -95,6 +99,6 @@ class EmbeddingShard(sync.EmbeddingShard):  # on a server, on RPC threads
                 self.optimizer.zero_grad()
         if ids_I is None:
             return None
-        sums_BD = self(ids_I.to(device), offsets_B.to(device))
+        sums_BD = self(ids_I.to(device), offsets_B.to(device))  # no lock, as in hogwild
         waiting.append(sums_BD)
         return sums_BD.detach().cpu()

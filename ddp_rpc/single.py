@@ -111,7 +111,7 @@ def run_worker(args):
 
 def parse_args():
     parser = argparse.ArgumentParser(description="An embedding and a linear layer")
-    parser.add_argument("--num_gpus", type=int, default=0, help="at most (0)")
+    parser.add_argument("--num_gpus", type=int, default=0, help="GPUs, at most 1 (0)")
     parser.add_argument("--seed", type=int, default=1, help="of all random numbers (1)")
     return parser.parse_args()
 

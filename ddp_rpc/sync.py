@@ -1,7 +1,7 @@
 """Mode `sync`: `hogwild`, but each server makes one update for all trainers, with the mean of their gradients.
 
-So T trainers compute the same as one process with their T batches joined into one, and the table and `fc` have the same
-learning rate. Read hogwild.py first. Here is what differs, in the order of a step.
+So, up to rounding, T trainers compute the same as one process with their T batches joined into one, and the table and
+`fc` have the same learning rate. Read hogwild.py first. Here is what differs, in the order of a step.
 """
 
 import threading
@@ -28,6 +28,7 @@ class Trainer(hogwild.Trainer):  # in a trainer
             logits_BC = self.model(ids_I, offsets_B)
             loss = self.criterion(logits_BC, target_B.to(self.model.device))
             dist_autograd.backward(context_id, [loss])
+            # Sent before the step of fc, so that both steps run at the same time.
             table_steps = [
                 emb_rref.rpc_async().average_and_step(dist.get_rank(), dist.get_world_size(), context_id)
                 for emb_rref in self.model.emb_rrefs
@@ -40,7 +41,7 @@ class Trainer(hogwild.Trainer):  # in a trainer
 class EmbeddingShard(hogwild.EmbeddingShard):  # on a server, on RPC threads
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.lock = threading.Lock()  # protects the next two and the update
+        self.lock = threading.Lock()  # protects gradients, stepped and the update
         self.gradients = {}  # trainer -> gradient, for the trainers that have called since the last update
         self.stepped = torch.futures.Future()  # the answer to these trainers; the next update completes it
 
@@ -48,7 +49,8 @@ class EmbeddingShard(hogwild.EmbeddingShard):  # on a server, on RPC threads
         return []  # a trainer's DistributedOptimizer leaves the table alone, because average_and_step updates it
 
     def set_learning_rate(self, lr):
-        # Every trainer calls this before an epoch, with the same rate. No step begins before all have called.
+        # Every trainer calls this before an epoch, with the same rate, so it does not matter whose SGD remains. No step
+        # begins before all have called, because main.py has a barrier there.
         self.optimizer = optim.SGD(self.parameters(), lr=lr)
 
     # With async_execution the answer is sent when the returned Future is complete. No RPC thread waits for it.
@@ -56,7 +58,7 @@ class EmbeddingShard(hogwild.EmbeddingShard):  # on a server, on RPC threads
     def average_and_step(self, trainer, num_trainers, context_id):
         """Take one trainer's gradient, which its backward pass has left here, in its context.
 
-        The call of the last trainer makes the update. No trainer looks up rows meanwhile, since all wait for it.
+        The call of the last trainer makes the update. No lookup runs meanwhile, because all trainers wait.
         """
         gradient = dist_autograd.get_gradients(context_id)[self.weight]
         with self.lock:

@@ -33,7 +33,7 @@ NUM_EMBEDDINGS = 100
 EMBEDDING_DIM = 16
 
 warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of Gloo
-# DistributedOptimizer logs that Python's GIL may slow down a class such as SGD below.
+# This hides a remark of DistributedOptimizer, that the GIL may slow down the class SGD below.
 logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
 
 # Random targets, as in the text, cannot be learned. Here each index has a weight for each class,
@@ -67,9 +67,8 @@ class HybridModel(torch.nn.Module):
 
     def forward(self, indices, offsets):
         """Return the logits (B, 8) of B bags: all their indices, and the offset of each bag."""
-        # This call runs on one of the server's RPC threads (16 by default): several calls run at
-        # once, and a thread that waits serves nobody. Another trainer's step may change
-        # rows while we read them. The tutorial accepts that, and training works (difference 14).
+        # The lookup runs on one of the server's RPC threads (16 by default), beside those of other
+        # trainers, whose steps may change rows meanwhile. The tutorial accepts that, and it works.
         emb_lookup = self.emb_rref.rpc_sync().forward(indices, offsets)  # (B, 16), on the CPU
         return self.fc(emb_lookup.to(self.device))
 
@@ -163,7 +162,7 @@ def run_worker(rank, args):
 
     # init_rpc and init_process_group need different ports, because each group has its own store,
     # which rank 0 holds, and to which the members connect. MASTER_PORT is the process group's.
-    # "uv" is TCP. torch's default, shared memory, keeps a core busy in every rank, so all ranks are
+    # "uv" is TCP. torch's default, shared memory, keeps a core of each rank busy, so all ranks are
     # slow if cores are few. _transports is private to torch.
     rpc_backend_options = TensorPipeRpcBackendOptions(
         init_method=f"tcp://{args.master_addr}:{args.master_port + 1}", _transports=["uv"]
@@ -236,9 +235,9 @@ def parse_args():
     parser = argparse.ArgumentParser(description="DDP combined with RPC")
     parser.add_argument("--world_size", type=int, default=4, help="trainers, master and ps (4)")
     parser.add_argument("--rank", type=int, help="start only this rank")
-    parser.add_argument("--num_gpus", type=int, default=0, help="at most (0): one for each trainer")
+    parser.add_argument("--num_gpus", type=int, default=0, help="GPUs, at most one per trainer (0)")
     parser.add_argument("--master_addr", default="localhost", help="host of rank 0 (localhost)")
-    parser.add_argument("--master_port", type=int, default=29500, help="it and the next are free")
+    parser.add_argument("--master_port", type=int, default=29500, help="first of two free ports")
     parser.add_argument("--seed", type=int, default=1, help="of all random numbers (1)")
     args = parser.parse_args()
     if args.world_size < 3:
@@ -259,7 +258,7 @@ if __name__ == "__main__":
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     # RPC sends functions and classes by name: __main__.NAME, or __mp_main__.NAME between spawned
-    # ranks. All ranks find them, because this file is their main module.
+    # ranks, where multiprocessing calls it so. All find them: this file is their main module.
     if args.rank is None:
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
         print("Distributed RPC example completed successfully.")
@@ -267,5 +266,4 @@ if __name__ == "__main__":
         run_worker(args.rank, args)  # one rank in this terminal
 
 # If a rank dies, spawned ranks end, but ranks in terminals may wait forever. main.py names the lost
-# rank and ends the job. This program needs two free ports, and saves nothing. main.py finds a free
-# port for spawned ranks, and has --checkpoint and --resume.
+# rank, ends the job, and can resume it.

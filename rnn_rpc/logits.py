@@ -19,8 +19,8 @@ class RemoteLayer(nn.Module):  # on a server, on RPC threads
     """What a layer needs if its caller is another process.
 
     No method takes a lock. Two forward or backward passes may run at once (in mode `overlap`), but they only read the
-    parameters. Whatever changes the layer (the optimizer's step, set_training, load_state_dict) runs between two
-    passes, because the one trainer waits for each.
+    parameters, and torch adds up their gradients under a lock of the context. Whatever changes the layer (the
+    optimizer's step, set_training, load_state_dict) runs between passes, because the trainer waits for all answers.
     """
 
     def parameter_rrefs(self):
@@ -95,7 +95,7 @@ class RNNModel(nn.Module):  # in the trainer
         self.decoder_rref = rpc.remote(last, self.decoder_class, args=decoder_args)
 
     def loss(self, input_TB, target_TB, hidden):
-        """Return the cross entropy in nats, *summed* over T * B predictions, and the next hidden state."""
+        """Return the cross entropy in nats (natural logarithm), *summed* over T * B predictions; and the next state."""
         decoded_TBV, next_hidden = self(input_TB, hidden)
         return summed_cross_entropy(decoded_TBV, target_TB.to(self.device)), next_hidden
 

@@ -1,4 +1,4 @@
-"""Mode `loss`: `logits`, but the loss is computed where the logits are. The targets travel, and one number comes back.
+"""Mode `loss`: as `logits`, but the server computes the loss: the targets go there, and one number comes back.
 
 The backward pass needs no code of its own: the number is a tensor that needs a gradient, so distributed autograd goes
 back through the call as it did through the call that returned the logits. `forward` is inherited from `logits`, for
@@ -13,7 +13,7 @@ import logits
 class Decoder(logits.Decoder):  # on a server, on RPC threads
     def loss(self, output_TBH, target_TB):
         """Return the cross entropy, summed over T * B, from the LSTM's output and the ids of the next tokens."""
-        logits_TBV = self.decoder(self.drop(output_TBH.to(self.device)))
+        logits_TBV = self.decoder(self.drop(output_TBH.to(self.device)))  # forward() would copy them to the CPU
         return logits.summed_cross_entropy(logits_TBV, target_TB.to(self.device)).cpu()
 
 

@@ -63,7 +63,7 @@ class RNNModel(nn.Module):
 
 
 def run_trainer():
-    batch = 20  # time steps, not the size of a batch
+    batch = 20  # T, the time steps: the name is the tutorial's
     ntoken = 10
     ninp = 16
 

@@ -1,6 +1,6 @@
-"""A language model in two processes: rank 0, `ps`, has the embedding table and the decoder; rank 1,
-`trainer`, has the LSTM between them and the training loop. Autograd and the optimizer work across
-both processes.
+"""A language model in two processes: rank 0, `ps` (parameter server), has the embedding table and
+the decoder; rank 1, `trainer`, has the LSTM between them and the training loop. Autograd and the
+optimizer work across both processes.
 
     python tutorial.py              # starts both ranks on this machine
     python tutorial.py --rank 0     # starts only rank 0; --rank 1 in another terminal
@@ -29,7 +29,7 @@ from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import RRef
 
 warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of Gloo
-# DistributedOptimizer logs that Python's GIL may slow down a class such as SGD below.
+# This hides a remark of DistributedOptimizer, that the GIL may slow down the class SGD below.
 logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
 
 # Shapes: T time steps, B streams (parts of the text, read side by side), E and H vector sizes,
@@ -39,9 +39,9 @@ logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
 class EmbeddingTable(nn.Module):
     """Encoding layers of the RNNModel.
 
-    This object and the Decoder live on `ps`. When the trainer calls a method, it runs on one of
-    the RPC threads of `ps` (16 by default). Several calls can run at once, and a thread that waits
-    serves nobody meanwhile. No lock is needed: the one trainer waits for each answer.
+    This object and the Decoder live on `ps`, where the methods that the trainer calls run on RPC
+    threads (16 by default). Several could run at once, but no lock is needed here: the one trainer
+    waits for each method's answer before it calls the next.
     """
 
     def __init__(self, ntoken, ninp, dropout):
@@ -118,12 +118,12 @@ class RNNModel(nn.Module):
 
 class SGD(optim.SGD):
     """The same as optim.SGD. It has to be a subclass: in place of torch's own class,
-    DistributedOptimizer would use a functional version, which takes no lock, so that steps may
-    overlap, and prints a warning about TorchScript in every process that owns a parameter."""
+    DistributedOptimizer would use a functional version, which prints a warning about TorchScript in
+    every process that owns a parameter (difference 8)."""
 
 
 def run_trainer():
-    batch = 20  # time steps, not the size of a batch
+    batch = 20  # T, the time steps: the name is the tutorial's
     ntoken = 10
     ninp = 16
 
@@ -176,8 +176,9 @@ def run_trainer():
         print(f"Training epoch {epoch}: perplexity {perplexity:.3f} (lowest possible {lowest:.3f})")
 
 
-# TCP ("uv") instead of torch's default transport, shared memory: that one keeps a core busy in
-# every rank, so all ranks are slow if cores are few. _transports is private to torch.
+# "uv" is TCP. (Tensors may still go from memory to memory, between ranks on one machine.) torch's
+# default, shared memory, keeps a core of each rank busy, so all ranks are slow if cores are few.
+# _transports is private to torch.
 rpc_options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
 
 
@@ -217,12 +218,11 @@ if __name__ == "__main__":
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
     # RPC sends functions and classes by name: __main__.NAME, or __mp_main__.NAME between spawned
-    # ranks. Both ranks find them, because this file is their main module.
+    # ranks, where multiprocessing calls it so. Both find them: this file is their main module.
     if args.rank is None:
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:
         run_worker(args.rank, args)  # one rank in this terminal
 
 # If a rank dies, spawned ranks end, but a rank in a terminal may wait forever. main.py names the
-# lost rank, and ends the job. This program needs a free port, and saves nothing. main.py finds a
-# free port for spawned ranks, and has --checkpoint and --resume.
+# lost rank, ends the job, and can resume it.
