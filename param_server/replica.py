@@ -10,8 +10,8 @@ With --num_servers each server has a range of the weights, and applies its part 
 The network's eight parameters are joined into one tensor, because one of them has 98 % of the weights: whole
 parameters could not be shared out equally.
 
-trainer is a trainer's rank, an int. Shapes: P weights in the whole network (1,199,882), R of them in a server's range;
-B images in a batch.
+trainer is a trainer's rank, an int. Shapes, and suffixes of names (weights_P): P weights in the whole network
+(1,199,882), R of them in a server's range, B images in a batch.
 """
 
 import collections
