@@ -1,6 +1,6 @@
 """The Coordinator, in rank 0: hands out batches, and evaluates and saves when all trainers wait for the next ones.
 
-It is the same in both modes. Trainers call next_assignment and record_loss, and the server in rank 0 count_update.
+It is the same in both modes. Trainers call next_assignment and record_loss; the server in rank 0 calls count_update.
 """
 
 import math
@@ -96,7 +96,7 @@ class Coordinator:
             self.progress.loss(trainer, batch, loss, self.updates)
 
     def count_update(self, gradients):
-        """Count one update of the weights. `gradients`: (trainer, batches, updates since it read the weights) of each.
+        """Count one update of the weights. `gradients`: (trainer, batches, staleness) of each.
 
         Called under the server's lock, so that no trainer can read the new weights before.
         """
@@ -165,6 +165,7 @@ class Coordinator:
             self.evaluate_at = (self.assignments.left()[0] // part + 1) * part
             self.assignments.deal(self.evaluate_at, self.batches_until_checkpoint())
             dealt = {trainer: batches.copy() for trainer, batches in self.assignments.dealt.items()}
+        # How many steps (remote) or pushes (replica) each trainer makes:
         self.servers.start(lr, {trainer: math.ceil(len(dealt[trainer]) / self.args.sync_every) for trainer in dealt})
         return {trainer: Assignment(self.epoch, lr, batches) for trainer, batches in dealt.items()}
 

@@ -1,4 +1,4 @@
-"""Mode `remote`, the tutorial's: the network and its optimizer are on the server, which the trainers send images.
+"""Mode `remote`, the tutorial's: the network and its optimizer are on the server, to which the trainers send images.
 
 Read it in the order of a step: train and TrainerNet.forward (in a trainer), ParameterServer.forward (in server1), and,
 after the backward pass, which begins in the trainer and continues in the server, ServerSGD.step and
@@ -51,7 +51,7 @@ def train(rank, args, batches, device):
     while assignment := coordinator.rpc_sync(timeout=0).next_assignment(rank, batches.size):
         for batch, data, target in batches.of(assignment.epoch, assignment.batches):
             # In each process that takes part, the context keeps this batch's gradients apart from those of all other
-            # batches. So no zero_grad is needed, and the gradients of different trainers are not added up.
+            # batches. So this loop needs no zero_grad, and the gradients of different trainers are not added up.
             with meter.step(), dist_autograd.context() as context_id:
                 model_output = net(data)
                 loss = F.nll_loss(model_output, target)
@@ -143,11 +143,11 @@ class ParameterServer(nn.Module):
             self.coordinator.count_update([(trainer, 1, staleness)])
 
     def refuse_if_not_at_work(self, trainer):
-        """Raise an error if a trainer was lost (it may only have been stopped for a while), or has nothing to do."""
+        """Raise an error if a trainer was lost (it may only have been stopped for a while), or has no batches left."""
         if trainer in self.lost:
             raise UserError(f"rank {trainer} was lost; its batches go to other trainers")
         if not self.steps_left[trainer]:
-            raise RuntimeError(f"rank {trainer} sent a gradient after the last batch of its assignment")
+            raise RuntimeError(f"rank {trainer} called after the last batch of its assignment")
 
     def verify_gradients(self, trainer):
         """Raise an error if a gradient is missing, infinite or NaN.
@@ -193,5 +193,5 @@ class ServerSGD:
         self.trainer = trainer
 
     def step(self):
-        # torch holds a lock of its own from here back to where it has put this trainer's gradients into `param.grad`.
+        # Before it put this trainer's gradients into `param.grad`, torch took a lock of its own. It holds it meanwhile.
         get_parameter_server().apply_gradients(self.trainer)

@@ -1,16 +1,17 @@
 """Mode `replica`: a trainer computes with a copy of the network, pushes gradients to the server, and gets new weights.
 
-This is another pattern than that of remote.py, not the same with one idea more, so read it by itself, in the order of a
-step: train and Replica.send (in a trainer), ReplicaServer.push (in a server), Replica.load.
+This does not extend remote.py but is another pattern, so read it by itself, in the order of a step: train and
+Replica.send (in a trainer), ReplicaServer.push (in a server), Replica.load.
 The forward and the backward pass are local, so there is no distributed autograd and no DistributedOptimizer: a gradient
 is an argument of a call. A message is as large as the weights. (In mode `remote` it is as large as a batch.)
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
 
 With --num_servers each server has a range of the weights, and applies its part of a push without knowing of the others.
-The network's eight parameters are joined into one tensor: in eight, one of them would have 98 % of all weights.
+The network's eight parameters are joined into one tensor, because one of them has 98 % of the weights: whole
+parameters could not be shared out equally.
 
-trainer is a trainer's rank, an int. Shapes: P weights in the whole network (1,199,882), R of them in a server's range;
-B images in a batch.
+trainer is a trainer's rank, an int. Shapes, and suffixes of names (weights_P): P weights in the whole network
+(1,199,882), R of them in a server's range, B images in a batch.
 """
 
 import collections
@@ -35,7 +36,7 @@ replica_server = None  # the one ReplicaServer of this process
 
 
 def make_server(rank, args, device, coordinator):
-    """Make this process's server from its own command line, before init_rpc. `coordinator`: None but in rank 0."""
+    """Make this process's server from its own command line, before init_rpc. `coordinator`: None except in rank 0."""
     global replica_server
     torch.manual_seed(args.seed)
     model = Net()
@@ -67,7 +68,7 @@ class Push:
     """What a trainer sends to a server: its range of a gradient, summed over `batches` batches of `images` images."""
 
     trainer: int
-    version: int  # of the weights from which it was computed: the server's number of updates before they were read
+    version: int  # of the weights from which it was computed: the server's number of updates when they were read
     images: int
     batches: int
     gradient: torch.Tensor  # (R,)

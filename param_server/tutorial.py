@@ -147,14 +147,14 @@ def get_parameter_server(num_gpus=0):
 
 class SGD(optim.SGD):
     """The optimizer, which lives on the server, one for each trainer. It has to be a subclass: for
-    optim.SGD, DistributedOptimizer would use a version without torch's lock (difference 9)."""
+    optim.SGD, DistributedOptimizer would use a version whose step takes no lock (difference 9)."""
 
     def step(self):
-        # Torch's lock lets one step at a time run. Ours keeps steps and cloning apart.
+        # DistributedOptimizer's own lock admits one step at a time. Ours keeps cloning out too.
         with global_lock:
             super().step()
-        # DistributedOptimizer has put the context's gradients into .grad. They must not stay: the
-        # next trainer's step would apply them again where its own context has no gradient.
+        # DistributedOptimizer has put the context's gradients into .grad. They must not stay: a
+        # parameter without a gradient in the next step would be changed by this one again.
         self.zero_grad()
 
 
@@ -219,6 +219,8 @@ def run_training_loop(rank, num_gpus, train_loader, test_loader):
             if i == 0:
                 gradients = net.param_server_rref.rpc_sync().get_dist_gradients(cid)
                 assert len(gradients) == len(param_rrefs)
+            # Other trainers may have made steps since our forward pass. If so, our gradient is
+            # stale: it belongs to older weights, and is applied to the new ones.
             opt.step(cid)
 
     print("Training complete!")
@@ -231,7 +233,7 @@ def get_accuracy(test_loader, model):
     correct_sum = 0
     # Use a GPU to evaluate, if possible.
     device = get_device(0, model.num_gpus)
-    with torch.no_grad():
+    with torch.no_grad():  # in this process only: the server still records a graph, in vain
         for data, target in test_loader:
             out = model(data)
             pred = out.argmax(dim=1, keepdim=True)
@@ -264,7 +266,8 @@ def run_worker(rank, args):
         rpc_backend_options=rpc_options,
     )
     print(f"Worker {rank} done initializing RPC")
-    # init_rpc has waited for all ranks, also for the server, which has downloaded MNIST by now.
+    # init_rpc has waited for all ranks, also for the server, which has downloaded MNIST by now. On
+    # another host each trainer downloads it: if there are several, put it there before.
     train_set = load_digits(args, train=True)
     # This trainer's part of the images, so that the trainers make one epoch together.
     train_set = Subset(train_set, range(rank - 1, len(train_set), args.world_size - 1))

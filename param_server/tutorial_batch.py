@@ -6,8 +6,8 @@ makes an update of each gradient by itself.
     python tutorial_batch.py --no_batch                 # the same without batching
     python tutorial_batch.py --world_size 3 --rank 0    # only one rank: the server
 
-Why RPC? The trainers' calls wait for each other on the server without a thread for each of them:
-that is what `async_execution` is for.
+Why RPC? DDP could make this update too. The program is here for `async_execution`: with it, calls
+wait for each other on the server without a thread for each of them.
 
 PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions", first part
 (page of 2025-06-23, code of 2025-08). "Difference B7" is number 7 of "The batch page" in
