@@ -108,10 +108,13 @@ def test_both_stages_of_the_pipeline_work_at_the_same_time(printed, monkeypatch)
 
 @pytest.mark.slow
 def test_workers_that_are_killed_from_outside_are_replaced(tmp_path):
-    """The tasks are short and many. Three workers are killed, the last two at once, while all of them have a task."""
+    """The tasks are short and many. Three workers are killed, the last two at once, while all of them have a task.
+
+    The last task cannot be pickled, so that it cannot even be sent.
+    """
     program = RECIPES[FARM][2]
     program = program.replace("    return task.upper()", "    time.sleep(0.4)\n    return task.upper()")
-    program = program.replace('"takes too long", "b"]', '*(f"task {i}" for i in range(60))]')
+    program = program.replace('"takes too long", "b"]', '*(f"task {i}" for i in range(60)), lambda: None]')
     program = program.replace("    coordinator = Coordinator(size=2)", "    coordinator = Coordinator(size=3)")
     program = program.replace("timeout=3)", "timeout=20)")
     assert program.count("time.sleep(0.4)") == program.count("range(60)") == program.count("timeout=20") == 1
@@ -149,6 +152,7 @@ def test_workers_that_are_killed_from_outside_are_replaced(tmp_path):
     assert lines[-1] == "all workers ended with status 0: True"
     results = dict(line.split(": ") for line in lines if "joined" not in line)
     assert results["kills its worker"] == "KILLS ITS WORKER (attempt 2)" and results["raises"] == "failed"
+    assert [results[task] for task in results if "lambda" in task] == ["failed"]
     done = [re.fullmatch(r"TASK \d+ \(attempt (\d)\)", results[f"task {i}"]) for i in range(60)]
     assert sum(int(found[1]) for found in done) == 60 + 3  # each killed worker had a task, which was handed out again
 
