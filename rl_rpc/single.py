@@ -102,7 +102,8 @@ class Agent:
             probs.extend(self.saved_log_probs[ob_id])
             returns.extend(ob_returns)
 
-        # use the minimum observer reward to calculate the running reward
+        # use the minimum observer reward to calculate the running reward; they are printed as "Last
+        # reward" and "Average reward"
         min_reward = min([sum(self.rewards[ob_id]) for ob_id in self.rewards])
         self.running_reward = 0.05 * min_reward + (1 - 0.05) * self.running_reward
 
