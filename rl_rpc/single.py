@@ -1,5 +1,6 @@
 """The same training as in tutorial.py, in one process: `diff single.py tutorial.py` shows what RPC
-adds. The observers play one after the other. With one observer, the default, both print the same.
+adds. The observers play one after the other. With one observer, the default, both print the same
+for some dozens of episodes; then rounding tells them apart, since RPC threads build the graph.
 
     python single.py
     python single.py --world_size 3             # an agent and two observers
