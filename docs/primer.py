@@ -5,7 +5,7 @@
     run_ring                   step an optimizer whose parameters are in another process
 
 Every worker runs all three with its neighbour, which is the next worker (after the last comes the
-first), and prints what it got.
+first), and prints what it got. rnn_rpc/README.md shows these lines.
 
     python docs/primer.py                            # starts two workers on this machine
     python docs/primer.py --world_size 3 --rank 0    # only rank 0; ranks 1 and 2 in other terminals
@@ -28,9 +28,9 @@ import torch.multiprocessing as mp
 from torch import optim
 from torch.distributed.optim import DistributedOptimizer
 
-# RPC sends the name of a function and not its code. The callee finds the functions below because
-# every worker runs this file. It runs them on its RPC threads (16 by default), several at once, and
-# a thread that waits for something serves nobody meanwhile.
+# RPC sends the name of a function and not its code. The callee, the worker that is called, finds
+# the functions below because every worker runs this file. It runs them on its RPC threads (16 by
+# default), several at once, and a thread that waits for something serves nobody meanwhile.
 
 
 def random_tensor(seed):
@@ -68,16 +68,16 @@ def backward_through_a_call(neighbour, say):
     # worker, and the backward pass crosses back at the same places.
     with dist_autograd.context() as context_id:
         loss = rpc.rpc_sync(neighbour, torch.add, args=(t1, t2)).sum()
-        dist_autograd.backward(context_id, [loss])  # a list of scalars of this worker
+        dist_autograd.backward(context_id, [loss])  # a list of losses, scalars in this process
         gradients = dist_autograd.get_gradients(context_id)
     # d loss / d t1 is 1 everywhere. backward() has put it into the context, not into t1.grad.
     say(f"backward  -> gradient of t1, its first row: {_row(gradients[t1])}; t1.grad is {t1.grad}")
 
 
 class SGD(optim.SGD):
-    """The same as optim.SGD. It has to be a subclass: in place of torch's own class,
-    DistributedOptimizer would use a functional version, which takes no lock, so that steps may
-    overlap, and prints a warning about TorchScript in every process that owns a parameter."""
+    """An empty subclass. For torch's own class, DistributedOptimizer would take another version of
+    it: steps of several workers could overlap there, because it takes no lock, and every process
+    that owns a parameter would print a warning about TorchScript."""
 
 
 def run_ring(neighbour, seeds, lr, say):
@@ -89,12 +89,12 @@ def run_ring(neighbour, seeds, lr, say):
         rref1 = rpc.remote(neighbour, random_tensor, args=(seeds[0],))
         rref2 = rpc.remote(neighbour, random_tensor, args=(seeds[1],))
         before = [rpc.rpc_sync(neighbour, value_of, args=(rref,)) for rref in (rref1, rref2)]
-        # to_here() returns a copy, and the context remembers from where: backward() sends the
-        # copy's gradient to the owner. It is 1 everywhere for rref1's tensor, and 2 for rref2's.
+        # to_here() returns a copy, and the context remembers where it came from, so backward()
+        # sends its gradient to the owner: 1 everywhere for rref1's tensor, and 2 for rref2's.
         total = rref1.to_here() + 2 * rref2.to_here()
         dist_autograd.backward(context_id, [total.sum()])
         # This makes an SGD in each process that owns one of these tensors. step() lets all of them
-        # step, each with the gradients that this context has in its process.
+        # step, after setting .grad to the gradients that this context has in their process.
         dist_optim = DistributedOptimizer(SGD, [rref1, rref2], lr=lr)
         dist_optim.step(context_id)
         after = [rpc.rpc_sync(neighbour, value_of, args=(rref,)) for rref in (rref1, rref2)]
@@ -113,12 +113,12 @@ def _row(tensor):
 def run_worker(rank, args):
     """Run one worker. All of them do the same, and serve each other's calls meanwhile."""
     warnings.filterwarnings("ignore", "You are using a Backend")  # torch's own use of Gloo
-    # DistributedOptimizer logs that Python's GIL may slow down a class such as SGD above.
+    # Hides a remark of DistributedOptimizer: Python's GIL may slow down a class such as SGD above.
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
     name = f"worker{rank}"
     neighbour = f"worker{(rank + 1) % args.world_size}"
-    # TCP ("uv") instead of torch's default transport, shared memory: that one keeps a core busy in
-    # every rank, so all ranks are slow if cores are few. _transports is private to torch.
+    # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
+    # all ranks are slow if cores are few. _transports is private to torch.
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
     rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
     torch.manual_seed(args.seed * args.world_size + rank)

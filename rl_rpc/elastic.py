@@ -5,6 +5,9 @@ rank in a terminal of its own. Ctrl-C makes an observer leave.
     python elastic.py --rank 1   # an observer; --rank 2, 3, ... start others, at any time
 
 An observer may also be killed: `let_others_join` repairs torch's group, and another can join.
+
+Read run_observer and join, run_agent and collect_episodes, and then what repairs the group:
+dismiss, let_others_join and remove_unnoticed.
 """
 
 import argparse
@@ -216,6 +219,7 @@ def run_observer(name, store):
             answer = rpc.rpc_async("agent", join, (name,), timeout=0)  # no time limit
             break
         time.sleep(0.1)
+    # It is in torch's group, and has called the agent, whose answer will mean that it has to leave.
     print(f"{name} joined")
     answer.add_done_callback(lambda _: dismissed.set())
     dismissed.wait()  # in answer.wait(), Python would not handle Ctrl-C

@@ -34,5 +34,5 @@ class Agent(step.Agent):
         return super().select_action(ob_id, state)
 
     def end_episode_of(self, ob_id, last_reward):
-        """Store an observer's last reward."""
+        """Store an observer's last reward. (In `batched` more happens here.)"""
         self.trajectories[ob_id].rewards.append(last_reward)

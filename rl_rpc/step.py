@@ -2,7 +2,7 @@
 
 Two RPCs for each environment step. Read it in the order of an episode: Agent.run_episode and call_observers (rank 0),
 Observer.run_episode (every other rank), Agent.select_action and report_reward (rank 0), Agent.finish_episode. Every
-other mode is this one with one idea more.
+other mode starts from this one.
 
 ob_id is an observer's rank, an int. Shapes: D = observation features, A = actions.
 """
@@ -23,7 +23,8 @@ from reinforce import Trajectory, reinforce_loss
 class Observer:
     """An environment, in which an episode is played when the agent calls run_episode."""
 
-    # In an observer, on an RPC thread. Only the agent calls it, one call at a time, so it needs no lock.
+    # Its methods run in an observer, on an RPC thread. Only the agent calls run_episode, one call at a time, so there
+    # is no lock.
 
     def __init__(self, env_id, seed):
         self.id = rpc.get_worker_info().id  # the rank of this process, by which the agent tells the observers apart
@@ -76,7 +77,7 @@ class Agent:
     def run_episode(self):
         """Let all observers play one episode; return when all have finished. On the main thread."""
         self.call_observers(self.agent_rref)
-        self.calls.wait_for_all()
+        self.calls.wait_for_all()  # as torch.futures.wait_all, but without waiting for an observer that is lost
 
     def call_observers(self, *arguments):
         """Call run_episode(*arguments, episode) of every observer that plays no episode; return without waiting."""
@@ -96,7 +97,7 @@ class Agent:
 
     # Observers call the next two methods, which run on RPC threads, several at once. They need no lock: each writes
     # only to the trajectory of its caller, which sends one call at a time. All read the policy, but it does not change
-    # before finish_episode, when all observers have finished.
+    # before finish_episode, when all observers have finished or are lost.
 
     def select_action(self, ob_id, state):
         """Store the state (D,) and return an action for it, an int."""
@@ -128,5 +129,5 @@ class Agent:
         return self.learner.learn(trajectories, loss)
 
     def on_lost(self, ob_id):
-        """Go on without an observer (--on_lost continue); return a few words about its episode. On a job's thread."""
+        """Go on without an observer (--on_lost continue); return words about its episode. On a thread of the job."""
         return self.calls.on_lost(ob_id)

@@ -9,8 +9,8 @@ Why RPC? DDP is the tool for copies of a model, each with a part of the data. He
 from environments, which are expensive in real problems, and the model is small. So there is one
 model, and many observers share it by calls. (CartPole itself is cheap: it is here to show the API.)
 
-PyTorch's tutorial "Getting started with Distributed RPC Framework", part 1 (newer text, code of
-2025-08). "Difference 7" is number 7 in docs/differences/rl_rpc.md.
+PyTorch's tutorial "Getting started with Distributed RPC Framework", part 1 (the newer of its two
+texts, the code of 2025-08). "Difference 7" is number 7 in docs/differences/rl_rpc.md.
 """
 
 import argparse
@@ -103,9 +103,9 @@ class Agent:
 
     def select_action(self, ob_id, state):
         # Observers call this and report_reward, several at once. No lock: each observer has lists
-        # of its own, and nothing changes the policy while episodes run (difference 10). The
-        # log-probability stays here with its graph, and only a number travels: so an ordinary
-        # backward() is enough, without distributed autograd.
+        # of its own, and nothing changes the policy while episodes run (difference 10).
+        # The log-probability stays here with its graph, since the observer needs only a number. So
+        # an ordinary backward() is enough, without distributed autograd.
         state = torch.from_numpy(state).float().unsqueeze(0)
         probs = self.policy(state)
         m = Categorical(probs)
@@ -138,7 +138,8 @@ class Agent:
             probs.extend(self.saved_log_probs[ob_id])
             returns.extend(ob_returns)
 
-        # use the minimum observer reward to calculate the running reward
+        # use the minimum observer reward to calculate the running reward; they are printed as "Last
+        # reward" and "Average reward"
         min_reward = min([sum(self.rewards[ob_id]) for ob_id in self.rewards])
         self.running_reward = 0.05 * min_reward + (1 - 0.05) * self.running_reward
 
@@ -161,8 +162,8 @@ class Agent:
 
 
 def run_worker(rank, args):
-    # TCP ("uv") instead of torch's default transport, shared memory: that one keeps a core busy in
-    # every rank, so all ranks are slow if cores are few. _transports is private to torch.
+    # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
+    # all ranks are slow if cores are few. _transports is private to torch.
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
     name = AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
     rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
@@ -228,6 +229,5 @@ if __name__ == "__main__":
     else:
         run_worker(args.rank, args)  # one rank in this terminal
 
-# If a rank dies, spawned ranks end, but ranks in terminals may wait forever. main.py names the lost
-# rank, and ends the job or continues without it (--on_lost). Each environment step takes two calls;
-# main.py has modes with fewer. It also finds a free port, and has --checkpoint and --resume.
+# If a rank dies, spawned ranks end, but ranks in terminals may wait for ever. main.py names the
+# lost rank; it can go on without it, resume, and send far fewer messages (README.md).

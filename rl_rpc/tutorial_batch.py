@@ -6,8 +6,9 @@ without batching, and prints how many seconds both took.
     python tutorial_batch.py --world_size 3 --rank 0              # only the agent of one job
     python tutorial_batch.py --world_size 3 --rank 0 --no_batch   # the same without batching
 
-Why RPC? Many observers, whose environments are expensive, share one small model. Their calls wait
-for each other in the agent without a thread for each of them: `async_execution` is for that.
+Why RPC, and not DDP? There are no copies of a model whose gradients could be averaged: many
+observers, whose environments are expensive, ask one model, the agent's. Their calls wait there for
+each other, and `async_execution` lets them do so without occupying a thread each.
 
 PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions", CartPole (code
 of 2025-08). "Difference 22" is number 22 in docs/differences/rl_rpc.md.
@@ -176,7 +177,8 @@ class Agent:
         mean length of the observers' first episodes, and its running average."""
         futs = []
         for ob_rref in self.ob_rrefs:
-            # make async RPC to kick off an episode on all observers; timeout=0 means no time limit
+            # make async RPC to kick off an episode on all observers; timeout=0 means no time limit,
+            # since 500 steps may take longer than the default of 60 s (difference 5)
             futs.append(ob_rref.rpc_async(timeout=0).run_episode(self.agent_rref, n_steps))
 
         # wait until all observers have finished this episode
@@ -206,8 +208,8 @@ class Agent:
 def run_worker(rank, args, world_size, batch, delays=None, print_log=True):
     """Run one rank: the agent, or an observer. The agent puts the seconds of its episodes into the
     queue `delays`."""
-    # TCP ("uv") instead of torch's default transport, shared memory: that one keeps a core busy in
-    # every rank, so all ranks are slow if cores are few. _transports is private to torch.
+    # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
+    # all ranks are slow if cores are few. _transports is private to torch.
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
     name = AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
