@@ -5,10 +5,22 @@
     run_ring                   step an optimizer whose parameters are in another process
 
 Every worker runs all three with its neighbour, which is the next worker (after the last comes the
-first), and prints what it got. rnn_rpc/README.md shows these lines.
+first), and prints what it got:
 
     python docs/primer.py                            # starts two workers on this machine
     python docs/primer.py --world_size 3 --rank 0    # only rank 0; ranks 1 and 2 in other terminals
+
+    worker1: rpc_sync  -> 5
+    worker1: rpc_async -> Future, wait() -> 5
+    worker1: remote    -> RRef owned by worker0, to_here() -> 5
+    worker1: backward  -> gradient of t1, its first row: 1.0000 1.0000 1.0000; t1.grad is None
+    worker1: p on worker0 before, its first row: 0.2876 0.6863 0.6020
+    worker1: p after one step of SGD, lr 0.05:  0.2376 0.6363 0.5520
+    worker1:   = p - 0.05 * gradient, which is 1 everywhere
+
+The fourth line is the one to understand. worker0 has added t1, a tensor of worker1, to another one,
+and the backward pass has come back through that call. Yet t1.grad is None: the gradient is in the
+autograd context, from which an optimizer takes it.
 
 The last two follow the examples in torch's documentation of distributed autograd and of the
 distributed optimizer. How autograd crosses a call, drawn as a graph:

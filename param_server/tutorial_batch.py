@@ -10,8 +10,7 @@ Why RPC? DDP could make this update too. The program is here for `async_executio
 wait for each other on the server without a thread for each of them.
 
 PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions", first part
-(page of 2025-06-23, code of 2025-08). "Difference B7" is number 7 of "The batch page" in
-docs/differences/param_server.md.
+(code of 2025-08). "Difference B7" is number B7 in docs/differences/param_server.md.
 """
 
 import argparse
