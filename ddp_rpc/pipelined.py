@@ -5,16 +5,16 @@ on batch k.
 
 The price is staleness: by the time a gradient reaches the table, the rows that it was computed from have changed.
 Message k - 1 looks up the rows of batch k, and message k + 1 brings their gradient. In between, the server serves one
-message of the same trainer (k), and at most five of each other trainer (k - 2 to k + 2): trainers are at most one batch
-apart, because in DDP's allreduce nobody ends a batch before all have begun it, and each may have one message that is
-still on its way. So with T trainers a gradient is at most 1 + 5 (T - 1) updates late.
+message of the same trainer (k), and at most five of each other trainer (k - 2 to k + 2). For in DDP's allreduce nobody
+ends a batch before all have begun it, so trainers are at most one batch apart; and one message of each may still be on
+its way. So with T trainers a gradient is at most 1 + 5 (T - 1) updates late.
 
 As in `sync` a server updates its rows itself, but with each trainer's gradient as soon as it arrives. A step's messages
 belong to different batches, so no autograd context can span them: in the trainer the sums are a leaf of the graph, and
 the server keeps its half of the graph until their gradient arrives. Then it runs an ordinary backward pass.
 
 Read hogwild.py and sync.py first. Trainer derives from the one, EmbeddingShard from the other. Two things that they
-inherit are not used: parameter_rrefs, because there is no DistributedOptimizer, and average_and_step.
+inherit are not used: the RRefs of the parameters, because there is no DistributedOptimizer, and average_and_step.
 
 Shapes: B bags in a batch, I ids in a batch, D embedding dimensions, C classes.
 """

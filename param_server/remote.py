@@ -193,5 +193,5 @@ class ServerSGD:
         self.trainer = trainer
 
     def step(self):
-        # Before it put this trainer's gradients into `param.grad`, torch took a lock of its own. It holds it meanwhile.
+        # torch holds a lock of its own from before it fills `param.grad` until this returns.
         get_parameter_server().apply_gradients(self.trainer)

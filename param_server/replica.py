@@ -154,7 +154,7 @@ class Replica:
         vector_to_parameters(self.weights_P, self.net.parameters())  # the parameters become views of weights_P: no copy
 
     def step_locally(self, lr):
-        """Between two pushes (--sync_every): subtract lr times all gradients since the last push from its weights."""
+        """Between two pushes (--sync_every): new weights = those of the last answer - lr * all gradients since then."""
         vector_to_parameters(torch.sub(self.weights_P, self.gradient(), alpha=lr), self.net.parameters())
 
     def gradient(self):

@@ -150,11 +150,11 @@ class SGD(optim.SGD):
     optim.SGD, DistributedOptimizer would use a version whose step takes no lock (difference 9)."""
 
     def step(self):
-        # DistributedOptimizer's own lock admits one step at a time. Ours keeps cloning out too.
+        # DistributedOptimizer's own lock admits one step at a time. Ours also blocks cloning.
         with global_lock:
             super().step()
-        # DistributedOptimizer has put the context's gradients into .grad. They must not stay: a
-        # parameter without a gradient in the next step would be changed by this one again.
+        # DistributedOptimizer has put the context's gradients into .grad. Drop them: a parameter
+        # that gets no gradient in the next step would take this one again.
         self.zero_grad()
 
 
@@ -267,7 +267,7 @@ def run_worker(rank, args):
     )
     print(f"Worker {rank} done initializing RPC")
     # init_rpc has waited for all ranks, also for the server, which has downloaded MNIST by now. On
-    # another host each trainer downloads it: if there are several, put it there before.
+    # another host each trainer downloads it: if it has several trainers, put MNIST there first.
     train_set = load_digits(args, train=True)
     # This trainer's part of the images, so that the trainers make one epoch together.
     train_set = Subset(train_set, range(rank - 1, len(train_set), args.world_size - 1))

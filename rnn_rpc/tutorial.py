@@ -141,7 +141,7 @@ def run_trainer():
     criterion = torch.nn.CrossEntropyLoss()
 
     # The text: each word is the sum, modulo 10, of the word before the last and a random number.
-    # Of these numbers, 0 is the most likely. No model can be better than guessing them.
+    # Of these numbers, 0 is the most likely. No model can foresee them.
     prob = torch.softmax(-torch.arange(float(ntoken)), dim=0)
     lowest = torch.exp(-(prob * prob.log()).sum())  # perplexity is exp(loss): here exp(entropy)
 
