@@ -160,8 +160,8 @@ def run_worker(rank, args):
     random.seed(args.seed + rank)
     num_trainers = args.world_size - 2
 
-    # init_rpc and init_process_group meet at different ports, as in the tutorial: each has a store of
-    # its own, which rank 0 holds. MASTER_PORT is the process group's.
+    # init_rpc and init_process_group meet at different ports, as in the tutorial: each has a store
+    # of its own, which rank 0 holds. MASTER_PORT is the process group's.
     # "uv" is TCP. torch's default, shared memory, keeps a core of each rank busy, so all ranks are
     # slow if cores are few. _transports is private to torch.
     rpc_backend_options = TensorPipeRpcBackendOptions(
