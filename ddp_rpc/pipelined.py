@@ -13,7 +13,7 @@ As in `sync` a server updates its rows itself, but with each trainer's gradient 
 belong to different batches, so no autograd context can span them: in the trainer the sums are a leaf of the graph, and
 the server keeps its half of the graph until their gradient arrives. Then it runs an ordinary backward pass.
 
-Read hogwild.py and sync.py first. Trainer derives from the one, EmbeddingShard from the other. Two things that they
+Read hogwild.py and sync.py first. Trainer derives from hogwild's, EmbeddingShard from sync's. Two things that they
 inherit are not used: the RRefs of the parameters, because there is no DistributedOptimizer, and average_and_step.
 
 Shapes: B bags in a batch, I ids in a batch, D embedding dimensions, C classes.
