@@ -203,7 +203,7 @@ def test_tutorial_in_terminals_and_spawned_alone_in_a_folder_with_a_space(tmp_pa
 @pytest.mark.slow
 def test_tutorial_learns():
     """An untrained policy keeps the pole up for about 22 steps."""
-    done = run_spawned(PATH, "--max_episodes", 100, "--log_interval", 100, timeout=250)
+    done = run_spawned(PATH, "--max_episodes", 60, "--log_interval", 60, timeout=250)
     assert (done.returncode, done.stderr) == (0, "")
     assert float(LINE.findall(done.stdout)[-1][2]) > 40
 

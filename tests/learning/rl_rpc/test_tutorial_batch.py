@@ -1,5 +1,6 @@
 """rl_rpc/tutorial_batch.py: its results are compared with a plain loop and with the page's code; its command is run."""
 
+import pathlib
 import re
 import threading
 
@@ -216,11 +217,15 @@ def test_batch_page_learns():
 
 
 @pytest.mark.slow
-def test_batch_page_alone_in_a_folder_with_a_space_runs_every_job(tmp_path):
-    done = run_spawned(copied_alone(PATH, tmp_path), "--world_size", 3, "--num_episode", 1, cwd=tmp_path)
+def test_batch_page_alone_in_a_folder_with_a_space_runs_both_jobs(tmp_path):
+    program = pathlib.Path(copied_alone(PATH, tmp_path))
+    text = program.read_text()
+    program.write_text(text.replace("NUM_STEPS = 500", "NUM_STEPS = 100"))
+    assert program.read_text() != text
+    done = run_spawned(program, "--world_size", 2, "--num_episode", 2, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert TIMES.findall(done.stdout) == ["2", "3"]
-    assert LINE.findall(done.stdout) == ["0"] * 4  # with and without batching, two sizes
+    assert TIMES.findall(done.stdout) == ["2"]
+    assert LINE.findall(done.stdout) == ["0", "1"] * 2  # with and without batching
     refused = run_spawned(PATH, "--no_batch")
     assert refused.returncode == 2 and "--no_batch goes with --rank" in refused.stderr
 
