@@ -113,7 +113,8 @@ def within(seconds, call):
 
 def print_error(text):
     """Print on stderr, if that is possible within seconds: its disk may be full, or nobody may read the pipe."""
-    within(2, lambda: print(f"{PACKAGE}: {text}", file=sys.stderr, flush=True))
+    # In one piece with its newline, because the ranks of a job may share this stream.
+    within(2, lambda: print(f"{PACKAGE}: {text}\n", end="", file=sys.stderr, flush=True))
 
 
 def leave_now(status, text=None):

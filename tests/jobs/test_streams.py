@@ -87,3 +87,13 @@ def test_no_rank_is_left_when_the_starting_process_is_killed_and_nobody_reads():
     finally:
         for pid in session_members(process.pid):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_a_line_is_written_in_one_piece():
+    """Ranks share a console, so a newline that is written by itself may come behind another rank's line."""
+    reader, writer = os.pipe2(os.O_DIRECT)  # a read returns what one write has written
+    command = [sys.executable, "-u", "-c", "from glue.ending import print_error; print_error('a line')"]
+    subprocess.run(command, cwd=ROOT / "rl_rpc", stderr=writer, timeout=60, check=True)
+    assert os.read(reader, 100) == b"rl_rpc: a line\n"
+    os.close(reader)
+    os.close(writer)
