@@ -34,7 +34,7 @@ TIMELINES = {
     "rl_rpc": (
         ["--world_size", "3", "--max_episodes", "40", "--eval_episodes", "0"],
         [
-            ("timelines", {mode: ["--mode", mode] for mode in ("step", "packed", "batched")}, 35, 4.5),
+            ("timelines", {mode: ["--mode", mode] for mode in ("step", "packed", "batched")}, 35, 10),
             ("timelines_rollout", {mode: ["--mode", mode] for mode in ("rollout", "async")}, 35, 8.0),
         ],
     ),
