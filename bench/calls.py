@@ -351,11 +351,11 @@ def count_messages(run, calls=10):
         level.value = -1
 
         def messages_so_far():
-            """Return the number of messages, when it has been the same for 0.3 s: some follow the end of a call."""
+            """Return the number of messages, when it has been the same for a second: some follow the end of a call."""
             before = None
             while before != (count := read_log(log)):
                 before = count
-                time.sleep(0.3)
+                time.sleep(1)
             return count
 
         try:

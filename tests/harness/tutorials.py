@@ -20,6 +20,18 @@ def copied_alone(path, folder):
     return shutil.copy(ROOT / path, alone)
 
 
+def changed(path, *changes):
+    """Replace texts in a copied program; return its path."""
+    with open(path) as file:
+        text = file.read()
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    with open(path, "w") as file:
+        file.write(text)
+    return path
+
+
 def run_spawned(path, *flags, cwd=None, timeout=120):
     """Run `python path flags` on a free port; return the CompletedProcess. All its processes end with this call."""
     (done,) = _run([[path, "--master_port", free_port(), *flags]], cwd, timeout)

@@ -49,14 +49,14 @@ def run(*flags, timeout=150):
 @pytest.mark.parametrize("mode", ["async", "remote"])
 def test_a_run_learns_and_tells_its_figures(tmp_path, mode):
     summary_file, curve = tmp_path / "summary.json", tmp_path / "curve.png"
-    flags = ("--world_size", 3, "--max_batches", 120, "--lr", 0.05, "--log_interval", 50)
+    flags = ("--world_size", 3, "--max_batches", 200, "--lr", 0.05, "--log_interval", 50)
     done = run(*MODES[mode], *flags, "--summary_json", summary_file, "--plot", curve)
     summary = json.loads(summary_file.read_text())
     assert re.search(r"^Epoch 1: Accuracy 0\.\d{4}, ", done.stdout, re.M)
     assert {line.split()[1] for line in done.stdout.splitlines() if line.startswith("Rank")} == {"1", "2"}
-    assert summary["test_accuracy"] > 0.7  # guessing: 0.1
+    assert summary["test_accuracy"] > 0.8
     assert summary["dataset"] == "synthetic" and summary["restarts"] == 0 and summary["images_per_second"] > 0
-    assert summary["updates"] == 240 and summary["staleness_max"] > 0
+    assert summary["updates"] == 400 and summary["staleness_max"] > 0
     assert curve.stat().st_size > 5_000
 
 

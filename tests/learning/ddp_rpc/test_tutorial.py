@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from helpers import ROOT
-from tutorials import copied_alone, run_in_terminals, run_spawned
+from tutorials import changed, copied_alone, run_in_terminals, run_spawned
 
 # Inserted at the end of a trainer: it saves what it has trained. (The table is saved when all trainers have finished.)
 SAVE = """
@@ -26,18 +26,6 @@ def load(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def changed(path, *changes):
-    """Replace texts in a copied program; return its path."""
-    with open(path) as file:
-        text = file.read()
-    for old, new in changes:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    with open(path, "w") as file:
-        file.write(text)
-    return path
 
 
 def sizes(epochs, batches):

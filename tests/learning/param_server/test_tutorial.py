@@ -244,7 +244,7 @@ def recorded(tmp_path, trainers, batches):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainers, batches", [(3, 6)])
+@pytest.mark.parametrize("trainers, batches", [(3, 6), pytest.param(8, 6, marks=pytest.mark.crowd)])
 def test_every_gradient_of_the_tutorials_concurrent_trainers_is_right(trainers, batches, tmp_path):
     checked, late, worst, _ = recorded(tmp_path, trainers, batches)
     assert checked == trainers * batches

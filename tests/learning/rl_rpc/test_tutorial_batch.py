@@ -1,6 +1,5 @@
 """rl_rpc/tutorial_batch.py: its results are compared with a plain loop and with the page's code; its command is run."""
 
-import pathlib
 import re
 import threading
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from helpers import ROOT, load_module, run_script
-from tutorials import copied_alone, run_in_terminals, run_spawned
+from tutorials import changed, copied_alone, run_in_terminals, run_spawned
 
 test_tutorial = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "test_tutorial.py")
 Handle = test_tutorial.test_agent.Handle
@@ -218,10 +217,7 @@ def test_batch_page_learns():
 
 @pytest.mark.slow
 def test_batch_page_alone_in_a_folder_with_a_space_runs_both_jobs(tmp_path):
-    program = pathlib.Path(copied_alone(PATH, tmp_path))
-    text = program.read_text()
-    program.write_text(text.replace("NUM_STEPS = 500", "NUM_STEPS = 100"))
-    assert program.read_text() != text
+    program = changed(copied_alone(PATH, tmp_path), ("NUM_STEPS = 500", "NUM_STEPS = 100"))
     done = run_spawned(program, "--world_size", 2, "--num_episode", 2, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert TIMES.findall(done.stdout) == ["2"]

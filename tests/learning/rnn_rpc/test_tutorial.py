@@ -1,6 +1,5 @@
 """rnn_rpc/tutorial.py and single.py: they run as commands, and equal the plain training loop of this file."""
 
-import pathlib
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from torch import nn
 
 import pretend_device
 from helpers import ROOT, package_on_path
-from tutorials import copied_alone, run_in_terminals, run_spawned
+from tutorials import changed, copied_alone, run_in_terminals, run_spawned
 
 with package_on_path("rnn_rpc"):
     import single
@@ -171,10 +170,7 @@ def test_all_ranks_spawned_from_a_copy_alone(tmp_path):
 @pytest.mark.slow
 def test_a_rank_per_terminal(tmp_path):
     """Two epochs. The test above checks what is learned in ten."""
-    program = pathlib.Path(copied_alone(TUTORIAL, tmp_path))
-    text = program.read_text()
-    program.write_text(text.replace("for epoch in range(10):", "for epoch in range(2):"))
-    assert program.read_text() != text
+    program = changed(copied_alone(TUTORIAL, tmp_path), ("for epoch in range(10):", "for epoch in range(2):"))
     server, trainer = run_in_terminals(program, 2, timeout=280)
     assert (server.returncode, server.stdout, server.stderr) == (0, "", "")
     assert (trainer.returncode, trainer.stderr) == (0, "")
