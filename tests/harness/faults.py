@@ -59,18 +59,19 @@ def draw_case(number):
     return package, way, rank, kind, moment, round(draw.uniform(0.0, 3.0), 2)
 
 
-def run_case(package, way, rank, kind, moment, seconds, impatient=False):
+def run_case(package, way, rank, kind, moment, seconds, quick=False):
     """Start the job, let one rank die, check CONTRACT; return after how many seconds the other ranks had ended.
 
-    `impatient`: a silent rank is lost sooner than in main.py. This saves time and changes nothing else.
+    `quick`: a silent rank is lost sooner than in main.py, and unless the rank dies at the start, no rank has to import
+    torch (warm.py).
     """
     facts = JOBS[package]
     name, others = facts["names"][rank], [other for other in range(len(facts["names"])) if other != rank]
     rows = [row for row in CONTRACT if all(map(fnmatch, (kind, way, moment), row[:3]))]
     rows = rows if moment == "end" else rows[:1]
     flags = [*facts["short" if moment == "end" else "long"], "--join_timeout", "20"]
-    fault = (rank, kind, seconds) if kind not in SIGNALS else (0, "none", 0) if impatient else None
-    with Job(package, way, flags, fault=fault) as job:
+    fault = (rank, kind, seconds) if kind not in SIGNALS else (0, "none", 0) if quick else None
+    with Job(package, way, flags, fault=fault, warm=quick and moment != "start") as job:
         dead, peers = let_die(job, rank, kind, moment, seconds, others)
         died_at = time.monotonic()
         while any(map(command_of, peers)):  # as long as one of the other ranks is running

@@ -51,7 +51,9 @@ def warm_process():
         return os.environ["WARM_PROCESS"]
     address = os.path.join(tempfile.mkdtemp(), "warm")
     command = [sys.executable, str(ROOT / "tests" / "harness" / "warm.py"), address]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     assert process.stdout.readline() == "warm\n"
     warm_process.process = process  # keep the Popen, so that its stdin stays open until this process ends
     return address
@@ -60,14 +62,17 @@ def warm_process():
 class WarmCommand:
     """A command that a fork of the warm process runs. It has those methods of a Popen that the tests use."""
 
-    def __init__(self, command, out, err, cwd=None, env=None):
-        """`out`, `err`: paths of the files for its output. `env`: further variables of its environment."""
+    def __init__(self, command, out, err, cwd=None, env=None, room=None):
+        """`out`, `err`: paths of the files for its output. `env`: further variables of its environment.
+
+        `room`: a path that commands share which end together, see warm.leaving_together.
+        """
         self.args = command
         self.returncode = None
         self.connection = multiprocessing.connection.Client(warm_process(), "AF_UNIX")
         environ = os.environ | {"WARM_PROCESS": warm_process()} | (env or {})
-        request = {"argv": command[1:], "cwd": cwd or os.getcwd(), "environ": environ, "stdout": out, "stderr": err}
-        self.connection.send(request)
+        request = {"argv": command[1:], "cwd": cwd or os.getcwd(), "environ": environ, "room": room}
+        self.connection.send(request | {"stdout": out, "stderr": err})
         self.pid = self.connection.recv()
 
     def wait(self, timeout=None):

@@ -13,7 +13,7 @@ import sysconfig
 import tempfile
 import time
 
-from helpers import ROOT
+from helpers import ROOT, WarmCommand
 
 # For each package: the worker names by rank; the flags for the number of ranks, for a run that does not end by itself
 # ("long"), and for one that ends within seconds ("short"); what is printed during training, and when the work is done.
@@ -95,12 +95,15 @@ class Job:
         only=None,
         script=None,
         cwd=None,
+        warm=False,
     ):
         """Start the job. `way`: one of WAYS; `flags`: of main.py.
 
         `fault`: (rank, kind, seconds), see faulty_main.py; `other_hostname`: if root, give the host a name that does
         not resolve; `runner_flags`: of torchrun; `env`: further environment variables; `only`: the ranks to start;
-        `script`: what to run instead of the package's main.py; `cwd`: the working directory.
+        `script`: what to run instead of the package's main.py; `cwd`: the working directory; `warm`: the
+        commands and their ranks are forks of a process that has imported torch already (see warm.py), for jobs whose
+        start is not tested.
         """
         self.package, self.way = package, way
         self.names = JOBS[package]["names"]
@@ -126,12 +129,15 @@ class Job:
         self.outputs, self.processes = [], []  # outputs: stdout and stderr of each process in turn
         for number, command in enumerate(commands):
             streams = [open(os.path.join(self.folder.name, f"{number}.{name}"), "w+") for name in ("out", "err")]
-            environment = os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
+            variables = {"PYTHONUNBUFFERED": "1"} | (env or {})
             self.outputs += streams
             out, err = streams
-            process = subprocess.Popen(
-                command, stdout=out, stderr=err, start_new_session=True, env=environment, cwd=cwd
-            )
+            if warm and way != "torchrun":
+                process = WarmCommand(command, out.name, err.name, cwd, variables)
+            else:
+                process = subprocess.Popen(
+                    command, stdout=out, stderr=err, start_new_session=True, env=os.environ | variables, cwd=cwd
+                )
             self.processes.append(process)
 
     def __enter__(self):
@@ -206,9 +212,7 @@ class Job:
 
     @staticmethod
     def is_stopped(pid):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "T"
-        return False
+        return status_of(pid)[0] == "T"
 
     def members(self, process):
         """Return the live processes that `process` has started, directly or indirectly, and itself."""
@@ -233,19 +237,22 @@ def left_in(folder):
     return [name for name in os.listdir(folder) if not name.startswith("torchinductor_")]
 
 
-def session_members(session):
-    """Return the processes of a session, without zombies."""
-    members = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat") as file:
-                    state, _, _, its_session = file.read().rpartition(")")[2].split()[:4]
-            except (OSError, ValueError):
-                continue
-            if int(its_session) == session and state != "Z":
-                members.append(int(entry))
-    return members
+def session_members(leader):
+    """Return the processes of the session, or of the process group, that this process has started, without zombies."""
+    return [
+        int(entry)
+        for entry in os.listdir("/proc")
+        if entry.isdigit()
+        for state, _, group, session, *_ in [status_of(entry)]
+        if leader in (int(group), int(session)) and state != "Z"
+    ]
+
+
+def status_of(pid):
+    """Return what Linux tells of a process, from its state on; zeros if there is no such process."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()
+    return ["0"] * 4
 
 
 def children_of(pid):
@@ -260,10 +267,14 @@ def children_of(pid):
 def ranks_of(pid):
     """Return the process ids of a spawned job's ranks that run already, in their order.
 
-    The ranks are children of the fork server, which is a child of the process `pid`.
+    The ranks are children of the fork server, which is a child of the process `pid`, or of warm.py. There they share
+    the process group of `pid`.
     """
-    servers = forked(children_of(pid))
-    return [rank for server in servers for rank in forked(children_of(server))]
+    own = forked(children_of(pid))
+    if own:
+        return [rank for server in own for rank in forked(children_of(server))]
+    shared = forked(children_of(status_of(pid)[1]))
+    return [rank for server in shared for rank in children_of(server) if int(status_of(rank)[2]) == pid]
 
 
 def forked(pids):

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 
-from helpers import ROOT, read_whole
+from helpers import ROOT, WarmCommand, read_whole
 from jobs import free_port
 
 
@@ -32,21 +32,24 @@ def changed(path, *changes):
     return path
 
 
-def run_spawned(path, *flags, cwd=None, timeout=120):
-    """Run `python path flags` on a free port; return the CompletedProcess. All its processes end with this call."""
-    (done,) = _run([[path, "--master_port", free_port(), *flags]], cwd, timeout)
+def run_spawned(path, *flags, cwd=None, timeout=120, real=False):
+    """Run `python path flags` on a free port; return the CompletedProcess. All its processes end with this call.
+
+    Without `real` the command and its ranks are forks of a process that has imported torch already, see warm.py.
+    """
+    (done,) = _run([[path, "--master_port", free_port(), *flags]], cwd, timeout, real)
     return done
 
 
-def run_in_terminals(path, world_size, *flags, order=None, cwd=None, timeout=120):
+def run_in_terminals(path, world_size, *flags, order=None, cwd=None, timeout=120, real=False):
     """Run each rank with a command of its own; return their CompletedProcesses, by rank.
 
-    `order`: the order in which the ranks are started; without it, the last rank first.
+    `order`: the order in which the ranks are started; without it, the last rank first. `real`: see run_spawned.
     """
     port = free_port()
     order = list(order or reversed(range(world_size)))
     commands = [[path, "--world_size", world_size, "--rank", r, "--master_port", port, *flags] for r in order]
-    done = _run(commands, cwd, timeout)
+    done = _run(commands, cwd, timeout, real)
     return [done[order.index(rank)] for rank in range(world_size)]
 
 
@@ -78,7 +81,7 @@ def _kill(processes):
         process.wait()
 
 
-def _run(commands, cwd, timeout):
+def _run(commands, cwd, timeout, real):
     """Run these commands at the same time until all have ended. Each command is a path and its flags."""
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +90,11 @@ def _run(commands, cwd, timeout):
             for number, (path, *flags) in enumerate(commands):
                 command = [sys.executable, str(ROOT / path), *map(str, flags)]  # an absolute path stays as it is
                 with open(f"{folder}/{number}.out", "w") as out, open(f"{folder}/{number}.err", "w") as err:
-                    started = subprocess.Popen(command, stdout=out, stderr=err, cwd=cwd, start_new_session=True)
+                    if real:
+                        started = subprocess.Popen(command, stdout=out, stderr=err, cwd=cwd, start_new_session=True)
+                    else:
+                        room = f"{folder}/0.out" if len(commands) > 1 else None
+                        started = WarmCommand(command, out.name, err.name, cwd, room=room)
                 processes.append(started)
             for process in processes:
                 process.wait(max(0.01, deadline - time.monotonic()))

@@ -4,10 +4,12 @@
 
 helpers.run_main and run_script use it for runs whose start is not tested; tests/jobs starts jobs with real commands.
 Each command is a fork of this process. Its spawned ranks are forks of one fork server, which all commands share, while
-a real command starts a fork server of its own. This process ends when its standard input is closed.
+a real command starts a fork server of its own, or a new Python for each rank (mp.spawn). A command and its ranks are
+one process group. This process ends when its standard input is closed.
 """
 
 import contextlib
+import fcntl
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -34,14 +36,29 @@ for name in PRELOAD:
 
 
 class Adopted:
-    """The function of a spawned rank, with the output and environment of its command instead of the fork server's."""
+    """The function of a spawned rank, with its command's process group, output and environment."""
 
-    def __init__(self, function, request):
-        self.function, self.request = function, request
+    def __init__(self, function, request, together):
+        self.function, self.request, self.together = function, request, together
 
     def __call__(self, *args):
+        os.setpgid(0, self.request["group"])
         adopt(self.request)
-        self.function(*args)
+        with leaving_together(self.request["stdout"]) if self.together else contextlib.nullcontext():
+            self.function(*args)
+
+
+@contextlib.contextmanager
+def leaving_together(path):
+    """No rank that uses this file leaves the block before all of them have ended it.
+
+    rank 0 of the programs in one file has torch's store, which the others need until the end of `rpc.shutdown`. A real
+    process still runs for a moment after that, but a fork ends at once.
+    """
+    with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def adopt(request):
@@ -56,16 +73,22 @@ def adopt(request):
 
 def become(request):
     """Run the command in this fork. Never returns."""
-    os.setsid()
+    os.setpgid(0, 0)
+    request["group"] = os.getpid()
     os.chdir(request["cwd"])
     adopt(request)
     sys.path.append(os.path.dirname(os.path.abspath(__file__)))
     from warm import Adopted  # imported under a name with which ranks can unpickle it
 
+    def start_processes(function, *args, start_method="spawn", **keywords):
+        if start_method != "fork":
+            mine = request | {"environ": dict(os.environ)}  # the command may have changed its environment
+            function, start_method = Adopted(function, mine, start_method == "spawn"), "forkserver"
+        return plain(function, *args, start_method=start_method, **keywords)
+
     plain = torch.multiprocessing.start_processes
-    torch.multiprocessing.start_processes = lambda function, *args, **keywords: plain(
-        Adopted(function, request), *args, **keywords
-    )
+    torch.multiprocessing.start_processes = start_processes
+    sys.modules["torch.multiprocessing.spawn"].start_processes = start_processes  # which mp.spawn calls
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     server = multiprocessing.forkserver
@@ -74,9 +97,11 @@ def become(request):
     multiprocessing.current_process()._config.pop("tempdir", None)
     sys.argv = request["argv"]
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    together = leaving_together(request["room"]) if request["room"] else contextlib.nullcontext()
     status = 0
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        with together:
+            runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as left:
         status = left.code if isinstance(left.code, int) else 1 if left.code else 0
         if isinstance(left.code, str):

@@ -13,7 +13,7 @@ GO_ON = ["--on_lost", "continue"]
 
 
 def start(way, *flags):
-    return Job("rl_rpc", way, [*GO_ON, *flags], script=COUNTING)
+    return Job("rl_rpc", way, [*GO_ON, *flags], script=COUNTING, warm=True)
 
 
 def wait_until_all_count(job):

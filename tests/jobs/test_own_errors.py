@@ -49,14 +49,14 @@ def assert_traceback_printed_once(job, rank, name, wrong):
 def test_mistake_in_served_method_shows_its_traceback_once(package, tmp_path):
     name, right, wrong, rank = SERVED[package]
     main = copy_with_mistake(package, tmp_path, name, right, wrong)
-    with Job(package, "spawned", JOBS[package]["long"], script=main) as job:
+    with Job(package, "spawned", JOBS[package]["long"], script=main, warm=True) as job:
         assert job.wait(60) == [1], job.text()
         assert_traceback_printed_once(job, rank, name, wrong)
 
 
 def test_mistake_in_a_call_names_the_line_of_the_call(tmp_path):
     main = copy_with_mistake("rl_rpc", tmp_path, "step.py", "select_action(self.id, state)", "select_action(state)")
-    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], script=main) as job:
+    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], script=main, warm=True) as job:
         assert job.wait(60) == [1], job.text()
         assert re.search(
             r"missing 1 required positional argument: 'state' \(called from .*step.py, line \d+\)", job.errors()
@@ -68,7 +68,7 @@ def test_mistake_in_a_call_names_the_line_of_the_call(tmp_path):
 def test_mistake_on_the_main_thread_shows_its_traceback_once(package, way, tmp_path):
     name, right, wrong, rank = MAIN_THREAD[package]
     main = copy_with_mistake(package, tmp_path, name, right, wrong)
-    with Job(package, way, JOBS[package]["long"], script=main) as job:
+    with Job(package, way, JOBS[package]["long"], script=main, warm=True) as job:
         statuses = job.wait(60)
         assert set(statuses) == {1}, job.text()
         if way != "torchrun":  # torchrun prints a report of its own
@@ -79,7 +79,7 @@ def test_mistake_on_the_main_thread_shows_its_traceback_once(package, way, tmp_p
 def test_error_of_the_agent_is_not_blamed_on_observers(tmp_path):
     name, right, wrong, rank = SERVED["rl_rpc"]
     main = copy_with_mistake("rl_rpc", tmp_path, name, right, wrong)
-    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--on_lost", "continue"], script=main) as job:
+    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--on_lost", "continue"], script=main, warm=True) as job:
         assert job.wait(60) == [1], job.text()
         assert_traceback_printed_once(job, rank, name, wrong)
         assert "lost rank 1" not in job.errors() and "lost rank 2" not in job.errors()

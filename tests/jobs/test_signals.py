@@ -93,7 +93,7 @@ def test_at_any_moment_from_the_first_instruction_on(way, moment):
 def test_a_working_job_ends_quietly_and_keeps_the_checkpoint(package, way, target, number, tmp_path):
     checkpoint = tmp_path / "checkpoint.pt"
     every = ["--checkpoint_every", "5"] if package == "param_server" else []
-    with Job(package, way, [*JOBS[package]["long"], "--checkpoint", str(checkpoint), *every]) as job:
+    with Job(package, way, [*JOBS[package]["long"], "--checkpoint", str(checkpoint), *every], warm=True) as job:
         job.wait_for_file(checkpoint, 90)
         if target == "group":
             os.killpg(job.processes[0].pid, number)
@@ -139,7 +139,9 @@ def test_a_killed_starting_process_takes_every_rank_with_it():
 @pytest.mark.slow
 def test_a_job_that_is_stopped_as_a_whole_goes_on():
     """As with Ctrl-Z and fg, or on a machine that is suspended: a rank that was stopped itself loses no other rank."""
-    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--log_interval", "1"], fault=(0, "none", 0)) as job:
+    with Job(
+        "rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--log_interval", "1"], fault=(0, "none", 0), warm=True
+    ) as job:
         assert job.wait_for_text(r"Episode \d+", 60)
         everybody = [pid for process in job.processes for pid in job.members(process)]
         for number in (signal.SIGSTOP, signal.SIGCONT):

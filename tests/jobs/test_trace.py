@@ -150,7 +150,7 @@ def test_a_trace_that_cannot_be_written_fails_in_one_line(tmp_path):
 @pytest.mark.slow
 def test_ranks_that_were_started_one_by_one_leave_one_file(tmp_path):
     trace = tmp_path / "trace.json"
-    with Job("rl_rpc", "terminals", [*JOBS["rl_rpc"]["short"], "--trace", str(trace)]) as job:
+    with Job("rl_rpc", "terminals", [*JOBS["rl_rpc"]["short"], "--trace", str(trace)], warm=True) as job:
         assert set(job.wait(120)) == {0}, job.text()
         assert job.text().count("RPCs, median milliseconds") == 1
     events = events_in(trace)
@@ -159,7 +159,7 @@ def test_ranks_that_were_started_one_by_one_leave_one_file(tmp_path):
 
 
 def test_a_job_that_lost_a_rank_leaves_the_trace_of_the_others(tmp_path):
-    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--trace", str(tmp_path / "trace.json")]) as job:
+    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--trace", str(tmp_path / "trace.json")], warm=True) as job:
         assert job.wait_for_text("Episode 10", 60)
         os.kill(job.pid_of(1), signal.SIGKILL)
         statuses = job.wait(20)
@@ -174,7 +174,7 @@ def test_a_job_that_lost_a_rank_leaves_the_trace_of_the_others(tmp_path):
 
 @pytest.mark.slow
 def test_an_interrupted_job_leaves_its_picture(tmp_path):
-    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--trace", str(tmp_path / "trace.png")]) as job:
+    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--trace", str(tmp_path / "trace.png")], warm=True) as job:
         assert job.wait_for_text("Episode 10", 60)
         os.killpg(job.processes[0].pid, signal.SIGINT)
         assert job.wait(20) == [130] and not job.errors(), job.text()

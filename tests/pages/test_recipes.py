@@ -10,7 +10,6 @@ import sys
 import time
 
 import pytest
-from torch.distributed import TCPStore
 
 from helpers import ROOT, anchor_of, read_whole, run_warm
 from jobs import children_of, command_of, free_port
@@ -29,31 +28,16 @@ def masked(output):
 
 
 @pytest.fixture
-def store(monkeypatch):
-    """A store in this process, at the address that the environment names.
+def printed(tmp_path, monkeypatch):
+    """Return a function that runs a program and returns its output, in forks of a process that has loaded torch."""
 
-    A forked process ends immediately after `shutdown`. If rank 0 ran the store, the store could end before the other
-    ranks have left `shutdown`.
-    """
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # then rank 0 makes no store, as under torchrun
-    return store
-
-
-@pytest.fixture
-def printed(store, tmp_path, monkeypatch):
-    """Return a function that runs a recipe and returns its output, in forks of a process that has loaded torch."""
-
-    def run(number):
-        program = RECIPES[number][2]
-        forked = program.replace("mp.spawn(run, ", 'mp.start_processes(run, start_method="fork", ')
-        assert forked != program
+    def run(program):
         out, err = tmp_path / "out", tmp_path / "err"
-        for path, text in (tmp_path / "recipe.py", forked), (out, ""), (err, ""):
+        for path, text in (tmp_path / "recipe.py", program), (out, ""), (err, ""):
             path.write_text(text)
+        # Unbuffered, as on a terminal: the lines of several processes then come in the order in which they are printed.
         monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
         status = run_warm([sys.executable, str(tmp_path / "recipe.py")], out, err, timeout=60)
         assert status == 0, read_whole(err)
         return read_whole(out)
@@ -61,17 +45,14 @@ def printed(store, tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("number", RECIPES.keys() - {FARM})  # the workers of FARM cannot be forks
+@pytest.mark.parametrize("number", RECIPES.keys() - {FARM})  # FARM's workers are no children of mp.spawn
 def test_a_recipe_prints_what_the_page_shows(number, printed):
-    assert masked(printed(number)) == masked(RECIPES[number][3])
+    assert masked(printed(RECIPES[number][2])) == masked(RECIPES[number][3])
 
 
-@pytest.mark.parametrize(
-    "number", [each if each == FARM else pytest.param(each, marks=pytest.mark.slow) for each in RECIPES]
-)
-def test_a_recipe_runs_as_it_is_printed(number, tmp_path):
+@pytest.mark.parametrize("number", [FARM, pytest.param(PIPELINE, marks=pytest.mark.slow)])
+def test_a_recipe_runs_without_anything_loaded(number, tmp_path):
     (tmp_path / "recipe.py").write_text(RECIPES[number][2])
-    # Unbuffered, as on a terminal: the lines of several processes then come in the order in which they are printed.
     environ = os.environ | {"MASTER_PORT": str(free_port()), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "recipe.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, cwd=tmp_path)
@@ -96,14 +77,13 @@ def meet(x):
 """
 
 
-def test_both_stages_of_the_pipeline_work_at_the_same_time(printed, monkeypatch):
+def test_both_stages_of_the_pipeline_work_at_the_same_time(printed):
     """Instead of computing, each stage waits until the other has begun with the next or the previous micro-batch."""
     program = RECIPES[PIPELINE][2]
     program = program.replace("import os\n", "import datetime\nimport itertools\nimport os\n", 1)
     program = program.replace("layer = ", MEET + "\n\nlayer = ", 1).replace("time.sleep(0.05 * len(x))", "meet(x)")
     assert program.count("meet(x)") == 2
-    monkeypatch.setitem(RECIPES, PIPELINE, [*RECIPES[PIPELINE][:2], program, RECIPES[PIPELINE][3]])
-    assert masked(printed(PIPELINE)) == masked(RECIPES[PIPELINE][3])
+    assert masked(printed(program)) == masked(RECIPES[PIPELINE][3])
 
 
 @pytest.mark.slow

@@ -250,7 +250,7 @@ def stderr_of_ranks(*others):
 
 def rank_that_gets(number, way, rank):
     """Send a signal to one rank of a running job. Return what all ranks write to stderr."""
-    with Job("rl_rpc", way, ["--max_episodes", "1000000", "--reward_threshold", "1e9"]) as job:
+    with Job("rl_rpc", way, JOBS["rl_rpc"]["long"], warm=True) as job:
         assert job.wait_for_text("Episode 10", 90)
         os.kill(job.pid_of(rank), number)
         job.wait(30)
@@ -269,7 +269,7 @@ def killed(_):
 
 @makes("lost rank 0 (agent): ValueError")
 def the_agent_fails(_):
-    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], fault=(0, "exception", 0)) as job:
+    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], fault=(0, "exception", 0), warm=True) as job:
         job.wait(60)
         return job.errors()
 

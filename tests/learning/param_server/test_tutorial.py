@@ -278,7 +278,7 @@ def accuracies(output):
 @pytest.mark.slow
 def test_one_trainer_alone_in_a_folder_has_the_losses_of_one_process(tmp_path, capsys):
     program = copied_alone("param_server/tutorial.py", tmp_path)
-    done = run_spawned(program, "--world_size", 2, "--dataset", "synthetic", cwd=tmp_path, timeout=240)
+    done = run_spawned(program, "--world_size", 2, "--dataset", "synthetic", cwd=tmp_path, timeout=240, real=True)
     assert (done.returncode, done.stderr) == (0, "")
     net = reference_network(seed=1, dropout=True)
     batches = reference_batches(seed=1, count=4_000)[:41]

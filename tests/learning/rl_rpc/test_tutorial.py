@@ -191,8 +191,8 @@ def test_tutorial_with_one_observer_prints_what_single_prints():
 @pytest.mark.parametrize("observers", [1, 4])
 def test_tutorial_in_terminals_and_spawned_alone_in_a_folder_with_a_space(tmp_path, observers):
     alone = copied_alone(PATH, tmp_path)
-    agent, *others = run_in_terminals(alone, observers + 1, *FLAGS, cwd=tmp_path)
-    spawned = run_spawned(alone, "--world_size", observers + 1, *FLAGS, cwd=tmp_path)
+    agent, *others = run_in_terminals(alone, observers + 1, *FLAGS, cwd=tmp_path, real=observers == 1)
+    spawned = run_spawned(alone, "--world_size", observers + 1, *FLAGS, cwd=tmp_path, real=observers == 1)
     played = [assert_plays(done, 5) for done in (agent, spawned)]
     if observers == 1:
         assert played == [reinforce(1, 5, 1)[0]] * 2

@@ -218,7 +218,7 @@ def test_batch_page_learns():
 @pytest.mark.slow
 def test_batch_page_alone_in_a_folder_with_a_space_runs_both_jobs(tmp_path):
     program = changed(copied_alone(PATH, tmp_path), ("NUM_STEPS = 500", "NUM_STEPS = 100"))
-    done = run_spawned(program, "--world_size", 2, "--num_episode", 2, cwd=tmp_path)
+    done = run_spawned(program, "--world_size", 2, "--num_episode", 2, cwd=tmp_path, real=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert TIMES.findall(done.stdout) == ["2"]
     assert LINE.findall(done.stdout) == ["0", "1"] * 2  # with and without batching

@@ -162,7 +162,7 @@ def assert_learned(output):
 
 @pytest.mark.slow
 def test_all_ranks_spawned_from_a_copy_alone(tmp_path):
-    done = run_spawned(copied_alone(TUTORIAL, tmp_path), "--seed", 2, cwd=tmp_path, timeout=280)
+    done = run_spawned(copied_alone(TUTORIAL, tmp_path), "--seed", 2, cwd=tmp_path, timeout=280, real=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert_learned(done.stdout)
 
