@@ -188,13 +188,14 @@ class Job:
             ending.print_error(f"lost {self.names[rank]}: {why}" + (f"; {work}" if work else ""))
 
     def _report_lost(self, rank, error):
-        if ending.is_connection_trouble(error):  # if the supervisor notices the loss, its reason is better than `error`
+        broken = ending.is_connection_trouble(error)
+        if broken:  # if the supervisor notices the loss, its reason is better than `error`
             self._wait_until(lambda: rank in self.lost)
-        end = ending.of_exception(error, rank)
+        end = ending.of_exception(error, rank if broken else self.rank)
         if end.rank == rank:
             self.link.send({"failed": dataclasses.asdict(end)})
-        else:  # an error of the rank that `rank` has called
-            self.end(end)
+        else:  # the call could not be sent, or it is an error of the rank that `rank` has called
+            self.fail(error)
 
     def _wait_until(self, happened, seconds=LOST_AFTER_SECONDS + 4 * BEAT_SECONDS):
         """Wait for what the supervisor will tell, by default as long as it takes until every loss is known."""
