@@ -20,7 +20,7 @@ import logits
 import loss
 import overlap
 from corpus import corpus_from_file, generated_corpus, get_next_batch, training_streams
-from glue import checkpoint, flags, launch, report
+from glue import flags, launch, report
 from progress import Progress
 from ranks import ROLES, TRAINER, worker_name
 from trainer import OPTIMIZERS, WARM_UP_STEPS, Trainer
@@ -86,18 +86,15 @@ def run_trainer(args, devices):
 
     `devices`: each rank's device, as the rank itself has announced it, by name.
     """
-    progress = Progress(args)
     corpus = read_text(args)
     train_SB, heldout_SB = training_streams(corpus, args.batch_size, args.bptt)
     sizes = (len(corpus.vocabulary), args.embedding_dim, args.hidden_dim, args.num_layers)
     servers = [name for name in devices if name != "trainer"]
     model = MODES[args.mode].RNNModel(servers, *sizes, args.dropout, seed=args.seed, devices=devices)
     trainer = Trainer(model, args.optimizer, args.lr, args.clip, args.seed)
-    settings = {name: vars(args)[name] for name in RESUME_KEYS} | {"text": corpus.fingerprint()}
-    if state := checkpoint.resume(args, "rnn_rpc", settings):
-        trainer.load_state_dict(state)
     steps_per_epoch = math.ceil((len(train_SB) - 1) / args.bptt)
-    progress.start(corpus, trainer, steps_per_epoch)
+    progress = Progress(args, corpus, trainer, RESUME_KEYS)
+    progress.start(args.epochs * steps_per_epoch)
     meter = report.Meter(WARM_UP_STEPS)
 
     while trainer.epoch < args.epochs:
@@ -111,8 +108,6 @@ def run_trainer(args, devices):
         heldout_loss = trainer.evaluate(get_next_batch(heldout_SB, args.bptt), heldout_SB.shape[1])
         trainer.heldout = math.exp(heldout_loss)
         progress.after_epoch()
-        if args.checkpoint:
-            checkpoint.save(args.checkpoint, "rnn_rpc", settings, trainer.state_dict())
 
     if args.generate:
         progress.report.say(corpus.spell(trainer.generate(args.generate)))

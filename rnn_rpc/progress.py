@@ -1,29 +1,33 @@
-"""Reports the progress and the result of training, in the trainer: lines, a progress bar, curves, and a summary."""
+"""What a run prints and writes: lines, a progress bar, curves, checkpoints, and the result. In the trainer."""
 
 import math
 
-from glue import report
+from glue import checkpoint, report
 
 
 class Progress:
-    """The report of one run."""
+    """The output of one run."""
 
-    def __init__(self, args):
+    def __init__(self, args, corpus, trainer, resume_keys):
+        """`resume_keys`: flags that must be equal in a run that continues from a checkpoint of this one."""
         self.args = args
-        self.report = report.Report("rnn_rpc", args)
-        self.losses = []  # (summed loss in nats, tokens) of each training step of this epoch
-
-    def start(self, corpus, trainer, steps_per_epoch):
-        """Print what the text is, and after which epoch training continues; start the progress bar."""
         self.corpus = corpus
         self.trainer = trainer
-        self.report.say(str(corpus))
-        if trainer.epoch:
-            self.report.say(f"Going on after epoch {trainer.epoch}, held-out perplexity {trainer.heldout:.3f}.")
-        if trainer.epoch >= self.args.epochs:
-            self.report.say(report.NOTHING_LEFT)
-        self.bar = self.report.progress(total=self.args.epochs * steps_per_epoch)
-        self.bar.update(trainer.step)
+        self.report = report.Report("rnn_rpc", args)
+        self.settings = {key: vars(args)[key] for key in resume_keys} | {"text": corpus.fingerprint()}
+        self.losses = []  # (summed loss in nats, tokens) of each training step of this epoch
+
+    def start(self, total_steps):
+        """Print what the text is. With --resume, load the checkpoint."""
+        self.report.say(str(self.corpus))
+        if state := checkpoint.resume(self.args, "rnn_rpc", self.settings):
+            self.trainer.load_state_dict(state)
+            line = f"Going on after epoch {self.trainer.epoch}, held-out perplexity {self.trainer.heldout:.3f}."
+            self.report.say(line)
+            if self.trainer.epoch >= self.args.epochs:
+                self.report.say(report.NOTHING_LEFT)
+        self.bar = self.report.progress(total=total_steps)
+        self.bar.update(self.trainer.step)
 
     def after_step(self, summed_loss, tokens):
         self.losses.append((summed_loss, tokens))
@@ -33,7 +37,7 @@ class Progress:
             self.report.scalar("loss/train", mean_loss(self.losses[-interval:]), self.trainer.step)
 
     def after_epoch(self):
-        """Print and record the mean perplexity of the epoch's training steps, and the held-out perplexity."""
+        """Print and record the mean perplexity of the epoch's steps, and the held-out one; write the checkpoint."""
         train_perplexity = math.exp(mean_loss(self.losses))
         self.losses = []
         line = f"epoch {self.trainer.epoch:3d} | train perplexity {train_perplexity:.3f}"
@@ -43,6 +47,8 @@ class Progress:
         self.report.say(line)
         self.report.scalar("perplexity/train", train_perplexity, self.trainer.epoch)
         self.report.scalar("perplexity/heldout", self.trainer.heldout, self.trainer.epoch)
+        if self.args.checkpoint:
+            checkpoint.save(self.args.checkpoint, "rnn_rpc", self.settings, self.trainer.state_dict())
 
     def finish(self, meter, tokens_per_step):
         """Write the summary and the picture, if the command line asks for them."""
