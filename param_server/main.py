@@ -1,12 +1,14 @@
 """Trainers that share one network through a parameter server, on MNIST.
 
-python param_server/main.py --world_size 3               starts a server and two trainers on this machine
-python param_server/main.py --world_size 3 --rank 0      starts one rank, for one rank per terminal or host: the server
-python param_server/main.py --world_size 3 --rank 1      starts a trainer (on other hosts: with --master_addr HOST)
-torchrun --nproc-per-node 3 param_server/main.py         starts the server and two trainers with torchrun
+    python param_server/main.py --world_size 3            # a server and two trainers
+    python param_server/main.py --world_size 3 --rank 0   # one rank per terminal or host; --rank 1 and 2 in others
+    torchrun --nproc-per-node 3 param_server/main.py      # torchrun starts the ranks
 
 --mode remote (the tutorial's): the network runs on the server. Trainers send images and get predictions.
 --mode replica: each trainer computes with a copy of the network. It pushes gradients and gets new weights.
+
+Read this file, then remote.py, which has both sides of a step's calls; then replica.py, which is another pattern. Both
+get their batches from coordinator.py, which you need not open to follow a step.
 """
 
 import glue.before_torch  # noqa: F401  (must be the first import; its docstring has the reason)
