@@ -150,11 +150,11 @@ def test_one_trainer_in_terminals_prints_what_one_process_prints(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_tutorial_with_three_trainers(tmp_path):
+def test_the_tutorial_with_four_trainers(tmp_path):
     program = changed(copied_alone("ddp_rpc/tutorial.py", tmp_path), *sizes(1, 3))
-    done = run_spawned(program, "--world_size", 5, timeout=200)
+    done = run_spawned(program, "--world_size", 6, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("Training done for epoch 0: ") == 3
+    assert done.stdout.count("Training done for epoch 0: ") == 4
 
 
 @pytest.mark.slow

@@ -188,7 +188,7 @@ def test_tutorial_with_one_observer_prints_what_single_prints():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("observers", [1, 4])
+@pytest.mark.parametrize("observers", [1, 2, 4])
 def test_tutorial_in_terminals_and_spawned_alone_in_a_folder_with_a_space(tmp_path, observers):
     alone = copied_alone(PATH, tmp_path)
     agent, *others = run_in_terminals(alone, observers + 1, *FLAGS, cwd=tmp_path, real=observers == 1)
