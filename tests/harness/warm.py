@@ -13,6 +13,7 @@ import fcntl
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -110,6 +111,7 @@ def become(request):
         sys.excepthook(*sys.exc_info())
         status = 1
     finally:
+        multiprocessing.util._exit_function()  # removes the semaphores of queues, as Python does when it ends
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

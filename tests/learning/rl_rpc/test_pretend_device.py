@@ -64,14 +64,11 @@ def test_a_job_on_the_device_equals_one_process_on_the_cpu():
 
 
 @pytest.mark.slow
-def test_the_batch_program_plays_on_a_device_what_it_plays_on_the_cpu(monkeypatch):
+def test_the_batch_program_plays_on_a_device_what_it_plays_on_the_cpu():
     """One observer, so that both modes draw the same numbers in every run. The job asserts that the device is used."""
     flags = ("--world_size", 2, "--num_episode", 2, "--master_port")
     job = "tests/learning/rl_rpc/pretend_tutorial_job.py"
-    monkeypatch.setenv("DEVICE", pretend_device.DEVICE)
-    device = run_script(job, *flags, free_port())
-    monkeypatch.setenv("DEVICE", "cpu")
-    cpu = run_script(job, *flags, free_port())
+    device, cpu = (run_script(job, where, *flags, free_port()) for where in (pretend_device.DEVICE, "cpu"))
     assert (device.returncode, device.stderr, cpu.returncode) == (0, "", 0), device.stderr + cpu.stderr
     played = [[line for line in done.stdout.splitlines() if line.startswith("Episode")] for done in (device, cpu)]
     assert played[0] == played[1] and len(played[0]) == 4
