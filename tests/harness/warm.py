@@ -2,8 +2,8 @@
 
     python tests/harness/warm.py SOCKET
 
-helpers.run_main and run_script use it for runs whose start is not tested; tests/jobs starts jobs with real commands.
-Each command is a fork of this process. Its spawned ranks are forks of one fork server, which all commands share, while
+It runs what helpers.run_main and run_script, tutorials.py and Job(warm=True) start. Where the start itself is tested,
+tests use real commands. Each command is a fork of this process. Its spawned ranks are forks of one fork server, which all commands share, while
 a real command starts a fork server of its own, or a new Python for each rank (mp.spawn). A command and its ranks are
 one process group. This process ends when its standard input is closed.
 """
@@ -53,7 +53,7 @@ class Adopted:
 def leaving_together(path):
     """No rank that uses this file leaves the block before all of them have ended it.
 
-    rank 0 of the programs in one file has torch's store, which the others need until the end of `rpc.shutdown`. A real
+    Rank 0 of the programs in one file has torch's store, which the others need until the end of `rpc.shutdown`. A real
     process still runs for a moment after that, but a fork ends at once.
     """
     with open(path) as file:
