@@ -10,7 +10,7 @@ import tempfile
 import time
 
 from helpers import ROOT, WarmCommand, read_whole
-from jobs import free_port
+from jobs import command_of, free_port, session_members
 
 
 def copied_alone(path, folder):
@@ -76,8 +76,11 @@ def run_until(text, commands, folder, timeout=60):
 def _kill(processes):
     """Kill what each of these processes has started, and itself."""
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):  # raised if no process of this session is left
-            os.killpg(process.pid, signal.SIGKILL)
+        # Python's resource tracker ends by itself, when it has removed the semaphores of the killed processes.
+        while killed := [pid for pid in session_members(process.pid) if "resource_tracker" not in command_of(pid)]:
+            for pid in killed:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         process.wait()
 
 

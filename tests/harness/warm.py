@@ -3,7 +3,9 @@
     python tests/harness/warm.py SOCKET
 
 It runs what helpers.run_main and run_script, tutorials.py and Job(warm=True) start. Where the start itself is tested,
-tests use real commands. Each command is a fork of this process. Its spawned ranks are forks of one fork server, which all commands share, while
+tests use real commands.
+
+Each command is a fork of this process. Its spawned ranks are forks of one fork server, which all commands share, while
 a real command starts a fork server of its own, or a new Python for each rank (mp.spawn). A command and its ranks are
 one process group. This process ends when its standard input is closed.
 """

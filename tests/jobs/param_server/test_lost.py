@@ -98,6 +98,11 @@ def test_a_restart_gets_past_an_evaluation_in_which_the_server_was_killed(tmp_pa
     summary = json.loads(summary_file.read_text())
     assert summary["images_applied"] == [losses.IMAGES] * 2 and summary["updates"] == 2 * updates, output
     assert re.findall(r"^Epoch (\d)", done.stdout, re.M) == ["1", "2"], output
-    counted = re.findall(r"counted (\d+) never, min (\S+), max (\S+),", output)
+    counted = re.findall(r"counted (\d+) never, min (\S+), max (\S+),.*\nnot once: (\d+), the first is (\d+)", output)
     each = 0.25 if mode == "sync" else 1.0
-    assert [(int(never), float(least), float(most)) for never, least, most in counted] == [(0, each, each)] * 2, output
+    for epoch, (never, least, most, uneven, first) in enumerate(counted):
+        if servers > 1 and epoch == 0:  # the killed trainer may have left a push that only the first server has applied
+            assert int(uneven) <= losses.BATCH and int(first) >= losses.IMAGES // servers, output
+        else:
+            assert (int(never), float(least), float(most)) == (0, each, each), output
+    assert len(counted) == 2, output
