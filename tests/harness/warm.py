@@ -84,10 +84,9 @@ def become(request):
     from warm import Adopted  # imported under a name with which ranks can unpickle it
 
     def start_processes(function, *args, start_method="spawn", **keywords):
-        if start_method != "fork":
-            mine = request | {"environ": dict(os.environ)}  # the command may have changed its environment
-            function, start_method = Adopted(function, mine, start_method == "spawn"), "forkserver"
-        return plain(function, *args, start_method=start_method, **keywords)
+        mine = request | {"environ": dict(os.environ)}  # the command may have changed its environment
+        rank = Adopted(function, mine, together=start_method == "spawn")
+        return plain(rank, *args, start_method="forkserver", **keywords)
 
     plain = torch.multiprocessing.start_processes
     torch.multiprocessing.start_processes = start_processes
