@@ -55,17 +55,22 @@ def stop_when_all_have_done_their_work(job):
     job.leave = leave
 
 
-def raise_fault_when_it_is_due(job):
-    import torch  # only now: main.py sets environment variables before it imports torch
-    from torch.distributed.rpc import api
-
-    due = time.monotonic() + SECONDS
-    plain_invoke, plain_wait = api._invoke_rpc, job.wait_for_all
-
-    def invoke(*arguments, **keywords):
+def faulty(plain_call, due):
+    def call(*arguments, **keywords):
         if time.monotonic() >= due:
             raise_fault()
-        return plain_invoke(*arguments, **keywords)
+        return plain_call(*arguments, **keywords)
+
+    return call
+
+
+def raise_fault_when_it_is_due(job):
+    import torch  # only now: main.py sets environment variables before it imports torch
+    from torch.distributed import rpc
+    from torch.distributed.rpc import rref_proxy
+
+    due = time.monotonic() + SECONDS
+    plain_wait = job.wait_for_all
 
     def wait_for_all():
         time.sleep(max(0.0, due - time.monotonic()))
@@ -91,7 +96,12 @@ def raise_fault_when_it_is_due(job):
 
     plain_wait_for_futures = torch.futures.wait_all
     torch.futures.wait_all = wait_for_futures
-    api._invoke_rpc, job.wait_for_all, queue.SimpleQueue = invoke, wait_for_all, ImpatientQueue
+    job.wait_for_all, queue.SimpleQueue = wait_for_all, ImpatientQueue
+    # Where this rank begins a call. Further inside, torch continues a call through an RRef in a callback of a Future,
+    # and would lose a SystemExit that is raised there: the call then never ends.
+    for name in ("rpc_sync", "rpc_async", "remote"):
+        setattr(rpc, name, faulty(getattr(rpc, name), due))
+    rref_proxy._invoke_rpc = faulty(rref_proxy._invoke_rpc, due)
 
 
 def run_worker(rank, args, job):
