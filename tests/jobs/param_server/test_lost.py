@@ -56,7 +56,7 @@ def test_without_the_last_trainer_the_job_ends():
 def test_the_digits_are_learned_without_a_lost_trainer(digits, tmp_path):
     """With the real network and one of three trainers killed, every image is applied once, and the accuracy is high."""
     summary = tmp_path / "s.json"
-    flags = ("--mode", "replica", "--overlap", "--world_size", 4, "--batch_size", 16, "--lr", 0.05)
+    flags = ("--mode", "replica", "--overlap", "--world_size", 4, "--batch_size", 16, "--lr", 0.03)
     flags = (*flags, "--log_interval", 20, "--data_dir", digits, "--on_lost", "continue", "--summary_json", summary)
     process = start_main("param_server", *flags)
     while "training batch" not in process.stdout.readline():
