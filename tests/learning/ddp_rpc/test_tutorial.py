@@ -174,11 +174,3 @@ def test_the_tutorial_with_torchs_own_sgd_warns(tmp_path):
     program = changed(copied_alone("ddp_rpc/tutorial.py", tmp_path), *sizes(1, 1), own)
     done = run_spawned(program, "--world_size", 3, timeout=200)
     assert done.returncode == 0 and "functional optimizers is deprecated" in done.stderr
-
-
-def test_the_difference_that_the_readme_shows_is_the_real_one():
-    readme = (ROOT / "ddp_rpc" / "README.md").read_text()
-    command = ["diff", "single.py", "tutorial.py"]
-    real = subprocess.run(command, cwd=ROOT / "ddp_rpc", capture_output=True, text=True).stdout
-    (shown,) = re.findall(r"<details>.*?^```text\n(.*?)^```.*?</details>", readme, re.S | re.M)
-    assert shown == real

@@ -1,7 +1,6 @@
 """rl_rpc/tutorial.py and single.py: their results are compared with a plain loop, and their commands are run."""
 
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -206,11 +205,3 @@ def test_tutorial_learns():
     done = run_spawned(PATH, "--max_episodes", 60, "--log_interval", 60, timeout=250)
     assert (done.returncode, done.stderr) == (0, "")
     assert float(LINE.findall(done.stdout)[-1][2]) > 40
-
-
-def test_the_differences_that_the_readme_shows_are_the_real_ones():
-    readme = (ROOT / "rl_rpc" / "README.md").read_text()
-    command = ["diff", "single.py", "tutorial.py"]
-    real = subprocess.run(command, cwd=ROOT / "rl_rpc", capture_output=True, text=True).stdout
-    (shown,) = re.findall(r"<details>.*?^```text\n(.*?)^```.*?</details>", readme, re.S | re.M)
-    assert shown == real
