@@ -28,7 +28,10 @@ def parse_args(argv=None):
     parser.add_argument("--episodes", type=flags.positive_int, default=3, metavar="N", help="default: 3")
     parser.add_argument("--seed", type=flags.non_negative_int, default=1, metavar="N", help="default: 1")
     parser.add_argument("--gif", metavar="FILE.gif", help="write the episodes as an animation")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.gif and os.path.realpath(args.gif) == os.path.realpath(args.policy):
+        parser.error(f"--gif {args.gif} would replace the policy")
+    return args
 
 
 def load_policy(path):

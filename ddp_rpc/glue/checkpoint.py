@@ -9,6 +9,7 @@ import os
 import secrets
 import threading
 import warnings
+import zipfile
 
 import torch
 
@@ -113,9 +114,12 @@ def load(path, scenario):
 
 def _read(path, scenario):
     try:
-        with warnings.catch_warnings():
+        with open(path, "rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about files of other formats; the error below covers them
-            saved = torch.load(path, map_location="cpu", weights_only=True)
+            if zipfile.ZipFile(file).testzip():  # the file has a checksum of each part, which torch does not compare
+                raise zipfile.BadZipFile
+            file.seek(0)
+            saved = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"there is no checkpoint {path}") from None
     except Exception as error:  # zipfile, pickle and torch each raise an exception class of their own

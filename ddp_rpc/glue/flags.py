@@ -168,11 +168,21 @@ def _choose_device(parser, args):
     return [f"--device auto: {args.device}" + (f" ({why})" if why else "")] if computes_here else []
 
 
+WRITTEN = ("plot", "summary_json", "checkpoint", "save", "trace")  # the flags of the files that a run writes
+
+
 def _check_files(parser, args, writer):
-    """Refuse, in the process that will write them, files that cannot be written."""
+    """Refuse a file that two flags name, and, in the process that will write them, files that cannot be written."""
     if args.trace and not args.trace.endswith((".json", ".png")):
         parser.error(f"--trace {args.trace}: FILE must end in .json or .png")
-    for flag in ("plot", "summary_json", "checkpoint", "save", "trace"):
+    flag_of = {}  # file -> the flag that names it
+    for flag in ("corpus", "data_dir", *WRITTEN):
+        path = vars(args).get(flag)
+        if path and (os.path.isfile(path) or os.path.isdir(path) or not os.path.exists(path)):
+            other = flag_of.setdefault(os.path.realpath(path), flag)
+            if other != flag:
+                parser.error(f"--{other} and --{flag} name the same file, {path}: one would replace the other")
+    for flag in WRITTEN:
         path = vars(args).get(flag)
         written_here = args.rank in (None, 0 if flag == "trace" else writer)
         if path and written_here and (why := _why_not_written(flag, path)):

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from helpers import PACKAGES, ROOT, assert_refused, package_on_path, run_main
+from helpers import PACKAGES, ROOT, assert_refused, package_on_path, run_main, run_script
 
 
 def test_flags_are_understood_with_hyphens_too():
@@ -66,6 +66,28 @@ def test_what_cannot_work_is_refused_at_the_start(package, flags, words):
     done = run_main(package, *flags)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done
     assert all(word in done.stderr for word in words), done.stderr
+
+
+@pytest.mark.parametrize(
+    "package, one, other",
+    [
+        ("rl_rpc", "checkpoint", "save"),
+        ("rnn_rpc", "corpus", "checkpoint"),  # the user's text
+        ("ddp_rpc", "plot", "summary_json"),
+        ("param_server", "data_dir", "checkpoint"),
+    ],
+)
+def test_one_file_for_two_flags_is_refused(package, one, other, tmp_path, capsys):
+    (tmp_path / "file").write_text("a text")
+    (tmp_path / "link").symlink_to("file")
+    flags = [f"--{one}", tmp_path / "file", f"--{other}", tmp_path / "link"]
+    assert_refused(package, flags, capsys, f"--{one}", f"--{other}", "the same file")
+
+
+def test_a_gif_does_not_replace_the_policy(tmp_path):
+    (tmp_path / "policy.pt").write_text("a policy")
+    done = run_script("rl_rpc/play.py", tmp_path / "policy.pt", "--gif", tmp_path / "policy.pt")
+    assert done.returncode == 2 and "would replace the policy" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("package, rank", [("rl_rpc", 1), ("rnn_rpc", 0), ("ddp_rpc", 0), ("param_server", 1)])
