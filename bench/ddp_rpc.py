@@ -96,7 +96,8 @@ def variants(args, *cell, servers=(1,), sparse=False):
         for suffix, place in places(args.device).items():
             name = mode + (f", {number} servers" if number > 1 else "") + suffix
             words = ["--sparse"] if sparse else []
-            calls[name] = functools.partial(run, mode, *cell, "--num_servers", number, *place, *words)
+            ranks = ["--world_size", 2 + 1 + number, "--num_servers", number]  # two trainers
+            calls[name] = functools.partial(run, mode, *cell, *ranks, *place, *words)
     if sparse:
         calls["hogwild, dense"] = functools.partial(run, "hogwild", *cell)
     return calls

@@ -1,6 +1,7 @@
 """Measure loss and accuracy on held-out bags, and check that all trainers have the same replica of `fc`.
 
 Runs in every trainer process. All trainers call these functions at the same time.
+
 Shapes: B bags in a batch, C classes.
 """
 
@@ -15,10 +16,10 @@ from glue.seeds import seed_for
 HELDOUT_BATCHES, HELDOUT_BAGS = 16, 512  # 8,192 bags: the standard error of an accuracy of 0.7 is about 0.005
 
 
-def draw_heldout(log, plan, rank):
+def draw_heldout(log, seed):
     """Return this trainer's part of the held-out batches. They are divided among the trainers."""
-    batches = log.batches(HELDOUT_BATCHES, HELDOUT_BAGS, seed_for(plan.seed, "held-out"))
-    return batches[rank :: plan.num_trainers]
+    batches = log.batches(HELDOUT_BATCHES, HELDOUT_BAGS, seed_for(seed, "held-out"))
+    return batches[dist.get_rank() :: dist.get_world_size()]
 
 
 @torch.no_grad()
@@ -47,12 +48,11 @@ def evaluate(model, log, heldout, step):
 
 
 def check_replicas(model):
-    """Return 0.0, the largest difference between the trainers' replicas of `fc`; raise RuntimeError if it is not 0."""
+    """Raise RuntimeError if the trainers' replicas of `fc` differ."""
     lowest = parameters_to_vector(model.fc.parameters()).detach().cpu()
     highest = lowest.clone()
     dist.all_reduce(lowest, dist.ReduceOp.MIN)
     dist.all_reduce(highest, dist.ReduceOp.MAX)
-    difference = float((highest - lowest).max())
-    if difference != 0:
+    if not torch.equal(lowest, highest):
+        difference = float((highest - lowest).max())
         raise RuntimeError(f"the trainers' replicas of fc differ by up to {difference:g}")
-    return difference

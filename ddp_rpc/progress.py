@@ -79,7 +79,6 @@ class Progress:
             heldout_loss=figures["heldout_loss"],
             heldout_accuracy=figures["heldout_accuracy"],
             ceiling_accuracy=figures["ceiling_accuracy"],
-            replicas_max_difference=figures["replicas_max_difference"],
             batches_per_second=rate,
             samples_per_second=samples,
             num_trainers=args.num_trainers,

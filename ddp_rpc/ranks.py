@@ -4,7 +4,7 @@ import torch
 
 from glue import UserError
 
-ROLES = "the ranks are --num_trainers (1 or more), then 1 master, then --num_servers (1 or more)"
+ROLES = "the first ranks are trainers, 1 or more; then come 1 master and --num_servers servers"
 
 
 def worker_name(rank, args):
@@ -14,18 +14,6 @@ def worker_name(rank, args):
     if rank == args.num_trainers:
         return "master"
     return f"server{rank - args.num_trainers}"
-
-
-def divide_ranks(world_size, num_trainers, num_servers):
-    """Return (number of trainers, number of servers) from the flags; a flag that was not given is None."""
-    if world_size is None:
-        return num_trainers or 2, num_servers or 1
-    if num_trainers is None:
-        num_servers = num_servers or 1
-        return world_size - 1 - num_servers, num_servers
-    if num_servers is None:
-        num_servers = world_size - 1 - num_trainers
-    return num_trainers, num_servers
 
 
 def check_trainer_devices(devices):

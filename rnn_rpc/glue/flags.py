@@ -44,7 +44,23 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefa
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that accepts --world-size for --world_size, as torchrun does, and prints errors in one line."""
+    """An ArgumentParser that accepts --world-size for --world_size, as torchrun does, and prints errors in one line.
+
+    If a launcher has started this process, its rank, world size and address replace those of the command line, unless
+    --rank is given.
+    """
+
+    def parse_args(self, args=None, namespace=None):
+        parsed = super().parse_args(args, namespace)
+        try:
+            place = find_place() if parsed.rank is None else None
+        except ValueError as error:
+            self.error(str(error))
+        if place:
+            parsed.launcher, parsed.rank, parsed.world_size = place.launcher, place.rank, place.world_size
+            parsed.master_addr = place.address or parsed.master_addr
+            parsed.master_port = place.port or parsed.master_port
+        return parsed
 
     def parse_known_args(self, args=None, namespace=None):
         words = sys.argv[1:] if args is None else args
@@ -92,16 +108,8 @@ def argument_parser(description, modes, world_size, on_lost=False):
     trace_help = "record all RPCs (if rank 0 has this flag); .json: for ui.perfetto.dev; .png: a picture of one step"
     add("--trace", metavar="FILE", help=trace_help)
     add("--check", action="store_true", help="instead of the work: print what each host offers, and time RPCs")
-    parser.set_defaults(on_lost="stop", torchrun=False, restarts=0)
+    parser.set_defaults(on_lost="stop", launcher=None, restarts=0)
     return parser
-
-
-def launched_place(parser, args):
-    """Return the Place that a launcher gave this process; None if there is no launcher, or if --rank is given."""
-    try:
-        return find_place() if args.rank is None else None
-    except ValueError as error:
-        parser.error(str(error))
 
 
 def check_arguments(
@@ -118,17 +126,12 @@ def check_arguments(
     process) and restarts, which Job.join sets (how many times this job has been started before).
     """
     args.must_match = ("world_size", "mode", "seed", "check", "on_lost", *must_match)
-    place = launched_place(parser, args)
-    if place:
-        args.torchrun = place.launcher == "torchrun"
-        args.rank, args.world_size = place.rank, place.world_size
-        args.master_addr = place.address or args.master_addr
-        args.master_port = place.port or args.master_port
+    args.torchrun = args.launcher == "torchrun"
     _check_size(parser, args, min_world_size, max_world_size, roles)
     args.device_ranks = range(args.world_size) if device_ranks is None else device_ranks
     _check_combinations(parser, args)
     _check_files(parser, args, writer)
-    said = [f"rank {args.rank} of {args.world_size}, started by {place.launcher}"] if place else []
+    said = [f"rank {args.rank} of {args.world_size}, started by {args.launcher}"] if args.launcher else []
     said += _choose_device(parser, args)
     if said and not (args.torchrun and args.rank):  # torchrun's ranks share one console
         print(*said, sep="\n", flush=True)

@@ -52,7 +52,7 @@ def test_gpu_memory_stays_flat(package):
     assert all(float(end) - float(half) <= 4 for half, end in held), held
 
 
-DDP = ["--num_trainers", 2, "--epochs", 2, "--batches", 20]
+DDP = ["--epochs", 2, "--batches", 20]
 PS = ["--dataset", "synthetic", "--max_batches", 5]
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine does not have two CUDA GPUs")
 
@@ -61,7 +61,7 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machin
     "package, flags, says",
     [
         ("ddp_rpc", [*DDP, "--mode", "sync"], "replicas of fc identical on 2 trainers"),
-        ("ddp_rpc", [*DDP, "--mode", "pipelined", "--num_servers", 2], "replicas of fc identical on 2 trainers"),
+        ("ddp_rpc", [*DDP, "--mode", "pipelined", "--world_size", 5, "--num_servers", 2], "identical on 2 trainers"),
         ("param_server", [*PS, "--mode", "replica", "--world_size", 4, "--num_servers", 2], "Accuracy"),
         pytest.param("param_server", [*PS, "--mode", "remote", "--num_gpus", 2], "Accuracy", marks=TWO_GPUS),
     ],

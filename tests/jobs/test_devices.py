@@ -45,7 +45,7 @@ def test_the_ranks_of_a_host_take_its_gpus_in_turn(places, devices):
     [
         ("rl_rpc", ["--world_size", "3"], [0]),
         ("rnn_rpc", ["--world_size", "3"], [0, 1, 2]),
-        ("ddp_rpc", ["--num_servers", "2"], [0, 1, 3, 4]),
+        ("ddp_rpc", ["--world_size", "5", "--num_servers", "2"], [0, 1, 3, 4]),
         ("ddp_rpc", ["--table_device", "cpu"], [0, 1]),
         ("param_server", ["--mode", "remote"], [0]),
         ("param_server", ["--mode", "replica"], [0, 1, 2]),

@@ -6,7 +6,7 @@ from helpers import run_main
 
 SIZES = {
     "rl_rpc": lambda n: ["--world_size", n, "--max_episodes", 2, "--eval_episodes", 1],
-    "ddp_rpc": lambda n: ["--num_trainers", n - 2, "--num_servers", 1, "--epochs", 1, "--batches", 5],
+    "ddp_rpc": lambda n: ["--world_size", n, "--epochs", 1, "--batches", 5],
 }  # without a process group, and with one
 
 

@@ -54,7 +54,7 @@ def new_master(num_servers, *flags):
 def test_changed_rows(tmp_path):
     """The first checkpoint gets the whole table from the servers, the next ones get only the rows that have changed."""
     file = tmp_path / "end.pt"
-    master, shards = new_master(2, *FLAGS, file, "--num_servers", 2)
+    master, shards = new_master(2, *FLAGS, file, "--world_size", 5, "--num_servers", 2)
     optimizers = [torch.optim.SGD(shard.parameters(), lr=1.0) for shard in shards]
     sent = []
     for epoch, ids in enumerate(([0, 1, 2], [3, 500, 999], [3, 4], []), 1):
@@ -71,6 +71,6 @@ def test_changed_rows(tmp_path):
         assert torch.equal(saved, parts.whole_table(shards)), epoch
     whole = ROWS * DIM * 4
     assert sent[0] >= whole and max(sent[1:]) < whole / 10, sent
-    again, _ = new_master(3, *FLAGS, file, "--num_servers", 3, "--resume")
+    again, _ = new_master(3, *FLAGS, file, "--world_size", 6, "--num_servers", 3, "--resume")
     again.after_epoch(5, FIGURES, 1.0, {})
     assert torch.equal(torch.load(file, weights_only=True)["state"]["table"], saved)

@@ -1,6 +1,6 @@
 """For test_sharding.py: main.py with a server that counts lookups, by number of bags and with or without a graph.
 
-python tests/learning/ddp_rpc/lookups_job.py --num_trainers 1 --batches 5
+python tests/learning/ddp_rpc/lookups_job.py --world_size 3 --batches 5
 """
 
 import collections

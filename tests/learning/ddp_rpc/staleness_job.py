@@ -1,6 +1,6 @@
 """For test_sharding.py: mode pipelined, with a server that holds messages back, so that a gradient gets very stale.
 
-python tests/learning/ddp_rpc/staleness_job.py --mode pipelined --num_trainers 3 --batches 10 --epochs 1
+python tests/learning/ddp_rpc/staleness_job.py --mode pipelined --world_size 5 --batches 10 --epochs 1
 
 Message n of a trainer brings the gradient of its batch n - 1, and asks for the sums of its batch n + 1. Batches count
 from 1. Trainer 0 looks up batch 4 with message 3, and message 5 brings the gradient. In between the server gets

@@ -12,8 +12,8 @@ from helpers import package_on_path, run_main
 with package_on_path("ddp_rpc"):
     from clicks import ClickLog
     from glue.seeds import seed_for
-    from main import learning_rate
     from shards import INITIAL_STD
+    from training import learning_rate
 
 SIZES = {"num_embeddings": 50, "embedding_dim": 12, "batch_bags": 6, "batches": 15, "epochs": 2, "lr": 0.05}
 FLAGS = [text for name, value in SIZES.items() for text in (f"--{name}", value)]
@@ -81,7 +81,7 @@ def largest_difference(one, other):
 @pytest.mark.parametrize(("trainers", "servers", "seed"), [(2, 2, 1), pytest.param(3, 1, 2, marks=pytest.mark.slow)])
 def test_sync_trainers_equal_one_process_on_the_joined_batch(tmp_path, trainers, servers, seed):
     """This also shows that each trainer draws its own batches, and that the seed determines all random numbers."""
-    sizes = ("--num_trainers", trainers, "--num_servers", servers, "--seed", seed)
+    sizes = ("--world_size", trainers + 1 + servers, "--num_servers", servers, "--seed", seed)
     found = distributed(tmp_path, "--mode", "sync", "--sparse", *sizes)
     assert largest_difference(found, one_process(trainers, seed=seed)) < 1e-5
     # The batches of trainer 0 alone give another result.
@@ -90,12 +90,12 @@ def test_sync_trainers_equal_one_process_on_the_joined_batch(tmp_path, trainers,
 
 @pytest.mark.parametrize("sparse", [(), pytest.param(("--sparse",), marks=pytest.mark.slow)])
 def test_hogwild_with_one_trainer_equals_one_process(tmp_path, sparse):
-    found = distributed(tmp_path, "--mode", "hogwild", "--num_trainers", 1, "--num_servers", 2, *sparse)
+    found = distributed(tmp_path, "--mode", "hogwild", "--world_size", 4, "--num_servers", 2, *sparse)
     assert largest_difference(found, one_process()) < 1e-5
 
 
 def test_pipelined_with_one_trainer_equals_one_process_with_lookups_one_step_old(tmp_path):
-    found = distributed(tmp_path, "--mode", "pipelined", "--num_trainers", 1, "--num_servers", 2, "--sparse")
+    found = distributed(tmp_path, "--mode", "pipelined", "--world_size", 4, "--num_servers", 2, "--sparse")
     assert largest_difference(found, one_process(stale_lookups=True)) < 1e-5
     assert largest_difference(found, one_process()) > 1e-4  # without stale lookups the result is different
 
@@ -108,7 +108,7 @@ def save_checkpoint(path, table, fc):
 
 def test_hogwild_steps_the_table_once_for_each_trainer(tmp_path):
     """In the tutorial's mode, two trainers do not compute the same as one process on the joined batch."""
-    found = distributed(tmp_path, "--mode", "hogwild", "--num_trainers", 2)
+    found = distributed(tmp_path, "--mode", "hogwild")
     joined = one_process(2)
     moved, moved_joined = (float((table - start_of_table()).norm()) for table in (found[0], joined[0]))
     assert largest_difference(found, joined) > 1e-3
@@ -120,7 +120,8 @@ def test_a_run_that_goes_on_with_other_servers_equals_one_that_was_not_interrupt
     """The plain loop writes the checkpoint of epoch 1, and a run with three servers resumes from it."""
     table, fc = one_process(2, epochs=1)
     save_checkpoint(tmp_path / "end.pt", table, fc)
-    found = distributed(tmp_path, "--mode", "sync", "--num_servers", 3, "--resume", says="Going on after epoch 1 ")
+    flags = ("--mode", "sync", "--world_size", 6, "--num_servers", 3, "--resume")
+    found = distributed(tmp_path, *flags, says="Going on after epoch 1 ")
     assert largest_difference(found, one_process(2)) < 1e-5
     assert largest_difference(found, (table, fc)) > 1e-3
 
@@ -134,6 +135,6 @@ def test_a_run_that_goes_on_with_other_servers_equals_one_that_was_not_interrupt
 )
 def test_on_gpus_it_equals_one_process_on_the_cpu(tmp_path, mode, trainers, table_device):
     """Equal to 1e-4, because a GPU adds in another order. Sparse gradients, which the pretend device cannot have."""
-    place = ("--device", "cuda", "--table_device", table_device, "--num_trainers", trainers, "--num_servers", 2)
+    place = ("--device", "cuda", "--table_device", table_device, "--world_size", trainers + 3, "--num_servers", 2)
     found = distributed(tmp_path, "--mode", mode, "--sparse", *place)
     assert largest_difference(found, one_process(trainers, stale_lookups=mode == "pipelined")) < 1e-4
