@@ -21,10 +21,10 @@ from common import interleave, places, run_main, table, use_package, write_json
 use_package("rl_rpc")
 
 from actor import Actor
-from environment import make_env
+from environment import make_env, reward_threshold, sizes
 from glue import flags, host
 from glue.seeds import seed_for
-from policy import draw
+from policy import Policy, draw
 from reinforce import Learner, Trajectory, reinforce_loss
 
 MODES = ("step", "packed", "batched", "rollout", "async")
@@ -41,7 +41,8 @@ def single_process(seed, observers, episodes):
     """
     torch.set_num_threads(1)
     env = make_env("CartPole-v1")
-    learner = Learner(env, seed)
+    torch.manual_seed(seed_for(seed, 0))
+    learner = Learner(Policy(*sizes(env)), lr=5e-3, gamma=0.99, reward_threshold=reward_threshold(env))
     actor = Actor(learner.policy)
     started = time.perf_counter()
     for episode in range(1, episodes + 1):

@@ -17,27 +17,28 @@ from reinforce import log_probabilities, normalised_returns
 Observer = rollout.Observer
 
 
-class Agent(rollout.Agent):
+class Agent(rollout.Agent):  # in the agent
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.began = {}  # {ob_id: (the policy with which its episode is played, how many updates it had)}
-        self.ended = None  # the ob_id of the episode from which finish_episode learns
         self.staleness = collections.Counter()  # {staleness: how many updates had it}
 
     def run_episode(self):
         """Let idle observers start an episode with the current weights; return when an episode of any observer ends."""
         # A copy, because the policy changes while RPC still sends it, and while the observer plays.
         policy = copy.deepcopy(self.learner.policy)
-        for ob_id in self.idle_observers():
+        weights = rollout.weights_to_send(policy)
+        for ob_id in self.calls.idle(self.ob_rrefs):
             self.began[ob_id] = (policy, self.learner.episodes)
-        self.call_observers(rollout.weights_to_send(policy))
-        self.ended, trajectory = next(self.calls.as_completed())
-        self.trajectories[self.ended] = trajectory
+            future = self.ob_rrefs[ob_id].rpc_async(timeout=0).run_episode(weights, self.learner.episodes + 1)
+            self.calls.add(ob_id, future)
+        ob_id, trajectory = next(self.calls.as_completed())
+        self.trajectories = {ob_id: trajectory}
 
     def finish_episode(self):
         """Learn from the episode that has ended; return its total reward."""
-        old_policy, updates = self.began[self.ended]
-        trajectory = self.trajectories[self.ended]
+        ((ob_id, trajectory),) = self.trajectories.items()
+        old_policy, updates = self.began[ob_id]
         self.staleness[self.learner.episodes - updates] += 1
         loss = clipped_loss(self.learner.policy, old_policy, trajectory, self.learner.gamma)
         return self.learner.learn([trajectory], loss)

@@ -1,7 +1,7 @@
 """Mode `batched`: as `packed`, but the agent answers all observers together, from one forward pass.
 
-Read packed.py first: the observers are the same. An answer takes longer, because the agent waits until every observer
-that still plays has asked.
+Read packed.py first. An answer takes longer, because the agent waits until every observer that still plays has asked.
+So an observer has to say that it has finished, which is one more RPC for each episode.
 
 Shapes: B = observers that are answered together, D = observation features, A = actions.
 """
@@ -15,10 +15,15 @@ import torch.distributed.rpc as rpc
 import packed
 from policy import DTYPE, draw
 
-Observer = packed.Observer
+
+class Observer(packed.Observer):  # in an observer, on an RPC thread
+    def run_episode(self, agent_rref, episode):
+        last_reward = super().run_episode(agent_rref, episode)
+        agent_rref.rpc_sync().leave(self.id)
+        return last_reward
 
 
-class Agent(packed.Agent):
+class Agent(packed.Agent):  # in the agent
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.lock = threading.Lock()  # protects the next two
@@ -28,10 +33,10 @@ class Agent(packed.Agent):
     def run_episode(self):
         """Let all observers play one episode. All get an action at the same time, then all take an environment step."""
         with self.lock:
-            self.playing = set(self.idle_observers())
+            self.playing = set(self.calls.idle(self.ob_rrefs))
         super().run_episode()
 
-    # With async_execution this method returns a Future, and its RPC thread is free at once. If it waited for the other
+    # With async_execution this method returns a Future, and its RPC thread is free again. If it waited for the other
     # observers instead, each of them would occupy a thread. The call that brings the last missing state completes the
     # Futures of all; RPC sends the value of each to the observer that has asked.
     @rpc.functions.async_execution
@@ -40,43 +45,31 @@ class Agent(packed.Agent):
         if reward is not None:
             self.report_reward(ob_id, reward)
         future = torch.futures.Future()
-        with self.lock:  # all observers write to `waiting`, and exactly one call may find the batch complete
+        with self.lock:  # several observers may ask at the same time
             self.trajectory_of(ob_id)  # refuses an observer that on_lost() has taken out
             self.waiting[ob_id] = (state, future)
-            batch = self.take_full_batch()
-        self.answer(batch)
+        self.answer_if_all_have_asked()
         return future
-
-    def end_episode_of(self, ob_id, last_reward):
-        super().end_episode_of(ob_id, last_reward)
-        self.leave(ob_id)
 
     def leave(self, ob_id):
         """Wait for no state of this observer any more. The others may have been waiting only for it."""
         with self.lock:
             self.playing.discard(ob_id)
             self.waiting.pop(ob_id, None)  # of an observer that is lost
-            batch = self.take_full_batch()
-        self.answer(batch)
+        self.answer_if_all_have_asked()
 
-    def take_full_batch(self):
-        """Return `waiting`, in rank order, if all playing observers wait, else {}. The caller has the lock."""
-        if len(self.waiting) < len(self.playing):
-            return {}
-        batch = dict(sorted(self.waiting.items()))
-        self.waiting = {}
-        return batch
-
-    def answer(self, batch):
-        """Answer all observers of `batch` from one forward pass.
-
-        It needs no lock: they all wait, so the next batch cannot be complete before they are answered.
-        """
-        if not batch:
-            return
+    def answer_if_all_have_asked(self):
+        """If all playing observers wait for an action, answer them from one forward pass."""
+        with self.lock:
+            if not self.waiting or len(self.waiting) < len(self.playing):
+                return
+            batch = dict(sorted(self.waiting.items()))  # in rank order
+            self.waiting = {}
+        # Without the lock: all of them wait, so the next batch cannot be complete before they are answered.
         states_BD = np.stack([state for state, _ in batch.values()])
         with torch.no_grad():
-            probs_BA = self.learner.policy(torch.as_tensor(states_BD, dtype=DTYPE, device=self.learner.device))
+            policy = self.learner.policy
+            probs_BA = policy(torch.as_tensor(states_BD, dtype=DTYPE, device=policy.device))
         for (ob_id, (state, future)), probs in zip(batch.items(), probs_BA.tolist(), strict=True):
             action = draw(probs, self.generators[ob_id])
             self.trajectories[ob_id].states.append(state)

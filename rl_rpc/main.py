@@ -12,6 +12,7 @@ packed.py and then batched.py, rollout.py and then asynchronous.py.
 
 import glue.before_torch  # noqa: F401  (must be the first import; its docstring has the reason)
 
+import torch
 import torch.distributed.rpc as rpc
 
 import asynchronous
@@ -19,11 +20,13 @@ import batched
 import packed
 import rollout
 import step
-from environment import make_env
+from environment import make_env, reward_threshold, sizes
 from glue import flags, launch
 from glue.report import Meter
+from glue.seeds import seed_for
+from policy import Policy
 from progress import Progress
-from ranks import worker_name
+from ranks import ROLES, worker_name
 from reinforce import Learner
 
 MODES = {"step": step, "packed": packed, "batched": batched, "rollout": rollout, "async": asynchronous}
@@ -39,23 +42,18 @@ def parse_args(argv=None):
     add("--lr", type=flags.positive_float, default=5e-3, metavar="LR", help="Adam's learning rate")
     add("--reward_threshold", type=float, metavar="R", help="solved above this running reward (None: environment's)")
     add("--max_episodes", type=flags.positive_int, default=2000, metavar="N", help="end after N episodes in any case")
-    add(
-        "--log_interval",
-        type=flags.positive_int,
-        default=10,
-        metavar="N",
-        help="print a line and write the checkpoint every N episodes",
-    )
+    interval = "print a line and write the checkpoint every N episodes"
+    add("--log_interval", type=flags.positive_int, default=10, metavar="N", help=interval)
     add("--eval_episodes", type=flags.non_negative_int, default=100, metavar="N", help="episodes of greedy evaluation")
     add("--save", metavar="FILE.pt", help="write the trained policy, for play.py")
     args = parser.parse_args(argv)
+
     try:
         make_env(args.env_id).close()
     except ValueError as error:
         parser.error(str(error))
-    roles = "rank 0 is the agent, every other rank an observer"
     # Only the agent uses --device. The observers' copies of the policy compute one state at a time, on the CPU.
-    flags.check_arguments(parser, args, 2, roles, must_match=MUST_MATCH, device_ranks=[0])
+    flags.check_arguments(parser, args, min_world_size=2, roles=ROLES, must_match=MUST_MATCH, device_ranks=[0])
     return args
 
 
@@ -72,8 +70,12 @@ def run_worker(rank, args, job):
 
 def run_agent(args, job):
     """Play and learn until the policy is good enough, then evaluate it. Runs in rank 0."""
-    learner = Learner(make_env(args.env_id), args.seed, args.gamma, args.lr, args.reward_threshold, job.device)
-    agent = MODES[args.mode].Agent(args.world_size, learner, args.env_id, args.seed, job.report_lost)
+    env = make_env(args.env_id)
+    torch.manual_seed(seed_for(args.seed, 0))  # the stream of random numbers from which the first weights are drawn
+    policy = Policy(*sizes(env)).to(job.device)
+    learner = Learner(policy, args.lr, args.gamma, reward_threshold(env, args.reward_threshold))
+    mode = MODES[args.mode]
+    agent = mode.Agent(mode.Observer, args.world_size, learner, args.env_id, args.seed, job.report_lost)
     job.on_lost(1, agent.on_lost)  # with --on_lost continue, the job can lose observers from here on
     progress = Progress(args, agent, RESUME_KEYS)
     progress.start()

@@ -6,7 +6,7 @@ Read step.py first. Here is what differs, in the order of an episode.
 import step
 
 
-class Observer(step.Observer):
+class Observer(step.Observer):  # in an observer, on an RPC thread
     def run_episode(self, agent_rref, episode):
         """Play one episode; return its last reward, which no state follows."""
         state = self.reset(episode)
@@ -18,21 +18,14 @@ class Observer(step.Observer):
         return reward
 
 
-class Agent(step.Agent):
-    observer_class = Observer
-
-    def run_episode(self):
-        """Let all observers play one episode."""
-        self.call_observers(self.agent_rref)
-        for ob_id, last_reward in self.calls.as_completed():
-            self.end_episode_of(ob_id, last_reward)
-
+class Agent(step.Agent):  # in the agent
     def select_action(self, ob_id, state, reward):
         """Store the reward of the last action (None before the first) and the state; return an action for it."""
         if reward is not None:
             self.report_reward(ob_id, reward)
         return super().select_action(ob_id, state)
 
-    def end_episode_of(self, ob_id, last_reward):
-        """Store an observer's last reward. (In `batched` more happens here.)"""
-        self.trajectories[ob_id].rewards.append(last_reward)
+    def run_episode(self):
+        """Let all observers play one episode."""
+        for ob_id, last_reward in super().run_episode().items():
+            self.trajectories[ob_id].rewards.append(last_reward)

@@ -7,8 +7,8 @@ import bisect
 import itertools
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional as F
 
 # A product of B rows, B products of one row, numpy and a GPU all round differently. In float32 such a difference would
 # change one action in about forty million, and from then on two modes would play different episodes. In float64 it
@@ -19,10 +19,14 @@ DTYPE = torch.float64
 class Policy(nn.Module):
     """The tutorial's Policy without its dropout (difference 12). Layer sizes fit the environment."""
 
-    def __init__(self, num_features=4, num_actions=2, hidden=128):
+    def __init__(self, num_features, num_actions):
         super().__init__()
-        self.affine1 = nn.Linear(num_features, hidden, dtype=DTYPE)
-        self.affine2 = nn.Linear(hidden, num_actions, dtype=DTYPE)
+        self.affine1 = nn.Linear(num_features, 128, dtype=DTYPE)
+        self.affine2 = nn.Linear(128, num_actions, dtype=DTYPE)
+
+    @property
+    def device(self):
+        return self.affine1.weight.device
 
     def scores(self, states_BD):
         """Return the scores (B, A) of the actions: the softmax turns them into probabilities."""

@@ -18,7 +18,7 @@ class Progress:
         self.args = args
         self.agent = agent
         self.learner = agent.learner
-        self.result = report.Report("rl_rpc", args)
+        self.report = report.Report("rl_rpc", args)
         self.settings = {key: vars(args)[key] for key in resume_keys}
 
     def start(self):
@@ -28,24 +28,24 @@ class Progress:
         if state:
             learner.load_state_dict(state)
             average = f"{learner.running_reward:.2f}"
-            self.result.say(f"Going on after episode {learner.episodes}, with an average reward of {average}.")
+            self.report.say(f"Going on after episode {learner.episodes}, with an average reward of {average}.")
             if learner.solved or learner.episodes >= self.args.max_episodes:
-                self.result.say(report.NOTHING_LEFT)
+                self.report.say(report.NOTHING_LEFT)
         goal = f"reward threshold of {learner.reward_threshold} is reached, or for {self.args.max_episodes} episodes"
-        self.result.say(f"This will run until {goal}. Ctrl+C to exit.")
+        self.report.say(f"This will run until {goal}. Ctrl+C to exit.")
         self.steps_before = learner.env_steps
-        self.bar = self.result.progress()
+        self.bar = self.report.progress()
 
     def after_step(self, last_reward):
         """Record one update. After every --log_interval episodes, print a line and write the checkpoint."""
         learner = self.learner
-        self.result.scalar("reward/last", last_reward, learner.episodes)
-        self.result.scalar("reward/running", learner.running_reward, learner.episodes)
+        self.report.scalar("reward/last", last_reward, learner.episodes)
+        self.report.scalar("reward/running", learner.running_reward, learner.episodes)
         average = f"{learner.running_reward:.2f}"
         self.bar.set_postfix_str(f"episode {learner.episodes}, average reward {average}", refresh=False)
         self.bar.update(learner.env_steps - self.steps_before - self.bar.n)
         if learner.episodes % self.args.log_interval == 0:
-            self.result.say(f"Episode {learner.episodes}\tLast reward: {last_reward:.2f}\tAverage reward: {average}")
+            self.report.say(f"Episode {learner.episodes}\tLast reward: {last_reward:.2f}\tAverage reward: {average}")
             self.save(self.args.checkpoint)
 
     def save(self, path):
@@ -60,20 +60,20 @@ class Progress:
         self.save(self.args.checkpoint)
         self.save(self.args.save)
         if learner.solved:
-            self.result.say(f"Solved! Running reward is now {learner.running_reward}!")
+            self.report.say(f"Solved! Running reward is now {learner.running_reward}!")
         else:
             reached = f"{learner.running_reward:.2f} after {learner.episodes} episodes"
-            self.result.say(f"Not solved: running reward is {reached}.")
+            self.report.say(f"Not solved: running reward is {reached}.")
         staleness = {}
         if self.args.mode == "async":
             staleness = report.staleness_figures(self.agent.staleness)
             mean = staleness["staleness_mean"]
             most = staleness["staleness_max"]
-            self.result.say(f"Staleness: mean {mean:.2f}, max {most} updates.")
+            self.report.say(f"Staleness: mean {mean:.2f}, max {most} updates.")
         eval_mean = self.evaluate()
         steps = learner.env_steps - self.steps_before
         threshold = learner.reward_threshold
-        self.result.close(
+        self.report.close(
             plot={"reward of the lowest observer": {"reward/last": "one episode", "reward/running": "running average"}},
             xlabel="episode",
             floor=("solved", threshold) if math.isfinite(threshold) else None,
@@ -95,5 +95,5 @@ class Progress:
         rewards = play_greedily(self.learner.policy, self.args.env_id, episodes, self.args.seed)
         mean = statistics.mean(rewards)
         reached = f"mean reward {mean:.2f}, lowest {min(rewards):.2f}"
-        self.result.say(f"Greedy policy over {episodes} episodes: {reached}")
+        self.report.say(f"Greedy policy over {episodes} episodes: {reached}")
         return mean

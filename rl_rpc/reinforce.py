@@ -11,13 +11,11 @@ import dataclasses
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import optim
+from torch.nn import functional as F
 
-from environment import reward_threshold, sizes
 from glue.report import check_finite
-from glue.seeds import seed_for
-from policy import DTYPE, Policy
+from policy import DTYPE
 
 EPS = np.finfo(np.float32).eps.item()
 
@@ -31,17 +29,15 @@ class Trajectory:
     rewards: list = dataclasses.field(default_factory=list)
 
 
-class Learner:
-    """The policy, its optimizer, and what has been learned so far. Only the agent has one, and its main thread."""
+class Learner:  # in the agent, on its main thread
+    """The policy, its optimizer, and what has been learned so far."""
 
-    def __init__(self, env, seed=1, gamma=0.99, lr=5e-3, threshold=None, device="cpu"):
-        """`threshold`: the running reward above which the environment counts as solved; None: the environment's own."""
-        torch.manual_seed(seed_for(seed, 0))
-        self.policy = Policy(*sizes(env)).to(device)
-        self.optimizer = optim.Adam(self.policy.parameters(), lr=lr)
-        self.reward_threshold = reward_threshold(env, threshold)
+    def __init__(self, policy, lr, gamma, reward_threshold):
+        """`reward_threshold`: the running reward above which the environment counts as solved."""
+        self.policy = policy
+        self.optimizer = optim.Adam(policy.parameters(), lr=lr)
         self.gamma = gamma
-        self.device = device
+        self.reward_threshold = reward_threshold
         self.running_reward = 0.0
         self.episodes = 0
         self.env_steps = 0
@@ -103,10 +99,9 @@ def log_probabilities(policy, trajectories):
     The tutorial keeps the log-probability of each step, with a graph of its own, until the episode ends. Here one
     forward pass computes all of them from the states and actions, which any process may have played.
     """
-    device = policy.affine1.weight.device
     states = np.concatenate([trajectory.states for trajectory in trajectories])
-    states_TD = torch.as_tensor(states, dtype=DTYPE, device=device)
-    actions_T = torch.tensor([a for trajectory in trajectories for a in trajectory.actions], device=device)
+    states_TD = torch.as_tensor(states, dtype=DTYPE, device=policy.device)
+    actions_T = torch.tensor([a for trajectory in trajectories for a in trajectory.actions], device=policy.device)
     return -F.cross_entropy(policy.scores(states_TD), actions_T, reduction="none")
 
 

@@ -18,7 +18,7 @@ from policy import Policy, draw
 from reinforce import Trajectory
 
 
-class Observer(step.Observer):
+class Observer(step.Observer):  # in an observer, on an RPC thread
     def __init__(self, env_id, seed):
         super().__init__(env_id, seed)
         self.policy = Policy(*sizes(self.env))
@@ -44,14 +44,15 @@ class Observer(step.Observer):
         return trajectory
 
 
-class Agent(step.Agent):
-    observer_class = Observer
-
+class Agent(step.Agent):  # in the agent
     def run_episode(self):
         """Let all observers play one episode by themselves, each with a copy of the policy."""
-        self.call_observers(weights_to_send(self.learner.policy))
-        for ob_id, trajectory in self.calls.as_completed():
-            self.trajectories[ob_id] = trajectory
+        weights = weights_to_send(self.learner.policy)
+        for ob_id in self.calls.idle(self.ob_rrefs):
+            future = self.ob_rrefs[ob_id].rpc_async(timeout=0).run_episode(weights, self.learner.episodes + 1)
+            self.calls.add(ob_id, future)
+        self.trajectories = dict(self.calls.as_completed())
+        self.finished = sorted(self.trajectories)
 
 
 def weights_to_send(policy):

@@ -1,6 +1,6 @@
 """Mode `step`, the tutorial's: an observer asks the agent for each action, and then reports the reward.
 
-Two RPCs for each environment step. Read it in the order of an episode: Agent.run_episode and call_observers (rank 0),
+Two RPCs for each environment step. Read it in the order of an episode: Agent.run_episode (rank 0),
 Observer.run_episode (every other rank), Agent.select_action and report_reward (rank 0), Agent.finish_episode. Every
 other mode starts from this one.
 
@@ -20,11 +20,11 @@ from policy import DTYPE, draw
 from reinforce import Trajectory, reinforce_loss
 
 
-class Observer:
-    """An environment, in which an episode is played when the agent calls run_episode."""
+class Observer:  # in an observer, on an RPC thread
+    """An environment, in which an episode is played when the agent calls run_episode.
 
-    # Its methods run in an observer, on an RPC thread. Only the agent calls run_episode, one call at a time, so there
-    # is no lock.
+    There is no lock, because only the agent calls it, and makes one call at a time.
+    """
 
     def __init__(self, env_id, seed):
         self.id = rpc.get_worker_info().id  # the rank of this process, by which the agent tells the observers apart
@@ -56,44 +56,36 @@ class Observer:
         return state, float(reward), terminated or truncated
 
 
-class Agent:
-    """Makes an Observer in every other rank, chooses their actions, and learns from their episodes. In rank 0."""
+class Agent:  # in the agent
+    """Makes an Observer in every other rank, chooses their actions, and learns from their episodes."""
 
-    observer_class = Observer
-
-    def __init__(self, world_size, learner, env_id, seed, report_lost):
+    def __init__(self, observer_class, world_size, learner, env_id, seed, report_lost):
         self.learner = learner
         self.seed = seed
         # The observers get this reference and call the agent through it. The agent itself is not copied.
         self.agent_rref = rpc.RRef(self)
-        # remote() returns at once; the Observer is made meanwhile, in its own process.
+        # remote() does not wait: the observers are made at the same time, each in its own process.
         self.ob_rrefs = {
-            ob_id: rpc.remote(ob_id, self.observer_class, args=(env_id, seed)) for ob_id in range(1, world_size)
+            ob_id: rpc.remote(ob_id, observer_class, args=(env_id, seed)) for ob_id in range(1, world_size)
         }
         self.trajectories = {}  # {ob_id: Trajectory} of this episode
         self.generators = {}  # {ob_id: random.Random} from which its actions are drawn
+        self.finished = []  # the ob_ids of the observers that have finished it
         self.calls = OpenCalls(report_lost)
 
     def run_episode(self):
-        """Let all observers play one episode; return when all have finished. On the main thread."""
-        self.call_observers(self.agent_rref)
-        self.calls.wait_for_all()  # as torch.futures.wait_all, but without waiting for an observer that is lost
-
-    def call_observers(self, *arguments):
-        """Call run_episode(*arguments, episode) of every observer that plays no episode; return without waiting."""
+        """Let all observers play one episode. Return {ob_id: what its run_episode has returned}. On the main thread."""
         episode = self.learner.episodes + 1
-        for ob_id in self.idle_observers():
+        for ob_id in self.calls.idle(self.ob_rrefs):
             self.trajectories[ob_id] = Trajectory()
             self.generators[ob_id] = random.Random(seed_for(self.seed, "actions", ob_id, episode))
             # Runs in the observer's process. timeout=0 means no limit, because an episode may take any time.
             # (--rpc_timeout still limits each call of select_action.)
-            future = self.ob_rrefs[ob_id].rpc_async(timeout=0).run_episode(*arguments, episode)
+            future = self.ob_rrefs[ob_id].rpc_async(timeout=0).run_episode(self.agent_rref, episode)
             self.calls.add(ob_id, future)
-
-    def idle_observers(self):
-        """Return the ob_ids of the observers that play no episode, without those that are lost."""
-        calls = self.calls
-        return [ob_id for ob_id in self.ob_rrefs if ob_id not in calls.ob_ids and ob_id not in calls.lost]
+        answers = dict(self.calls.as_completed())  # waits for all that are not lost
+        self.finished = sorted(answers)
+        return answers
 
     # Observers call the next two methods, which run on RPC threads, several at once. They need no lock: each writes
     # only to the trajectory of its caller, which sends one call at a time. All read the policy, but it does not change
@@ -103,7 +95,7 @@ class Agent:
         """Store the state (D,) and return an action for it, an int."""
         trajectory = self.trajectory_of(ob_id)
         with torch.no_grad():
-            probs_A = self.learner.policy(torch.as_tensor(state, dtype=DTYPE, device=self.learner.device))
+            probs_A = self.learner.policy(torch.as_tensor(state, dtype=DTYPE, device=self.learner.policy.device))
         action = draw(probs_A.tolist(), self.generators[ob_id])
         trajectory.states.append(state)
         trajectory.actions.append(action)
@@ -124,7 +116,7 @@ class Agent:
 
     def finish_episode(self):
         """Learn from the episodes of all observers; return the lowest of their total rewards. Sends no RPC."""
-        trajectories = [each for ob_id, each in self.trajectories.items() if ob_id not in self.calls.lost]
+        trajectories = [self.trajectories[ob_id] for ob_id in self.finished]
         loss = reinforce_loss(self.learner.policy, trajectories, self.learner.gamma)
         return self.learner.learn(trajectories, loss)
 

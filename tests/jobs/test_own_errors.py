@@ -88,7 +88,7 @@ def test_error_of_the_agent_is_not_blamed_on_observers(tmp_path):
 @pytest.mark.parametrize("on_lost", ["stop", "continue"])
 def test_call_that_cannot_be_sent_is_an_error_of_its_caller(on_lost, tmp_path):
     """torch does not raise it in the call, but from its Future, where it looks like an error of the observer."""
-    main = copy_with_mistake("rl_rpc", tmp_path, "step.py", "(*arguments, episode)", "(*arguments, lambda: episode)")
+    main = copy_with_mistake("rl_rpc", tmp_path, "step.py", "(self.agent_rref, episode)", "(lambda: episode)")
     with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--on_lost", on_lost], script=main, warm=True) as job:
         assert job.wait(60) == [1], job.text()
         assert_traceback_printed_once(job, 0, "open_calls.py", "episode")

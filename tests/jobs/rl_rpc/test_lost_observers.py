@@ -42,7 +42,7 @@ def test_the_others_play_and_learn_on_without_an_observer(make_agent, mode):
         agent.finish_episode()
     agent.calls.wait_for_all()
     assert lost == [(2, "injected fault")] and agent.learner.episodes == 13
-    assert agent.idle_observers() == [1, 3]
+    assert agent.calls.idle(agent.ob_rrefs) == [1, 3]
     assert agent.on_lost(1) == ""  # no episode runs, so none is thrown away
 
 
@@ -100,6 +100,19 @@ def test_a_late_episode_of_a_dropped_observer_is_not_taken(make_agent, ends):
     assert late.wait(20)
     agent.run_episode()
     assert agent.finish_episode() == sum(agent.trajectories[1].rewards) == agent.learner.env_steps - reward
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "async"])
+def test_an_episode_that_has_arrived_counts_although_its_observer_is_lost_then(make_agent, mode):
+    agent = make_agent(2, mode)
+    agent.run_episode()
+    played = sum(len(trajectory.actions) for trajectory in agent.trajectories.values())
+    assert agent.on_lost(2) == ""  # nothing is said about its episode, so it must not be thrown away
+    agent.finish_episode()
+    assert agent.learner.env_steps == played
+    agent.run_episode()
+    agent.finish_episode()
+    assert agent.learner.env_steps == played + len(agent.trajectories[1].actions)
 
 
 # ---- whole jobs ------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def test_gif_or_one_line_that_says_what_is_missing(tmp_path):
     with package_on_path("rl_rpc"):
         from glue import checkpoint
         from policy import Policy
-    checkpoint.save(policy, "rl_rpc", {"env_id": "CartPole-v1"}, {"policy": Policy().state_dict()})
+    checkpoint.save(policy, "rl_rpc", {"env_id": "CartPole-v1"}, {"policy": Policy(4, 2).state_dict()})
     screen = {"XDG_RUNTIME_DIR": "", "DISPLAY": "", "WAYLAND_DISPLAY": ""}  # no screen
     played = run_script("rl_rpc/play.py", policy, "--episodes", 1, "--gif", gif, env=screen)
     try:

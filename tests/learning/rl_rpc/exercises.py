@@ -60,7 +60,7 @@ def two_processes(tmp_path, monkeypatch):
 def test_last_reference(two_processes):
     """When the agent dismisses an observer, it is deleted in its own process, and closes its environment."""
     rollout = agent_tests.main_module.rollout
-    agent = rollout.Agent(2, agent_tests.make_learner(), "CartPole-v1", 1, agent_tests.raise_error)
+    agent = rollout.Agent(rollout.Observer, 2, agent_tests.make_learner(), "CartPole-v1", 1, agent_tests.raise_error)
     agent.run_episode()
     assert two_processes(OBSERVERS) == 1 and two_processes(CLOSED) == []
     agent.dismiss(1)

@@ -22,9 +22,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "rl_rpc"))
 
 from actor import Actor
 from asynchronous import clipped_loss
-from environment import make_env
+from environment import make_env, reward_threshold, sizes
 from glue.seeds import seed_for
-from policy import draw
+from policy import Policy, draw
 from reinforce import Learner, Trajectory, log_probabilities, normalised_returns, reinforce_loss
 
 GAMMA = 0.99
@@ -72,7 +72,8 @@ def learn(observers, seed, lr, loss_function, max_episodes):
     Return (whether CartPole was solved, the number of episodes, the staleness of each update).
     """
     env = make_env("CartPole-v1")
-    learner = Learner(env, seed, GAMMA, lr)
+    torch.manual_seed(seed_for(seed, 0))
+    learner = Learner(Policy(*sizes(env)), lr, GAMMA, reward_threshold(env))
     staleness = []
 
     def play_from(now, ob_id):

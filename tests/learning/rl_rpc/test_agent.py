@@ -25,6 +25,7 @@ with package_on_path("rl_rpc"):
     import ranks
     import reinforce
     import step as step_module
+    from glue import seeds
 
 equivalence = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "test_equivalence.py")
 STATE = np.zeros(4, dtype=np.float32)
@@ -95,8 +96,9 @@ def make_agent(monkeypatch):
         )
         monkeypatch.setattr(step_module, "rpc", in_this_process)
         monkeypatch.setitem(sys.modules, "reinforce", reinforce)  # where pickle looks for the class Trajectory
-        learner = reinforce.Learner(environment.make_env(env_id), seed, **settings)
-        return main_module.MODES[mode].Agent(observers + 1, learner, env_id, seed, report_lost)
+        module = main_module.MODES[mode]
+        learner = make_learner(env_id, seed, **settings)
+        return module.Agent(module.Observer, observers + 1, learner, env_id, seed, report_lost)
 
     return make
 
@@ -105,10 +107,9 @@ def begin(agent):
     """Begin an episode in which nobody plays: the test itself makes the observers' calls. Return the agent."""
     for ob_rref in agent.ob_rrefs.values():
         ob_rref.value.run_episode = lambda *arguments: None
-    if hasattr(agent, "playing"):  # mode `batched`
-        agent.playing = set(agent.ob_rrefs)
-    agent.call_observers()
-    agent.calls.wait_for_all()
+    agent.run_episode()
+    for trajectory in agent.trajectories.values():
+        trajectory.rewards.clear()  # in `packed` and `batched`, what this run_episode has returned as the last reward
     return agent
 
 
@@ -139,8 +140,12 @@ def learn(learner, trajectories):
     return learner.learn(trajectories, reinforce.reinforce_loss(learner.policy, trajectories, learner.gamma))
 
 
-def make_learner(env_id="CartPole-v1", **settings):
-    return reinforce.Learner(environment.make_env(env_id), **settings)
+def make_learner(env_id="CartPole-v1", seed=1, lr=5e-3, gamma=0.99, device="cpu"):
+    """Return the learner that run_agent in main.py makes."""
+    env = environment.make_env(env_id)
+    torch.manual_seed(seeds.seed_for(seed, 0))
+    policy = policy_module.Policy(*environment.sizes(env)).to(device)
+    return reinforce.Learner(policy, lr, gamma, environment.reward_threshold(env))
 
 
 # ---- the modes -------------------------------------------------------------------------------------------------------
@@ -242,18 +247,18 @@ def test_async_learns_from_each_episode_when_it_arrives_and_waits_for_nobody(mak
     hanging.run_episode = lambda *args: over.wait(20) and plain(*args)
     for _ in range(9):
         agent.run_episode()
-        assert 3 in agent.calls.ob_ids
+        assert 3 in agent.calls.futures
         agent.finish_episode()
     assert agent.learner.episodes == sum(agent.staleness.values()) == 9 and max(agent.staleness) < 9
     over.set()
-    while 3 in agent.calls.ob_ids:
+    while 3 in agent.calls.futures:
         agent.run_episode()
         agent.finish_episode()
     stalest = agent.learner.episodes - 1  # the third observer's episode began before the first update
     assert max(agent.staleness) == stalest >= 9 and agent.staleness[stalest] == 1
     assert sum(agent.staleness.values()) == agent.learner.episodes
     agent.calls.wait_for_all()
-    assert not agent.calls.ob_ids
+    assert not agent.calls.futures
 
 
 def test_async_learns_by_the_clipped_loss_with_the_weights_that_the_episode_began_with(make_agent):
@@ -281,7 +286,7 @@ def test_old_episodes_are_learned_from_by_the_clipped_surrogate():
 
 def test_the_ratio_of_an_old_episode_is_the_probability_now_to_the_one_then():
     """The expected loss is computed by hand."""
-    old, now = policy_module.Policy(), policy_module.Policy()
+    old, now = policy_module.Policy(4, 2), policy_module.Policy(4, 2)
     trajectory = trajectory_of(6)
     states = torch.as_tensor(trajectory.states).double()
     ratios = (now(states) / old(states))[range(6), trajectory.actions].detach()
@@ -294,7 +299,7 @@ def test_the_ratio_of_an_old_episode_is_the_probability_now_to_the_one_then():
 
 def test_an_episode_of_this_very_policy_gives_reinforces_gradient():
     """So with one observer, whose weights are never old, `async` learns the same as `rollout`."""
-    policy, trajectory = policy_module.Policy(), trajectory_of(20)
+    policy, trajectory = policy_module.Policy(4, 2), trajectory_of(20)
     losses = (
         reinforce.reinforce_loss(policy, [trajectory], 0.99),
         asynchronous.clipped_loss(policy, copy.deepcopy(policy), trajectory, 0.99),
@@ -432,7 +437,7 @@ def test_batched_answers_when_all_playing_observers_have_asked_and_not_before(ma
 def test_one_row_and_many_rows_choose_the_same_actions():
     """The reason for float64: numpy, torch, one row and many rows are rounded differently, but by less than 1e-14."""
     torch.manual_seed(0)
-    policy = policy_module.Policy(num_actions=3)
+    policy = policy_module.Policy(4, 3)
     actor = actor_module.Actor(policy)
     states = np.random.default_rng(0).normal(size=(256, 4)).astype(np.float32)
     with torch.no_grad():
@@ -447,7 +452,7 @@ def test_one_row_and_many_rows_choose_the_same_actions():
 def test_an_actor_sees_what_is_written_into_its_policys_weights():
     """An Actor reads the memory of the parameters. A copy of them would become old with the first update."""
     torch.manual_seed(0)
-    policy, other, state = policy_module.Policy(), policy_module.Policy(), np.ones(4, dtype=np.float32)
+    policy, other, state = policy_module.Policy(4, 2), policy_module.Policy(4, 2), np.ones(4, dtype=np.float32)
     actor = actor_module.Actor(policy)
 
     def expected():
@@ -540,7 +545,7 @@ def test_actions_that_do_not_start_at_zero_and_episodes_that_never_end(monkeypat
 
 def test_the_greedy_evaluation_plays_another_episode_each_time(monkeypatch):
     """If all episodes began with the same state, the mean would be the reward of a single episode."""
-    seeds, policy = [], policy_module.Policy()
+    seeds, policy = [], policy_module.Policy(4, 2)
 
     def play_episode(env, choose_action, seed):
         seeds.append(seed)

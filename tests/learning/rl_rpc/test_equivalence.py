@@ -26,7 +26,7 @@ def single_process_reinforce(seed, episodes, observers=1, gamma=0.99):
     it shares only the seeds of the random numbers, and the initial weights, which follow from the seed.
     """
     torch.manual_seed(seeds.seed_for(seed, 0))
-    network = policy.Policy()
+    network = policy.Policy(4, 2)
     optimizer = torch.optim.Adam(network.parameters(), lr=5e-3)
     env = gym.make("CartPole-v1")
     lowest_rewards = []
@@ -122,7 +122,7 @@ def test_rpc_calls_by_mode(runs):
     assert {mode: calls for mode, (_, _, calls) in runs.items()} == {
         "step": episodes + 2 * steps,
         "packed": episodes + steps,
-        "batched": episodes + steps,
+        "batched": 2 * episodes + steps,
         "rollout": episodes,
     }
 
