@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -151,7 +152,8 @@ def test_a_job_goes_on_without_an_observer(tmp_path, way, mode, number):
     gone = -number if number == signal.SIGKILL else None
     assert statuses == ([0] if way == "spawned" else [0, 0, gone]), text
     (line,) = errors
-    assert line.startswith("rl_rpc: lost rank 2 (observer2): ") and line.endswith("; its episode is thrown away")
+    # Without the last words if it had just finished its episode, while others still played.
+    assert re.fullmatch(r"rl_rpc: lost rank 2 \(observer2\): [^;]*(; its episode is thrown away)?", line), line
     assert "The job finished without rank 2 (observer2)." in text
     assert summary["lost"] == [2] and summary["episodes"] == 60
 
