@@ -380,6 +380,54 @@ def test_every_entry_is_caused_or_says_that_it_is_not():
         assert {tuple(textwrap.dedent(block).splitlines()) for block in blocks} <= messages, heading
 
 
+# ---------------------------------------------------------------------------------------------------- what to do first
+
+
+def read_when(path, pattern, deadline):
+    """Wait until what stands in this file has this pattern; return the text."""
+    while not re.search(pattern, text := read_whole(path)):
+        assert time.monotonic() < deadline, text
+        time.sleep(0.05)
+    return text
+
+
+@pytest.mark.slow
+def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
+    """The two dumps of the page, which show the same, and torch's counts. The program needs both of its processes."""
+    (program,) = re.findall(r"^```python\n(import faulthandler.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    (timer,) = re.findall(r"^```python\n(threading.Timer.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    init = next(line for line in program.splitlines(True) if "rpc.init_rpc" in line)
+    timer = textwrap.indent(timer.replace("Timer(5", "Timer(1").replace("info())", "info(), flush=True)"), " " * 8)
+    port = str(free_port())
+    text = program.replace("29500", port).replace(init, init + timer)
+    (tmp_path / "hang.py").write_text(text)
+    shown = re.findall(r'^  File "hang.py", line (\d+) in (\S+)$', PAGE, re.MULTILINE)
+    assert shown and all(name in ("add", "<module>") for _, name in shown)
+    assert {(f"hang.py:{number}", name) for number, name in shown} == {
+        (place, name) for name, place in re.findall(r"^    (\S+) \((hang.py:\d+)\)$", PAGE, re.MULTILINE)
+    }
+    deadline = time.monotonic() + 90
+    ranks = []
+    try:
+        for rank in (0, 1):
+            with open(tmp_path / f"out{rank}", "w") as out, open(tmp_path / f"err{rank}", "w") as err:
+                command = [sys.executable, tmp_path / "hang.py", str(rank)]
+                ranks.append(subprocess.Popen(command, stdout=out, stderr=err))
+        counts = read_when(tmp_path / "out1", "thread_pool_size", deadline)
+        assert "'agent.client_active_calls': '1'" in counts and "'agent.server_active_calls': '1'" in counts
+        ranks[1].send_signal(signal.SIGUSR1)
+        dump = read_when(tmp_path / "err1", r"line \d+ in <module>", deadline)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    lines = text.splitlines()
+    places = [(lines[int(number) - 1], name) for number, name in re.findall(r'hang.py", line (\d+) in (\S+)', dump)]
+    original = program.splitlines()
+    assert sorted(places) == sorted((original[int(number) - 1], name) for number, name in shown)
+    assert "in _run_function" in dump and "in rpc_sync" in dump
+
+
 # -------------------------------------------------------------------------------------------------------------- --check
 
 
