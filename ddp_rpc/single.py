@@ -22,19 +22,14 @@ TEACHER = torch.randn(NUM_EMBEDDINGS, 8, generator=torch.Generator().manual_seed
 
 
 def get_device(number, num_gpus):
-    """Return GPU `number`, counted from 0. If there are fewer: the last one, or else the CPU."""
-    count = min(num_gpus, torch.accelerator.device_count())
-    if count == 0:
-        return torch.device("cpu")
-    return torch.device(torch.accelerator.current_accelerator().type, min(number, count - 1))
+    """Return GPU `number`, counted from 0. If there are fewer: the last one, or else the CPU. GPU
+    means CUDA, because DDP's Gloo has no other."""
+    count = min(num_gpus, torch.cuda.device_count())
+    return torch.device("cuda", min(number, count - 1)) if count else torch.device("cpu")
 
 
 class HybridModel(torch.nn.Module):
-    """The model consists of a sparse part and a dense part.
-
-    1) The dense part is an nn.Linear module.
-    2) The sparse part is an nn.EmbeddingBag, which is on the CPU.
-    """
+    """A linear layer on top of an embedding table, which is on the CPU."""
 
     def __init__(self, emb, device):
         super().__init__()
@@ -50,11 +45,11 @@ class HybridModel(torch.nn.Module):
 
 def _run_trainer(emb, num_gpus):
     """Train."""
-    # Setup the model.
     device = get_device(0, num_gpus)
+    if num_gpus:
+        print(f"Trainer 0 uses {device}", flush=True)
     model = HybridModel(emb, device)
 
-    # Setup optimizer.
     opt = optim.SGD(model.parameters(), lr=0.5)  # difference 11
 
     criterion = torch.nn.CrossEntropyLoss()
@@ -64,7 +59,7 @@ def _run_trainer(emb, num_gpus):
             num_indices = random.randint(20, 50)
             indices = torch.LongTensor(num_indices).random_(0, NUM_EMBEDDINGS)
 
-            # Generate offsets.
+            # cut them into bags of 1 to 10
             offsets = []
             start = 0
             while start < num_indices:
@@ -76,18 +71,15 @@ def _run_trainer(emb, num_gpus):
             target = votes.argmax(dim=1).to(device)
             yield indices, offsets_tensor, target
 
-    # Train for 100 epochs.
     for epoch in range(100):
         total_loss, correct, bags = 0.0, 0, 0
         for indices, offsets, target in get_next_batch():
             output = model(indices, offsets)
             loss = criterion(output, target)
 
-            # Run the backward pass.
             opt.zero_grad()
             loss.backward()
 
-            # Run the optimizer.
             opt.step()
             total_loss += loss.item() * len(target)
             correct += (output.argmax(dim=1) == target).sum().item()
@@ -101,7 +93,6 @@ def run_worker(args):
     torch.set_num_threads(1)  # such small operations are slower with more threads
     torch.manual_seed(args.seed + 2)  # as the ps of `tutorial.py --world_size 3`, which is rank 2
 
-    # Build the embedding table.
     emb = torch.nn.EmbeddingBag(NUM_EMBEDDINGS, EMBEDDING_DIM, mode="sum")
 
     torch.manual_seed(args.seed)  # as trainer0, which is rank 0
@@ -113,7 +104,10 @@ def parse_args():
     parser = argparse.ArgumentParser(description="An embedding and a linear layer")
     parser.add_argument("--num_gpus", type=int, default=0, help="GPUs, at most 1 (0)")
     parser.add_argument("--seed", type=int, default=1, help="of all random numbers (1)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.num_gpus < 0:
+        parser.error("--num_gpus must be 0 or more")
+    return args
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import logging
 import os
 import random
 import sys
+import threading
 import warnings
 
 import torch
@@ -42,19 +43,17 @@ TEACHER = torch.randn(NUM_EMBEDDINGS, 8, generator=torch.Generator().manual_seed
 
 
 def get_device(number, num_gpus):
-    """Return GPU `number`, counted from 0. If there are fewer: the last one, or else the CPU."""
-    count = min(num_gpus, torch.accelerator.device_count())
-    if count == 0:
-        return torch.device("cpu")
-    return torch.device(torch.accelerator.current_accelerator().type, min(number, count - 1))
+    """Return GPU `number`, counted from 0. If there are fewer: the last one, or else the CPU. GPU
+    means CUDA, because DDP's Gloo has no other."""
+    count = min(num_gpus, torch.cuda.device_count())
+    return torch.device("cuda", min(number, count - 1)) if count else torch.device("cpu")
 
 
 class HybridModel(torch.nn.Module):
-    """The model consists of a sparse part and a dense part.
+    """A linear layer, here, on top of an embedding table, which is on the parameter server.
 
-    1) The dense part is an nn.Linear module that is replicated across all trainers using DDP.
-    2) The sparse part is an nn.EmbeddingBag on the parameter server. The model has a reference to
-    it, an RRef, so parameters() has only those of nn.Linear.
+    The model holds only a reference to the table, an RRef. So parameters() returns those of the
+    linear layer.
     """
 
     def __init__(self, emb_rref, device):
@@ -89,22 +88,24 @@ def _retrieve_embedding_parameters(emb_rref):
 def _run_trainer(emb_rref, rank, num_gpus):
     """Train. The master calls it in each trainer, where it runs on an RPC thread.
 
-    Each trainer runs a forward pass which involves an embedding lookup on the parameter server and
-    running nn.Linear locally. During the backward pass, DDP is responsible for aggregating the
-    gradients for the dense part (nn.Linear), and distributed autograd ensures that gradient updates
-    are propagated to the parameter server.
+    A step goes forward through the table, by RPC, and through the linear layer, and then back: DDP
+    averages the gradient of the linear layer over the trainers, and distributed autograd takes that
+    of the table to the server.
     """
-    # Setup the model.
     device = get_device(rank, num_gpus)
+    if num_gpus:
+        print(f"Trainer {rank} uses {device}", flush=True)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread: a new thread begins on GPU 0
     model = HybridModel(emb_rref, device)
 
-    # Retrieve all model parameters as RRefs for DistributedOptimizer, first those of the table.
+    # DistributedOptimizer takes an RRef to each parameter: first to those of the table.
     model_parameter_rrefs = rpc.rpc_sync("ps", _retrieve_embedding_parameters, args=(emb_rref,))
     # Parameters of this process need RRefs, too.
     for param in model.parameters():
         model_parameter_rrefs.append(RRef(param))
 
-    # Setup distributed optimizer. It makes an SGD in each process that has some of the parameters.
+    # It makes an SGD in each process that has some of the parameters.
     opt = DistributedOptimizer(SGD, model_parameter_rrefs, lr=0.5)  # difference 11
 
     criterion = torch.nn.CrossEntropyLoss()
@@ -114,7 +115,7 @@ def _run_trainer(emb_rref, rank, num_gpus):
             num_indices = random.randint(20, 50)
             indices = torch.LongTensor(num_indices).random_(0, NUM_EMBEDDINGS)
 
-            # Generate offsets.
+            # cut them into bags of 1 to 10
             offsets = []
             start = 0
             while start < num_indices:
@@ -126,7 +127,6 @@ def _run_trainer(emb_rref, rank, num_gpus):
             target = votes.argmax(dim=1).to(device)
             yield indices, offsets_tensor, target
 
-    # Train for 100 epochs.
     for epoch in range(100):
         total_loss, correct, bags = 0.0, 0, 0
         for indices, offsets, target in get_next_batch():
@@ -136,15 +136,15 @@ def _run_trainer(emb_rref, rank, num_gpus):
                 output = model(indices, offsets)
                 loss = criterion(output, target)
 
-                # Run the backward pass here (with DDP's average) and then on the server.
+                # Go backward: here, with DDP's average, and then on the server.
                 dist_autograd.backward(context_id, [loss])
 
-                # Run the optimizers. The gradient of the table is this trainer's own: DDP does not
-                # know the table. Each trainer changes the table with its gradient (difference 14).
+                # Each trainer changes the table with its own gradient: DDP does not know the table
+                # (difference 14).
                 opt.step(context_id)
 
-                # Not necessary to zero grads: each iteration has a context with gradients of its
-                # own, and step() puts them in the place of the old ones.
+                # There is no zero_grad(): the next iteration has a context with its own gradients,
+                # and step() puts them in the place of these.
             total_loss += loss.item() * len(target)
             correct += (output.argmax(dim=1) == target).sum().item()
             bags += len(target)
@@ -154,18 +154,24 @@ def _run_trainer(emb_rref, rank, num_gpus):
 
 
 def run_worker(rank, args):
-    """Initialize RPC, do the work of this rank, and shut down RPC."""
-    torch.set_num_threads(1)  # the ranks share the cores of one machine
+    """Do the work of one rank."""
+    if parent := mp.parent_process():  # a spawned rank ends with it, also if it is killed
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    torch.set_num_threads(1)  # such small operations are slower with more threads
     torch.manual_seed(args.seed + rank)
     random.seed(args.seed + rank)
     num_trainers = args.world_size - 2
 
     # init_rpc and init_process_group meet at different ports, as in the tutorial: each has a store
     # of its own, which rank 0 holds. MASTER_PORT is the process group's.
-    # "uv" is TCP. torch's default, shared memory, keeps a core of each rank busy, so all ranks are
-    # slow if cores are few. _transports is private to torch.
+    # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
+    # all ranks are slow if cores are few. "basic" sends a tensor along with its message. By default
+    # torch also opens channels for GPUs, which are not used here, but can end the process if two
+    # ranks see different GPUs. Both arguments are private to torch.
     rpc_backend_options = TensorPipeRpcBackendOptions(
-        init_method=f"tcp://{args.master_addr}:{args.master_port + 1}", _transports=["uv"]
+        init_method=f"tcp://{args.master_addr}:{args.master_port + 1}",
+        _transports=["uv"],
+        _channels=["basic"],
     )
 
     # The last two ranks are master and ps, and all others are trainers.
@@ -177,7 +183,7 @@ def run_worker(rank, args):
             rpc_backend_options=rpc_backend_options,
         )
 
-        # Build the embedding table on the ps.
+        # The table, which stays on the ps.
         emb_rref = rpc.remote(
             "ps",
             torch.nn.EmbeddingBag,
@@ -185,7 +191,7 @@ def run_worker(rank, args):
             kwargs={"mode": "sum"},
         )
 
-        # Run the training loop on trainers.
+        # Let all trainers train at the same time.
         futs = []
         for trainer_rank in range(num_trainers):
             trainer_name = f"trainer{trainer_rank}"
@@ -197,14 +203,14 @@ def run_worker(rank, args):
             )
             futs.append(fut)
 
-        # Wait for all training to finish, or raise the first error. A trainer that fails leaves the
-        # others waiting in DDP, so waiting for one after the other could last forever.
+        # Wait for all of them, or raise the first error. A trainer that fails leaves the others
+        # waiting in DDP, so waiting for one after the other could last forever.
         torch.futures.wait_all(futs)
     elif rank < num_trainers:
-        # Initialize process group for DDP on trainers.
+        # DDP needs a process group, of the trainers alone.
         dist.init_process_group(backend="gloo", rank=rank, world_size=num_trainers)
 
-        # Initialize RPC.
+        # RPC has a group of all ranks.
         trainer_name = f"trainer{rank}"
         rpc.init_rpc(
             trainer_name,
@@ -213,7 +219,7 @@ def run_worker(rank, args):
             rpc_backend_options=rpc_backend_options,
         )
 
-        # Trainer just waits for RPCs from master.
+        # The main thread has nothing more to do: an RPC thread runs _run_trainer.
     else:
         rpc.init_rpc(
             "ps",
@@ -221,12 +227,12 @@ def run_worker(rank, args):
             world_size=args.world_size,
             rpc_backend_options=rpc_backend_options,
         )
-        # Parameter server does nothing: its RPC threads answer the master and the trainers.
+        # The same: RPC threads answer the master and the trainers.
 
     # Block until all ranks have come here and all RPCs have finished.
     rpc.shutdown()
 
-    # Clean up process group for trainers to avoid resource leaks.
+    # Close the connections of DDP.
     if rank < num_trainers:
         dist.destroy_process_group()
 
@@ -244,6 +250,8 @@ def parse_args():
         parser.error("--world_size must be 3 or more: at least one trainer, the master and the ps")
     if args.rank is not None and not 0 <= args.rank < args.world_size:
         parser.error(f"--rank must be from 0 to {args.world_size - 1}")
+    if args.num_gpus < 0:
+        parser.error("--num_gpus must be 0 or more")
     return args
 
 
@@ -258,7 +266,7 @@ if __name__ == "__main__":
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     # RPC sends functions and classes by name: __main__.NAME, or __mp_main__.NAME between spawned
-    # ranks, where multiprocessing calls it so. All find them: this file is their main module.
+    # ranks. All ranks find them, because this file is their main module.
     if args.rank is None:
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
         print("Distributed RPC example completed successfully.")

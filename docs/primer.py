@@ -31,6 +31,7 @@ import argparse
 import logging
 import os
 import sys
+import threading
 import warnings
 
 import torch
@@ -124,14 +125,18 @@ def _row(tensor):
 
 def run_worker(rank, args):
     """Run one worker. All of them do the same, and serve each other's calls meanwhile."""
+    if parent := mp.parent_process():  # a spawned rank ends with it, also if it is killed
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     warnings.filterwarnings("ignore", "You are using a Backend")  # torch's own use of Gloo
     # Hides a remark of DistributedOptimizer: Python's GIL may slow down a class such as SGD above.
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
     name = f"worker{rank}"
     neighbour = f"worker{(rank + 1) % args.world_size}"
     # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
-    # all ranks are slow if cores are few. _transports is private to torch.
-    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+    # all ranks are slow if cores are few. "basic" sends a tensor along with its message. By default
+    # torch also opens channels for GPUs, which are not used here, but can end the process if two
+    # ranks see different GPUs. Both arguments are private to torch.
+    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
     torch.manual_seed(args.seed * args.world_size + rank)
     seeds = torch.randint(2**31, (2,)).tolist()  # for the tensors that the neighbour makes

@@ -18,8 +18,8 @@ import copy
 import logging
 import os
 import sys
+import threading
 import warnings
-from threading import Lock
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -133,7 +133,7 @@ class ParameterServer(nn.Module):
 # The one server of this process, and a lock: held while the server is made, and while its weights
 # are cloned or changed.
 param_server = None
-global_lock = Lock()
+global_lock = threading.Lock()
 
 
 def get_parameter_server(num_gpus=0):
@@ -158,9 +158,11 @@ class SGD(optim.SGD):
         self.zero_grad()
 
 
-# TCP ("uv") instead of torch's default transport, shared memory: that one keeps a core busy in
-# every rank, so all ranks are slow if cores are few. _transports is private to torch.
-rpc_options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+# Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
+# all ranks are slow if cores are few. "basic" sends a tensor along with its message. By default
+# torch also opens channels for GPUs, which are not used here, but can end the process if two
+# ranks see different GPUs. Both arguments are private to torch.
+options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
 
 
 def run_parameter_server(rank, world_size):
@@ -171,7 +173,7 @@ def run_parameter_server(rank, world_size):
         name="parameter_server",
         rank=rank,
         world_size=world_size,
-        rpc_backend_options=rpc_options,
+        rpc_backend_options=options,
     )
     print("RPC initialized! Running parameter server...")
     rpc.shutdown()
@@ -263,7 +265,7 @@ def run_worker(rank, args):
         name=f"trainer_{rank}",
         rank=rank,
         world_size=args.world_size,
-        rpc_backend_options=rpc_options,
+        rpc_backend_options=options,
     )
     print(f"Worker {rank} done initializing RPC")
     # init_rpc has waited for all ranks, also for the server, which has downloaded MNIST by now. On
@@ -282,6 +284,8 @@ def run_worker(rank, args):
 
 
 def run_rank(rank, args):
+    if parent := mp.parent_process():  # a spawned rank ends with it, also if it is killed
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     torch.manual_seed(args.seed + rank)
     if rank == 0:
         load_digits(args, train=True)  # one rank downloads, before the others read (difference 10)

@@ -108,8 +108,7 @@ class Trainer:
         self.ps_rref = ps_rref
         self.loss_fn = nn.MSELoss()
         self.num_batches = num_batches
-        available = torch.accelerator.is_available()
-        self.device = torch.accelerator.current_accelerator() if available else torch.device("cpu")
+        self.device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         generator = torch.Generator().manual_seed(seed)  # the same patterns for all trainers
         self.patterns = torch.randn(num_classes, 3, image_h, image_w, generator=generator)
         self.generator = torch.Generator().manual_seed(seed + rpc.get_worker_info().id)
@@ -172,12 +171,16 @@ def run_ps(trainers, args):
 
 
 def run_worker(rank, args):
+    if parent := mp.parent_process():  # a spawned rank ends with it, also if it is killed
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     # All trainers compute at once. With more threads than cores they slow each other down.
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
-    # TCP ("uv") instead of torch's default transport, shared memory: that one keeps a core busy in
-    # every rank, so all ranks are slow if cores are few. _transports is private to torch.
-    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+    # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
+    # all ranks are slow if cores are few. "basic" sends a tensor along with its message. By default
+    # torch also opens channels for GPUs, which are not used here, but can end the process if two
+    # ranks see different GPUs. Both arguments are private to torch.
+    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     name = "ps" if rank == 0 else f"trainer{rank}"
     rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
     seconds = None

@@ -258,9 +258,12 @@ if __name__ == "__main__":  # RPC sends functions by name: every rank finds them
         # Anyone who can connect to a rank can run code in it. So RPC listens on the loopback
         # interface only. The store, at --master_port, still listens on all interfaces.
         os.environ.setdefault("TP_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    # torch's default transport, shared memory, keeps a core busy for every rank, so all ranks are
-    # slow if cores are few. TCP ("uv") does not. _transports is private to torch.
-    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=10, _transports=["uv"])
+    # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
+    # all ranks are slow if cores are few. "basic" sends a tensor along with its message. By default
+    # torch also opens channels for GPUs, which are not used here, but can end the process if two
+    # ranks see different GPUs. Both arguments are private to torch.
+    tcp = {"_transports": ["uv"], "_channels": ["basic"]}
+    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=10, **tcp)
     options.init_method = f"tcp://{args.master_addr}:{args.master_port}"
     address = args.master_addr, args.master_port
     try:

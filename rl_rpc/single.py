@@ -46,10 +46,10 @@ class Observer:
     def run_episode(self, agent):
         state, _ = self.env.reset()
         for _ in range(10000):
-            # send the state to the agent to get an action
+            # ask the agent what to do in this state
             action = agent.select_action(self.id, state)
 
-            # apply the action to the environment, and get the reward
+            # do it
             state, reward, terminated, truncated, _ = self.env.step(action)
 
             # report the reward to the agent
@@ -93,7 +93,7 @@ class Agent:
             observer.run_episode(self)
 
     def finish_episode(self):
-        # joins probs and returns from different observers into lists
+        # one list for the steps of all observers
         probs, returns = [], []
         for ob_id in self.rewards:
             R, ob_returns = 0, []  # 0 again for each observer (difference 8)
@@ -103,12 +103,12 @@ class Agent:
             probs.extend(self.saved_log_probs[ob_id])
             returns.extend(ob_returns)
 
-        # use the minimum observer reward to calculate the running reward; they are printed as "Last
-        # reward" and "Average reward"
+        # The running average is that of the weakest observer's rewards. These two are printed as
+        # "Average reward" and "Last reward".
         min_reward = min([sum(self.rewards[ob_id]) for ob_id in self.rewards])
         self.running_reward = 0.05 * min_reward + (1 - 0.05) * self.running_reward
 
-        # clear saved probs and rewards
+        # the next episode begins with empty lists
         for ob_id in self.rewards:
             self.rewards[ob_id] = []
             self.saved_log_probs[ob_id] = []
@@ -146,11 +146,12 @@ def run_agent(args):
 
 def parse_args():
     parser = argparse.ArgumentParser(description="Reinforcement learning")
-    parser.add_argument("--world_size", type=int, default=2, help="ranks: agent and observers (2)")
-    parser.add_argument("--max_episodes", type=int, default=2000, help="at most (2000)")
-    parser.add_argument("--log_interval", type=int, default=10, help="episodes per line (10)")
-    parser.add_argument("--gamma", type=float, default=0.99, help="discount factor (0.99)")
-    parser.add_argument("--seed", type=int, default=1, help="of all random numbers (1)")
+    add = parser.add_argument
+    add("--world_size", "--world-size", type=int, default=2, help="ranks: agent, observers (2)")
+    add("--max_episodes", type=int, default=2000, help="at most (2000)")
+    add("--log_interval", "--log-interval", type=int, default=10, help="episodes per line (10)")
+    add("--gamma", type=float, default=0.99, help="discount factor (0.99)")
+    add("--seed", type=int, default=1, help="of all random numbers (1)")
     args = parser.parse_args()
     if args.world_size < 2:
         parser.error("--world_size must be 2 or more: the agent and at least one observer")
@@ -161,4 +162,5 @@ def parse_args():
 
 if __name__ == "__main__":
     args = parse_args()
+    torch.set_num_threads(1)  # such small operations are slower with more threads
     run_agent(args)

@@ -16,6 +16,7 @@ texts, the code of 2025-08). "Difference 7" is number 7 in docs/differences/rl_r
 import argparse
 import os
 import sys
+import threading
 import warnings
 
 import gymnasium as gym
@@ -63,10 +64,10 @@ class Observer:
         # Only the agent calls this, and waits for the end, so the environment needs no lock.
         state, _ = self.env.reset()
         for _ in range(10000):
-            # send the state to the agent to get an action
+            # ask the agent what to do in this state
             action = agent_rref.rpc_sync().select_action(self.id, state)
 
-            # apply the action to the environment, and get the reward
+            # do it
             state, reward, terminated, truncated, _ = self.env.step(action)
 
             # Report the reward to the agent, and wait for the answer. Without waiting, two reports
@@ -128,7 +129,7 @@ class Agent:
             fut.wait()
 
     def finish_episode(self):
-        # joins probs and returns from different observers into lists
+        # one list for the steps of all observers
         probs, returns = [], []
         for ob_id in self.rewards:
             R, ob_returns = 0, []  # 0 again for each observer (difference 8)
@@ -138,12 +139,12 @@ class Agent:
             probs.extend(self.saved_log_probs[ob_id])
             returns.extend(ob_returns)
 
-        # use the minimum observer reward to calculate the running reward; they are printed as "Last
-        # reward" and "Average reward"
+        # The running average is that of the weakest observer's rewards. These two are printed as
+        # "Average reward" and "Last reward".
         min_reward = min([sum(self.rewards[ob_id]) for ob_id in self.rewards])
         self.running_reward = 0.05 * min_reward + (1 - 0.05) * self.running_reward
 
-        # clear saved probs and rewards
+        # the next episode begins with empty lists
         for ob_id in self.rewards:
             self.rewards[ob_id] = []
             self.saved_log_probs[ob_id] = []
@@ -162,9 +163,14 @@ class Agent:
 
 
 def run_worker(rank, args):
+    if parent := mp.parent_process():  # a spawned rank ends with it, also if it is killed
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    torch.set_num_threads(1)  # such small operations are slower with more threads
     # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
-    # all ranks are slow if cores are few. _transports is private to torch.
-    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+    # all ranks are slow if cores are few. "basic" sends a tensor along with its message. By default
+    # torch also opens channels for GPUs, which are not used here, but can end the process if two
+    # ranks see different GPUs. Both arguments are private to torch.
+    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     name = AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
     rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
     if rank == 0:
@@ -194,14 +200,15 @@ def run_agent(args):
 
 def parse_args():
     parser = argparse.ArgumentParser(description="Reinforcement learning")
-    parser.add_argument("--world_size", type=int, default=2, help="ranks: agent and observers (2)")
-    parser.add_argument("--rank", type=int, help="start only this rank; 0 is the agent")
-    parser.add_argument("--master_addr", default="localhost", help="host of rank 0 (localhost)")
-    parser.add_argument("--master_port", type=int, default=29500, help="a free port on it (29500)")
-    parser.add_argument("--max_episodes", type=int, default=2000, help="at most (2000)")
-    parser.add_argument("--log_interval", type=int, default=10, help="episodes per line (10)")
-    parser.add_argument("--gamma", type=float, default=0.99, help="discount factor (0.99)")
-    parser.add_argument("--seed", type=int, default=1, help="of all random numbers (1)")
+    add = parser.add_argument
+    add("--world_size", "--world-size", type=int, default=2, help="ranks: agent, observers (2)")
+    add("--rank", type=int, help="start only this rank; 0 is the agent")
+    add("--master_addr", default="localhost", help="host of rank 0 (localhost)")
+    add("--master_port", type=int, default=29500, help="a free port on it (29500)")
+    add("--max_episodes", type=int, default=2000, help="at most (2000)")
+    add("--log_interval", "--log-interval", type=int, default=10, help="episodes per line (10)")
+    add("--gamma", type=float, default=0.99, help="discount factor (0.99)")
+    add("--seed", type=int, default=1, help="of all random numbers (1)")
     args = parser.parse_args()
     if args.world_size < 2:
         parser.error("--world_size must be 2 or more: the agent and at least one observer")
@@ -229,5 +236,5 @@ if __name__ == "__main__":
     else:
         run_worker(args.rank, args)  # one rank in this terminal
 
-# If a rank dies, spawned ranks end, but ranks in terminals may wait for ever. main.py names the
+# If a rank dies, spawned ranks end, but ranks in terminals may wait forever. main.py names the
 # lost rank; it can go on without it, resume, and send far fewer messages (README.md).

@@ -77,14 +77,14 @@ class Observer:
         start_step = 0
         for step in range(n_steps):
             state = torch.from_numpy(state).float().unsqueeze(0)
-            # send the state to the agent to get an action
+            # ask the agent what to do in this state
             action = rpc.rpc_sync(
                 agent_rref.owner(),
                 self.select_action,
                 args=(agent_rref, self.id, state),
             )
 
-            # apply the action to the environment, and get the reward
+            # do it
             state, reward, terminated, truncated, _ = self.env.step(action)
             rewards[step] = reward
 
@@ -106,8 +106,7 @@ class Agent:
     def __init__(self, world_size, batch, gamma, seed):
         self.ob_rrefs = []
         self.agent_rref = RRef(self)
-        available = torch.accelerator.is_available()
-        self.device = torch.accelerator.current_accelerator() if available else torch.device("cpu")
+        self.device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         torch.manual_seed(seed)
         self.policy = Policy(batch).to(self.device)
         self.optimizer = optim.Adam(self.policy.parameters(), lr=1e-2)
@@ -177,11 +176,11 @@ class Agent:
         mean length of the observers' first episodes, and its running average."""
         futs = []
         for ob_rref in self.ob_rrefs:
-            # make async RPC to kick off an episode on all observers; timeout=0 means no time limit,
-            # since 500 steps may take longer than the default of 60 s (difference 5)
+            # All observers play at the same time. timeout=0 means no time limit, since 500 steps
+            # may take longer than the default of 60 s (difference 5).
             futs.append(ob_rref.rpc_async(timeout=0).run_episode(self.agent_rref, n_steps))
 
-        # wait until all observers have finished this episode
+        # wait until all of them have taken their steps
         rets = torch.futures.wait_all(futs)
         rewards = torch.stack([ret[0] for ret in rets]).to(self.device).t()  # (T, N)
         ep_rewards = sum([ret[1] for ret in rets]) / len(rets)
@@ -197,10 +196,10 @@ class Agent:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-        # reset variables
+        # the next episode begins with empty lists
         self.saved_log_probs = [] if self.batch else {k: [] for k in range(len(self.ob_rrefs))}
 
-        # calculate running rewards
+        # the running average counts half for the past
         self.running_reward = 0.5 * ep_rewards + 0.5 * self.running_reward
         return ep_rewards, self.running_reward
 
@@ -208,9 +207,14 @@ class Agent:
 def run_worker(rank, args, world_size, batch, delays=None, print_log=True):
     """Run one rank: the agent, or an observer. The agent puts the seconds of its episodes into the
     queue `delays`."""
+    if parent := mp.parent_process():  # a spawned rank ends with it, also if it is killed
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    torch.set_num_threads(1)  # such small operations are slower with more threads
     # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
-    # all ranks are slow if cores are few. _transports is private to torch.
-    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+    # all ranks are slow if cores are few. "basic" sends a tensor along with its message. By default
+    # torch also opens channels for GPUs, which are not used here, but can end the process if two
+    # ranks see different GPUs. Both arguments are private to torch.
+    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     name = AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
     if rank == 0:
@@ -243,12 +247,13 @@ def main(args):
 
 def parse_args():
     parser = argparse.ArgumentParser(description="Reinforcement learning with batches")
-    parser.add_argument("--world_size", type=int, default=5, help="ranks; spawned: of 2 to N (5)")
+    size = ("--world_size", "--world-size")  # either spelling
+    parser.add_argument(*size, type=int, default=5, help="ranks; spawned: of 2 to N (5)")
     parser.add_argument("--rank", type=int, help="start only this rank; 0 is the agent")
     parser.add_argument("--no_batch", action="store_true", help="with --rank: without batching")
     parser.add_argument("--master_addr", default="localhost", help="host of rank 0 (localhost)")
     parser.add_argument("--master_port", type=int, default=29500, help="a free port on it (29500)")
-    parser.add_argument("--num_episode", type=int, default=10, help="of each job (10)")
+    parser.add_argument("--num_episode", "--num-episode", type=int, default=10, help="per job (10)")
     parser.add_argument("--gamma", type=float, default=1.0, help="discount factor (1.0)")
     parser.add_argument("--seed", type=int, default=543, help="of all random numbers (543)")
     args = parser.parse_args()

@@ -22,11 +22,13 @@ class EmbeddingTable(nn.Module):
 
     def __init__(self, ntoken, ninp, dropout):
         super().__init__()
-        # The table is on a GPU if this process has one. Everything else is on the CPU.
+        # The table is on a GPU if this process has one. Everything else is on the CPU. To keep the
+        # table on the CPU too, hide the GPUs: CUDA_VISIBLE_DEVICES= python tutorial.py
         self.device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         self.drop = nn.Dropout(dropout)
-        self.encoder = nn.Embedding(ntoken, ninp).to(self.device)
-        nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
+        self.encoder = nn.Embedding(ntoken, ninp)
+        nn.init.uniform_(self.encoder.weight, -0.1, 0.1)  # on the CPU: the same on every device
+        self.encoder.to(self.device)
 
     def forward(self, input):  # (T, B) -> (T, B, E)
         return self.drop(self.encoder(input.to(self.device))).cpu()

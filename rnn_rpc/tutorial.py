@@ -18,6 +18,7 @@ import argparse
 import logging
 import os
 import sys
+import threading
 import warnings
 
 import torch
@@ -46,11 +47,13 @@ class EmbeddingTable(nn.Module):
 
     def __init__(self, ntoken, ninp, dropout):
         super().__init__()
-        # The table is on a GPU if this process has one. Everything else is on the CPU.
+        # The table is on a GPU if this process has one. Everything else is on the CPU. To keep the
+        # table on the CPU too, hide the GPUs: CUDA_VISIBLE_DEVICES= python tutorial.py
         self.device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         self.drop = nn.Dropout(dropout)
-        self.encoder = nn.Embedding(ntoken, ninp).to(self.device)
-        nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
+        self.encoder = nn.Embedding(ntoken, ninp)
+        nn.init.uniform_(self.encoder.weight, -0.1, 0.1)  # on the CPU: the same on every device
+        self.encoder.to(self.device)
 
     def forward(self, input):  # (T, B) -> (T, B, E)
         # RPC sends tensors of the CPU; for those of a GPU it needs device maps (difference 6).
@@ -176,21 +179,22 @@ def run_trainer():
         print(f"Training epoch {epoch}: perplexity {perplexity:.3f} (lowest possible {lowest:.3f})")
 
 
-# "uv" is TCP. (Tensors may still go from memory to memory, between ranks on one machine.) torch's
-# default, shared memory, keeps a core of each rank busy, so all ranks are slow if cores are few.
-# _transports is private to torch.
-rpc_options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
-
-
 def run_worker(rank, args):
+    if parent := mp.parent_process():  # a spawned rank ends with it, also if it is killed
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     torch.set_num_threads(1)  # such small operations are slower with more threads
     torch.manual_seed(args.seed + rank)
+    # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
+    # all ranks are slow if cores are few. "basic" sends a tensor along with its message. By default
+    # torch also opens channels for GPUs, which are not used here, but can end the process if two
+    # ranks see different GPUs. Both arguments are private to torch.
+    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     world_size = args.world_size
     if rank == 1:
-        rpc.init_rpc("trainer", rank=rank, world_size=world_size, rpc_backend_options=rpc_options)
+        rpc.init_rpc("trainer", rank=rank, world_size=world_size, rpc_backend_options=options)
         run_trainer()
     else:
-        rpc.init_rpc("ps", rank=rank, world_size=world_size, rpc_backend_options=rpc_options)
+        rpc.init_rpc("ps", rank=rank, world_size=world_size, rpc_backend_options=options)
         # The parameter server needs no loop: its RPC threads serve the trainer.
 
     # Wait until all ranks have called this. Until then, `ps` serves calls.
@@ -218,7 +222,7 @@ if __name__ == "__main__":
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
     # RPC sends functions and classes by name: __main__.NAME, or __mp_main__.NAME between spawned
-    # ranks, where multiprocessing calls it so. Both find them: this file is their main module.
+    # ranks. All ranks find them, because this file is their main module.
     if args.rank is None:
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:

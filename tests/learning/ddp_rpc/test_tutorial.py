@@ -160,8 +160,8 @@ def test_the_tutorial_with_four_trainers(tmp_path):
 @pytest.mark.slow
 def test_the_tutorial_ends_with_its_first_trainer_to_fail(tmp_path):
     """In the published program, the master waits for trainer 0, which waits half an hour for trainer 1."""
-    fails = "    if rank == 1:\n        raise ValueError('a trainer that fails')\n    # Setup the model.\n"
-    program = changed(copied_alone("ddp_rpc/tutorial.py", tmp_path), ("    # Setup the model.\n", fails))
+    fails = "    if rank == 1:\n        raise ValueError('a trainer that fails')\n    device = get_device(rank, num_gpus)\n"
+    program = changed(copied_alone("ddp_rpc/tutorial.py", tmp_path), ("    device = get_device(rank, num_gpus)\n", fails))
     done = run_spawned(program, timeout=200)
     assert done.returncode == 1
     assert "ValueError: On WorkerInfo(id=1, name=trainer1):" in done.stderr and "a trainer that fails" in done.stderr
