@@ -90,5 +90,7 @@ def test_the_programs_in_one_file_compute_the_same_on_the_device():
     tutorial = run_script(job, "tutorial", "--world_size", 3, "--master_port", free_port())
     assert (single.returncode, single.stderr) == (0, "")
     assert tutorial.returncode == 0, tutorial.stderr  # torch warns that it has no timer for this device
-    assert single.stdout.startswith(f"fc on {pretend_device.DEVICE}\nTraining done for epoch 0: loss ")
+    assert single.stdout.startswith(
+        f"Trainer 0 uses {pretend_device.DEVICE}\nfc on {pretend_device.DEVICE}\nTraining done for epoch 0: loss "
+    )
     assert tutorial.stdout == single.stdout

@@ -118,6 +118,7 @@ def test_the_tutorial_equals_a_plain_loop(tmp_path, trainers, epochs, batches):
         (["--rank", "4"], "--rank must be from 0 to 3"),
         (["--rank", "-1"], "--rank must be from 0 to 3"),
         (["--world_size", "many"], "invalid int value"),
+        (["--num_gpus", "-1"], "--num_gpus must be 0 or more"),
     ],
 )
 def test_the_tutorial_refuses_what_cannot_work(monkeypatch, capsys, flags, complaint):
@@ -125,6 +126,16 @@ def test_the_tutorial_refuses_what_cannot_work(monkeypatch, capsys, flags, compl
     with pytest.raises(SystemExit) as ended:
         load("tutorial").parse_args()
     assert ended.value.code == 2 and complaint in capsys.readouterr().err
+
+
+def test_a_trainer_says_on_which_device_it_is_when_gpus_are_asked_for(monkeypatch):
+    """Only CUDA counts, because Gloo takes tensors of no other accelerator. Here is none, so it is the CPU."""
+    tutorial = load("tutorial")
+    for gpus, wanted, devices in [(0, 2, ["cpu"] * 3), (2, 2, ["cuda:0", "cuda:1", "cuda:1"]), (2, 0, ["cpu"] * 3)]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        assert [str(tutorial.get_device(rank, wanted)) for rank in range(3)] == devices
+    done = run_spawned("ddp_rpc/tutorial.py", "--world_size", 3, "--num_gpus", 1)
+    assert done.stdout.startswith("Trainer 0 uses cpu\nTraining done for epoch 0: ") and done.returncode == 0
 
 
 @pytest.mark.slow
@@ -160,8 +171,9 @@ def test_the_tutorial_with_four_trainers(tmp_path):
 @pytest.mark.slow
 def test_the_tutorial_ends_with_its_first_trainer_to_fail(tmp_path):
     """In the published program, the master waits for trainer 0, which waits half an hour for trainer 1."""
-    fails = "    if rank == 1:\n        raise ValueError('a trainer that fails')\n    device = get_device(rank, num_gpus)\n"
-    program = changed(copied_alone("ddp_rpc/tutorial.py", tmp_path), ("    device = get_device(rank, num_gpus)\n", fails))
+    first = "    device = get_device(rank, num_gpus)\n"
+    fails = "    if rank == 1:\n        raise ValueError('a trainer that fails')\n"
+    program = changed(copied_alone("ddp_rpc/tutorial.py", tmp_path), (first, fails + first))
     done = run_spawned(program, timeout=200)
     assert done.returncode == 1
     assert "ValueError: On WorkerInfo(id=1, name=trainer1):" in done.stderr and "a trainer that fails" in done.stderr
