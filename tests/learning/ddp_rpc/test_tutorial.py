@@ -132,7 +132,7 @@ def test_a_trainer_says_on_which_device_it_is_when_gpus_are_asked_for(monkeypatc
     """Only CUDA counts, because Gloo takes tensors of no other accelerator. Here is none, so it is the CPU."""
     tutorial = load("tutorial")
     for gpus, wanted, devices in [(0, 2, ["cpu"] * 3), (2, 2, ["cuda:0", "cuda:1", "cuda:1"]), (2, 0, ["cpu"] * 3)]:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert [str(tutorial.get_device(rank, wanted)) for rank in range(3)] == devices
     done = run_spawned("ddp_rpc/tutorial.py", "--world_size", 3, "--num_gpus", 1)
     assert done.stdout.startswith("Trainer 0 uses cpu\nTraining done for epoch 0: ") and done.returncode == 0
