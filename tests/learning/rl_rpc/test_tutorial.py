@@ -155,6 +155,21 @@ WRONG = ["--world_size 1", "--world_size 2 --rank 2", "--world_size 3 --rank -1"
 @pytest.mark.parametrize(
     ("path", "flags"),
     [
+        ("rl_rpc/tutorial.py", {"world-size": 3, "log-interval": 7}),
+        ("rl_rpc/single.py", {"world-size": 3, "log-interval": 7}),
+        ("rl_rpc/tutorial_batch.py", {"world-size": 3, "num-episode": 7}),
+    ],
+)
+def test_flags_are_also_understood_as_the_published_programs_spell_them(monkeypatch, path, flags):
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    monkeypatch.setattr(sys, "argv", [path, *words])
+    args = load_module(ROOT / path).parse_args()
+    assert {name: vars(args)[name.replace("-", "_")] for name in flags} == flags
+
+
+@pytest.mark.parametrize(
+    ("path", "flags"),
+    [
         *((PATH, flags) for flags in [*WRONG, "--max_episodes 0", "--log_interval 0"]),
         *(("rl_rpc/tutorial_batch.py", flags) for flags in [*WRONG, "--num_episode 0"]),
     ],
