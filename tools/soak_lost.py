@@ -4,9 +4,9 @@
     python tools/soak_lost.py rl_rpc --cases 40 --seed 7
 
 It prints a line for each case and a summary by kind of failure. The exit status is 1 if a check has failed. For both
-packages it checks that the job's exit status is 0 and that `lost` in its summary is right. For param_server it also
-checks that every image of every epoch was applied exactly once and that rank 0's memory does not grow (losses.py), and
-for rl_rpc that all episodes were played.
+packages it checks that the job's exit status is 0 and that `lost` in its summary is right. For rl_rpc it also checks
+that all episodes were played, and for param_server (tests/harness/lost_trainers.py) that every image of every epoch was
+applied exactly once and that rank 0's memory does not grow.
 """
 
 import argparse
@@ -22,11 +22,9 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "harness"))
 
+import lost_trainers
 from faults import SIGNALS
-from helpers import ROOT, load_module
 from jobs import Job
-
-losses = load_module(ROOT / "tests" / "jobs" / "param_server" / "losses.py")
 
 RL_MODES = ("step", "packed", "batched", "rollout", "async")
 OBSERVERS, EPISODES = (1, 2, 3), {"rollout": 200, "async": 400}  # in the other modes 60
@@ -47,7 +45,8 @@ def run_rl_case(mode, faults):
         summary = os.path.join(folder, "summary.json")
         flags = ["--world_size", len(OBSERVERS) + 1, "--mode", mode, "--on_lost", "continue", "--transport", "uv"]
         flags += ["--max_episodes", episodes, "--reward_threshold", 1e9, "--log_interval", 1, "--eval_episodes", 1]
-        with Job("rl_rpc", "spawned", [*map(str, flags), "--summary_json", summary], fault=(0, "none", 0)) as job:
+        flags += ["--summary_json", summary]
+        with Job("rl_rpc", "spawned", flags, fault=(0, "none", 0), cold=True) as job:
             assert job.wait_for_text("Episode 3", 90), job.text()
             pids, began = {victim: job.pid_of(victim) for victim in faults}, time.monotonic()
             for victim, (kind, at) in sorted(faults.items(), key=lambda fault: fault[1][1]):
@@ -62,7 +61,7 @@ def run_rl_case(mode, faults):
             return result
 
 
-PACKAGES = {"param_server": (losses.draw_case, losses.run_case), "rl_rpc": (draw_rl_case, run_rl_case)}
+PACKAGES = {"param_server": (lost_trainers.draw_case, lost_trainers.run_case), "rl_rpc": (draw_rl_case, run_rl_case)}
 
 
 def main():

@@ -7,12 +7,15 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from fnmatch import fnmatch
 
 from helpers import NOISE
-from jobs import JOBS, WAYS, Job, command_of
+from jobs import JOBS, WAYS, Job
+from processes import command_of
+from programs import ROOT
 
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 ERRORS = {"exception": "ValueError", "memory": "MemoryError"}
@@ -59,19 +62,19 @@ def draw_case(number):
     return package, way, rank, kind, moment, round(draw.uniform(0.0, 3.0), 2)
 
 
-def run_case(package, way, rank, kind, moment, seconds, quick=False):
+def run_case(package, way, rank, kind, moment, seconds, cold=False):
     """Start the job, let one rank die, check CONTRACT; return after how many seconds the other ranks had ended.
 
-    `quick`: a silent rank is lost sooner than in main.py, and unless the rank dies at the start, no rank has to import
-    torch (warm.py).
+    `cold`: the job is started as a user starts it, and a silent rank is lost after as many seconds as in main.py.
+    (A job whose rank dies at the start is always started in this way.)
     """
     facts = JOBS[package]
     name, others = facts["names"][rank], [other for other in range(len(facts["names"])) if other != rank]
     rows = [row for row in CONTRACT if all(map(fnmatch, (kind, way, moment), row[:3]))]
     rows = rows if moment == "end" else rows[:1]
     flags = [*facts["short" if moment == "end" else "long"], "--join_timeout", "20"]
-    fault = (rank, kind, seconds) if kind not in SIGNALS else (0, "none", 0) if quick else None
-    with Job(package, way, flags, fault=fault, warm=quick and moment != "start") as job:
+    fault = (rank, kind, seconds) if kind not in SIGNALS else None if cold else (0, "none", 0)
+    with Job(package, way, flags, fault=fault, cold=cold or moment == "start") as job:
         dead, peers = let_die(job, rank, kind, moment, seconds, others)
         died_at = time.monotonic()
         while any(map(command_of, peers)):  # as long as one of the other ranks is running
@@ -118,3 +121,13 @@ def let_die(job, rank, kind, moment, seconds, others):
 def case_id(case):
     package, way, rank, kind, moment, seconds = case
     return f"{package}-{way}-{JOBS[package]['names'][rank]}-{kind}-{moment}-{seconds}"
+
+
+def copy_with_mistake(package, folder, name, right, wrong):
+    """Copy a package, and replace `right` by `wrong` wherever it stands in one of its files; return the main.py."""
+    copy = folder / package
+    shutil.copytree(ROOT / package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (copy / name).read_text()
+    assert right in text
+    (copy / name).write_text(text.replace(right, wrong))
+    return str(copy / "main.py")

@@ -1,21 +1,16 @@
-"""What the tests share: run a package's commands as a user does, and import a package's modules."""
+"""What the tests share: what is true of an output, and how a package's modules are imported."""
 
 import contextlib
 import functools
 import importlib.util
 import json
-import multiprocessing.connection
-import os
-import pathlib
 import re
-import signal
-import subprocess
 import sys
-import tempfile
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+from programs import ROOT, run_script
+
 NOISE = r"Traceback|Exception raised from|^frame #"  # tracebacks of Python and of C++
 PACKAGES = ("rl_rpc", "rnn_rpc", "ddp_rpc", "param_server")
 PAGES = [
@@ -23,106 +18,9 @@ PAGES = [
 ]
 
 
-def run_script(path, *flags, timeout=120, env=None):
-    """Run `python path flags` (path relative to the repository) to its end; return the CompletedProcess (text).
-
-    Without `env` the command is a fork of a process that has imported torch already, see warm.py.
-    """
-    command = [sys.executable, str(ROOT / path), *map(str, flags)]
-    # The output goes to files. A pipe would stay open until Python's fork server has ended too, a second later.
-    with tempfile.NamedTemporaryFile("r+") as out, tempfile.NamedTemporaryFile("r+") as err:
-        if env is None:
-            status = run_warm(command, out.name, err.name, timeout)
-        else:
-            done = subprocess.run(command, stdout=out, stderr=err, timeout=timeout, env={**os.environ, **env})
-            status = done.returncode
-        return subprocess.CompletedProcess(command, status, read_whole(out.name), read_whole(err.name))
-
-
-def read_whole(path):
-    with open(path, errors="replace") as file:
-        return file.read()
-
-
-@functools.cache
-def warm_process():
-    """Start warm.py once; return the address at which it waits. If a test runs tests, these use the same process."""
-    if "WARM_PROCESS" in os.environ:
-        return os.environ["WARM_PROCESS"]
-    address = os.path.join(tempfile.mkdtemp(), "warm")
-    command = [sys.executable, str(ROOT / "tests" / "harness" / "warm.py"), address]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout.readline() == "warm\n"
-    warm_process.process = process  # keep the Popen, so that its stdin stays open until this process ends
-    return address
-
-
-class WarmCommand:
-    """A command that a fork of the warm process runs. It has those methods of a Popen that the tests use."""
-
-    def __init__(self, command, out, err, cwd=None, env=None, room=None):
-        """`out`, `err`: paths of the files for its output. `env`: further variables of its environment.
-
-        `room`: a path that commands share which end together, see warm.leaving_together.
-        """
-        self.args = command
-        self.returncode = None
-        self.connection = multiprocessing.connection.Client(warm_process(), "AF_UNIX")
-        environ = os.environ | {"WARM_PROCESS": warm_process()} | (env or {})
-        request = {"argv": command[1:], "cwd": cwd or os.getcwd(), "environ": environ, "room": room}
-        self.connection.send(request | {"stdout": out, "stderr": err})
-        self.pid = self.connection.recv()
-
-    def wait(self, timeout=None):
-        if self.returncode is None:
-            if not self.connection.poll(timeout):
-                raise subprocess.TimeoutExpired(self.args, timeout)
-            self.returncode = self.connection.recv()
-            self.connection.close()
-        return self.returncode
-
-    def poll(self):
-        return self.wait(0) if self.returncode is not None or self.connection.poll() else None
-
-    def send_signal(self, number):
-        os.kill(self.pid, number)
-
-
-def run_warm(command, out, err, timeout, cwd=None):
-    """Let a fork of the warm process run `command`; return its exit status."""
-    process = WarmCommand(command, out, err, cwd)
-    try:
-        return process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.connection.close()
-        raise subprocess.TimeoutExpired(command, timeout, read_whole(out), read_whole(err)) from None
-
-
-def run_main(package, *flags, timeout=120, env=None):
-    """Run `python <package>/main.py flags` to its end."""
-    return run_script(f"{package}/main.py", *flags, timeout=timeout, env=env)
-
-
-def run_on_pretend_device(package, *flags, timeout=120):
-    """Like run_main, but the ranks that compute use the pretend device."""
-    return run_script("tests/harness/pretend_main.py", package, *flags, timeout=timeout)
-
-
-def start_main(package, *flags, env=None, **popen):
-    """Start `python <package>/main.py flags` in a new session; return the Popen, with text pipes."""
-    command = [sys.executable, str(ROOT / package / "main.py"), *map(str, flags)]
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, **(env or {})},
-        **popen,
-    )
+def run_on_pretend_device(package, *flags, **how):
+    """Run a package's main.py to its end, with the ranks that compute on the pretend device."""
+    return run_script("tests/harness/pretend_main.py", package, *flags, **how)
 
 
 def calls_in_steps(path, name):
@@ -186,6 +84,12 @@ def load_bench(package):
             return load_module(ROOT / "bench" / f"{package}.py")
         finally:
             sys.path[:] = before
+
+
+@functools.cache
+def load_oracle(package):
+    """Import tests/learning/PACKAGE/oracle.py: what the package's tests compare with. They all get the same module."""
+    return load_module(ROOT / "tests" / "learning" / package / "oracle.py")
 
 
 def load_module(path):

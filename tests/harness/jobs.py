@@ -4,16 +4,13 @@ import contextlib
 import importlib.metadata
 import os
 import random
-import re
-import signal
 import socket
-import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 
-from helpers import ROOT, WarmCommand
+from processes import environment_of, is_stopped, ranks_of
+from programs import ROOT, Program, kill, wait_for_text
 
 # For each package: the worker names by rank; the flags for the number of ranks, for a run that does not end by itself
 # ("long"), and for one that ends within seconds ("short"); what is printed during training, and when the work is done.
@@ -81,7 +78,7 @@ def executed_traps(folder):
 
 
 class Job:
-    """One job. Used as a context manager: all processes of the job are killed at the end of the block."""
+    """All ranks of a main.py. Used as a context manager: nothing of the job is left after the block."""
 
     def __init__(
         self,
@@ -89,91 +86,63 @@ class Job:
         way,
         flags,
         fault=None,
-        other_hostname=False,
-        runner_flags=(),
-        env=None,
-        only=None,
         script=None,
-        cwd=None,
-        warm=False,
+        only=None,
+        runner_flags=(),
+        hosts=None,
+        other_hostname=False,
+        env=None,
+        **how,
     ):
-        """Start the job. `way`: one of WAYS; `flags`: of main.py.
+        """Start the job. `way`: one of WAYS (torchrun is always cold); `flags`: of main.py; `how`: see Program.
 
-        `fault`: (rank, kind, seconds), see faulty_main.py; `other_hostname`: if root, give the host a name that does
-        not resolve; `runner_flags`: of torchrun; `env`: further environment variables; `only`: the ranks to start;
-        `script`: what to run instead of the package's main.py; `cwd`: the working directory; `warm`: the
-        commands and their ranks are forks of a process that has imported torch already (see warm.py), for jobs whose
-        start is not tested.
+        `fault`: (rank, kind, seconds), see faulty_main.py; `script`: what to run instead of the package's main.py;
+        `only`: the ranks to start; `runner_flags`: of torchrun; `hosts`: the TwoHosts on which the ranks are in turn,
+        beginning with rank 0 on host 0; `other_hostname`: if root, give the host a name that does not resolve; `env`:
+        further environment variables.
         """
         self.package, self.way = package, way
         self.names = JOBS[package]["names"]
-        script = [script or str(ROOT / package / "main.py")]
+        script = [script or f"{package}/main.py"]
         if fault:
-            script = [str(ROOT / "tests" / "harness" / "faulty_main.py"), package, *map(str, fault)]
-        base = [*script, *JOBS[package]["size"], *flags]
-        port = self.port = str(free_port())
-        if way == "spawned":
-            commands = [[sys.executable, *base]]
-        elif way == "terminals":
-            place = ["--master_port", port, "--rank"]
-            ranks = range(len(self.names)) if only is None else only
-            commands = [[sys.executable, *base, *place, str(rank)] for rank in ranks]
-        else:
-            torchrun = os.path.join(sysconfig.get_path("scripts"), "torchrun")
-            here = ["--master-port", port, "--nproc-per-node", str(len(self.names))]
-            commands = [[torchrun, *here, *runner_flags, *base]]
+            script = ["tests/harness/faulty_main.py", package, *fault]
+        words = [*script, *JOBS[package]["size"], *flags]
+        self.port = free_port()
+        how = {"env": {"PYTHONUNBUFFERED": "1"} | (env or {}), **how}
         if other_hostname and os.geteuid() == 0:  # a host name that does not resolve to loopback
             rename = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere.invalid; exec "$@"', "sh"]
-            commands = [[*rename, *command] for command in commands]
-        self.folder = tempfile.TemporaryDirectory()
-        self.outputs, self.processes = [], []  # outputs: stdout and stderr of each process in turn
-        for number, command in enumerate(commands):
-            streams = [open(os.path.join(self.folder.name, f"{number}.{name}"), "w+") for name in ("out", "err")]
-            variables = {"PYTHONUNBUFFERED": "1"} | (env or {})
-            self.outputs += streams
-            out, err = streams
-            if warm and way != "torchrun":
-                process = WarmCommand(command, out.name, err.name, cwd, variables)
-            else:
-                process = subprocess.Popen(
-                    command, stdout=out, stderr=err, start_new_session=True, env=os.environ | variables, cwd=cwd
-                )
-            self.processes.append(process)
+            how["by"] = [*rename, sys.executable]
+        if way == "torchrun":
+            here = ["--master-port", self.port, "--nproc-per-node", len(self.names)]
+            how["by"] = [os.path.join(sysconfig.get_path("scripts"), "torchrun"), *here, *runner_flags]
+        self.processes = []
+        if way == "terminals":
+            for rank in range(len(self.names)) if only is None else only:
+                if hosts:
+                    how["by"] = hosts.on(rank % 2, [sys.executable])
+                self.processes.append(Program(*words, "--master_port", self.port, "--rank", rank, **how))
+        else:
+            self.processes.append(Program(*words, **how))
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         for process in self.processes:
-            for pid in self.members(process):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            process.wait()
-        for output in self.outputs:
-            output.close()
-        self.folder.cleanup()
+            kill(self.members(process))
+            process.kill()
 
-    def text(self, outputs=None):
-        """Return all output so far of all processes, or that of `outputs`."""
-        parts = []
-        for output in self.outputs if outputs is None else outputs:
-            with open(output.name, errors="replace") as file:
-                parts.append(file.read())
-        return "\n".join(parts).strip()
+    def text(self):
+        """Return all output so far of all processes."""
+        return "\n".join(process.text() for process in self.processes).strip()
 
     def errors(self):
         """Return what all processes have written to stderr so far."""
-        return self.text(self.outputs[1::2])
+        return "\n".join(process.errors() for process in self.processes).strip()
 
     def wait_for_text(self, pattern, seconds):
         """Return True when the job has printed `pattern`; False if all its processes ended without printing it."""
-        deadline = time.monotonic() + seconds
-        while not re.search(pattern, self.text()):
-            if all(process.poll() is not None for process in self.processes):
-                return bool(re.search(pattern, self.text()))
-            assert time.monotonic() < deadline, f"{pattern!r} not printed within {seconds} s:\n{self.text()}"
-            time.sleep(0.05)
-        return True
+        return wait_for_text(self.processes, pattern, seconds)
 
     def wait_for_file(self, path, seconds):
         """Return when the file exists."""
@@ -205,18 +174,14 @@ class Job:
         """Wait until every process that was started has ended; return their exit statuses. Fails after `seconds`."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
-            while process.poll() is None and not self.is_stopped(process.pid):  # by the test: then it will not end
+            while process.poll() is None and not is_stopped(process.pid):  # by the test: then it will not end
                 assert time.monotonic() < deadline, f"still running after {seconds} s:\n{self.text()}"
                 time.sleep(0.01)
         return [process.returncode for process in self.processes]
 
-    @staticmethod
-    def is_stopped(pid):
-        return status_of(pid)[0] == "T"
-
     def members(self, process):
-        """Return the live processes that `process` has started, directly or indirectly, and itself."""
-        members = session_members(process.pid)
+        """Return the living processes that `process` has started, directly or indirectly, and itself."""
+        members = process.members()
         if self.way == "torchrun":  # each rank has a session of its own; the port identifies them
             everyone = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
             members += [pid for pid in everyone if f"MASTER_PORT={self.port}" in environment_of(pid)]
@@ -235,67 +200,3 @@ class Job:
 def left_in(folder):
     """Return the files that a run has left in its temporary directory, without torch's cache, which runs share."""
     return [name for name in os.listdir(folder) if not name.startswith("torchinductor_")]
-
-
-def session_members(leader):
-    """Return the processes of the session, or of the process group, that this process has started, without zombies."""
-    return [
-        int(entry)
-        for entry in os.listdir("/proc")
-        if entry.isdigit()
-        for state, _, group, session, *_ in [status_of(entry)]
-        if leader in (int(group), int(session)) and state != "Z"
-    ]
-
-
-def status_of(pid):
-    """Return what Linux tells of a process, from its state on; zeros if there is no such process."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()
-    return ["0"] * 4
-
-
-def children_of(pid):
-    """Return the children of a process, in the order in which they were started (process ids wrap around)."""
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            return [int(child) for child in file.read().split()]
-    except OSError:
-        return []
-
-
-def ranks_of(pid):
-    """Return the process ids of a spawned job's ranks that run already, in their order.
-
-    The ranks are children of the fork server, which is a child of the process `pid`, or of warm.py. There they share
-    the process group of `pid`.
-    """
-    own = forked(children_of(pid))
-    if own:
-        return [rank for server in own for rank in forked(children_of(server))]
-    shared = forked(children_of(status_of(pid)[1]))
-    return [rank for server in shared for rank in children_of(server) if int(status_of(rank)[2]) == pid]
-
-
-def forked(pids):
-    """Return those of `pids` that are Python's fork server or forks of it.
-
-    Importing torch starts short-lived commands of other names, which are left out.
-    """
-    return [pid for pid in pids if "multiprocessing.forkserver" in command_of(pid)]
-
-
-def command_of(pid):
-    try:
-        with open(f"/proc/{pid}/cmdline") as file:
-            return file.read().replace("\0", " ")
-    except OSError:
-        return ""
-
-
-def environment_of(pid):
-    try:
-        with open(f"/proc/{pid}/environ", errors="replace") as file:
-            return file.read().split("\0")
-    except OSError:
-        return []

@@ -1,13 +1,14 @@
-"""A process that has imported torch and runs commands as forks of itself, so that tests need not wait for imports.
+"""A process that has loaded torch and runs programs as forks of itself, so that tests need not wait for imports.
 
-    python tests/harness/warm.py SOCKET
+    a test ── request ──> warm.py ── fork ──> the program (become) ── "start my ranks" ──┐
+                             │ starts it once                                            v
+                             └──────────────────────────────────────────────> one fork server for all programs
+                                                                                         │ fork
+                                                                       the program's ranks (Adopted)
 
-It runs what helpers.run_main and run_script, tutorials.py and Job(warm=True) start. Where the start itself is tested,
-tests use real commands.
-
-Each command is a fork of this process. Its spawned ranks are forks of one fork server, which all commands share, while
-a real command starts a fork server of its own, or a new Python for each rank (mp.spawn). A command and its ranks are
-one process group. This process ends when its standard input is closed.
+A real program starts a fork server of its own, or a new Python for each rank (mp.spawn). Here all programs share one,
+so each rank adopts the process group, the output files and the environment variables of its program.
+Only programs.py starts this file, `warm.py SOCKET`, and it ends when its standard input is closed.
 """
 
 import contextlib
@@ -70,8 +71,11 @@ def adopt(request):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(request["environ"])
-    if "PYTHONUNBUFFERED" in os.environ:  # Python reads this variable only when it starts, and a fork does not start it
+    # These two are read when Python and OpenMP start, and a fork does not start them.
+    if "PYTHONUNBUFFERED" in os.environ:
         sys.stdout.reconfigure(line_buffering=True)
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
 
 
 def become(request):
@@ -99,6 +103,7 @@ def become(request):
     multiprocessing.current_process()._config.pop("tempdir", None)
     sys.argv = request["argv"]
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    sys.path[1:1] = filter(None, request["environ"].get("PYTHONPATH", "").split(os.pathsep))
     together = leaving_together(request["room"]) if request["room"] else contextlib.nullcontext()
     status = 0
     try:

@@ -11,8 +11,9 @@ import time
 import pytest
 import torch
 
-from helpers import PACKAGES, run_main, run_script
+from helpers import PACKAGES
 from jobs import JOBS, Job
+from programs import run_main, run_script
 
 DEVICE = "cuda"
 pytestmark = [
@@ -31,7 +32,7 @@ LONG_RUNS = {
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_rank_killed_under_gpu_traffic_ends_the_job(package):
-    with Job(package, "spawned", [*JOBS[package]["long"], "--device", DEVICE]) as job:
+    with Job(package, "spawned", [*JOBS[package]["long"], "--device", DEVICE], cold=True) as job:
         assert job.wait_for_text(JOBS[package]["training"], 120)
         os.kill(job.pid_of(len(job.names) - 1), signal.SIGKILL)
         killed = time.monotonic()

@@ -11,8 +11,9 @@ import subprocess
 import pytest
 import torch
 
-from helpers import ROOT, package_on_path, run_main, start_main
+from helpers import ROOT, package_on_path
 from jobs import JOBS
+from programs import run_main, start_main
 
 with package_on_path("rl_rpc"):
     from glue import host
@@ -174,9 +175,9 @@ def test_a_run_on_the_cpu_leaves_the_driver_alone(package, stub_driver):
     No message mentions a driver that does not work.
     """
     flags = [*JOBS[package]["size"], *JOBS[package]["short"], "--transport", "uv"]
-    run = start_main(package, *flags, env=stub_driver(init=999))
-    out, err = run.communicate(timeout=120)
-    assert run.returncode == 0 and TENSORPIPE.sub("", err) == "", (out, err)
+    run = start_main(package, *flags, env=stub_driver(init=999), cold=True)
+    done = run.result()
+    assert done.returncode == 0 and TENSORPIPE.sub("", done.stderr) == "", (done.stdout, done.stderr)
     calls = [line.split(maxsplit=2) for line in stub_driver.calls.read_text().splitlines()]
     ranks = {process for process, _, function in calls if function == "cuInit"}
     assert len(ranks) == int(JOBS[package]["size"][1])
@@ -184,7 +185,7 @@ def test_a_run_on_the_cpu_leaves_the_driver_alone(package, stub_driver):
     assert not ranks & ({str(run.pid)} | {parent for _, parent, _ in calls})
     asked = {"cuInit", "cuDriverGetVersion", "cuGetExportTable", "nvmlInit", "nvmlDeviceGetCount_v2"}
     assert {function for _, _, function in calls} <= asked
-    assert "registering channel cma" in err and "CUDA" not in err  # messages of TensorPipe
+    assert "registering channel cma" in done.stderr and "CUDA" not in done.stderr  # messages of TensorPipe
 
 
 FAILURES = {  # how the driver fails: (result of cuInit, version), and torch's message
@@ -200,7 +201,7 @@ FAILURES = {  # how the driver fails: (result of cuInit, version), and torch's m
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_driver_that_does_not_work_is_told_in_one_line(failure, stub_driver):
     (init, version), words = FAILURES[failure]
-    done = run_main("rl_rpc", "--device", "cuda", env=stub_driver(init, version))
+    done = run_main("rl_rpc", "--device", "cuda", env=stub_driver(init, version), cold=True)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert "--device cuda: torch sees no CUDA GPU here" in line and words in line
@@ -210,7 +211,7 @@ def test_a_driver_that_does_not_work_is_told_in_one_line(failure, stub_driver):
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
 def test_check_tells_how_the_driver_fails(stub_driver):
     (init, version), words = FAILURES["broken, which shows late"]
-    done = run_main("rl_rpc", "--check", env=stub_driver(init, version))
+    done = run_main("rl_rpc", "--check", env=stub_driver(init, version), cold=True)
     assert done.returncode == 0, done.stderr
     # The stub's environment asks TensorPipe for its messages.
     assert not [line for line in done.stderr.splitlines() if " tensorpipe/" not in line]

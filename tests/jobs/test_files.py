@@ -14,8 +14,9 @@ import zipfile
 import pytest
 import torch
 
-from helpers import PACKAGES, ROOT, assert_one_line_error, package_on_path, run_main
+from helpers import PACKAGES, ROOT, assert_one_line_error, package_on_path
 from jobs import JOBS
+from programs import run_main
 
 SAVE_FOREVER = """
 import sys

@@ -1,13 +1,13 @@
 """The flags that all packages share (flags.py)."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
-from helpers import PACKAGES, ROOT, assert_refused, package_on_path, run_main, run_script
+from helpers import PACKAGES, assert_refused, package_on_path
+from programs import run_main, run_script
 
 
 def test_flags_are_understood_with_hyphens_too():
@@ -103,14 +103,13 @@ def test_a_folder_without_write_permission_is_refused(tmp_path):
     tmp_path.chmod(0o555)
     # root may write anyway, unless it gives up its capabilities
     as_user = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
-    command = [*as_user, sys.executable, ROOT / "rl_rpc" / "main.py", "--save", tmp_path / "p.pt"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run_main("rl_rpc", "--save", tmp_path / "p.pt", by=[*as_user, sys.executable])
     assert done.returncode == 2 and f"this user may not write in {tmp_path}" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("flag", ["plot", pytest.param("trace", marks=pytest.mark.slow)])
 def test_a_library_that_is_not_installed_is_named(flag, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['matplotlib'] = None")
-    done = run_main("rl_rpc", f"--{flag}", tmp_path / "x.png", env={"PYTHONPATH": str(tmp_path)})
+    done = run_main("rl_rpc", f"--{flag}", tmp_path / "x.png", env={"PYTHONPATH": tmp_path}, cold=True)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert "this needs matplotlib" in done.stderr

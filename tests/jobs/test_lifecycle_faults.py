@@ -34,7 +34,7 @@ def test_a_death_ends_the_job(case):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", FULL, ids=case_id)
 def test_a_death_ends_the_job_more_cases(case):
-    run_case(*case, quick=True)
+    run_case(*case)
 
 
 @pytest.mark.slow

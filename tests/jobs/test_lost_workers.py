@@ -1,4 +1,4 @@
-"""--on_lost continue, tested without a scenario: workers call rank 0 (tests/harness/lost_main.py)."""
+"""--on_lost continue, tested without a scenario: workers call rank 0 (tests/harness/counting_main.py)."""
 
 import os
 import signal
@@ -8,12 +8,12 @@ import pytest
 from helpers import ROOT, assert_refused
 from jobs import Job
 
-COUNTING = str(ROOT / "tests" / "harness" / "lost_main.py")
+COUNTING = str(ROOT / "tests" / "harness" / "counting_main.py")
 GO_ON = ["--on_lost", "continue"]
 
 
 def start(way, *flags):
-    return Job("rl_rpc", way, [*GO_ON, *flags], script=COUNTING, warm=True)
+    return Job("rl_rpc", way, [*GO_ON, *flags], script=COUNTING)
 
 
 def wait_until_all_count(job):
@@ -55,7 +55,7 @@ def test_a_stopped_worker_that_wakes_up_leaves_by_itself():
         assert job.wait_for_text(r"lost rank 2 \(worker2\): silent for", 30)
         os.kill(job.processes[2].pid, signal.SIGCONT)
         assert job.processes[2].wait(10) == 1
-        assert "rank 2 (worker2): the others have gone on without it: silent for" in job.text(job.outputs[4:])
+        assert "rank 2 (worker2): the others have gone on without it: silent for" in job.processes[2].text()
         assert job.processes[0].poll() is None and job.processes[1].poll() is None
 
 

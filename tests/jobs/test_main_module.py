@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from helpers import run_script
 from jobs import JOBS, free_port
+from programs import run_script
 
 
 @pytest.mark.parametrize(

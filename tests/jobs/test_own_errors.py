@@ -1,11 +1,10 @@
 """A mistake in the code of a package: its traceback is printed once, in the rank where it was raised."""
 
 import re
-import shutil
 
 import pytest
 
-from helpers import ROOT
+from faults import copy_with_mistake
 from jobs import JOBS, Job
 
 # For each package: a file, one of its lines, and what a reader might type instead; then the rank that runs this line.
@@ -19,16 +18,6 @@ MAIN_THREAD = {
     "rl_rpc": ("reinforce.py", "loss.backward()", "loss.backwards()", 0),
     "ddp_rpc": ("main.py", "progress.start()", "progress.strt()", 2),
 }
-
-
-def copy_with_mistake(package, folder, name, right, wrong):
-    """Copy a package, and replace `right` by `wrong` wherever it stands in one of its files; return the main.py."""
-    copy = folder / package
-    shutil.copytree(ROOT / package, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    text = (copy / name).read_text()
-    assert right in text
-    (copy / name).write_text(text.replace(right, wrong))
-    return str(copy / "main.py")
 
 
 def assert_traceback_printed_once(job, rank, name, wrong):
@@ -49,14 +38,14 @@ def assert_traceback_printed_once(job, rank, name, wrong):
 def test_mistake_in_served_method_shows_its_traceback_once(package, tmp_path):
     name, right, wrong, rank = SERVED[package]
     main = copy_with_mistake(package, tmp_path, name, right, wrong)
-    with Job(package, "spawned", JOBS[package]["long"], script=main, warm=True) as job:
+    with Job(package, "spawned", JOBS[package]["long"], script=main) as job:
         assert job.wait(60) == [1], job.text()
         assert_traceback_printed_once(job, rank, name, wrong)
 
 
 def test_mistake_in_a_call_names_the_line_of_the_call(tmp_path):
     main = copy_with_mistake("rl_rpc", tmp_path, "step.py", "select_action(self.id, state)", "select_action(state)")
-    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], script=main, warm=True) as job:
+    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], script=main) as job:
         assert job.wait(60) == [1], job.text()
         assert re.search(
             r"missing 1 required positional argument: 'state' \(called from .*step.py, line \d+\)", job.errors()
@@ -68,7 +57,7 @@ def test_mistake_in_a_call_names_the_line_of_the_call(tmp_path):
 def test_mistake_on_the_main_thread_shows_its_traceback_once(package, way, tmp_path):
     name, right, wrong, rank = MAIN_THREAD[package]
     main = copy_with_mistake(package, tmp_path, name, right, wrong)
-    with Job(package, way, JOBS[package]["long"], script=main, warm=True) as job:
+    with Job(package, way, JOBS[package]["long"], script=main) as job:
         statuses = job.wait(60)
         assert set(statuses) == {1}, job.text()
         if way != "torchrun":  # torchrun prints a report of its own
@@ -79,7 +68,7 @@ def test_mistake_on_the_main_thread_shows_its_traceback_once(package, way, tmp_p
 def test_error_of_the_agent_is_not_blamed_on_observers(tmp_path):
     name, right, wrong, rank = SERVED["rl_rpc"]
     main = copy_with_mistake("rl_rpc", tmp_path, name, right, wrong)
-    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--on_lost", "continue"], script=main, warm=True) as job:
+    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--on_lost", "continue"], script=main) as job:
         assert job.wait(60) == [1], job.text()
         assert_traceback_printed_once(job, rank, name, wrong)
         assert "lost rank 1" not in job.errors() and "lost rank 2" not in job.errors()
@@ -89,7 +78,7 @@ def test_error_of_the_agent_is_not_blamed_on_observers(tmp_path):
 def test_call_that_cannot_be_sent_is_an_error_of_its_caller(on_lost, tmp_path):
     """torch does not raise it in the call, but from its Future, where it looks like an error of the observer."""
     main = copy_with_mistake("rl_rpc", tmp_path, "step.py", "(self.agent_rref, episode)", "(lambda: episode)")
-    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--on_lost", on_lost], script=main, warm=True) as job:
+    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--on_lost", on_lost], script=main) as job:
         assert job.wait(60) == [1], job.text()
         assert_traceback_printed_once(job, 0, "open_calls.py", "episode")
         assert "lost rank 1" not in job.errors() and "lost rank 2" not in job.errors()

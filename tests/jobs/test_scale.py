@@ -2,7 +2,7 @@
 
 import pytest
 
-from helpers import run_main
+from programs import run_main
 
 SIZES = {
     "rl_rpc": lambda n: ["--world_size", n, "--max_episodes", 2, "--eval_episodes", 1],

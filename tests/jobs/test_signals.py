@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from helpers import NOISE
-from jobs import JOBS, Job, children_of, command_of, forked, left_in
+from jobs import JOBS, Job, left_in
+from processes import children_of, command_of, forked
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
@@ -40,7 +41,7 @@ def interrupt(way, number, target, seconds, flags=()):
     """
     ours = {"TMPDIR": tempfile.mkdtemp()}  # the default folder is used by other programs too
     flags, only = [*JOBS["rl_rpc"]["long"], *flags], [2] if way == "terminals" else None
-    with Job("rl_rpc", way, flags, env=ours, only=only) as job:
+    with Job("rl_rpc", way, flags, env=ours, only=only, cold=True) as job:
         (process,) = job.processes
         wait_until_it_handles_signals(process.pid)
         if seconds is None:
@@ -93,7 +94,7 @@ def test_at_any_moment_from_the_first_instruction_on(way, moment):
 def test_a_working_job_ends_quietly_and_keeps_the_checkpoint(package, way, target, number, tmp_path):
     checkpoint = tmp_path / "checkpoint.pt"
     every = ["--checkpoint_every", "5"] if package == "param_server" else []
-    with Job(package, way, [*JOBS[package]["long"], "--checkpoint", str(checkpoint), *every], warm=True) as job:
+    with Job(package, way, [*JOBS[package]["long"], "--checkpoint", str(checkpoint), *every]) as job:
         job.wait_for_file(checkpoint, 90)
         if target == "group":
             os.killpg(job.processes[0].pid, number)
@@ -127,7 +128,7 @@ def test_sigterm_under_torchrun_is_obeyed_within_three_seconds(target):
 
 
 def test_a_killed_starting_process_takes_every_rank_with_it():
-    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"]) as job:
+    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], cold=True) as job:
         assert job.wait_for_text(JOBS["rl_rpc"]["training"], 60)
         assert job.pid_of(2)
         os.kill(job.processes[0].pid, signal.SIGKILL)
@@ -139,9 +140,7 @@ def test_a_killed_starting_process_takes_every_rank_with_it():
 @pytest.mark.slow
 def test_a_job_that_is_stopped_as_a_whole_goes_on():
     """As with Ctrl-Z and fg, or on a machine that is suspended: a rank that was stopped itself loses no other rank."""
-    with Job(
-        "rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--log_interval", "1"], fault=(0, "none", 0), warm=True
-    ) as job:
+    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--log_interval", "1"], fault=(0, "none", 0)) as job:
         assert job.wait_for_text(r"Episode \d+", 60)
         everybody = [pid for process in job.processes for pid in job.members(process)]
         for number in (signal.SIGSTOP, signal.SIGCONT):

@@ -16,8 +16,10 @@ import time
 import pytest
 import torch
 
-from helpers import PACKAGES, ROOT, assert_one_line_error, run_main, start_main
-from jobs import JOBS, Job, executed_traps, fill_with_traps, free_port, left_in, session_members
+from helpers import PACKAGES, ROOT, assert_one_line_error
+from jobs import JOBS, Job, executed_traps, fill_with_traps, free_port, left_in
+from processes import session_members
+from programs import run_main, start_main
 
 LAST_RANK = {package: len(facts["names"]) - 1 for package, facts in JOBS.items()}
 
@@ -107,7 +109,7 @@ def watch_sockets(package, way, tmp_path):
     results.mkdir()
     fill_with_traps(users_folder)
     flags = [*JOBS[package]["short"], "--summary_json", "../results/summary.json"]
-    with Job(package, way, flags, other_hostname=True, env={"TMPDIR": temporary}, cwd=users_folder) as job:
+    with Job(package, way, flags, other_hostname=True, env={"TMPDIR": temporary}, cwd=users_folder, cold=True) as job:
         sampler = SocketSampler([process.pid for process in job.processes])
         sampler.start()
         statuses = job.wait(120)
@@ -140,7 +142,7 @@ def test_a_spawned_run_is_quiet_listens_on_loopback_only_and_leaves_nothing(pack
 def test_a_temporary_directory_with_too_long_a_name_is_told_in_one_line(tmp_path):
     long = tmp_path / ("x" * 100)
     long.mkdir()
-    done = run_main("rl_rpc", env={"TMPDIR": str(long)})
+    done = run_main("rl_rpc", env={"TMPDIR": long}, cold=True)
     assert_one_line_error(done, 1, "rl_rpc: cannot make a socket in the temporary directory", "path too long")
     assert not list(long.iterdir())
 
@@ -167,7 +169,7 @@ def test_torchrun_in_a_folder_with_files_named_like_ours(tmp_path):
 def test_all_ranks_are_forks_of_one_process_that_has_loaded_torch_and_the_package(tmp_path):
     """Python lists the modules that each process imports.  --checkpoint is used because it begins like --check."""
     flags = [*short("rl_rpc"), "--checkpoint", str(tmp_path / "checkpoint.pt")]
-    with Job("rl_rpc", "spawned", flags, env={"PYTHONPROFILEIMPORTTIME": "1"}, cwd=ROOT) as job:
+    with Job("rl_rpc", "spawned", flags, env={"PYTHONPROFILEIMPORTTIME": "1"}, cwd=ROOT, cold=True) as job:
         assert job.wait(60) == [0], job.text()
         loaded = re.findall(r"^import time: .*\| +(torch|step|torch\._dynamo)$", job.errors(), re.M)
     # The starting process and the fork server import them; the three ranks do not.
@@ -182,8 +184,8 @@ def test_jobs_side_by_side():
     packages = ("ddp_rpc", "ddp_rpc", "rl_rpc")
     jobs = [start_main(package, *short(package)) for package in packages]
     for package, job in zip(packages, jobs, strict=True):
-        _, errors = job.communicate(timeout=240)
-        assert (job.returncode, errors) == (0, ""), (package, errors)
+        done = job.result(240)
+        assert (done.returncode, done.stderr) == (0, ""), (package, done.stderr)
 
 
 def test_a_taken_port_is_named():
@@ -212,11 +214,11 @@ def test_a_rank_that_never_comes_is_waited_for_aloud_and_named():
     flags = [*short("rl_rpc"), "--join_timeout", "6", "--master_port", port]
     ranks = [start_main("rl_rpc", *flags, "--rank", rank) for rank in (0, 1)]
     for rank in ranks:
-        output, errors = rank.communicate(timeout=60)
-        assert rank.returncode == 1
-        assert "rank 2 (observer2) did not come within --join_timeout 6 s" in errors, errors
+        done = rank.result(60)
+        assert done.returncode == 1
+        assert "rank 2 (observer2) did not come within --join_timeout 6 s" in done.stderr, done.stderr
         where = rf"rank 2 \(observer2\) at 127.0.0.1 port {port} \(--join_timeout 6 s\)"
-        assert re.search(rf"waiting for (rank .*, )?{where}", output), output
+        assert re.search(rf"waiting for (rank .*, )?{where}", done.stdout), done.stdout
 
 
 @pytest.mark.slow
@@ -233,7 +235,6 @@ def test_rank_0_of_torchrun_that_never_comes_is_named():
     port = free_port()
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     env = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
-    env = {name: str(value) for name, value in env.items()}
     done = run_main("rl_rpc", "--join_timeout", 4, env=env | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert_one_line_error(done, 1, "rank 1 (observer1): rank 0 (agent) did not come within --join_timeout 4 s")
     assert "waiting for rank 0 (agent): it has not started yet" in done.stdout
@@ -263,12 +264,10 @@ def test_a_job_whose_name_becomes_known_late(tmp_path):
     """In a cluster, a pod's name may be resolved only some seconds after the pod has started."""
     (tmp_path / "sitecustomize.py").write_text(LATE_NAME_SERVICE)
     env = {"PYTHONPATH": str(tmp_path), "NAME_IS_KNOWN": str(tmp_path / "known")}
-    with Job("rl_rpc", "terminals", [*JOBS["rl_rpc"]["short"], "--master_addr", "agent.svc"], env=env) as job:
-        for outputs in zip(job.outputs[::2], strict=True):
-            deadline = time.monotonic() + 30
-            while ": --master_addr agent.svc: Name or service not known" not in job.text(outputs):
-                assert time.monotonic() < deadline, job.text()
-                time.sleep(0.05)
+    flags = [*JOBS["rl_rpc"]["short"], "--master_addr", "agent.svc"]
+    with Job("rl_rpc", "terminals", flags, env=env, cold=True) as job:
+        for process in job.processes:
+            assert process.wait_for_text(": --master_addr agent.svc: Name or service not known", 30), job.text()
         (tmp_path / "known").touch()
         assert job.wait(60) == [0, 0, 0], job.text()
         assert job.errors() == ""
@@ -289,18 +288,19 @@ def test_a_rank_that_does_not_fit_is_refused_and_the_job_goes_on():
     port = free_port()
     place = ["--master_port", port, "--join_timeout", 60]
     strangers = [start_main(package, *flags, *place) for _, _, package, flags in STRANGERS[:-1]]
-    time.sleep(3)  # time to let them wait; nothing shows it from outside
+    for stranger in strangers:
+        assert stranger.wait_for_text("waiting for rank 0"), stranger.text()
     agent = start_main("rl_rpc", *short("rl_rpc"), *place, "--rank", 0)
     wait_for_listener(port)
     _, _, package, flags = STRANGERS[-1]
     strangers.append(start_main(package, *flags, *place))
     for stranger, (status, word, _, _) in zip(strangers, STRANGERS, strict=True):
-        _, errors = stranger.communicate(timeout=60)
-        assert stranger.returncode == status and word in errors and len(errors.splitlines()) == 1, errors
+        done = stranger.result(60)
+        assert done.returncode == status and word in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
     others = [start_main("rl_rpc", *short("rl_rpc"), *place, "--rank", rank) for rank in (1, 2)]
     for rank in [agent, *others]:
-        _, errors = rank.communicate(timeout=90)
-        assert (rank.returncode, errors) == (0, "")
+        done = rank.result(90)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_rank_that_has_joined_already_is_refused():
@@ -308,14 +308,13 @@ def test_a_rank_that_has_joined_already_is_refused():
     place = ["--world_size", 3, "--master_port", port, "--join_timeout", 60]
     running = [start_main("rl_rpc", *place, "--rank", rank, env={"PYTHONUNBUFFERED": "1"}) for rank in (0, 1)]
     try:
-        assert any("waiting for rank 2 (observer2)" in line for line in running[1].stdout)  # so it has joined
+        assert running[1].wait_for_text(r"waiting for rank 2 \(observer2\)")  # so it has joined
         second = run_main("rl_rpc", *place, "--rank", 1)
         assert second.returncode == 2, second.stderr
         assert "refused, because this rank has joined already, as process" in second.stderr
     finally:
         for process in running:
             process.kill()
-            process.communicate()
 
 
 def wait_for_listener(port, seconds=60):
@@ -349,7 +348,7 @@ def test_a_job_that_lost_a_rank_comes_back(package, way, tmp_path):
         os.kill(job.pid_of(LAST_RANK[package]), signal.SIGKILL)
         statuses = job.wait(180)
         assert statuses == [0], job.text()
-        assert job.text(job.outputs[:1]).splitlines()[-1] == "The job was restarted 1 time.", job.text()
+        assert job.processes[0].output().splitlines()[-1] == "The job was restarted 1 time.", job.text()
         assert "Going on" in job.text()
         assert not job.survivors()
     assert json.loads(summary.read_text())["restarts"] == 1
@@ -423,17 +422,12 @@ def test_torch_prints_no_traceback_when_a_peer_dies_in_shutdown():
 def test_without_torch_no_process_is_left(package, tmp_path):
     """The fork server imports main.py, which must not start a further fork server there."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
-    process = start_main(package, env={"PYTHONPATH": str(tmp_path)})
-    try:
-        _, errors = process.communicate(timeout=60)  # until the last process of the session has closed its streams
-        assert process.returncode == 1 and "No module named 'torch'" in errors
+    with start_main(package, env={"PYTHONPATH": tmp_path}, cold=True) as process:
+        assert process.wait() == 1 and "No module named 'torch'" in process.errors()
         deadline = time.monotonic() + 10
-        while session_members(process.pid):
+        while process.members():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    finally:
-        for pid in session_members(process.pid):
-            os.kill(pid, signal.SIGKILL)
 
 
 # --------------------------------------------------------------------------------------------------- unusual machines
@@ -442,9 +436,7 @@ def test_without_torch_no_process_is_left(package, tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_cannot_be_started_ends_the_job_at_once():
     """With so few open files, the fork server can start some ranks only."""
-    shell = ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh"]
-    command = [sys.executable, str(ROOT / "rl_rpc" / "main.py"), "--world_size", "40"]
-    done = subprocess.run([*shell, *command], capture_output=True, text=True, timeout=60)
+    done = run_main("rl_rpc", "--world_size", 40, by=["sh", "-c", 'ulimit -n 64; exec "$@"', "sh", sys.executable])
     assert done.returncode == 1
     assert "rl_rpc: cannot start all ranks: Too many open files" in done.stderr, done.stderr
 
@@ -461,13 +453,12 @@ def test_torchrun_without_a_store_for_its_ranks():
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", ["0", "1", "2"])
 def test_a_closed_stream_is_no_error(stream, tmp_path):
-    command = [sys.executable, str(ROOT / "rl_rpc" / "main.py"), *short("rl_rpc"), "--summary_json", "s.json"]
-    closed = ["sh", "-c", f'exec "$@" {stream}>&-', "sh", *command]
-    done = subprocess.run(closed, capture_output=True, text=True, timeout=90, cwd=tmp_path)
+    by = ["sh", "-c", f'exec "$@" {stream}>&-', "sh", sys.executable]
+    done = run_main("rl_rpc", *short("rl_rpc"), "--summary_json", "s.json", by=by, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "s.json").exists()
 
 
 def test_a_deleted_current_directory_is_told_in_one_line(tmp_path):
-    command = f"mkdir {tmp_path}/d; cd {tmp_path}/d; rmdir ../d; exec {sys.executable} {ROOT}/rl_rpc/main.py"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    by = ["sh", "-c", 'mkdir d; cd d; rmdir ../d; exec "$@"', "sh", sys.executable]
+    done = run_main("rl_rpc", by=by, cwd=tmp_path)
     assert_one_line_error(done, 1, "the current directory has been deleted")

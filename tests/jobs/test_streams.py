@@ -9,7 +9,9 @@ import time
 import pytest
 
 from helpers import ROOT
-from jobs import JOBS, children_of, command_of, ranks_of, session_members
+from jobs import JOBS, free_port
+from processes import children_of, command_of, ranks_of, session_members
+from programs import start_main
 
 LONG = [*JOBS["rl_rpc"]["size"], *JOBS["rl_rpc"]["long"], "--mode", "rollout"]
 
@@ -24,8 +26,7 @@ def wait_until(condition, seconds):
 
 
 def start(*flags, **streams):
-    command = [sys.executable, str(ROOT / "rl_rpc" / "main.py"), *LONG, *map(str, flags)]
-    return subprocess.Popen(command, start_new_session=True, **streams)
+    return start_main("rl_rpc", *LONG, *flags, cold=True, **streams)
 
 
 @pytest.mark.slow
@@ -54,8 +55,7 @@ def test_a_rank_that_cannot_write_its_last_line_ends(way, how, tmp_path):
     if way == "spawned":
         processes = [start(stdout=out, stderr=stream)]
     else:
-        port = 20_000 + os.getpid() % 10_000
-        place = ("--master_port", port, "--rank")
+        place = ("--master_port", free_port(), "--rank")
         processes = [start(*place, rank, stdout=out, stderr=stream if rank == 1 else out) for rank in range(3)]
     stream.close()
     try:
@@ -65,28 +65,29 @@ def test_a_rank_that_cannot_write_its_last_line_ends(way, how, tmp_path):
         session = [pid for process in processes for pid in session_members(process.pid)]
         os.kill(ranks_of(processes[0].pid)[0] if way == "spawned" else processes[0].pid, signal.SIGKILL)
         assert wait_until(lambda: all(process.poll() is not None for process in processes), 15)
-        assert [process.returncode for process in processes][way == "terminals" :].count(1) >= 1
+        assert 1 in [process.returncode for process in processes][way == "terminals" :]
         assert wait_until(lambda: not any(map(command_of, session)), 5)
     finally:
         for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
 
 
 def test_no_rank_is_left_when_the_starting_process_is_killed_and_nobody_reads():
     """Here the reader of its output is gone, too. test_signals.py has the same with a reader."""
-    process = start(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    read, write = os.pipe()
+    process = start(stdout=write, stderr=write)
+    os.close(write)
     try:
-        while "Episode 20" not in process.stdout.readline():
-            assert process.poll() is None
-        everybody = session_members(process.pid)
+        with open(read) as output:
+            while "Episode 20" not in output.readline():
+                assert process.poll() is None
+        everybody = process.members()
         assert len(ranks_of(process.pid)) == 3 and children_of(process.pid)
-        process.stdout.close()
-        process.kill()
-        assert wait_until(lambda: not session_members(process.pid), 15), list(map(command_of, everybody))
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        assert wait_until(lambda: not process.members(), 15), list(map(command_of, everybody))
     finally:
-        for pid in session_members(process.pid):
-            os.kill(pid, signal.SIGKILL)
+        process.kill()
 
 
 def test_a_line_is_written_in_one_piece():

@@ -11,12 +11,12 @@ import pytest
 import torch.distributed.autograd
 import torch.distributed.optim
 
-from helpers import ROOT, assert_one_line_error, assert_refused, load_module, package_on_path, run_main
+from helpers import assert_one_line_error, assert_refused, package_on_path
 from jobs import JOBS, Job
-from two_hosts import NAMES, TwoHosts, why_not
+from programs import run_main
+from two_hosts import ADDRESSES, NAMES, TwoHosts, why_not
 
 CALLS = ("sync", "async", "remote")
-RanksOnTwoHosts = load_module(ROOT / "tests" / "jobs" / "test_two_hosts.py").RanksOnTwoHosts
 RL = [*JOBS["rl_rpc"]["size"], *JOBS["rl_rpc"]["short"], "--max_episodes", "20"]
 
 
@@ -150,7 +150,7 @@ def test_a_trace_that_cannot_be_written_fails_in_one_line(tmp_path):
 @pytest.mark.slow
 def test_ranks_that_were_started_one_by_one_leave_one_file(tmp_path):
     trace = tmp_path / "trace.json"
-    with Job("rl_rpc", "terminals", [*JOBS["rl_rpc"]["short"], "--trace", str(trace)], warm=True) as job:
+    with Job("rl_rpc", "terminals", [*JOBS["rl_rpc"]["short"], "--trace", str(trace)]) as job:
         assert set(job.wait(120)) == {0}, job.text()
         assert job.text().count("RPCs, median milliseconds") == 1
     events = events_in(trace)
@@ -159,7 +159,7 @@ def test_ranks_that_were_started_one_by_one_leave_one_file(tmp_path):
 
 
 def test_a_job_that_lost_a_rank_leaves_the_trace_of_the_others(tmp_path):
-    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--trace", str(tmp_path / "trace.json")], warm=True) as job:
+    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--trace", str(tmp_path / "trace.json")]) as job:
         assert job.wait_for_text("Episode 10", 60)
         os.kill(job.pid_of(1), signal.SIGKILL)
         statuses = job.wait(20)
@@ -174,7 +174,7 @@ def test_a_job_that_lost_a_rank_leaves_the_trace_of_the_others(tmp_path):
 
 @pytest.mark.slow
 def test_an_interrupted_job_leaves_its_picture(tmp_path):
-    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--trace", str(tmp_path / "trace.png")], warm=True) as job:
+    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--trace", str(tmp_path / "trace.png")]) as job:
         assert job.wait_for_text("Episode 10", 60)
         os.killpg(job.processes[0].pid, signal.SIGINT)
         assert job.wait(20) == [130] and not job.errors(), job.text()
@@ -187,10 +187,10 @@ def test_an_interrupted_job_leaves_its_picture(tmp_path):
 def test_between_two_hosts_no_arrow_points_back_in_time(tmp_path):
     trace = tmp_path / "trace.json"
     with TwoHosts(delay_ms=5.0) as hosts:
-        flags = [*JOBS["rl_rpc"]["short"], "--trace", str(trace)]
-        with RanksOnTwoHosts(hosts, "rl_rpc", flags) as ranks:
-            assert ranks.wait(120) == [0, 0, 0], ranks.text()
-            assert re.search(rf"The clock of {NAMES[1]} was corrected by \S+ ms .error at most \d", ranks.text())
+        flags = [*JOBS["rl_rpc"]["short"], "--trace", trace, "--master_addr", ADDRESSES[0]]
+        with Job("rl_rpc", "terminals", flags, hosts=hosts) as job:
+            assert job.wait(120) == [0, 0, 0], job.text()
+            assert re.search(rf"The clock of {NAMES[1]} was corrected by \S+ ms .error at most \d", job.text())
     events = events_in(trace)  # also checks the arrows
     served = {run["args"]["call"]: run for run in bars(events, "run")}
     calls = [call for call in bars(events, "sync", "select_action") if call["pid"] == 1]  # rank 1 is on the other host

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from helpers import load_bench, run_script
+from helpers import load_bench
+from programs import run_script
 
 TORCH_FORMS = ["function by name", "RRef as argument", "RRef proxy"]
 WINDOWS = ["rpc_async, 1 in flight", "rpc_async, 8 in flight", "rpc_async, 64 in flight"]

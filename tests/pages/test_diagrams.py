@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from helpers import PACKAGES, ROOT, load_module, package_on_path, run_main
+from helpers import PACKAGES, ROOT, load_module, package_on_path
 from jobs import JOBS
+from programs import run_main
 
 CALL = re.compile(r"^ *(\w+)->>(\w+): (\w+)", re.MULTILINE)
 

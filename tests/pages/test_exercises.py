@@ -8,7 +8,8 @@ import sys
 import pytest
 import pytest.__main__
 
-from helpers import PACKAGES, ROOT, load_module, run_warm
+from helpers import PACKAGES, ROOT, load_module
+from programs import run_script
 
 exercise = load_module(ROOT / "tools" / "exercise.py")
 EXERCISES = {f"{p}-{number}": each for p in PACKAGES for number, each in enumerate(exercise.read_page(p), 1)}
@@ -42,11 +43,10 @@ def start_and_solved(each, folder):
 
 def run_check(each, root):
     """Run the check in a fork of a process that has loaded torch. Return (status, output)."""
-    python, m, pytest_, *words = each.command()
+    _, m, pytest_, *words = each.command()
     assert (m, pytest_) == ("-m", "pytest")
-    out = root / "out.txt"
-    out.touch()
-    return run_warm([python, pytest.__main__.__file__, *words], out, out, 250, cwd=root), out.read_text()
+    done = run_script(pytest.__main__.__file__, *words, cwd=root, timeout=250)
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -12,8 +12,10 @@ import time
 import pytest
 from PIL import Image
 
-from helpers import PACKAGES, PAGES, ROOT, package_on_path, run_script
-from jobs import Job, children_of, command_of, free_port
+from helpers import PACKAGES, PAGES, ROOT, package_on_path
+from jobs import Job, free_port
+from processes import children_of, command_of
+from programs import run_script
 
 README, CONCEPTS, RUNNING, CONTRIBUTING = (
     (ROOT / f"{name}.md").read_text() for name in ("README", "docs/CONCEPTS", "docs/RUNNING", "CONTRIBUTING")
@@ -40,9 +42,8 @@ def test_the_forty_lines_run_and_print_what_the_page_shows(tmp_path):
     (output,) = re.findall(r"^```text\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     assert "from glue" not in program and len([line for line in program.splitlines() if line]) <= 40
     (tmp_path / "forty.py").write_text(program.replace("29500", str(free_port())))
-    command = [sys.executable, tmp_path / "forty.py"]
-    environ = os.environ | {"PYTHONUNBUFFERED": "1"}  # as on a terminal, where lines appear in the order of printing
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
+    # Unbuffered, as on a terminal, where lines appear in the order of printing.
+    done = run_script(tmp_path / "forty.py", env={"PYTHONUNBUFFERED": "1"}, cold=True)
     assert done.returncode == 0, done.stderr
     assert masked(done.stdout) == masked(output)
     assert masked(output).count("P1 another") == 4 and "P0 main" in masked(output)
@@ -71,7 +72,7 @@ def test_which_rank_is_what():
 
 @pytest.mark.slow
 def test_the_tree_of_processes():
-    with Job("rl_rpc", "spawned", ["--max_episodes", "1000000", "--reward_threshold", "1e9"]) as job:
+    with Job("rl_rpc", "spawned", ["--max_episodes", "1000000", "--reward_threshold", "1e9"], cold=True) as job:
         deadline = time.monotonic() + 60
         tree = {}
         while tree.get("forkserver") != 3 and time.monotonic() < deadline:

@@ -1,18 +1,18 @@
 """docs/RECIPES.md: every program runs as printed on the page, and prints the output that is shown below it."""
 
 import ast
-import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 
-from helpers import ROOT, anchor_of, read_whole, run_warm
-from jobs import children_of, command_of, free_port
+from helpers import ROOT, anchor_of
+from jobs import free_port
+from processes import children_of, command_of
+from programs import Program, run_script
 
 PAGE = (ROOT / "docs" / "RECIPES.md").read_text()
 RECIPE = re.compile(
@@ -28,19 +28,16 @@ def masked(output):
 
 
 @pytest.fixture
-def printed(tmp_path, monkeypatch):
-    """Return a function that runs a program and returns its output, in forks of a process that has loaded torch."""
+def printed(tmp_path):
+    """Return a function that runs a program and returns its output. `how`: see Program."""
 
-    def run(program):
-        out, err = tmp_path / "out", tmp_path / "err"
-        for path, text in (tmp_path / "recipe.py", program), (out, ""), (err, ""):
-            path.write_text(text)
+    def run(program, **how):
+        (tmp_path / "recipe.py").write_text(program)
         # Unbuffered, as on a terminal: the lines of several processes then come in the order in which they are printed.
-        monkeypatch.setenv("PYTHONUNBUFFERED", "1")
-        monkeypatch.setenv("MASTER_PORT", str(free_port()))
-        status = run_warm([sys.executable, str(tmp_path / "recipe.py")], out, err, timeout=60)
-        assert status == 0, read_whole(err)
-        return read_whole(out)
+        environ = {"MASTER_PORT": free_port(), "PYTHONUNBUFFERED": "1"}
+        done = run_script(tmp_path / "recipe.py", env=environ, cwd=tmp_path, **how)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     return run
 
@@ -51,13 +48,8 @@ def test_a_recipe_prints_what_the_page_shows(number, printed):
 
 
 @pytest.mark.parametrize("number", [FARM, pytest.param(PIPELINE, marks=pytest.mark.slow)])
-def test_a_recipe_runs_without_anything_loaded(number, tmp_path):
-    (tmp_path / "recipe.py").write_text(RECIPES[number][2])
-    environ = os.environ | {"MASTER_PORT": str(free_port()), "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "recipe.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert masked(done.stdout) == masked(RECIPES[number][3])
+def test_a_recipe_runs_without_anything_loaded(number, printed):
+    assert masked(printed(RECIPES[number][2], cold=True)) == masked(RECIPES[number][3])
 
 
 MEET = """
@@ -100,35 +92,20 @@ def test_workers_that_are_killed_from_outside_are_replaced(tmp_path):
     assert program.count("time.sleep(0.4)") == program.count("range(60)") == program.count("timeout=20") == 1
     program = program.replace("def joined(name):", "def joined(name):\n    print(name, 'joined', flush=True)")
     (tmp_path / "recipe.py").write_text(program)
-    out, err = tmp_path / "out", tmp_path / "err"
-    environ = os.environ | {"MASTER_PORT": str(free_port())}
     deadline = time.monotonic() + 120
-    with open(out, "w") as stdout, open(err, "w") as stderr:
-        running = subprocess.Popen(
-            [sys.executable, "recipe.py"],
-            stdout=stdout,
-            stderr=stderr,
-            env=environ,
-            cwd=tmp_path,
-            start_new_session=True,
-        )
-    try:
+    with Program(tmp_path / "recipe.py", env={"MASTER_PORT": free_port()}, cwd=tmp_path, cold=True) as running:
         joined, killed = 4, 0  # one of the tasks kills its worker, so that the fourth joins by itself
         for number in (1, 2):
-            while read_whole(out).count("joined") < joined + killed:
-                assert running.poll() is None and time.monotonic() < deadline, read_whole(err)
+            while running.output().count("joined") < joined + killed:
+                assert running.poll() is None and time.monotonic() < deadline, running.text()
                 time.sleep(0.02)
             workers = [pid for pid in children_of(running.pid) if "spawn_main" in command_of(pid)]
             assert len(workers) == 3
             for pid in workers[:number]:
                 os.kill(pid, signal.SIGKILL)
             killed += number
-        assert running.wait(timeout=deadline - time.monotonic()) == 0, read_whole(err)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(running.pid, signal.SIGKILL)
-        running.wait()
-    lines = read_whole(out).splitlines()
+        assert running.wait(deadline - time.monotonic()) == 0, running.text()
+        lines = running.output().splitlines()
     assert lines[-1] == "all workers ended with status 0: True"
     results = dict(line.split(": ") for line in lines if "joined" not in line)
     assert results["kills its worker"] == "KILLS ITS WORKER (attempt 2)" and results["raises"] == "failed"
@@ -190,9 +167,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("transport", ["uv", "shm"])
 def test_the_table_quotes_what_the_exceptions_say(transport, tmp_path):
     (tmp_path / "errors.py").write_text(ERRORS)
-    environ = os.environ | {"MASTER_PORT": str(free_port())}
-    command = [sys.executable, "errors.py", transport]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, cwd=tmp_path)
+    done = run_script(tmp_path / "errors.py", transport, env={"MASTER_PORT": free_port()}, cold=True)
     function, value_error, result, arguments, late, killed = done.stdout.splitlines()
     rows = [row.split(" | ")[1] for row in re.findall(r"^\| .* \|$", RECIPES[FARM][1], re.MULTILINE)[1:]]
     texts = [re.findall(r"`([^`]+)`", row) for row in rows]

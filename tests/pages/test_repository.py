@@ -15,6 +15,7 @@ import yaml
 
 from helpers import PACKAGES, PAGES, ROOT, anchor_of, package_on_path
 from jobs import JOBS
+from programs import run_script
 
 
 def glue_of(package):
@@ -72,8 +73,7 @@ def test_every_job_of_the_workflow_installs_and_runs_what_is_there():
 def test_a_package_copied_out_alone_runs_from_anywhere(package, tmp_path):
     alone = tmp_path / "a folder" / package
     shutil.copytree(ROOT / package, alone, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, str(alone / "main.py"), *JOBS[package]["size"], *JOBS[package]["short"]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    done = run_script(alone / "main.py", *JOBS[package]["size"], *JOBS[package]["short"], cwd="/", cold=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 

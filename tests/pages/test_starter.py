@@ -1,57 +1,39 @@
 """docs/starter.py: alone in a folder, with a worker that is killed, stopped, or mistaken, and without a leader."""
 
-import contextlib
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
 
-from helpers import ROOT, read_whole
-from jobs import session_members
+from programs import ROOT, Program, read_whole
 from tutorials import changed
 
 
-class Starter:
-    """A running copy of starter.py. When the block ends, everything that it has started must have ended, too."""
+class Starter(Program):
+    """A running copy of starter.py. At its end, everything that it has started must have ended, too."""
 
     def __init__(self, folder, *changes):
         self.path = changed(shutil.copy(ROOT / "docs" / "starter.py", folder), *changes)
-        self.out, self.err = folder / "out", folder / "err"
-        with open(self.out, "w") as out, open(self.err, "w") as err:
-            command = [sys.executable, self.path]
-            self.process = subprocess.Popen(command, stdout=out, stderr=err, cwd=folder, start_new_session=True)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for pid in session_members(self.process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
+        super().__init__(self.path, cwd=folder, cold=True)
 
     def pid_of(self, worker):
         """Wait until both workers have done something, and return the id of this worker's process."""
-        deadline = time.monotonic() + 90
-        while not all(f"{each} has done" in read_whole(self.out) for each in ("worker1", "worker2")):
-            assert self.process.poll() is None and time.monotonic() < deadline, read_whole(self.err)
-            time.sleep(0.02)
-        return int(re.search(rf"{worker} is process (\d+)", read_whole(self.out))[1])
+        for each in ("worker1", "worker2"):
+            assert self.wait_for_text(f"{each} has done", 90), self.text()
+        return int(re.search(rf"{worker} is process (\d+)", self.output())[1])
 
     def end(self, timeout=60):
         """Wait for the end of all processes. Return the exit status, stdout and stderr."""
-        status = self.process.wait(timeout)
+        status = self.wait(timeout)
         deadline = time.monotonic() + 10
-        while session_members(self.process.pid):
+        while self.members():
             assert time.monotonic() < deadline, "a process outlives the program"
             time.sleep(0.05)
-        return status, read_whole(self.out), read_whole(self.err)
+        return status, self.output(), self.errors()
 
 
 def rates_in(out):
@@ -95,7 +77,7 @@ def test_a_silent_worker_is_given_up_and_nobody_listens_beyond_loopback(tmp_path
         os.kill(starter.pid_of("worker2"), signal.SIGSTOP)
         listens_at = [
             each.laddr.ip
-            for pid in session_members(starter.process.pid)
+            for pid in starter.members()
             for each in psutil.Process(pid).net_connections("tcp")
             if each.status == psutil.CONN_LISTEN
         ]
@@ -130,9 +112,9 @@ def test_the_workers_end_with_the_leader(number, tmp_path):
     with Starter(tmp_path) as starter:
         starter.pid_of("worker1")
         if number == signal.SIGINT:
-            os.killpg(starter.process.pid, number)  # as Ctrl-C does
+            os.killpg(starter.pid, number)  # as Ctrl-C does
         else:
-            os.kill(starter.process.pid, number)
+            os.kill(starter.pid, number)
         status, out, err = starter.end()
     assert status == -number and "loss" not in out
     assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT)

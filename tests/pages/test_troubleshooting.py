@@ -1,6 +1,7 @@
 """docs/TROUBLESHOOTING.md: cause the failure of each entry, and compare its text with the entry's message."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import re
@@ -9,14 +10,14 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 import torch
 
 import two_hosts
-from helpers import ROOT, read_whole, run_main, run_script, start_main
+from helpers import ROOT
 from jobs import JOBS, Job, free_port
+from programs import Program, run_main, run_script, start_main, wait_for_text
 
 PAGE = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()
 ENTRIES = dict(re.findall(r"^### ([^\n]+)\n(.*?)(?=^##|\Z)", PAGE, re.DOTALL | re.MULTILINE))  # heading -> text
@@ -250,7 +251,7 @@ def stderr_of_ranks(*others):
 
 def rank_that_gets(number, way, rank):
     """Send a signal to one rank of a running job. Return what all ranks write to stderr."""
-    with Job("rl_rpc", way, JOBS["rl_rpc"]["long"], warm=True) as job:
+    with Job("rl_rpc", way, JOBS["rl_rpc"]["long"]) as job:
         assert job.wait_for_text("Episode 10", 90)
         os.kill(job.pid_of(rank), number)
         job.wait(30)
@@ -269,7 +270,7 @@ def killed(_):
 
 @makes("lost rank 0 (agent): ValueError")
 def the_agent_fails(_):
-    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], fault=(0, "exception", 0), warm=True) as job:
+    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], fault=(0, "exception", 0)) as job:
         job.wait(60)
         return job.errors()
 
@@ -281,19 +282,17 @@ def two_names_at_loopback(_):
     flags = ["--world_size", "2", "--master_port", str(free_port())]
     ranks = [start_main("rl_rpc", *flags, "--rank", 0)]
     rename = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere; exec "$@"', "sh"]
-    command = [*rename, sys.executable, ROOT / "rl_rpc" / "main.py", *flags, "--rank", "1"]
-    ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    return "\n".join(rank.communicate(timeout=60)[1] for rank in ranks)
+    ranks.append(start_main("rl_rpc", *flags, "--rank", 1, by=[*rename, sys.executable]))
+    return "\n".join(rank.result(60).stderr for rank in ranks)
 
 
 @makes("Failed to look up the IP address")
 def a_host_without_a_name(_):
     if os.geteuid() != 0:
         pytest.skip("needs root, to give a process another host name")
-    command = ["unshare", "--uts", sys.executable, ROOT / "tests" / "pages" / "symptoms.py", "nameless_host"]
     # torch logs these lines at this level. The packages of this repository set a higher one.
-    loud = os.environ | {"TORCH_CPP_LOG_LEVEL": "WARNING"}
-    done = subprocess.run(command, capture_output=True, text=True, env=loud)
+    loud = {"TORCH_CPP_LOG_LEVEL": "WARNING"}
+    done = run_script("tests/pages/symptoms.py", "nameless_host", by=["unshare", "--uts", sys.executable], env=loud)
     return json.loads(done.stdout)["Failed to look up the IP address"]
 
 
@@ -318,18 +317,14 @@ def a_name_that_leads_to_oneself(tmp_path):
 def on_two_hosts(folder, awaited, variables):
     """Run PLAIN on two hosts, with a dict of variables for each, until it prints `awaited`. Return its output."""
     (folder / "plain.py").write_text(PLAIN)
-    with two_hosts.TwoHosts() as hosts, open(folder / "log", "w") as file:
-        ranks, deadline = [], time.monotonic() + 60
+    with two_hosts.TwoHosts() as hosts, contextlib.ExitStack() as stack:
+        ranks = []
         for rank, own in enumerate(variables):
-            environ = os.environ | {"MASTER_ADDR": two_hosts.ADDRESSES[0], "MASTER_PORT": "29500"} | own
-            command = hosts.on(rank, [sys.executable, str(folder / "plain.py"), str(rank)])
-            ranks.append(subprocess.Popen(command, stdout=file, stderr=file, env=environ))
-        while awaited not in read_whole(folder / "log") and time.monotonic() < deadline:
-            time.sleep(0.1)
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return read_whole(folder / "log")
+            environ = {"MASTER_ADDR": two_hosts.ADDRESSES[0], "MASTER_PORT": "29500"} | own
+            by = hosts.on(rank, [sys.executable])
+            ranks.append(stack.enter_context(Program(folder / "plain.py", rank, by=by, env=environ)))
+        wait_for_text(ranks, re.escape(awaited), 60)
+        return "".join(rank.text() for rank in ranks)
 
 
 PORTS = """
@@ -353,8 +348,7 @@ def test_the_range_of_ports_for_containers(tmp_path):
     inside = ["unshare", "--map-root-user", "--net", "sh", "-c", f'{setting} && exec "$@"', "sh"]
     if can := subprocess.run([*inside, "true"], capture_output=True, text=True).stderr:
         pytest.skip(f"no network namespace with its own range of ports can be made on this machine: {can}")
-    command = [*inside, sys.executable, tmp_path / "ports.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run_script(tmp_path / "ports.py", by=[*inside, sys.executable])
     ports = [int(port) for port in done.stdout.split()]
     assert len(ports) == int(re.search(r"some (\d+) other ports", entry)[1]), done.stderr
     assert all(low <= port <= high for port in ports)

@@ -1,6 +1,7 @@
 """The programs in one file: what they import, what RPC adds to them, and where they listen."""
 
 import ast
+import contextlib
 import re
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 
 from helpers import PACKAGES, ROOT
 from listeners import Listeners
-from tutorials import run_until
+from programs import Program, wait_for_text
 from two_hosts import ADDRESSES, DEVICES, TwoHosts, why_not
 
 LIBRARIES = {"torch", "torchvision", "gymnasium", "numpy", "matplotlib"}
@@ -74,14 +75,20 @@ PORT = 29500
 on_a_host = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
-def listeners_of(hosts, commands, text, folder):
-    """Run (host, command) pairs until one prints `text`; return where host 0 has listened, except for the stores.
+def listeners_of(hosts, commands, text, folder, env=({}, {})):
+    """Run programs until one prints `text`; return where host 0 has listened, except for the stores.
+
+    `commands`: (host, path of the program, flags). `env`: environment variables, by host.
 
     That is: the addresses of its TCP sockets, and its Unix sockets. Only torch's polling transport, shm, has Unix
     sockets that listen.
     """
-    with Listeners(hosts, 0) as listeners:
-        run_until(text, [hosts.on(host, command) for host, command in commands], folder)
+    with Listeners(hosts, 0) as listeners, contextlib.ExitStack() as stack:
+        programs = []
+        for host, path, flags in commands:
+            how = {"by": hosts.on(host, [sys.executable]), "env": {"PYTHONUNBUFFERED": "1"} | env[host]}
+            programs.append(stack.enter_context(Program(path, *flags, cwd=folder, **how)))
+        assert wait_for_text(programs, re.escape(text), 60)
     assert PORT in {port for _, port in listeners.tcp}
     return {address for address, port in listeners.tcp if port not in (PORT, PORT + 1)}, listeners.unix
 
@@ -100,13 +107,13 @@ def test_spawned_ranks_listen_on_loopback_and_do_not_poll(path, tmp_path):
     """The name of the host resolves to 127.0.1.1, and there torch would listen by default."""
     _, flags, text = STARTS[path]
     with TwoHosts() as hosts:
-        found = listeners_of(hosts, [(0, [sys.executable, str(ROOT / path), *flags])], text, tmp_path)
+        found = listeners_of(hosts, [(0, path, flags)], text, tmp_path)
     assert found == ({"127.0.0.1"}, [])
 
 
-def one_command_per_rank(path, *flags):
+def flags_of_ranks(path, *flags):
     size, own, _ = STARTS[path]
-    return [[sys.executable, str(ROOT / path), *own, *flags, "--rank", str(rank)] for rank in range(size)]
+    return [[*own, *flags, "--rank", rank] for rank in range(size)]
 
 
 @pytest.mark.parametrize("path", STARTS)
@@ -126,7 +133,7 @@ def test_both_names_of_loopback_are_treated_alike(path):
 )
 def test_ranks_in_terminals_listen_on_loopback_and_do_not_poll(path, master, tmp_path):
     with TwoHosts() as hosts:
-        commands = [(0, command) for command in one_command_per_rank(path, "--master_addr", master)]
+        commands = [(0, path, flags) for flags in flags_of_ranks(path, "--master_addr", master)]
         found = listeners_of(hosts, commands, STARTS[path][2], tmp_path)
     assert found == ({"127.0.0.1"}, [])
 
@@ -136,12 +143,10 @@ def test_ranks_in_terminals_listen_on_loopback_and_do_not_poll(path, master, tmp
 @pytest.mark.parametrize("path", STARTS)
 def test_ranks_on_two_hosts_listen_where_the_user_says(path, tmp_path):
     with TwoHosts() as hosts:
-        commands = []
-        for rank, command in enumerate(one_command_per_rank(path, "--master_addr", ADDRESSES[0])):
-            host = rank % 2
-            variables = [f"{library}_SOCKET_IFNAME={DEVICES[host]}" for library in ("TP", "GLOO")]
-            commands.append((host, ["env", *variables, *command]))
-        found = listeners_of(hosts, commands, STARTS[path][2], tmp_path)
+        each = enumerate(flags_of_ranks(path, "--master_addr", ADDRESSES[0]))
+        commands = [(rank % 2, path, flags) for rank, flags in each]
+        env = [{f"{library}_SOCKET_IFNAME": device for library in ("TP", "GLOO")} for device in DEVICES]
+        found = listeners_of(hosts, commands, STARTS[path][2], tmp_path, env)
     assert found == ({ADDRESSES[0]}, [])
 
 
@@ -151,5 +156,5 @@ def test_the_forty_lines_listen_on_loopback(tmp_path):
     (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "forty.py").write_text(program)
     with TwoHosts() as hosts:
-        addresses, _ = listeners_of(hosts, [(0, [sys.executable, "forty.py"])], "to_here:", tmp_path)
+        addresses, _ = listeners_of(hosts, [(0, tmp_path / "forty.py", [])], "to_here:", tmp_path)
     assert addresses == {"127.0.0.1"}

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from helpers import assert_one_line_error, load_bench, run_main, run_script
+from helpers import assert_one_line_error, load_bench
+from programs import run_main, run_script
 
 WIRE = load_bench("wire")
 

@@ -1,4 +1,4 @@
-"""A job for losses.py: main.py with a network that counts how often each image is applied, and with injected faults.
+"""A job for lost_trainers.py: main.py with a network that counts how often each image is applied, and with faults.
 
 python tests/jobs/param_server/counting_job.py IMAGES PAUSE LOST_AFTER FAULTS [main.py's own flags]
 

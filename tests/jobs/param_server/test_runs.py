@@ -11,8 +11,10 @@ import time
 import pytest
 import torch
 
-from helpers import assert_one_line_error, assert_refused, load_bench, run_main, run_script, start_main
-from jobs import free_port, ranks_of
+from helpers import assert_one_line_error, assert_refused, load_bench
+from jobs import free_port
+from processes import ranks_of
+from programs import run_main, run_script, start_main
 
 WIRE = load_bench("wire")
 DRAWN = ("--dataset", "synthetic")
@@ -109,8 +111,8 @@ def test_each_rank_obeys_its_own_command_line(tmp_path, digits):
     others = [start_main("param_server", *job, rank, "--data_dir", digits) for rank in (3, 2, 1)]
     rank0 = start_main("param_server", *job, 0, *zero)
     for process in (rank0, *others):
-        out, err = process.communicate(timeout=120)
-        assert (process.returncode, err) == (0, ""), (out, err)
+        done = process.result()
+        assert (done.returncode, done.stderr) == (0, ""), done
     assert json.loads(summary.read_text())["updates"] == 40 == updates_in(checkpoint)
 
 
@@ -184,7 +186,7 @@ def wait_for(condition, process):
     deadline = time.monotonic() + 180
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.text()
         time.sleep(0.02)
 
 
@@ -210,8 +212,7 @@ def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path, digits, mo
     flags = (*flags, "--checkpoint", broken, "--checkpoint_every", 7)
     process = start_main("param_server", *flags)
     wait_for(broken.exists, process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.kill()
     at = updates_in(broken)
     assert at % 7 == 0 and at < 60
     resumed = run_main("param_server", *flags, "--resume")
@@ -231,8 +232,7 @@ def test_an_epoch_goes_on_with_fewer_or_more_trainers(tmp_path, few_digits, worl
     flags = (*from_files(few_digits), *MODES["async"], "--checkpoint", checkpoint)
     process = start_main("param_server", *flags, "--world_size", 3, "--checkpoint_every", 10)
     wait_for(checkpoint.exists, process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.kill()
     left = torch.load(checkpoint, weights_only=True)["state"]["progress"]["left"]
     assert 0 < len(left) < 3_200 // 32
     resumed = run_main(
@@ -274,9 +274,9 @@ def test_a_lost_trainer_ends_the_job_with_status_1(tmp_path, digits):
     flags = (*flags, "--checkpoint", checkpoint, "--checkpoint_every", 5)
     process = start_main("param_server", *flags)
     kill_a_trainer_when_training(process, 1, checkpoint)
-    out, err = process.communicate(timeout=40)
-    assert process.returncode == 1, (out, err)
-    assert "trainer1" in err and "Traceback" not in err
+    done = process.result(40)
+    assert done.returncode == 1, done
+    assert "trainer1" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
@@ -287,8 +287,8 @@ def test_a_killed_trainer_comes_back_with_max_restarts(tmp_path, digits):
     process = start_main("param_server", *flags, "--summary_json", summary)
     random_ = random.Random("sync")
     kill_a_trainer_when_training(process, random_.randint(1, 4), checkpoint, delay=random_.uniform(0, 2))
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0 and "Going on from update" in out, (out, err)
+    done = process.result(200)
+    assert done.returncode == 0 and "Going on from update" in done.stdout, done
     figures = json.loads(summary.read_text())
     assert figures["restarts"] == 1 and figures["updates"] == 75
     assert figures["test_accuracy"] > 0.6

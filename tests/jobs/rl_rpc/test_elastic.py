@@ -1,10 +1,7 @@
 """rl_rpc/elastic.py: observers that join, leave and are killed, each a command of its own as in a terminal."""
 
-import contextlib
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 
@@ -12,8 +9,9 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from helpers import ROOT, WarmCommand, load_module, read_whole
+from helpers import ROOT, load_module
 from jobs import free_port
+from programs import Program, run_script
 from tutorials import copied_alone
 
 PATH = "rl_rpc/elastic.py"
@@ -23,14 +21,13 @@ LINE = re.compile(r"^Episode (\d+)\tAverage reward: ([\d.]+)\t([\d,]+) steps/s\t
 class Terminals:
     """The ranks of one group, each started on its own. Nothing of them survives the block.
 
-    With `warm`, each rank is a fork of a process that has loaded torch, because loading it takes longer than the test.
+    `cold`: see Program.
     """
 
-    def __init__(self, folder, warm):
-        self.folder = folder
-        self.warm = warm
-        self.script = ROOT / PATH
-        self.port = str(free_port())
+    def __init__(self, cold):
+        self.cold = cold
+        self.script = PATH
+        self.port = free_port()
         self.processes = {}
 
     def __enter__(self):
@@ -38,27 +35,19 @@ class Terminals:
 
     def __exit__(self, *_):
         for process in self.processes.values():
-            with contextlib.suppress(ProcessLookupError):  # it has ended
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.kill()
 
     def start(self, rank, *flags):
-        command = [sys.executable, self.script, "--rank", rank, "--master_port", self.port, *flags]
-        command = [str(word) for word in command]
-        with open(self.folder / f"{rank}.out", "w") as out, open(self.folder / f"{rank}.err", "w") as err:
-            env = {"PYTHONUNBUFFERED": "1"}  # so that each line can be read as soon as it is printed
-            if self.warm:
-                self.processes[rank] = WarmCommand(command, out.name, err.name, env=env)
-            else:
-                self.processes[rank] = subprocess.Popen(
-                    command, stdout=out, stderr=err, start_new_session=True, env=os.environ | env
-                )
+        place = ("--rank", rank, "--master_port", self.port)
+        # Unbuffered, so that each line can be read as soon as it is printed.
+        environ = {"PYTHONUNBUFFERED": "1"}
+        self.processes[rank] = Program(self.script, *place, *flags, env=environ, cold=self.cold)
 
     def output(self, rank):
-        return read_whole(self.folder / f"{rank}.out")
+        return self.processes[rank].output()
 
     def errors(self, rank):
-        return read_whole(self.folder / f"{rank}.err")
+        return self.processes[rank].errors()
 
     def everything(self):
         return "".join(f"--- {rank}\n{self.output(rank)}{self.errors(rank)}" for rank in self.processes)
@@ -73,10 +62,7 @@ class Terminals:
 
     def status(self, rank, seconds=120):
         """Wait until this rank has ended; return its exit status."""
-        try:
-            return self.processes[rank].wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"rank {rank} still runs:\n{self.everything()}") from None
+        return self.processes[rank].wait(seconds)
 
     def send(self, rank, number):
         self.processes[rank].send_signal(number)
@@ -98,7 +84,7 @@ class Terminals:
 
     def wait_for_lock(self, rank, seconds=60):
         """Return when observer `rank` has torch's lock, because it joins."""
-        store, deadline = TCPStore("localhost", int(self.port)), time.monotonic() + seconds
+        store, deadline = TCPStore("localhost", self.port), time.monotonic() + seconds
         key = "rpc_prefix_0/RpcGroupManagementToken"
         while store.get(key) != f"Token_for_observer{rank}_join".encode():
             assert time.monotonic() < deadline and self.processes[rank].poll() is None, self.everything()
@@ -134,9 +120,9 @@ class Terminals:
 
 
 @pytest.fixture
-def terminals(tmp_path, request):
+def terminals(request):
     """One test starts each rank as a user does."""
-    with Terminals(tmp_path, warm=request.node.name != "test_elastic_learns_and_takes_no_rank_twice") as group:
+    with Terminals(cold=request.node.name == "test_elastic_learns_and_takes_no_rank_twice") as group:
         yield group
 
 
@@ -329,7 +315,7 @@ def test_elastic_killed_when_it_is_in_the_group_but_not_yet_a_member(terminals, 
     terminals.copy_with(line, "        os.kill(os.getpid(), signal.SIGKILL)\n" + line, tmp_path)
     terminals.start(2)
     assert terminals.status(2) in (-signal.SIGKILL, 128 + signal.SIGKILL)
-    terminals.script = ROOT / PATH
+    terminals.script = PATH
     joined = terminals.start_until_one_joins((3, 4, 5, 6))
     assert "observer2 was lost while it joined or left\n" in terminals.output(0)
     terminals.wait_for_updates(2)
@@ -360,12 +346,11 @@ def test_elastic_a_second_process_of_a_living_rank_changes_nothing(terminals):
     terminals.start(0)
     terminals.start(1)
     terminals.wait_for(0, "observers: 1")
-    command = [sys.executable, str(ROOT / PATH), "--rank", "1", "--master_port", terminals.port]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    second = run_script(PATH, "--rank", 1, "--master_port", terminals.port)
     assert second.returncode == 1 and "try again with another --rank" in second.stderr, second.stderr
     terminals.start(2)  # it calls everyone on the list of members
     terminals.wait_for(0, "observers: 2")
-    listed = TCPStore("localhost", int(terminals.port)).get("rpc_prefix_0/names/_ALL_WORKER_INFOS").decode()
+    listed = TCPStore("localhost", terminals.port).get("rpc_prefix_0/names/_ALL_WORKER_INFOS").decode()
     assert "observer1-" in listed and "observer2-" in listed
     terminals.end(1, 2)
 

@@ -10,13 +10,13 @@ import time
 import numpy as np
 import pytest
 
-from helpers import ROOT, load_module
+from faults import copy_with_mistake
+from helpers import load_oracle
 from jobs import Job
 
-test_agent = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "test_agent.py")
-own_errors = load_module(ROOT / "tests" / "jobs" / "test_own_errors.py")
-make_agent = test_agent.make_agent  # a fixture
-MODES = list(test_agent.main_module.MODES)
+oracle = load_oracle("rl_rpc")
+make_agent = oracle.make_agent  # a fixture
+MODES = list(oracle.main.MODES)
 STATE = np.zeros(4, dtype=np.float32)
 
 
@@ -48,7 +48,7 @@ def test_the_others_play_and_learn_on_without_an_observer(make_agent, mode):
 
 
 def test_a_lost_observer_leaves_the_batch_that_others_wait_in(make_agent):
-    agent = test_agent.begin(make_agent(3, "batched"))
+    agent = oracle.begin(make_agent(3, "batched"))
     first, second = (agent.select_action(ob_id, STATE, None) for ob_id in (1, 2))
     assert not first.done() and not second.done()
     agent.on_lost(3)  # observer 3 has not asked yet
@@ -61,7 +61,7 @@ def test_a_lost_observer_leaves_the_batch_that_others_wait_in(make_agent):
 
 def test_late_calls_of_a_dropped_observer_are_refused(make_agent):
     """A stopped observer, which was dropped after 8 s, may be continued later and call the agent again."""
-    step, packed, batched = (test_agent.begin(make_agent(2, mode)) for mode in ("step", "packed", "batched"))
+    step, packed, batched = (oracle.begin(make_agent(2, mode)) for mode in ("step", "packed", "batched"))
     calls = (
         lambda: step.select_action(2, STATE),
         lambda: step.report_reward(2, 1.0),
@@ -124,7 +124,7 @@ def play_and_lose(tmp_path, way, mode, number, *, lost=(2,), episodes=60):
     summary = tmp_path / "summary.json"
     flags = ["--on_lost", "continue", "--mode", mode, "--max_episodes", str(episodes), "--log_interval", "1"]
     flags += ["--transport", "uv", "--eval_episodes", "1", "--summary_json", str(summary)]
-    with Job("rl_rpc", way, flags, fault=(0, "none", 0), warm=True) as job:
+    with Job("rl_rpc", way, flags, fault=(0, "none", 0)) as job:
         assert job.wait_for_text("Episode 3", 90), job.text()
         for pid in [job.pid_of(rank) for rank in lost]:  # find all of them before the first is killed
             os.kill(pid, number)
@@ -163,7 +163,7 @@ def test_a_job_goes_on_without_an_observer(tmp_path, way, mode, number):
 def test_a_lost_observer_that_wakes_up_causes_no_traceback(mode):
     """It goes on with its episode, so it calls the agent, which has forgotten it."""
     flags = ["--on_lost", "continue", "--mode", mode, "--max_episodes", "1000000", "--reward_threshold", "1e9"]
-    with Job("rl_rpc", "terminals", [*flags, "--log_interval", "1"], fault=(0, "none", 0), warm=True) as job:
+    with Job("rl_rpc", "terminals", [*flags, "--log_interval", "1"], fault=(0, "none", 0)) as job:
         assert job.wait_for_text("Episode 3", 90), job.text()
         os.kill(job.pid_of(2), signal.SIGSTOP)
         assert job.wait_for_text("lost rank 2", 30), job.text()
@@ -173,7 +173,7 @@ def test_a_lost_observer_that_wakes_up_causes_no_traceback(mode):
         while job.text().count("Episode ") < played + 5:  # the others play on, and have printed what there is to print
             assert job.processes[0].poll() is None, job.text()
             time.sleep(0.05)
-        agent, _, observer = (job.text([output]) for output in job.outputs[1::2])
+        agent, _, observer = (process.errors() for process in job.processes)
         assert agent.startswith("rl_rpc: lost rank 2 (observer2): ") and len(agent.splitlines()) == 1, job.text()
         assert len(observer.splitlines()) == 1 and "observer2" in observer, job.text()
 
@@ -193,9 +193,9 @@ def test_without_the_last_observer_a_job_ends(tmp_path, mode):
 def test_an_error_in_the_agent_ends_the_job_and_names_it(tmp_path, mode):
     """All observers of the batch wait for the call that fails. None of them may be blamed, or waited for."""
     mistake = ("batched.py", "np.stack(", "np.stak(")
-    main = own_errors.copy_with_mistake("rl_rpc", tmp_path, *mistake)
+    main = copy_with_mistake("rl_rpc", tmp_path, *mistake)
     flags = ["--world_size", "4", "--mode", mode, "--on_lost", "continue", "--transport", "uv"]
-    with Job("rl_rpc", "spawned", flags, script=main, warm=True) as job:
+    with Job("rl_rpc", "spawned", flags, script=main) as job:
         assert job.wait(30) == [1], job.text()
         assert "rank 0 (agent): AttributeError: module 'numpy' has no attribute 'stak'" in job.errors()
         assert job.errors().count("Traceback") == 1 and "lost rank 1" not in job.errors(), job.text()

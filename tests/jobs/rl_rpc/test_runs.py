@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 
-from helpers import ROOT, assert_refused, calls_in_steps, load_module, package_on_path, run_main, run_script
+from helpers import assert_refused, calls_in_steps, load_oracle, package_on_path
+from programs import run_main, run_script
 
-equivalence = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "test_equivalence.py")
-MODES = equivalence.MODES
+oracle = load_oracle("rl_rpc")
+MODES = oracle.MODES
 SOLVED_LINE = re.compile(r"^Solved! Running reward is now ([\d.]+)!$", re.M)
 
 with package_on_path("rl_rpc"):
@@ -38,7 +39,7 @@ def test_default_command_prints_what_the_tutorial_prints(tmp_path):
     assert calls == 12 + 2 * summary["env_steps"]  # one made for each episode, two served for each step
     assert plot.read_bytes().startswith(b"\x89PNG")
     # The run equals the single-process loop with one observer.
-    rewards, parameters = equivalence.single_process_reinforce(seed=1, episodes=12)
+    rewards, parameters = oracle.single_process_reinforce(seed=1, episodes=12)
     assert f"Last reward: {rewards[9]:.2f}\t" in lines[1]
     state = torch.load(saved, weights_only=True)["state"]
     for name, expected in parameters.items():
@@ -146,7 +147,7 @@ def run_in(tmp_path):
 
     def run(env_id, *flags):
         flags += ("--log_interval", 1, "--eval_episodes", 0)
-        return run_main("rl_rpc", "--env_id", f"own_environments:{env_id}", *flags, env={"PYTHONPATH": str(tmp_path)})
+        return run_main("rl_rpc", "--env_id", f"own_environments:{env_id}", *flags, env={"PYTHONPATH": tmp_path})
 
     return run
 

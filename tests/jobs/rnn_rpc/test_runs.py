@@ -5,14 +5,8 @@ import re
 
 import pytest
 
-from helpers import (
-    assert_one_line_error,
-    assert_refused,
-    calls_in_steps,
-    package_on_path,
-    run_main,
-    run_script,
-)
+from helpers import assert_one_line_error, assert_refused, calls_in_steps, package_on_path
+from programs import run_main, run_script
 
 with package_on_path("rnn_rpc"):
     import corpus

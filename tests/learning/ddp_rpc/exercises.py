@@ -8,15 +8,15 @@ import pickle
 
 import torch
 
-from helpers import ROOT, load_module
+from helpers import load_oracle
 
-parts = load_module(ROOT / "tests" / "learning" / "ddp_rpc" / "test_sharding.py")
+oracle = load_oracle("ddp_rpc")
 ROWS, DIM = 1000, 16
 FIGURES = {"heldout_loss": 1.0, "heldout_accuracy": 0.5, "ceiling_accuracy": 0.75}
 FLAGS = ("--num_embeddings", ROWS, "--embedding_dim", DIM, "--checkpoint")
 
 
-class CountingRRef(parts.LocalRRef):
+class CountingRRef(oracle.LocalRRef):
     """Replaces an RRef: its calls run in this process, and the bytes of their answers are counted."""
 
     answered_bytes = 0
@@ -25,7 +25,7 @@ class CountingRRef(parts.LocalRRef):
         return CountedCalls(self.value)
 
     def rpc_async(self, timeout=None):
-        return parts.AsyncCalls(CountedCalls(self.value))
+        return oracle.AsyncCalls(CountedCalls(self.value))
 
 
 class CountedCalls:
@@ -43,10 +43,10 @@ class CountedCalls:
 
 def new_master(num_servers, *flags):
     """Return a master and its shards, all in this process."""
-    args = parts.main.parse_args([str(flag) for flag in flags])
+    args = oracle.main.parse_args([str(flag) for flag in flags])
     more = {"sparse": True, "seed": 3, "device": "cpu"}
-    shards = [parts.hogwild.EmbeddingShard(number, num_servers, ROWS, DIM, **more) for number in range(num_servers)]
-    master = parts.Progress(args, [CountingRRef(shard) for shard in shards], parts.main.RESUME_KEYS)
+    shards = [oracle.hogwild.EmbeddingShard(number, num_servers, ROWS, DIM, **more) for number in range(num_servers)]
+    master = oracle.progress.Progress(args, [CountingRRef(shard) for shard in shards], oracle.main.RESUME_KEYS)
     master.start()
     return master, shards
 
@@ -59,7 +59,7 @@ def test_changed_rows(tmp_path):
     sent = []
     for epoch, ids in enumerate(([0, 1, 2], [3, 500, 999], [3, 4], []), 1):
         if ids:
-            table_parts = parts.split_by_shard(torch.tensor(ids), torch.tensor([0]), 2)
+            table_parts = oracle.shards.split_by_shard(torch.tensor(ids), torch.tensor([0]), 2)
             for shard, optimizer, part in zip(shards, optimizers, table_parts, strict=True):
                 shard(*part).sum().backward()
                 optimizer.step()
@@ -68,7 +68,7 @@ def test_changed_rows(tmp_path):
         master.after_epoch(epoch, FIGURES, 1.0, {})
         sent.append(CountingRRef.answered_bytes)
         saved = torch.load(file, weights_only=True)["state"]["table"]
-        assert torch.equal(saved, parts.whole_table(shards)), epoch
+        assert torch.equal(saved, oracle.whole_table(shards)), epoch
     whole = ROWS * DIM * 4
     assert sent[0] >= whole and max(sent[1:]) < whole / 10, sent
     again, _ = new_master(3, *FLAGS, file, "--world_size", 6, "--num_servers", 3, "--resume")

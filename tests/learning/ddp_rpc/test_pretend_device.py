@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 
 import pretend_device
-from helpers import ROOT, load_module, package_on_path, run_on_pretend_device, run_script
+from helpers import load_oracle, run_on_pretend_device
 from jobs import free_port
+from programs import run_script
 
-equivalence = load_module(ROOT / "tests" / "learning" / "ddp_rpc" / "test_equivalence.py")
-with package_on_path("ddp_rpc"):
-    import hogwild
-    import pipelined
+oracle = load_oracle("ddp_rpc")
+hogwild, pipelined = oracle.hogwild, oracle.pipelined
 pytestmark = pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING))
 IDS, OFFSETS = torch.tensor([3, 3, 8]), torch.tensor([0, 2])
 
@@ -26,12 +25,12 @@ IDS, OFFSETS = torch.tensor([3, 3, 8]), torch.tensor([0, 2])
 def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_path, mode, trainers, servers):
     """Equal to 1e-5, as on the CPU. The plain loop writes the checkpoint of epoch 1, and the run trains epoch 2."""
     stale = mode == "pipelined"
-    table, fc = equivalence.one_process(trainers, stale, epochs=1)
-    equivalence.save_checkpoint(tmp_path / "end.pt", table, fc)
+    table, fc = oracle.one_process(trainers, stale, epochs=1)
+    oracle.save_checkpoint(tmp_path / "end.pt", table, fc)
     flags = ("--mode", mode, "--world_size", trainers + 1 + servers, "--num_servers", servers, "--resume")
-    found = equivalence.distributed(tmp_path, *flags, says="Going on after epoch 1 ", run=run_on_pretend_device)
-    assert equivalence.largest_difference(found, equivalence.one_process(trainers, stale)) < 1e-5
-    assert equivalence.largest_difference(found, (table, fc)) > 1e-3
+    found = oracle.distributed(tmp_path, *flags, says="Going on after epoch 1 ", run=run_on_pretend_device)
+    assert oracle.largest_difference(found, oracle.one_process(trainers, stale)) < 1e-5
+    assert oracle.largest_difference(found, (table, fc)) > 1e-3
 
 
 def make_shard(device=pretend_device.DEVICE):

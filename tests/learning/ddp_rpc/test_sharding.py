@@ -14,20 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from helpers import ROOT, package_on_path, run_script
+from helpers import ROOT, load_oracle
+from programs import run_script
 
-with package_on_path("ddp_rpc"):
-    import evaluation
-    import hogwild
-    import main
-    import pipelined
-    import shards as shards_module
-    import sync
-    import training
-    from clicks import ClickLog
-    from glue import checkpoint
-    from progress import Progress
-    from shards import gather_table, scatter_table, split_by_shard
+oracle = load_oracle("ddp_rpc")
+evaluation, hogwild, main, pipelined = oracle.evaluation, oracle.hogwild, oracle.main, oracle.pipelined
+training = oracle.training
+sync, checkpoint, ClickLog, Progress = oracle.sync, oracle.checkpoint, oracle.ClickLog, oracle.progress.Progress
+LocalRRef, whole_table = oracle.LocalRRef, oracle.whole_table
 
 
 def make_shards(num_shards, sparse=True, shard_class=hogwild.EmbeddingShard):
@@ -39,38 +33,6 @@ def make_shards(num_shards, sparse=True, shard_class=hogwild.EmbeddingShard):
             shard.set_learning_rate(0.05)
         shards.append(shard)
     return shards
-
-
-class LocalRRef:
-    """Replaces an RRef: its calls run in this process, at once."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def rpc_sync(self, timeout=None):
-        return self.value
-
-    def rpc_async(self, timeout=None):
-        return AsyncCalls(self.value)
-
-
-class AsyncCalls:
-    """Replaces what rpc_async() of an RRef returns: each method returns a Future that is complete."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def __getattr__(self, name):
-        def call(*args):
-            future = torch.futures.Future()
-            future.set_result(getattr(self.value, name)(*args))
-            return future
-
-        return call
-
-
-def whole_table(shards):
-    return gather_table([LocalRRef(shard) for shard in shards])
 
 
 @settings(deadline=None, max_examples=60)
@@ -89,7 +51,7 @@ def test_sharded_lookup_equals_one_embedding_bag(bags, num_shards, sparse):
 
     expected = whole(ids, offsets)
     expected.backward(gradient)
-    parts = split_by_shard(ids, offsets, num_shards)
+    parts = oracle.shards.split_by_shard(ids, offsets, num_shards)
     found = sum(shard(*part) for shard, part in zip(shards, parts, strict=True))
     found.backward(gradient)
 
@@ -101,7 +63,7 @@ def test_sharded_lookup_equals_one_embedding_bag(bags, num_shards, sparse):
 
 
 def test_the_table_does_not_depend_on_the_number_of_servers(monkeypatch):
-    monkeypatch.setattr(shards_module, "BLOCK_ROWS", 7)  # 7 cannot be divided by 2, 3 or 30
+    monkeypatch.setattr(oracle.shards, "BLOCK_ROWS", 7)  # 7 cannot be divided by 2, 3 or 30
     tables = [whole_table(make_shards(number)) for number in (1, 2, 3, 30)]
     for table in tables[1:]:
         assert torch.equal(table, tables[0])
@@ -110,7 +72,7 @@ def test_the_table_does_not_depend_on_the_number_of_servers(monkeypatch):
 def test_rows_move_from_one_number_of_servers_to_another():
     rows = torch.randn(30, 5)
     shards = make_shards(4)
-    scatter_table(rows, [LocalRRef(shard) for shard in shards])
+    oracle.shards.scatter_table(rows, [LocalRRef(shard) for shard in shards])
     assert torch.equal(whole_table(shards), rows)
 
 

@@ -3,7 +3,6 @@
 import importlib.util
 import random
 import re
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from helpers import ROOT
+from programs import run_script
 from tutorials import changed, copied_alone, run_in_terminals, run_spawned
 
 # Inserted at the end of a trainer: it saves what it has trained. (The table is saved when all trainers have finished.)
@@ -142,7 +142,7 @@ def test_a_trainer_says_on_which_device_it_is_when_gpus_are_asked_for(monkeypatc
 def test_the_tutorial_learns_also_from_a_folder_with_a_space_in_its_name(tmp_path):
     """An accuracy of 0.76 was measured. A run with two trainers does not repeat exactly, so the limit is lower."""
     program = copied_alone("ddp_rpc/tutorial.py", tmp_path)
-    done = run_spawned(program, cwd=tmp_path, timeout=280, real=True)
+    done = run_spawned(program, cwd=tmp_path, timeout=280, cold=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(accuracies(done.stdout)) == 40 and sum(accuracies(done.stdout)) / 40 > 0.68
     assert done.stdout.endswith("Distributed RPC example completed successfully.\n")
@@ -152,7 +152,7 @@ def test_the_tutorial_learns_also_from_a_folder_with_a_space_in_its_name(tmp_pat
 def test_one_trainer_in_terminals_prints_what_one_process_prints(tmp_path):
     """Rank 0, which has the stores through which the ranks meet, is started last."""
     alone = changed(copied_alone("ddp_rpc/single.py", tmp_path), *sizes(2, 5))
-    single = subprocess.run([sys.executable, alone], capture_output=True, text=True, timeout=60, check=True)
+    single = run_script(alone)
     program = changed(copied_alone("ddp_rpc/tutorial.py", tmp_path), *sizes(2, 5))
     ranks = run_in_terminals(program, 3, order=[2, 1, 0], timeout=240)
     assert [(done.returncode, done.stderr) for done in ranks] == [(0, "")] * 3

@@ -7,11 +7,12 @@ import statistics
 
 import pytest
 
-from helpers import ROOT, load_bench, load_module, run_script
+from helpers import load_bench, load_oracle
+from programs import run_script
 
-equivalence = load_module(ROOT / "tests" / "learning" / "param_server" / "test_equivalence.py")
+oracle = load_oracle("param_server")
 WIRE = load_bench("wire")
-one_thread_per_rank = equivalence.one_thread_per_rank
+one_thread_per_rank = oracle.one_thread_per_rank
 WEIGHTS = 1_199_882  # of the network: a push sends as many gradients, and gets as many weights
 FLAGS = ("--mode", "replica", "--world_size", 2)
 
@@ -24,17 +25,17 @@ def train(folder, steps, *flags):
         runs.append(run_script("bench/wire.py", *words, timeout=timeout))
         return runs[-1]
 
-    losses, weights = equivalence.distributed(folder, steps, *FLAGS, *flags, run=run_counted)
+    losses, weights = oracle.distributed(folder, steps, *FLAGS, *flags, run=run_counted)
     return losses[1], weights, WIRE.per_step(runs[-1].stdout)
 
 
 def test_bfloat16_gradients(tmp_path):
     """Gradients have half the bytes, weights have all of them, and the losses are nearly the same."""
-    losses, weights, sent = train(tmp_path, equivalence.STEPS)
+    losses, weights, sent = train(tmp_path, oracle.STEPS)
     assert sent < 1.1 * (2 + 4) * WEIGHTS
-    expected_losses, expected = equivalence.one_process(equivalence.STEPS, batch_size=8)
+    expected_losses, expected = oracle.one_process(oracle.STEPS, batch_size=8)
     assert losses == pytest.approx(expected_losses, abs=0.02) and losses != expected_losses
-    equivalence.assert_same_weights(weights, expected, tolerance=2e-3)
+    oracle.assert_same_weights(weights, expected, tolerance=2e-3)
 
 
 def test_largest_gradients(tmp_path):
@@ -42,5 +43,5 @@ def test_largest_gradients(tmp_path):
     steps = 100
     losses, _, sent = train(tmp_path, steps)
     assert sent < 1.1 * (0.08 + 4) * WEIGHTS  # 4 bytes for a number, 4 for its position
-    expected_losses, _ = equivalence.one_process(steps, batch_size=8)
+    expected_losses, _ = oracle.one_process(steps, batch_size=8)
     assert statistics.mean(losses[-20:]) == pytest.approx(statistics.mean(expected_losses[-20:]), abs=0.06)

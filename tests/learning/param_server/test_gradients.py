@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from helpers import run_script
+from programs import run_script
 
 FLAGS = ("--dataset", "synthetic", "--no_dropout", "--batch_size", "8")
 

@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 
 import pretend_device
-from helpers import ROOT, load_module, run_on_pretend_device, run_script
+from helpers import ROOT, load_module, load_oracle, run_on_pretend_device
 from jobs import free_port
+from programs import run_script
 
-equivalence = load_module(ROOT / "tests" / "learning" / "param_server" / "test_equivalence.py")
+oracle = load_oracle("param_server")
 test_server = load_module(ROOT / "tests" / "learning" / "param_server" / "test_server.py")
-one_thread_per_rank, few_test_images = equivalence.one_thread_per_rank, test_server.few_test_images  # fixtures
+one_thread_per_rank, few_test_images = oracle.one_thread_per_rank, test_server.few_test_images  # fixtures
 remote, replica = test_server.remote, test_server.replica
 checkpoint = test_server.coordinator.checkpoint
 pytestmark = pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING))
@@ -33,15 +34,15 @@ def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_
     settings = {"mode": mode, "dataset": "synthetic", "seed": 1, "batch_size": 8, "max_batches": STEPS, "sync_every": 1}
     progress = {"epoch": 0, "updates": DONE, "stale": Counter({0: DONE}), "accuracy": None}
     progress |= {"left": list(range(DONE, STEPS)), "images_applied": [DONE * 8], "evaluate_at": STEPS}
-    _, weights = equivalence.one_process(DONE, batch_size=8)
+    _, weights = oracle.one_process(DONE, batch_size=8)
     optimizer = torch.optim.SGD(list(weights.values()), lr=0.03).state_dict()
     state = {"progress": progress, "model": weights, "optimizer": optimizer, "momentum": torch.empty(0)}
     torch.save({"scenario": "param_server", "settings": settings, "state": state}, tmp_path / "end.pt")
     flags = ("--world_size", 2, "--mode", mode, "--resume")
-    losses, found = equivalence.distributed(tmp_path, STEPS, *flags, run=run_on_pretend_device)
-    expected_losses, expected = equivalence.one_process(STEPS, batch_size=8)
+    losses, found = oracle.distributed(tmp_path, STEPS, *flags, run=run_on_pretend_device)
+    expected_losses, expected = oracle.one_process(STEPS, batch_size=8)
     assert losses[1] == pytest.approx(expected_losses[DONE:], abs=1e-6)
-    equivalence.assert_same_weights(found, expected)
+    oracle.assert_same_weights(found, expected)
 
 
 def saved(state):

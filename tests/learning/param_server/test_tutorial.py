@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 
-from helpers import ROOT, load_module, package_on_path, run_script
+from helpers import ROOT, load_module, package_on_path
 from jobs import free_port
+from programs import run_script
 from tutorials import copied_alone, run_in_terminals, run_spawned
 
 tutorial = load_module(ROOT / "param_server" / "tutorial.py")
@@ -278,7 +279,7 @@ def accuracies(output):
 @pytest.mark.slow
 def test_one_trainer_alone_in_a_folder_has_the_losses_of_one_process(tmp_path, capsys):
     program = copied_alone("param_server/tutorial.py", tmp_path)
-    done = run_spawned(program, "--world_size", 2, "--dataset", "synthetic", cwd=tmp_path, timeout=240, real=True)
+    done = run_spawned(program, "--world_size", 2, "--dataset", "synthetic", cwd=tmp_path, timeout=240, cold=True)
     assert (done.returncode, done.stderr) == (0, "")
     net = reference_network(seed=1, dropout=True)
     batches = reference_batches(seed=1, count=4_000)[:41]

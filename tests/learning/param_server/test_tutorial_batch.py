@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from helpers import ROOT, load_module, run_script
+from helpers import ROOT, load_module
+from programs import run_script
 from tutorials import copied_alone, run_in_terminals, run_spawned
 
 batch_page = load_module(ROOT / "param_server" / "tutorial_batch.py")
@@ -216,7 +217,7 @@ def result(output):
 @pytest.mark.slow
 def test_two_trainers_learn_alone_in_a_folder(tmp_path):
     program = copied_alone("param_server/tutorial_batch.py", tmp_path)
-    done = run_spawned(program, "--world_size", 3, "--num_batches", 60, cwd=tmp_path, timeout=240, real=True)
+    done = run_spawned(program, "--world_size", 3, "--num_batches", 60, cwd=tmp_path, timeout=240, cold=True)
     assert (done.returncode, done.stderr) == (0, "")
     updates, loss, guessing = result(done.stdout)
     always_the_mean = F.mse_loss(torch.full((30, 30), 1 / 30), torch.eye(30)).item()

@@ -11,10 +11,10 @@ import time
 import pytest
 import torch.distributed.rpc as rpc
 
-from helpers import ROOT, load_module
+from helpers import ROOT, load_oracle
 
-agent_tests = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "test_agent.py")
-make_agent = agent_tests.make_agent
+oracle = load_oracle("rl_rpc")
+make_agent = oracle.make_agent
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
 
 OPTIONS = {"_transports": ["uv"], "rpc_timeout": 20}
@@ -41,7 +41,7 @@ def two_processes(tmp_path, monkeypatch):
     """Make this process the agent and start an observer; yield a function that evaluates an expression in it."""
     for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(variable, "lo")
-    modules = agent_tests.main_module.rollout, agent_tests.step_module, agent_tests.reinforce
+    modules = oracle.main.rollout, oracle.step, oracle.reinforce
     for module in modules:  # RPC pickles classes by their module's name
         monkeypatch.setitem(sys.modules, module.__name__, module)
     environment = os.environ | {"PYTHONPATH": str(ROOT / "rl_rpc"), "TORCH_CPP_LOG_LEVEL": "FATAL"}
@@ -59,8 +59,8 @@ def two_processes(tmp_path, monkeypatch):
 
 def test_last_reference(two_processes):
     """When the agent dismisses an observer, it is deleted in its own process, and closes its environment."""
-    rollout = agent_tests.main_module.rollout
-    agent = rollout.Agent(rollout.Observer, 2, agent_tests.make_learner(), "CartPole-v1", 1, agent_tests.raise_error)
+    rollout = oracle.main.rollout
+    agent = rollout.Agent(rollout.Observer, 2, oracle.make_learner(), "CartPole-v1", 1, oracle.raise_error)
     agent.run_episode()
     assert two_processes(OBSERVERS) == 1 and two_processes(CLOSED) == []
     agent.dismiss(1)
@@ -76,4 +76,4 @@ def test_late_rewards(make_agent):
     """Mode `late` plays and learns as the other modes, and no observer reports a reward during an episode."""
     agent = make_agent(1, "late")
     agent.report_reward = None  # a call of it fails
-    agent_tests.test_with_one_observer_every_mode_is_the_single_process_loop(lambda observers, mode: agent, "late")
+    oracle.assert_plays_as_one_process(agent)

@@ -1,7 +1,6 @@
 """The logic of the agent, the learner and the policy, in one process, and the differences from the tutorial."""
 
 import copy
-import pickle
 import sys
 import threading
 from types import SimpleNamespace
@@ -13,104 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import ROOT, load_module, package_on_path
+from helpers import load_oracle, package_on_path
 
-with package_on_path("rl_rpc"):
-    import actor as actor_module
-    import asynchronous
-    import environment
-    import main as main_module
-    import play as play_module
-    import policy as policy_module
-    import ranks
-    import reinforce
-    import step as step_module
-    from glue import seeds
-
-equivalence = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "test_equivalence.py")
+oracle = load_oracle("rl_rpc")
+begin, learn, make_agent, make_learner = oracle.begin, oracle.learn, oracle.make_agent, oracle.make_learner
+trajectory_of, main_module = oracle.trajectory_of, oracle.main
+environment, policy_module, reinforce = oracle.environment, oracle.policy, oracle.reinforce
+asynchronous = main_module.MODES["async"]
+actor_module, play_module, ranks = oracle.actor, oracle.play, oracle.ranks
 STATE = np.zeros(4, dtype=np.float32)
-
-
-class Handle:
-    """A replacement of RRef. Calls run in this process: rpc_sync in the calling thread, rpc_async in a new thread.
-
-    Arguments and results are pickled, as RPC does it, except a Handle, which is passed as it is.
-    """
-
-    def __init__(self, value):
-        self.value = value
-
-    def rpc_sync(self):
-        return Caller(self.value, answer_of)
-
-    def rpc_async(self, timeout):
-        def in_a_thread(method, args):
-            future = torch.futures.Future()
-
-            def run():
-                try:
-                    future.set_result(answer_of(method, args))
-                except Exception as error:
-                    future.set_exception(error)
-
-            threading.Thread(target=run, daemon=True).start()
-            return future
-
-        return Caller(self.value, in_a_thread)
-
-
-class Caller:
-    def __init__(self, value, call):
-        self.__value, self.__call = value, call
-
-    def __getattr__(self, name):
-        return lambda *args: self.__call(getattr(self.__value, name), args)
-
-
-def answer_of(method, args):
-    answer = method(*map(over_the_wire, args))
-    return over_the_wire(answer.wait() if isinstance(answer, torch.futures.Future) else answer)
-
-
-def over_the_wire(value):
-    return value if isinstance(value, Handle) else pickle.loads(pickle.dumps(value))
-
-
-def raise_error(ob_id, error):
-    raise error
-
-
-@pytest.fixture
-def make_agent(monkeypatch):
-    """Return a function that makes an agent without RPC: each observer is an object of this process, in a Handle."""
-
-    def make(observers, mode="step", env_id="CartPole-v1", seed=1, report_lost=raise_error, **settings):
-        made = []
-
-        def remote(ob_id, cls, args):
-            made.append(ob_id)
-            return Handle(cls(*args))
-
-        in_this_process = SimpleNamespace(
-            RRef=Handle, remote=remote, get_worker_info=lambda: SimpleNamespace(id=made[-1])
-        )
-        monkeypatch.setattr(step_module, "rpc", in_this_process)
-        monkeypatch.setitem(sys.modules, "reinforce", reinforce)  # where pickle looks for the class Trajectory
-        module = main_module.MODES[mode]
-        learner = make_learner(env_id, seed, **settings)
-        return module.Agent(module.Observer, observers + 1, learner, env_id, seed, report_lost)
-
-    return make
-
-
-def begin(agent):
-    """Begin an episode in which nobody plays: the test itself makes the observers' calls. Return the agent."""
-    for ob_rref in agent.ob_rrefs.values():
-        ob_rref.value.run_episode = lambda *arguments: None
-    agent.run_episode()
-    for trajectory in agent.trajectories.values():
-        trajectory.rewards.clear()  # in `packed` and `batched`, what this run_episode has returned as the last reward
-    return agent
 
 
 def play_through(agent, ob_id, steps):
@@ -131,36 +41,12 @@ def play_through_packed(agent, ob_id, steps):
     agent.report_reward(ob_id, reward)
 
 
-def trajectory_of(steps, reward=1.0, features=4):
-    states = np.random.default_rng(0).normal(size=(steps, features)).astype(np.float32)
-    return reinforce.Trajectory(states, [0, 1] * (steps // 2) + [0] * (steps % 2), [reward] * steps)
-
-
-def learn(learner, trajectories):
-    return learner.learn(trajectories, reinforce.reinforce_loss(learner.policy, trajectories, learner.gamma))
-
-
-def make_learner(env_id="CartPole-v1", seed=1, lr=5e-3, gamma=0.99, device="cpu"):
-    """Return the learner that run_agent in main.py makes."""
-    env = environment.make_env(env_id)
-    torch.manual_seed(seeds.seed_for(seed, 0))
-    policy = policy_module.Policy(*environment.sizes(env)).to(device)
-    return reinforce.Learner(policy, lr, gamma, environment.reward_threshold(env))
-
-
 # ---- the modes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [*equivalence.MODES, "async"])  # with one observer, `async` has no old weights
+@pytest.mark.parametrize("mode", [*oracle.MODES, "async"])  # with one observer, `async` has no old weights
 def test_with_one_observer_every_mode_is_the_single_process_loop(make_agent, mode):
-    rewards, parameters = equivalence.single_process_reinforce(seed=1, episodes=15)
-    agent, played = make_agent(1, mode), []
-    for _ in range(15):
-        agent.run_episode()
-        played.append(agent.finish_episode())
-    assert played == rewards and agent.learner.episodes == 15
-    for name, expected in parameters.items():
-        torch.testing.assert_close(agent.learner.policy.state_dict()[name], expected, rtol=0, atol=1e-5)
+    oracle.assert_plays_as_one_process(make_agent(1, mode))
 
 
 class Endless(gym.Env):
@@ -273,7 +159,7 @@ def test_async_learns_by_the_clipped_loss_with_the_weights_that_the_episode_bega
     loss = asynchronous.clipped_loss(same.learner.policy, began_with, trajectory, same.learner.gamma)
     same.learner.learn([trajectory], loss)
     assert agent.staleness == {1: 1}
-    equivalence.assert_equal_to_the_bit(agent.learner.state_dict(), same.learner.state_dict())
+    oracle.assert_equal_to_the_bit(agent.learner.state_dict(), same.learner.state_dict())
 
 
 def test_old_episodes_are_learned_from_by_the_clipped_surrogate():
@@ -563,7 +449,7 @@ def test_a_checkpoint_of_another_seed_or_environment_is_refused(make_agent, tmp_
     make_agent(1)  # it replaces torch's RPC, which is what this test needs
     file = tmp_path / "agent.pt"
     job = SimpleNamespace(
-        device=torch.device("cpu"), report_lost=raise_error, on_lost=lambda first, callback: None, lost={}
+        device=torch.device("cpu"), report_lost=oracle.raise_error, on_lost=lambda first, callback: None, lost={}
     )
 
     def run(*flags):
@@ -583,4 +469,4 @@ def test_a_resumed_run_has_the_learning_rate_of_its_own_flag():
     learn(first, [trajectory_of(10)])
     again.load_state_dict(first.state_dict())
     assert [group["lr"] for group in again.optimizer.param_groups] == [0.001]
-    equivalence.assert_equal_to_the_bit(again.state_dict(), first.state_dict())
+    oracle.assert_equal_to_the_bit(again.state_dict(), first.state_dict())

@@ -1,61 +1,14 @@
 """With the same seed, the four synchronous modes and a plain REINFORCE loop in one process learn the same."""
 
-import random
-import re
-
-import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 
-from helpers import calls_in_steps, package_on_path, run_main
+from helpers import calls_in_steps, load_oracle
+from programs import run_main
 
-with package_on_path("rl_rpc"):
-    import policy
-    from glue import seeds
-
-MODES = ("step", "packed", "batched", "rollout")
+oracle = load_oracle("rl_rpc")
+MODES = oracle.MODES
 EPISODES = 15
-EPISODE_LINE = re.compile(r"^Episode (\d+)\tLast reward: (-?[\d.]+)\tAverage reward: (-?[\d.]+)$", re.M)
-
-
-def single_process_reinforce(seed, episodes, observers=1, gamma=0.99):
-    """Run REINFORCE without RPC, as in textbooks; return (lowest reward of each episode, parameters).
-
-    It keeps a graph for each step, as the tutorial does, and has its own loop for the returns. With the code under test
-    it shares only the seeds of the random numbers, and the initial weights, which follow from the seed.
-    """
-    torch.manual_seed(seeds.seed_for(seed, 0))
-    network = policy.Policy(4, 2)
-    optimizer = torch.optim.Adam(network.parameters(), lr=5e-3)
-    env = gym.make("CartPole-v1")
-    lowest_rewards = []
-    for episode in range(1, episodes + 1):
-        log_probs, returns, totals = [], [], []
-        for ob_id in range(1, observers + 1):
-            generator = random.Random(seeds.seed_for(seed, "actions", ob_id, episode))
-            state, _ = env.reset(seed=seeds.seed_for(seed, "environment", ob_id, episode))
-            rewards = []
-            done = False
-            while not done:
-                h = torch.from_numpy(state).double().unsqueeze(0) @ network.affine1.weight.T + network.affine1.bias
-                h = torch.relu(h)
-                probs = torch.softmax(h @ network.affine2.weight.T + network.affine2.bias, dim=1)[0]
-                action = 0 if generator.random() < probs[0].item() else 1
-                log_probs.append(torch.log(probs[action]))
-                state, reward, terminated, truncated, _ = env.step(action)
-                rewards.append(reward)
-                done = terminated or truncated
-            returns += [sum(gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))]
-            totals.append(sum(rewards))
-        returns = torch.tensor(returns, dtype=torch.float64)
-        returns = (returns - returns.mean()) / (returns.std() + np.finfo(np.float32).eps.item())
-        loss = sum(-log_prob * g for log_prob, g in zip(log_probs, returns, strict=True))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        lowest_rewards.append(min(totals))
-    return lowest_rewards, network.state_dict()
 
 
 def play(folder, mode, world_size=4, *flags, episodes=EPISODES, name=None):
@@ -68,24 +21,7 @@ def play(folder, mode, world_size=4, *flags, episodes=EPISODES, name=None):
     done = run_main("rl_rpc", *flags)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     state = torch.load(path, weights_only=True, map_location="cpu")["state"]
-    return EPISODE_LINE.findall(done.stdout), state, calls_in_steps(trace, "agent")
-
-
-def assert_equal_to_the_bit(state, expected):
-    assert state["episode"] == expected["episode"] and state["env_steps"] == expected["env_steps"]
-    assert state["running_reward"] == expected["running_reward"]
-    for name, weight in expected["policy"].items():
-        assert torch.equal(state["policy"][name], weight), name
-    for index, moments in expected["optimizer"]["state"].items():
-        for name, value in moments.items():
-            assert torch.equal(state["optimizer"]["state"][index][name], value)
-
-
-def assert_is_the_single_process_loop(lines, state, reference):
-    rewards, parameters = reference
-    assert [float(last) for _, last, _ in lines] == rewards
-    for name, expected in parameters.items():
-        torch.testing.assert_close(state["policy"][name], expected, rtol=0, atol=1e-5)
+    return oracle.EPISODE_LINE.findall(done.stdout), state, calls_in_steps(trace, "agent")
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +33,13 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference():
-    return single_process_reinforce(seed=1, episodes=EPISODES, observers=3)
+    return oracle.single_process_reinforce(seed=1, episodes=EPISODES, observers=3)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_is_the_single_process_loop(runs, reference, mode):
     lines, state, _ = runs[mode]
-    assert_is_the_single_process_loop(lines, state, reference)
+    oracle.assert_is_the_single_process_loop(lines, state, reference)
 
 
 def test_all_modes_play_and_learn_the_same_with_three_observers(runs):
@@ -112,7 +48,7 @@ def test_all_modes_play_and_learn_the_same_with_three_observers(runs):
     assert len(lines) == EPISODES and expected["env_steps"] > EPISODES * 3 * 8
     for mode in MODES[1:]:
         assert runs[mode][0] == lines, mode
-        assert_equal_to_the_bit(runs[mode][1], expected)
+        oracle.assert_equal_to_the_bit(runs[mode][1], expected)
 
 
 def test_rpc_calls_by_mode(runs):
@@ -133,7 +69,7 @@ def test_a_repeated_run_repeats_exactly(tmp_path, runs, mode):
     """The calls of three observers arrive in another order in each run."""
     lines, state, _ = play(tmp_path, mode)
     assert lines == runs[mode][0]
-    assert_equal_to_the_bit(state, runs[mode][1])
+    oracle.assert_equal_to_the_bit(state, runs[mode][1])
 
 
 @pytest.mark.slow
@@ -147,7 +83,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_in_another_mode_too(tmp_
     first, _, _ = play(tmp_path, "step", episodes=5, name="halves")
     second, state, _ = play(tmp_path, "rollout", 4, "--resume", name="halves")
     assert first + second == lines
-    assert_equal_to_the_bit(state, expected)
+    oracle.assert_equal_to_the_bit(state, expected)
 
 
 @pytest.mark.cuda
@@ -156,4 +92,4 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_in_another_mode_too(tmp_
 def test_cuda_plays_the_same_episodes_as_the_cpu(tmp_path, reference, mode):
     """The actions are equal, because float64 rounding does not change one. The weights are close to the CPU's."""
     lines, state, _ = play(tmp_path, mode, 4, "--device", "cuda")
-    assert_is_the_single_process_loop(lines, state, reference)
+    oracle.assert_is_the_single_process_loop(lines, state, reference)

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import pretend_device
-from helpers import ROOT, load_module, run_on_pretend_device, run_script
+from helpers import load_oracle, run_on_pretend_device
 from jobs import free_port
+from programs import run_script
 
-test_agent = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "test_agent.py")
-main = test_agent.main_module
-make_agent = test_agent.make_agent  # a fixture
+oracle = load_oracle("rl_rpc")
+main = oracle.main
+make_agent = oracle.make_agent  # a fixture
 pytestmark = pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING))
 EPISODES = 8
 
@@ -32,23 +33,23 @@ def run_agent(make_agent, monkeypatch, tmp_path):
         size = "2" if mode == "async" else "3"  # with two observers, two runs of `async` differ
         more = (*flags, "--world_size", size, "--log_interval", "1", "--eval_episodes", "2", "--checkpoint", str(file))
         job = SimpleNamespace(device=torch.device(device), on_lost=lambda first, callback: None, lost={})
-        job.report_lost = test_agent.raise_error
+        job.report_lost = oracle.raise_error
         main.run_agent(main.parse_args(["--mode", mode, *more]), job)
         return torch.load(file, weights_only=True)["state"]
 
     return run
 
 
-@pytest.mark.parametrize("mode", test_agent.main_module.MODES)
+@pytest.mark.parametrize("mode", main.MODES)
 def test_every_mode_plays_and_learns_what_it_does_on_the_cpu(run_agent, mode, capsys):
     """What is printed and what is saved are equal to the last digit, also after an interruption in the middle."""
     expected = run_agent("cpu", mode, "--max_episodes", str(EPISODES))
     said = capsys.readouterr().out
     run_agent(pretend_device.DEVICE, mode, "--max_episodes", str(EPISODES // 2))
     found = run_agent(pretend_device.DEVICE, mode, "--max_episodes", str(EPISODES), "--resume")
-    test_agent.equivalence.assert_equal_to_the_bit(found, expected)
+    oracle.assert_equal_to_the_bit(found, expected)
     again = capsys.readouterr().out
-    figures = test_agent.equivalence.EPISODE_LINE
+    figures = oracle.EPISODE_LINE
     assert figures.findall(again) == figures.findall(said) and len(figures.findall(said)) == EPISODES
     assert again.splitlines()[-1] == said.splitlines()[-1] and "Greedy policy over 2 episodes" in said
 
@@ -58,8 +59,8 @@ def test_a_job_on_the_device_equals_one_process_on_the_cpu():
     flags = ("--mode", "rollout", "--world_size", 3, "--max_episodes", 5, "--eval_episodes", 0, "--log_interval", 1)
     done = run_on_pretend_device("rl_rpc", *flags)
     assert (done.returncode, done.stderr) == (0, "") and "devices: pretend:0 cpu cpu\n" in done.stdout
-    rewards = [float(reward) for _, reward, _ in test_agent.equivalence.EPISODE_LINE.findall(done.stdout)]
-    expected, _ = test_agent.equivalence.single_process_reinforce(seed=1, episodes=5, observers=2)
+    rewards = [float(reward) for _, reward, _ in oracle.EPISODE_LINE.findall(done.stdout)]
+    expected, _ = oracle.single_process_reinforce(seed=1, episodes=5, observers=2)
     assert rewards == expected
 
 
@@ -76,14 +77,14 @@ def test_the_batch_program_plays_on_a_device_what_it_plays_on_the_cpu():
 
 def test_the_policy_is_on_the_device_while_it_plays(run_agent, monkeypatch):
     """Otherwise the equality tests above could compare two runs on the CPU."""
-    where, plain = set(), test_agent.step_module.reinforce_loss
+    where, plain = set(), oracle.step.reinforce_loss
 
     def reinforce_loss(policy, trajectories, gamma):
         loss = plain(policy, trajectories, gamma)
         where.update(str(tensor.device) for tensor in (loss, *policy.parameters()))
         return loss
 
-    monkeypatch.setattr(test_agent.step_module, "reinforce_loss", reinforce_loss)
+    monkeypatch.setattr(oracle.step, "reinforce_loss", reinforce_loss)
     run_agent(pretend_device.DEVICE, "step", "--max_episodes", "1")
     assert where == {pretend_device.DEVICE}
 
@@ -96,6 +97,6 @@ def test_weights_that_are_sent_from_the_device_are_caught(run_agent, monkeypatch
 
 def test_a_checkpoint_of_device_tensors_is_caught(tmp_path):
     """glue.checkpoint copies tensors to the CPU before it saves them. This test saves one without this copy."""
-    policy = test_agent.make_learner(device=pretend_device.DEVICE).policy
+    policy = oracle.make_learner(device=pretend_device.DEVICE).policy
     with pytest.raises(TypeError, match="was pickled"):
         torch.save(policy.state_dict(), tmp_path / "policy.pt")

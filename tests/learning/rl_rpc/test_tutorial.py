@@ -2,51 +2,18 @@
 
 import re
 import sys
-from types import SimpleNamespace
 
 import gymnasium as gym
 import pytest
 import torch
 
-from helpers import ROOT, load_module, run_script
+from helpers import ROOT, load_module, load_oracle
+from programs import run_script
 from tutorials import copied_alone, run_in_terminals, run_spawned
 
-test_agent = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "test_agent.py")
+oracle = load_oracle("rl_rpc")
 PATH = "rl_rpc/tutorial.py"
 LINE = re.compile(r"^Episode (\d+)\tLast reward: ([\d.]+)\tAverage reward: ([\d.]+)$", re.M)
-
-
-def make_agent(path, world_size, *settings, handle=test_agent.Handle):
-    """Return the Agent of a program, without RPC: each observer is an object of this process, in a Handle."""
-    module = load_module(ROOT / path)
-    here = []  # the observer whose constructor runs
-
-    def get_worker_info(name=None):
-        return SimpleNamespace(id=int(re.search(r"\d+", name)[0]) if name else here[-1])
-
-    def remote(info, cls, args):
-        here.append(info.id if isinstance(info, SimpleNamespace) else get_worker_info(info).id)
-        return handle(cls(*args))
-
-    module.rpc = SimpleNamespace(get_worker_info=get_worker_info, remote=remote, RRef=handle)
-    module.remote = remote
-    module.RRef = handle
-    return module.Agent(world_size, *settings)
-
-
-class InTurn(test_agent.Handle):
-    """A Handle whose rpc_async runs the call to its end before it returns, so observers play one after the other.
-
-    They share the generator of the agent's process, so only then are the draws the same in every run.
-    """
-
-    def rpc_async(self, timeout):
-        def call(method, args):
-            future = torch.futures.Future()
-            future.set_result(test_agent.answer_of(method, args))
-            return future
-
-        return test_agent.Caller(self.value, call)
 
 
 def reinforce(seed, episodes, observers, leak=False, gamma=0.99):
@@ -87,15 +54,10 @@ def reinforce(seed, episodes, observers, leak=False, gamma=0.99):
     return lowest, list(policy.parameters())
 
 
-def distance(agent, parameters):
-    pairs = zip(agent.policy.parameters(), parameters, strict=True)
-    return max((mine - other).abs().max().item() for mine, other in pairs)
-
-
 @pytest.mark.parametrize("episodes", [1, 10])
 @pytest.mark.parametrize("observers", [1, 3])
 def test_tutorial_is_the_plain_loop(observers, episodes):
-    agent = make_agent(PATH, observers + 1, 0.99, 1, handle=InTurn)
+    agent = oracle.tutorial_agent(PATH, observers + 1, 0.99, 1, handle=oracle.InTurn)
     single = load_module(ROOT / "rl_rpc/single.py")
     expected, parameters = reinforce(1, episodes, observers)
     for program in (agent, single.Agent(observers + 1, 0.99, 1)):
@@ -107,14 +69,14 @@ def test_tutorial_is_the_plain_loop(observers, episodes):
             program.run_episode()
             lowest.append(program.finish_episode())
         assert lowest == expected
-        assert distance(program, parameters) < 1e-5
+        assert oracle.distance(program, parameters) < 1e-5
     _, leaked = reinforce(1, 1, observers, leak=True)
     if episodes == 1 and observers == 3:  # as in the tutorial, with rewards of the next observer's episode
-        assert distance(agent, leaked) > 1e-3
+        assert oracle.distance(agent, leaked) > 1e-3
 
 
 def test_tutorial_keeps_the_trajectories_of_observers_apart_that_play_at_once():
-    agent = make_agent(PATH, 5, 0.99, 1)
+    agent = oracle.tutorial_agent(PATH, 5, 0.99, 1)
     lengths = {}
     for handle in agent.ob_rrefs:
         observer = handle.value
@@ -128,13 +90,13 @@ def test_tutorial_keeps_the_trajectories_of_observers_apart_that_play_at_once():
 
 
 def test_tutorial_observers_see_different_starts():
-    observers = [handle.value for handle in make_agent(PATH, 3, 0.99, 1).ob_rrefs]
+    observers = [handle.value for handle in oracle.tutorial_agent(PATH, 3, 0.99, 1).ob_rrefs]
     first, second = (observer.env.reset()[0].tolist() for observer in observers)
     assert first != second
 
 
 def test_tutorial_episode_ends_where_the_environment_only_truncates():
-    agent = make_agent(PATH, 2, 0.99, 1)
+    agent = oracle.tutorial_agent(PATH, 2, 0.99, 1)
     handle = agent.ob_rrefs[0]
     handle.value.env = gym.wrappers.TimeLimit(handle.value.env.unwrapped, max_episode_steps=3)
     agent.run_episode()
@@ -142,7 +104,7 @@ def test_tutorial_episode_ends_where_the_environment_only_truncates():
 
 
 def test_tutorial_episode_of_one_step_leaves_the_policy_finite():
-    agent = make_agent(PATH, 2, 0.99, 1)
+    agent = oracle.tutorial_agent(PATH, 2, 0.99, 1)
     agent.select_action(1, gym.make("CartPole-v1").reset(seed=1)[0])
     agent.report_reward(1, 1.0)
     assert agent.finish_episode() == 1.0
@@ -205,8 +167,8 @@ def test_tutorial_with_one_observer_prints_what_single_prints():
 @pytest.mark.parametrize("observers", [1, 2, 4])
 def test_tutorial_in_terminals_and_spawned_alone_in_a_folder_with_a_space(tmp_path, observers):
     alone = copied_alone(PATH, tmp_path)
-    agent, *others = run_in_terminals(alone, observers + 1, *FLAGS, cwd=tmp_path, real=observers == 1)
-    spawned = run_spawned(alone, "--world_size", observers + 1, *FLAGS, cwd=tmp_path, real=observers == 1)
+    agent, *others = run_in_terminals(alone, observers + 1, *FLAGS, cwd=tmp_path, cold=observers == 1)
+    spawned = run_spawned(alone, "--world_size", observers + 1, *FLAGS, cwd=tmp_path, cold=observers == 1)
     played = [assert_plays(done, 5) for done in (agent, spawned)]
     if observers == 1:
         assert played == [reinforce(1, 5, 1)[0]] * 2

@@ -7,12 +7,11 @@ import gymnasium as gym
 import pytest
 import torch
 
-from helpers import ROOT, load_module, run_script
+from helpers import load_oracle
+from programs import run_script
 from tutorials import changed, copied_alone, run_in_terminals, run_spawned
 
-test_tutorial = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "test_tutorial.py")
-Handle = test_tutorial.test_agent.Handle
-over_the_wire = test_tutorial.test_agent.over_the_wire
+oracle = load_oracle("rl_rpc")
 PATH = "rl_rpc/tutorial_batch.py"
 LINE = re.compile(r"^Episode (\d+)\tLast reward: [\d.]+\tAverage reward: [\d.]+$", re.M)
 TIMES = re.compile(r"^(\d+), [\d.]+, [\d.]+$", re.M)
@@ -25,15 +24,7 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
 
-def answer_of(method, args):
-    answer = method(*map(over_the_wire, args))
-    return over_the_wire(answer.wait() if hasattr(answer, "wait") else answer)  # also for a Future that then() has made
-
-
-test_tutorial.test_agent.answer_of = answer_of  # this file has a copy of that module for itself
-
-
-class AtOnce(Handle):
+class AtOnce(oracle.Handle):
     def owner(self):
         return None
 
@@ -41,15 +32,15 @@ class AtOnce(Handle):
         return self.value
 
 
-class InTurn(AtOnce, test_tutorial.InTurn):
+class InTurn(AtOnce, oracle.InTurn):
     pass
 
 
 def make_agent(observers, batch):
     """With batching, observers must play at once; without, they play in turn, so that draws are always the same."""
-    agent = test_tutorial.make_agent(PATH, observers + 1, batch, 1.0, 1, handle=AtOnce if batch else InTurn)
+    agent = oracle.tutorial_agent(PATH, observers + 1, batch, 1.0, 1, handle=AtOnce if batch else InTurn)
     rpc = type(agent).run_episode.__globals__["rpc"]
-    rpc.rpc_sync = lambda owner, function, args: test_tutorial.test_agent.answer_of(function, args)
+    rpc.rpc_sync = lambda owner, function, args: oracle.answer_of(function, args)
     return agent
 
 
@@ -97,7 +88,7 @@ def test_batch_page_is_the_plain_loop(batch, observers, episodes):
     agent = make_agent(observers, batch)
     for _ in range(episodes):
         agent.run_episode(NUM_STEPS)
-    assert test_tutorial.distance(agent, reinforce(episodes, observers, batch)) < 1e-4
+    assert oracle.distance(agent, reinforce(episodes, observers, batch)) < 1e-4
 
 
 def test_batch_page_credits_each_observer_with_its_own_rewards():
@@ -218,7 +209,7 @@ def test_batch_page_learns():
 @pytest.mark.slow
 def test_batch_page_alone_in_a_folder_with_a_space_runs_both_jobs(tmp_path):
     program = changed(copied_alone(PATH, tmp_path), ("NUM_STEPS = 500", "NUM_STEPS = 100"))
-    done = run_spawned(program, "--world_size", 2, "--num_episode", 2, cwd=tmp_path, real=True)
+    done = run_spawned(program, "--world_size", 2, "--num_episode", 2, cwd=tmp_path, cold=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert TIMES.findall(done.stdout) == ["2"]
     assert LINE.findall(done.stdout) == ["0", "1"] * 2  # with and without batching

@@ -4,112 +4,31 @@ main.run_trainer runs in this process. The servers are the other processes of th
 """
 
 import itertools
-import json
 import math
 import statistics
-import sys
 
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-import torch.nn.functional as F
-from torch import nn
 from torch.distributed.rpc import api
 
-from helpers import ROOT, load_bench, package_on_path, run_main
+from helpers import ROOT, load_bench, load_oracle
+from programs import run_main
 
-with package_on_path("rnn_rpc"):
-    import corpus
-    import logits
-    import loss
-    import main
-    import trainer
-    from glue import report, seeds
-
+oracle = load_oracle("rnn_rpc")
+as_launched, train, distributed, one_process = oracle.as_launched, oracle.train, oracle.distributed, oracle.one_process
+corpus, main, report = oracle.corpus, oracle.main, oracle.report
+V, E, H, LAYERS, T, B = oracle.V, oracle.E, oracle.H, oracle.LAYERS, oracle.T, oracle.B
+SIZES, SGD, MODES = oracle.SIZES, oracle.SGD, oracle.MODES
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
-MODES = list(main.MODES)
 BENCH = load_bench("rnn_rpc")
 WIRE = load_bench("wire")
-
-STEPS, V, E, H, LAYERS, T, B = 20, 12, 6, 8, 2, 7, 4
-SIZES = ["--vocabulary", V, "--embedding_dim", E, "--hidden_dim", H, "--num_layers", LAYERS, "--bptt", T]
-SIZES += ["--batch_size", B, "--epochs", 1, "--log_interval", 1, "--corpus_tokens", 626]  # 626: 20 training batches
-SGD = {"optimizer": "sgd", "lr": 5.0, "clip": 0.05}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def as_launched(rpc_group):
-    """Make the modules importable by their names, as in a rank that glue/launch.py has started."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (logits, loss, trainer):  # RPC pickles classes by their module's name
-            patch.setitem(sys.modules, module.__name__, module)
-        yield
-
-
-def train(*flags, device="cpu"):
-    """Run main.run_trainer with these flags and all layers on `device`; with --summary_json, return the summary."""
-    args = main.parse_args([str(flag) for flag in flags])
-    names = [main.worker_name(rank, args) for rank in range(args.world_size)]
-    main.run_trainer(args, dict.fromkeys(names, device))
-    if args.summary_json:
-        with open(args.summary_json) as file:
-            return json.load(file, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
-
-
-def one_process(optimizer="sgd", lr=5.0, clip=0.05, seed=1):
-    """Train the same model in this process without RPC; return (losses, parameters by name)."""
-    own = {part: seeds.seed_for(seed, part) for part in ("table", "decoder", "rnn")}
-    torch.manual_seed(own["rnn"])
-    rnn = nn.LSTM(E, H, LAYERS)
-    table, decoder = nn.Embedding(V, E), nn.Linear(H, V)
-    for part, weight in (("table", table.weight), ("decoder", decoder.weight)):
-        nn.init.uniform_(weight, -0.1, 0.1, torch.Generator().manual_seed(own[part]))
-    nn.init.zeros_(decoder.bias)
-    parameters = [*table.parameters(), *rnn.parameters(), *decoder.parameters()]
-    opt = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer](parameters, lr=lr)
-
-    text = corpus.generated_corpus(V, 626, seed)
-    hidden, losses = (torch.zeros(LAYERS, B, H), torch.zeros(LAYERS, B, H)), []
-    for data_TB, target_TB in corpus.get_next_batch(corpus.streams(text.train, B), T):
-        output, hidden = rnn(table(data_TB), tuple(state.detach() for state in hidden))
-        loss = F.cross_entropy(decoder(output).flatten(0, 1), target_TB.flatten())
-        opt.zero_grad()
-        loss.backward()
-        if clip:
-            nn.utils.clip_grad_norm_(parameters, clip)
-        opt.step()
-        losses.append(loss.item())
-    assert len(losses) == STEPS
-    named = {
-        "table": {"encoder.weight": table.weight},
-        "rnn": dict(rnn.named_parameters()),
-        "decoder": {f"decoder.{name}": p for name, p in decoder.named_parameters()},
-    }
-    return losses, {part: {n: p.detach() for n, p in group.items()} for part, group in named.items()}
-
-
-def distributed(tmp_path, *flags, run=train):
-    checkpoint, summary = tmp_path / "end.pt", tmp_path / "summary.json"
-    run(*SIZES, "--checkpoint", checkpoint, "--summary_json", summary, *flags)
-    _, losses = json.loads(summary.read_text())["curves"]["loss/train"]
-    assert len(losses) == STEPS
-    return losses, torch.load(checkpoint, weights_only=True)["state"]["model"]
-
-
-def assert_equal(one, other, tolerance):
-    torch.testing.assert_close(torch.tensor(one[0]), torch.tensor(other[0]), rtol=0, atol=tolerance)
-    for part in ("table", "rnn", "decoder"):
-        assert one[1][part].keys() == other[1][part].keys()
-        for name, value in one[1][part].items():
-            torch.testing.assert_close(value, other[1][part][name], rtol=0, atol=tolerance, msg=f"{part}.{name}")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_one_process(tmp_path, mode, world_size):
-    """The losses of 20 training steps are equal, and so are all parameters after them."""
-    found = distributed(tmp_path, "--mode", mode, "--world_size", world_size, "--lr", SGD["lr"], "--clip", SGD["clip"])
-    assert_equal(found, one_process(**SGD), tolerance=1e-6)
+    oracle.assert_equals_one_process(tmp_path, mode, world_size)
 
 
 @pytest.mark.cuda
@@ -124,7 +43,7 @@ def test_equals_one_process_on_the_cpu(tmp_path, mode, monkeypatch):
         assert (done.returncode, done.stderr) == (0, "")
 
     found = distributed(tmp_path, "--mode", mode, "--lr", SGD["lr"], "--clip", SGD["clip"], run=run)
-    assert_equal(found, one_process(**SGD), tolerance=1e-4)
+    oracle.assert_equal(found, one_process(**SGD), tolerance=1e-4)
 
 
 def test_the_global_norm_is_what_clips():
@@ -141,7 +60,7 @@ def test_adam_equals_one_process(tmp_path, mode, world_size):
     adam = {"optimizer": "adam", "lr": 0.01, "clip": 0.1}
     flags = [word for flag, value in adam.items() for word in (f"--{flag}", value)]
     found = distributed(tmp_path, "--mode", mode, "--world_size", world_size, *flags)
-    assert_equal(found, one_process(**adam), tolerance=1e-6)
+    oracle.assert_equal(found, one_process(**adam), tolerance=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -155,20 +74,7 @@ def test_resumed_equals_uninterrupted(tmp_path, mode, capsys):
     assert "Going on after epoch 1" in capsys.readouterr().out
     one, other = (torch.load(path, weights_only=True)["state"] for path in (whole, parts))
     # `overlap` adds the gradients of two halves in the order of their arrival. The other modes are exact.
-    assert_same(one, other, tolerance=1e-6 if mode == "overlap" else 0)
-
-
-def assert_same(one, other, tolerance):
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key], tolerance)
-    elif isinstance(one, torch.Tensor):
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
-    elif isinstance(one, float):
-        assert one == pytest.approx(other, rel=1e-9 if tolerance == 0 else 1e-5)
-    else:
-        assert one == other
+    oracle.assert_same(one, other, tolerance=1e-6 if mode == "overlap" else 0)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ In most tests the process `trainer` is also its own parameter server, because a 
 """
 
 import math
-import sys
 
 import pytest
 import torch
@@ -13,27 +12,14 @@ import torch.distributed.rpc as rpc
 from torch import nn
 
 import pretend_device
-from helpers import package_on_path
+from helpers import load_oracle
 
-with package_on_path("rnn_rpc"):
-    import logits
-    import loss
-    import overlap
-    import progress
-    import trainer
-
+oracle = load_oracle("rnn_rpc")
+as_launched = oracle.as_launched  # a fixture
+logits, loss, progress, trainer = oracle.logits, oracle.loss, oracle.progress, oracle.trainer
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
 V, E, H, T, B = 10, 4, 6, 5, 3
-MODES = {"logits": logits, "loss": loss, "overlap": overlap}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def as_launched(rpc_group):
-    """Make the modules importable by their names, as in a rank that glue/launch.py has started."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (logits, loss, trainer):  # RPC pickles classes by their module's name
-            patch.setitem(sys.modules, module.__name__, module)
-        yield
+MODES = oracle.main.MODES
 
 
 def new_model(dropout=0.0, mode="logits", servers=("trainer",)):

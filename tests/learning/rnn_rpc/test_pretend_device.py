@@ -10,15 +10,15 @@ import torch
 from torch.distributed.rpc import internal
 
 import pretend_device
-from helpers import ROOT, load_module
+from helpers import load_oracle
 
-equivalence = load_module(ROOT / "tests" / "learning" / "rnn_rpc" / "test_equivalence.py")
-as_launched = equivalence.as_launched  # a fixture
+oracle = load_oracle("rnn_rpc")
+as_launched = oracle.as_launched  # a fixture
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You are using a Backend"),
     pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING)),
 ]
-train = functools.partial(equivalence.train, device=pretend_device.DEVICE)
+train = functools.partial(oracle.train, device=pretend_device.DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -35,22 +35,22 @@ def test_a_run_that_goes_on_from_a_checkpoint_equals_one_on_the_cpu(tmp_path, mo
     The tolerance is 1e-6, because the LSTM is a different operator on the pretend device. It is 1e-5 in `overlap`,
     which adds gradients in the order of their arrival.
     """
-    flags = (*equivalence.SIZES, "--mode", mode, "--world_size", world_size, "--optimizer", "adam")
+    flags = (*oracle.SIZES, "--mode", mode, "--world_size", world_size, "--optimizer", "adam")
     found, expected = tmp_path / "found.pt", tmp_path / "expected.pt"
-    equivalence.train(*flags, "--epochs", 2, "--generate", 10, "--checkpoint", expected)
+    oracle.train(*flags, "--epochs", 2, "--generate", 10, "--checkpoint", expected)
     text = capsys.readouterr().out.splitlines()[-1]
     train(*flags, "--checkpoint", found)
     train(*flags, "--epochs", 2, "--generate", 10, "--checkpoint", found, "--resume")
     assert capsys.readouterr().out.splitlines()[-1] == text
     states = [torch.load(path, weights_only=True)["state"] for path in (found, expected)]
-    equivalence.assert_same(*states, tolerance=1e-5 if mode == "overlap" else 1e-6)
+    oracle.assert_same(*states, tolerance=1e-5 if mode == "overlap" else 1e-6)
 
 
 def test_a_state_that_is_made_on_the_wrong_side_is_caught(monkeypatch):
-    zeros = torch.zeros(equivalence.LAYERS, equivalence.B, equivalence.H)
-    monkeypatch.setattr(equivalence.logits.RNNModel, "init_hidden", lambda *_: (zeros, zeros))
+    zeros = torch.zeros(oracle.LAYERS, oracle.B, oracle.H)
+    monkeypatch.setattr(oracle.logits.RNNModel, "init_hidden", lambda *_: (zeros, zeros))
     with pytest.raises(RuntimeError, match=r"were mixed|same device"):
-        train(*equivalence.SIZES)
+        train(*oracle.SIZES)
 
 
 def test_a_tensor_that_is_sent_from_the_device_is_caught():

@@ -10,6 +10,7 @@ from torch import nn
 
 import pretend_device
 from helpers import ROOT, package_on_path
+from programs import run_script
 from tutorials import changed, copied_alone, run_in_terminals, run_spawned
 
 with package_on_path("rnn_rpc"):
@@ -162,7 +163,7 @@ def assert_learned(output):
 
 @pytest.mark.slow
 def test_all_ranks_spawned_from_a_copy_alone(tmp_path):
-    done = run_spawned(copied_alone(TUTORIAL, tmp_path), "--seed", 2, cwd=tmp_path, timeout=280, real=True)
+    done = run_spawned(copied_alone(TUTORIAL, tmp_path), "--seed", 2, cwd=tmp_path, timeout=280, cold=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert_learned(done.stdout)
 
@@ -180,8 +181,7 @@ def test_a_rank_per_terminal(tmp_path):
 
 @pytest.mark.slow
 def test_single_learns(tmp_path):
-    command = [sys.executable, copied_alone("rnn_rpc/single.py", tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path)
+    done = run_script(copied_alone("rnn_rpc/single.py", tmp_path), cwd=tmp_path, timeout=280)
     assert (done.returncode, done.stderr) == (0, "")
     assert_learned(done.stdout)
 

@@ -1,6 +1,6 @@
 """Cases of lost trainers, drawn from a number. They check the promise of `--on_lost continue` by counting images.
 
-Used by test_lost.py and tools/soak_lost.py.
+Used by test_lost_trainers.py and tools/soak_lost.py.
 """
 
 import json
@@ -8,7 +8,8 @@ import random
 import re
 import tempfile
 
-from helpers import NOISE, read_whole, run_script
+from helpers import NOISE
+from programs import read_whole, run_script
 
 REPLICA = ("--mode", "replica", "--consistency")
 MODES = {

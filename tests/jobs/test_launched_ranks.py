@@ -7,13 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import time
 
 import pytest
 
-from helpers import ROOT, start_main
-from jobs import children_of, command_of, free_port
+from jobs import free_port
+from processes import children_of, command_of
+from programs import kill, start_main, wait_for_text
 from two_hosts import ADDRESSES, DEVICES, NAMES, TwoHosts, why_not
 
 SHORT = ["--max_episodes", "8", "--eval_episodes", "1", "--join_timeout", "60"]
@@ -33,19 +32,18 @@ def test_torchrun_on_two_nodes():
         assert "accuracy" in first + second
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--rdzv-backend", "c10d"]
+
+
 class Nodes:
     """torchrun on both hosts, with two ranks on each, as in docs/CLUSTERS.md for hosts named by a loopback address."""
 
     def __init__(self, hosts, package, flags):
-        self.outputs, self.processes = [], []
+        self.processes = []
         for number, address in enumerate(ADDRESSES):
-            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
-            command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29500"]
-            command += ["--rdzv-conf", f"is_host={int(number == 0)}", "--local-addr", address]
-            command += [str(ROOT / package / "main.py"), *flags]
-            output = tempfile.TemporaryFile("w+")
-            self.outputs.append(output)
-            self.processes.append(subprocess.Popen(hosts.on(number, command), stdout=output, stderr=output))
+            by = [*TORCHRUN, "--nproc-per-node", 2, "--rdzv-endpoint", f"{ADDRESSES[0]}:29500"]
+            by += ["--rdzv-conf", f"is_host={int(number == 0)}", "--local-addr", address]
+            self.processes.append(start_main(package, *flags, by=hosts.on(number, by)))
 
     def __enter__(self):
         return self
@@ -53,49 +51,35 @@ class Nodes:
     def __exit__(self, *_):
         for name in NAMES:  # each rank has its own session, so end all processes of the host
             there = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
-            for pid in map(int, there.split()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill(map(int, there.split()))
         for process in self.processes:
-            process.wait()
+            process.kill()
 
     def wait(self, seconds):
         return [process.wait(seconds) for process in self.processes]
 
     def texts(self):
-        for output in self.outputs:
-            output.seek(0)
-        return [output.read() for output in self.outputs]
+        return [process.text() for process in self.processes]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_loss_on_one_of_two_nodes_is_one_restart(node):
     """Two torchrun processes on this machine, with one rank each. Only one of them sees its own rank die."""
-    port = free_port()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    torchrun += ["--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    torchrun += ["--local-addr", "127.0.0.1", str(ROOT / "rl_rpc" / "main.py")]
+    by = [*TORCHRUN, "--nproc-per-node", 1, "--max-restarts", 1, "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    by += ["--local-addr", "127.0.0.1"]
     flags = ["--mode", "rollout", "--max_episodes", "100", "--reward_threshold", "1e9", "--log_interval", "1"]
     with contextlib.ExitStack() as stack:
-        nodes, outputs = [], []
+        nodes = []
         for number in range(2):
-            output = stack.enter_context(tempfile.NamedTemporaryFile("w+"))
-            command = [*torchrun[:3], *(["--rdzv-conf", f"is_host={int(number == 0)}"]), *torchrun[3:], *flags]
-            environ = os.environ | {"PYTHONUNBUFFERED": "1"}
-            node_process = subprocess.Popen(command, stdout=output, stderr=output, env=environ, start_new_session=True)
-            stack.callback(node_process.kill)
-            nodes.append(node_process)
-            outputs.append(output.name)
-        texts = lambda: [open(path).read() for path in outputs]  # noqa: E731
-        deadline = time.monotonic() + 90
-        while not any("Episode 3" in text for text in texts()):
-            assert time.monotonic() < deadline, texts()
-            time.sleep(0.02)
+            this = [*by, "--rdzv-conf", f"is_host={int(number == 0)}"]
+            nodes.append(stack.enter_context(start_main("rl_rpc", *flags, by=this, env={"PYTHONUNBUFFERED": "1"})))
+        assert wait_for_text(nodes, "Episode 3", 90)
         (victim,) = [pid for pid in children_of(nodes[node].pid) if "main.py" in command_of(pid)]
         os.kill(victim, signal.SIGKILL)
-        assert [process.wait(120) for process in nodes] == [0, 0], texts()
-        assert "The job was restarted 1 time." in "".join(texts()), texts()
+        texts = "".join(process.text() for process in nodes)
+        assert [process.wait(120) for process in nodes] == [0, 0], texts
+        assert "The job was restarted 1 time." in "".join(process.text() for process in nodes), texts
 
 
 def quartet(rank):
@@ -126,14 +110,13 @@ def free_job_id():
 def test_two_tasks_find_each_other_by_their_environment(launcher, variables):
     port, job_id = free_port(), free_job_id()
     flags = [*SHORT, *(["--master_port", port] if launcher == "Open MPI" else [])]
-    with contextlib.ExitStack() as stack:
-        tasks = []
-        for rank in range(2):
-            environ = variables(rank) | ({"MASTER_PORT": port} if variables is quartet else {"SLURM_JOB_ID": job_id})
-            tasks.append(start_main("rl_rpc", *flags, env={name: str(value) for name, value in environ.items()}))
-            stack.callback(tasks[rank].kill)
-        answers = [task.communicate(timeout=90) for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], answers
-    for rank, (out, err) in enumerate(answers):
-        assert out.startswith(f"rank {rank} of 2, started by {launcher}\n") and err == "", (out, err)
-    assert DONE in answers[0][0] and DONE not in answers[1][0]
+    tasks = []
+    for rank in range(2):
+        environ = variables(rank) | ({"MASTER_PORT": port} if variables is quartet else {"SLURM_JOB_ID": job_id})
+        tasks.append(start_main("rl_rpc", *flags, env=environ))
+    for rank, task in enumerate(tasks):
+        done = task.result(90)
+        assert (done.returncode, done.stderr) == (0, ""), done
+        assert done.stdout.startswith(f"rank {rank} of 2, started by {launcher}\n") and (DONE in done.stdout) == (
+            rank == 0
+        )

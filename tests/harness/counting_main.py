@@ -1,6 +1,6 @@
 """A minimal job that goes on without lost workers (--on_lost continue), to test the glue without a scenario.
 
-    python tests/harness/lost_main.py [--enough N] [--fail R] [flags that all packages share]
+    python tests/harness/counting_main.py [--enough N] [--fail R] [flags that all packages share]
 
 Each worker (rank >= 1) calls a function of rank 0 N times. Worker R raises an error after 20 calls. Rank 0 has done
 its work when every living worker has made its calls.

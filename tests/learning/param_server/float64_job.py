@@ -2,7 +2,7 @@
 
 In float32 it can change the 6th digit after 20 training steps, depending on the CPU's convolutions.
 
-python tests/learning/param_server/double_job.py --mode replica --consistency sync --world_size 4 --num_servers 2
+python tests/learning/param_server/float64_job.py --mode replica --consistency sync --world_size 4 --num_servers 2
 """
 
 import pathlib

@@ -1,0 +1,129 @@
+"""What the tests of ddp_rpc compare with: the same training in one process, and shards that are in this process."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from helpers import package_on_path
+from programs import run_main
+
+with package_on_path("ddp_rpc"):
+    import evaluation
+    import hogwild
+    import main
+    import pipelined
+    import progress
+    import shards
+    import sync
+    import training
+    from clicks import ClickLog
+    from glue import checkpoint
+    from glue.seeds import seed_for
+
+SIZES = {"num_embeddings": 50, "embedding_dim": 12, "batch_bags": 6, "batches": 15, "epochs": 2, "lr": 0.05}
+FLAGS = [text for name, value in SIZES.items() for text in (f"--{name}", value)]
+
+
+# ---- one process -----------------------------------------------------------------------------------------------------
+
+
+def start_of_table(seed=1):
+    generator = torch.Generator().manual_seed(seed_for(seed, "table"))
+    return torch.randn(SIZES["num_embeddings"], SIZES["embedding_dim"], generator=generator) * shards.INITIAL_STD
+
+
+def one_process(num_trainers=1, stale_lookups=False, seed=1, epochs=SIZES["epochs"]):
+    """Train in a plain loop on the joined batches of all trainers; return (table [N, D], fc's state_dict).
+
+    stale_lookups: look up the sums of a batch before the gradient of the previous batch is applied to the table.
+    epochs: the number of epochs to train; a run has SIZES["epochs"].
+    """
+    args = SimpleNamespace(**SIZES)
+    table = start_of_table(seed)
+    torch.manual_seed(seed_for(seed, "fc"))
+    fc = nn.Linear(args.embedding_dim, 8)
+    optimizer = torch.optim.SGD(fc.parameters(), lr=args.lr)
+    log = ClickLog(args.num_embeddings, args.embedding_dim, seed_for(seed, "teacher"))
+    for epoch in range(1, epochs + 1):
+        by_trainer = [
+            log.batches(args.batches, args.batch_bags, seed_for(seed, "clicks", trainer, epoch))
+            for trainer in range(num_trainers)
+        ]
+        batches = [join(parts) for parts in zip(*by_trainer, strict=True)]
+        lr = training.learning_rate(args, epoch)
+        optimizer.param_groups[0]["lr"] = lr
+        seen = table.clone()  # the table that the next lookup reads
+        for ids, offsets, target in batches:
+            seen.requires_grad_()
+            loss = F.cross_entropy(fc(F.embedding_bag(ids, seen, offsets, mode="sum")), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            stepped = table - lr * seen.grad
+            seen = (table if stale_lookups else stepped).clone()
+            table = stepped
+    return table, fc.state_dict()
+
+
+def join(parts):
+    """Join the batches of several trainers into one batch."""
+    starts = torch.tensor([0, *[len(ids) for ids, _, _ in parts]]).cumsum(0)
+    offsets = [offsets + start for (_, offsets, _), start in zip(parts, starts, strict=False)]
+    return torch.cat([p[0] for p in parts]), torch.cat(offsets), torch.cat([p[2] for p in parts])
+
+
+def distributed(tmp_path, *flags, says="replicas of fc identical", run=run_main):
+    """Run main.py; return (table [N, D], fc's state_dict) from its checkpoint."""
+    file = tmp_path / "end.pt"
+    done = run("ddp_rpc", *FLAGS, "--checkpoint", file, *flags)
+    assert done.returncode == 0 and done.stderr == "" and says in done.stdout, (done.stdout, done.stderr)
+    state = torch.load(file, weights_only=True)["state"]
+    return state["table"], state["fc"]
+
+
+def save_checkpoint(path, table, fc):
+    """Write the checkpoint of a run after its first epoch."""
+    settings = {"seed": 1, "targets": "teacher", "num_embeddings": len(table), "embedding_dim": table.shape[1]}
+    torch.save({"scenario": "ddp_rpc", "settings": settings, "state": {"epoch": 1, "table": table, "fc": fc}}, path)
+
+
+def largest_difference(one, other):
+    pairs = zip((one[0], *one[1].values()), (other[0], *other[1].values()), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+# ---- without RPC -----------------------------------------------------------------------------------------------------
+
+
+class LocalRRef:
+    """Replaces an RRef: its calls run in this process, at once."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def rpc_sync(self, timeout=None):
+        return self.value
+
+    def rpc_async(self, timeout=None):
+        return AsyncCalls(self.value)
+
+
+class AsyncCalls:
+    """Replaces what rpc_async() of an RRef returns: each method returns a Future that is complete."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __getattr__(self, name):
+        def call(*args):
+            future = torch.futures.Future()
+            future.set_result(getattr(self.value, name)(*args))
+            return future
+
+        return call
+
+
+def whole_table(all_shards):
+    return shards.gather_table([LocalRRef(shard) for shard in all_shards])

@@ -1,0 +1,241 @@
+"""What the tests of rl_rpc compare with: REINFORCE in one process, and agents whose observers are in this process."""
+
+import pickle
+import random
+import re
+import sys
+import threading
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from helpers import ROOT, load_module, package_on_path
+
+with package_on_path("rl_rpc"):
+    import actor
+    import environment
+    import main
+    import play
+    import policy
+    import ranks
+    import reinforce
+    import step
+    from glue import seeds
+
+MODES = ("step", "packed", "batched", "rollout")  # those in which nobody plays with old weights
+EPISODE_LINE = re.compile(r"^Episode (\d+)\tLast reward: (-?[\d.]+)\tAverage reward: (-?[\d.]+)$", re.M)
+
+
+# ---- one process -----------------------------------------------------------------------------------------------------
+
+
+def single_process_reinforce(seed, episodes, observers=1, gamma=0.99):
+    """Run REINFORCE without RPC, as in textbooks; return (lowest reward of each episode, parameters).
+
+    It keeps a graph for each step, as the tutorial does, and has its own loop for the returns. With the code under test
+    it shares only the seeds of the random numbers, and the initial weights, which follow from the seed.
+    """
+    torch.manual_seed(seeds.seed_for(seed, 0))
+    network = policy.Policy(4, 2)
+    optimizer = torch.optim.Adam(network.parameters(), lr=5e-3)
+    env = gym.make("CartPole-v1")
+    lowest_rewards = []
+    for episode in range(1, episodes + 1):
+        log_probs, returns, totals = [], [], []
+        for ob_id in range(1, observers + 1):
+            generator = random.Random(seeds.seed_for(seed, "actions", ob_id, episode))
+            state, _ = env.reset(seed=seeds.seed_for(seed, "environment", ob_id, episode))
+            rewards = []
+            done = False
+            while not done:
+                h = torch.from_numpy(state).double().unsqueeze(0) @ network.affine1.weight.T + network.affine1.bias
+                h = torch.relu(h)
+                probs = torch.softmax(h @ network.affine2.weight.T + network.affine2.bias, dim=1)[0]
+                action = 0 if generator.random() < probs[0].item() else 1
+                log_probs.append(torch.log(probs[action]))
+                state, reward, terminated, truncated, _ = env.step(action)
+                rewards.append(reward)
+                done = terminated or truncated
+            returns += [sum(gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))]
+            totals.append(sum(rewards))
+        returns = torch.tensor(returns, dtype=torch.float64)
+        returns = (returns - returns.mean()) / (returns.std() + np.finfo(np.float32).eps.item())
+        loss = sum(-log_prob * g for log_prob, g in zip(log_probs, returns, strict=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        lowest_rewards.append(min(totals))
+    return lowest_rewards, network.state_dict()
+
+
+def assert_equal_to_the_bit(state, expected):
+    assert state["episode"] == expected["episode"] and state["env_steps"] == expected["env_steps"]
+    assert state["running_reward"] == expected["running_reward"]
+    for name, weight in expected["policy"].items():
+        assert torch.equal(state["policy"][name], weight), name
+    for index, moments in expected["optimizer"]["state"].items():
+        for name, value in moments.items():
+            assert torch.equal(state["optimizer"]["state"][index][name], value)
+
+
+def assert_is_the_single_process_loop(lines, state, reference):
+    rewards, parameters = reference
+    assert [float(last) for _, last, _ in lines] == rewards
+    for name, expected in parameters.items():
+        torch.testing.assert_close(state["policy"][name], expected, rtol=0, atol=1e-5)
+
+
+# ---- without RPC -----------------------------------------------------------------------------------------------------
+
+
+class Handle:
+    """A replacement of RRef. Calls run in this process: rpc_sync in the calling thread, rpc_async in a new thread.
+
+    Arguments and results are pickled, as RPC does it, except a Handle, which is passed as it is.
+    """
+
+    def __init__(self, value):
+        self.value = value
+
+    def rpc_sync(self):
+        return Caller(self.value, answer_of)
+
+    def rpc_async(self, timeout):
+        def in_a_thread(method, args):
+            future = torch.futures.Future()
+
+            def run():
+                try:
+                    future.set_result(answer_of(method, args))
+                except Exception as error:
+                    future.set_exception(error)
+
+            threading.Thread(target=run, daemon=True).start()
+            return future
+
+        return Caller(self.value, in_a_thread)
+
+
+class Caller:
+    def __init__(self, value, call):
+        self.__value, self.__call = value, call
+
+    def __getattr__(self, name):
+        return lambda *args: self.__call(getattr(self.__value, name), args)
+
+
+def answer_of(method, args):
+    answer = method(*map(over_the_wire, args))
+    return over_the_wire(answer.wait() if hasattr(answer, "wait") else answer)  # a Future, perhaps made by then()
+
+
+def over_the_wire(value):
+    return value if isinstance(value, Handle) else pickle.loads(pickle.dumps(value))
+
+
+class InTurn(Handle):
+    """A Handle whose rpc_async runs the call to its end before it returns, so observers play one after the other.
+
+    They share the generator of the agent's process, so only then are the draws the same in every run.
+    """
+
+    def rpc_async(self, timeout):
+        def call(method, args):
+            future = torch.futures.Future()
+            future.set_result(answer_of(method, args))
+            return future
+
+        return Caller(self.value, call)
+
+
+def raise_error(ob_id, error):
+    raise error
+
+
+@pytest.fixture
+def make_agent(monkeypatch):
+    """Return a function that makes an agent without RPC: each observer is an object of this process, in a Handle."""
+
+    def make(observers, mode="step", env_id="CartPole-v1", seed=1, report_lost=raise_error, **settings):
+        made = []
+
+        def remote(ob_id, cls, args):
+            made.append(ob_id)
+            return Handle(cls(*args))
+
+        in_this_process = SimpleNamespace(
+            RRef=Handle, remote=remote, get_worker_info=lambda: SimpleNamespace(id=made[-1])
+        )
+        monkeypatch.setattr(step, "rpc", in_this_process)
+        monkeypatch.setitem(sys.modules, "reinforce", reinforce)  # where pickle looks for the class Trajectory
+        module = main.MODES[mode]
+        learner = make_learner(env_id, seed, **settings)
+        return module.Agent(module.Observer, observers + 1, learner, env_id, seed, report_lost)
+
+    return make
+
+
+def begin(agent):
+    """Begin an episode in which nobody plays: the test itself makes the observers' calls. Return the agent."""
+    for ob_rref in agent.ob_rrefs.values():
+        ob_rref.value.run_episode = lambda *arguments: None
+    agent.run_episode()
+    for trajectory in agent.trajectories.values():
+        trajectory.rewards.clear()  # in `packed` and `batched`, what this run_episode has returned as the last reward
+    return agent
+
+
+def assert_plays_as_one_process(agent, episodes=15):
+    """Assert that an agent with one observer plays and learns what single_process_reinforce does."""
+    rewards, parameters = single_process_reinforce(seed=1, episodes=episodes)
+    played = []
+    for _ in range(episodes):
+        agent.run_episode()
+        played.append(agent.finish_episode())
+    assert played == rewards and agent.learner.episodes == episodes
+    for name, expected in parameters.items():
+        torch.testing.assert_close(agent.learner.policy.state_dict()[name], expected, rtol=0, atol=1e-5)
+
+
+def trajectory_of(steps, reward=1.0, features=4):
+    states = np.random.default_rng(0).normal(size=(steps, features)).astype(np.float32)
+    return reinforce.Trajectory(states, [0, 1] * (steps // 2) + [0] * (steps % 2), [reward] * steps)
+
+
+def learn(learner, trajectories):
+    return learner.learn(trajectories, reinforce.reinforce_loss(learner.policy, trajectories, learner.gamma))
+
+
+def make_learner(env_id="CartPole-v1", seed=1, lr=5e-3, gamma=0.99, device="cpu"):
+    """Return the learner that run_agent in main.py makes."""
+    env = environment.make_env(env_id)
+    torch.manual_seed(seeds.seed_for(seed, 0))
+    net = policy.Policy(*environment.sizes(env)).to(device)
+    return reinforce.Learner(net, lr, gamma, environment.reward_threshold(env))
+
+
+def tutorial_agent(path, world_size, *settings, handle=Handle):
+    """Return the Agent of a program in one file, without RPC: each observer is in this process, in a Handle."""
+    module = load_module(ROOT / path)
+    here = []  # the observer whose constructor runs
+
+    def get_worker_info(name=None):
+        return SimpleNamespace(id=int(re.search(r"\d+", name)[0]) if name else here[-1])
+
+    def remote(info, cls, args):
+        here.append(info.id if isinstance(info, SimpleNamespace) else get_worker_info(info).id)
+        return handle(cls(*args))
+
+    module.rpc = SimpleNamespace(get_worker_info=get_worker_info, remote=remote, RRef=handle)
+    module.remote = remote
+    module.RRef = handle
+    return module.Agent(world_size, *settings)
+
+
+def distance(agent, parameters):
+    """Return the largest difference between the weights of an agent and these."""
+    pairs = zip(agent.policy.parameters(), parameters, strict=True)
+    return max((mine - other).abs().max().item() for mine, other in pairs)
