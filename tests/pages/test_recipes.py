@@ -5,13 +5,11 @@ import os
 import re
 import signal
 import sys
-import time
 
 import pytest
 
 from helpers import ROOT, anchor_of
 from jobs import free_port
-from processes import children_of, command_of
 from programs import Program, run_script
 
 PAGE = (ROOT / "docs" / "RECIPES.md").read_text()
@@ -80,38 +78,34 @@ def test_both_stages_of_the_pipeline_work_at_the_same_time(printed):
 
 @pytest.mark.slow
 def test_workers_that_are_killed_from_outside_are_replaced(tmp_path):
-    """The tasks are short and many. Three workers are killed, the last two at once, while all of them have a task.
+    """Three workers are killed, the last two together, each in the middle of a task, which is then handed out again.
 
     The last task cannot be pickled, so that it cannot even be sent.
     """
+    waits = "    if task in ('task 5', 'task 12', 'task 13') and attempt == 1:\n"
+    waits += "        print(task, 'waits in process', os.getpid(), flush=True)\n        time.sleep(3600)\n"
     program = RECIPES[FARM][2]
-    program = program.replace("    return task.upper()", "    time.sleep(0.4)\n    return task.upper()")
-    program = program.replace('"takes too long", "b"]', '*(f"task {i}" for i in range(60)), lambda: None]')
+    program = program.replace("    return task.upper()", waits + "    return task.upper()")
+    program = program.replace('"takes too long", "b"]', '*(f"task {i}" for i in range(20)), lambda: None]')
     program = program.replace("    coordinator = Coordinator(size=2)", "    coordinator = Coordinator(size=3)")
-    program = program.replace("timeout=3)", "timeout=20)")
-    assert program.count("time.sleep(0.4)") == program.count("range(60)") == program.count("timeout=20") == 1
-    program = program.replace("def joined(name):", "def joined(name):\n    print(name, 'joined', flush=True)")
+    program = program.replace("timeout=3)", "timeout=60)")
+    assert program.count("waits in") == program.count("range(20)") == program.count("timeout=60") == 1
     (tmp_path / "recipe.py").write_text(program)
-    deadline = time.monotonic() + 120
     with Program(tmp_path / "recipe.py", env={"MASTER_PORT": free_port()}, cwd=tmp_path, cold=True) as running:
-        joined, killed = 4, 0  # one of the tasks kills its worker, so that the fourth joins by itself
-        for number in (1, 2):
-            while running.output().count("joined") < joined + killed:
-                assert running.poll() is None and time.monotonic() < deadline, running.text()
-                time.sleep(0.02)
-            workers = [pid for pid in children_of(running.pid) if "spawn_main" in command_of(pid)]
-            assert len(workers) == 3
-            for pid in workers[:number]:
-                os.kill(pid, signal.SIGKILL)
-            killed += number
-        assert running.wait(deadline - time.monotonic()) == 0, running.text()
+        for tasks in (["task 5"], ["task 12", "task 13"]):
+            for task in tasks:
+                assert running.wait_for_text(f"{task} waits in process", 60), running.text()
+            for task in tasks:
+                os.kill(int(re.search(rf"{task} waits in process (\d+)", running.output())[1]), signal.SIGKILL)
+        assert running.wait(60) == 0, running.text()
         lines = running.output().splitlines()
     assert lines[-1] == "all workers ended with status 0: True"
-    results = dict(line.split(": ") for line in lines if "joined" not in line)
+    results = dict(line.split(": ") for line in lines if "waits in process" not in line)
     assert results["kills its worker"] == "KILLS ITS WORKER (attempt 2)" and results["raises"] == "failed"
     assert [results[task] for task in results if "lambda" in task] == ["failed"]
-    done = [re.fullmatch(r"TASK \d+ \(attempt (\d)\)", results[f"task {i}"]) for i in range(60)]
-    assert sum(int(found[1]) for found in done) == 60 + 3  # each killed worker had a task, which was handed out again
+    again = [i for i in range(20) if results[f"task {i}"] == f"TASK {i} (attempt 2)"]
+    once = [i for i in range(20) if results[f"task {i}"] == f"TASK {i} (attempt 1)"]
+    assert again == [5, 12, 13] and len(once) == 17
 
 
 ERRORS = """
