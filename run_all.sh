@@ -38,8 +38,8 @@ rnn() { run_scenario rnn rnn_rpc/main.py --world_size 2 --seed 1; }
 ddp() { run_scenario ddp ddp_rpc/main.py --world_size 4 --seed 1; }
 ps() { run_scenario ps param_server/main.py --world_size 3 --dataset synthetic --epochs 3 --seed 1; }
 
-# Two test files run at the same time, because the jobs that they start spend most of their time waiting.
-run_tests() { "$python" -m pytest -rs -n 2 --dist loadfile "$@"; }
+# Two tests run at the same time, because the jobs that they start spend most of their time waiting.
+run_tests() { "$python" -m pytest -rs -n 2 "$@"; }
 
 print_table() {
     "$python" - "$@" <<'PYTHON'

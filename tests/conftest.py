@@ -5,7 +5,9 @@ import os
 import signal
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
+import sampling
 from helpers import package_on_path
 
 # If the tests run in the background, the shell makes them ignore SIGINT, and nohup makes them ignore SIGHUP. Every job
@@ -18,6 +20,34 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 ENVIRONMENT = dict(os.environ)
+
+
+def pytest_report_header():
+    return sampling.drawn()
+
+
+def pytest_terminal_summary(terminalreporter):
+    if terminalreporter.stats.get("failed"):
+        terminalreporter.write_line(sampling.drawn())
+
+
+# Tests that share something expensive, such as a group of processes: one process of pytest-xdist runs all of them.
+TOGETHER = (
+    "tests/learning/rnn_rpc/",
+    "tests/learning/rl_rpc/test_equivalence.py",
+    "tests/pages/test_troubleshooting.py",
+)
+
+
+class Scheduler(LoadScopeScheduling):
+    """Gives any process any test, except those of TOGETHER, which come first because there are many of them."""
+
+    def _split_scope(self, nodeid):
+        return next((begin for begin in TOGETHER if nodeid.startswith(begin)), nodeid)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return Scheduler(config, log)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +70,7 @@ def restore_environment():
 
 @pytest.fixture(autouse=True)
 def room(request, tmp_path_factory):
-    """run_all.sh runs two test files at once. A test marked "crowd" starts many processes, so it runs alone."""
+    """run_all.sh runs two tests at a time. A test marked "crowd" starts many processes, so it runs alone."""
     folder = tmp_path_factory.getbasetemp().parent  # shared by all processes of pytest-xdist
     crowd = request.node.get_closest_marker("crowd")
     with open(folder / "door", "w") as door, open(folder / "room", "w") as room:

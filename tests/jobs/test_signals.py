@@ -13,6 +13,7 @@ import torch
 from helpers import NOISE
 from jobs import JOBS, Job, left_in
 from processes import children_of, command_of, forked
+from sampling import some_of
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
@@ -74,7 +75,8 @@ def test_ranks_that_have_just_begun_leave_quietly(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "way, moment", [*(("spawned", n) for n in range(12)), *(("terminals", n) for n in (1, 5, 6, 10))]
+    "way, moment",
+    some_of([*(("spawned", n) for n in range(12)), *(("terminals", n) for n in (1, 5, 6, 10))], 5),
 )
 def test_at_any_moment_from_the_first_instruction_on(way, moment):
     target = "group" if way == "spawned" and moment % 2 else "parent"

@@ -10,6 +10,7 @@ import pytest
 from helpers import PACKAGES, ROOT
 from listeners import Listeners
 from programs import Program, wait_for_text
+from sampling import some_of
 from two_hosts import ADDRESSES, DEVICES, TwoHosts, why_not
 
 LIBRARIES = {"torch", "torchvision", "gymnasium", "numpy", "matplotlib"}
@@ -94,11 +95,8 @@ def listeners_of(hosts, commands, text, folder, env=({}, {})):
 
 
 # The programs have the same lines for this, so the quick tests run only one of them.
-SPAWNED = [
-    path if path == "rl_rpc/tutorial.py" else pytest.param(path, marks=pytest.mark.slow)
-    for path in STARTS
-    if path != "rl_rpc/elastic.py"  # it spawns nothing
-]
+OTHERS = [path for path in STARTS if path not in ("rl_rpc/tutorial.py", "rl_rpc/elastic.py")]  # elastic spawns nothing
+SPAWNED = ["rl_rpc/tutorial.py", *(pytest.param(path, marks=pytest.mark.slow) for path in some_of(OTHERS, 2))]
 
 
 @on_a_host
@@ -140,7 +138,7 @@ def test_ranks_in_terminals_listen_on_loopback_and_do_not_poll(path, master, tmp
 
 @on_a_host
 @pytest.mark.slow
-@pytest.mark.parametrize("path", STARTS)
+@pytest.mark.parametrize("path", some_of(STARTS, 3))
 def test_ranks_on_two_hosts_listen_where_the_user_says(path, tmp_path):
     with TwoHosts() as hosts:
         each = enumerate(flags_of_ranks(path, "--master_addr", ADDRESSES[0]))
