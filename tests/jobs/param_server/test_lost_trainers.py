@@ -14,12 +14,6 @@ from programs import run_script, start_main
 from sampling import some_of
 
 
-@pytest.fixture(autouse=True)
-def one_thread_per_rank(monkeypatch):
-    """Several threads per process would make the tests very slow on a busy machine."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 def test_a_killed_trainers_batches_go_to_the_others():
     summary = lost_trainers.run_case("async, two servers", {1: ("SIGKILL", 0.3)})
     assert summary["lost"] == [3]

@@ -27,12 +27,6 @@ MODES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread_per_rank(monkeypatch):
-    """Several threads per process would make the tests very slow on a busy machine."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 def from_files(folder):
     return "--dataset", "mnist", "--data_dir", folder
 

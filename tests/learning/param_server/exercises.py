@@ -12,7 +12,7 @@ from programs import run_script
 
 oracle = load_oracle("param_server")
 WIRE = load_bench("wire")
-one_thread_per_rank = oracle.one_thread_per_rank
+full_precision = oracle.full_precision
 WEIGHTS = 1_199_882  # of the network: a push sends as many gradients, and gets as many weights
 FLAGS = ("--mode", "replica", "--world_size", 2)
 

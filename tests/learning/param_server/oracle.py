@@ -18,15 +18,13 @@ COMMON = ("--dataset", "synthetic", "--log_interval", "1", "--batch_size", "8")
 
 
 @pytest.fixture(autouse=True)
-def one_thread_per_rank(monkeypatch):
-    """Several threads per process would make the tests very slow on a busy machine."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def full_precision(monkeypatch):
+    """On a GPU, too."""
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # cuDNN's convolutions would round to 10 bits
 
 
 def one_process(steps, batch_size, momentum=0.0, lr=0.03, seed=1, dtype=torch.float32):
     """Train in a plain loop; return (losses, weights by name) after so many training steps."""
-    torch.set_num_threads(1)
     torch.manual_seed(seed)
     net = Net().to(dtype).eval()  # without dropout
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum)

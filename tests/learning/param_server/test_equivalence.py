@@ -10,7 +10,7 @@ import torch
 from helpers import load_oracle
 
 oracle = load_oracle("param_server")
-one_thread_per_rank, STEPS = oracle.one_thread_per_rank, oracle.STEPS
+full_precision, STEPS = oracle.full_precision, oracle.STEPS
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 REMOTE, ASYNC = ("--mode", "remote"), ("--mode", "replica")
 SYNC, BOUNDED = (*ASYNC, "--consistency", "sync"), (*ASYNC, "--consistency", "bounded")

@@ -9,12 +9,6 @@ from programs import run_script
 FLAGS = ("--dataset", "synthetic", "--no_dropout", "--batch_size", "8")
 
 
-@pytest.fixture(autouse=True)
-def one_thread_per_rank(monkeypatch):
-    """Several threads per process would make the tests very slow on a busy machine."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @pytest.mark.parametrize("trainers, batches", [pytest.param(3, 8), pytest.param(8, 6, marks=pytest.mark.slow)])
 def test_every_gradient_of_concurrent_trainers_is_right(trainers, batches):
     job = ("RecordingServer", *FLAGS, "--world_size", trainers + 1, "--max_batches", batches)

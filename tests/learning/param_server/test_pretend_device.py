@@ -20,7 +20,7 @@ from programs import run_script
 
 oracle = load_oracle("param_server")
 test_server = load_module(ROOT / "tests" / "learning" / "param_server" / "test_server.py")
-one_thread_per_rank, few_test_images = oracle.one_thread_per_rank, test_server.few_test_images  # fixtures
+full_precision, few_test_images = oracle.full_precision, test_server.few_test_images  # fixtures
 remote, replica = test_server.remote, test_server.replica
 checkpoint = test_server.coordinator.checkpoint
 pytestmark = pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING))

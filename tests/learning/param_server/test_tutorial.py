@@ -21,15 +21,6 @@ single = load_module(ROOT / "param_server" / "single.py")
 SYNTHETIC = argparse.Namespace(dataset="synthetic", seed=1)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Several threads per process would make the tests very slow on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def batch(seed, size=4):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size, 1, 28, 28, generator=generator), torch.randint(0, 10, (size,), generator=generator)
@@ -314,7 +305,7 @@ def test_three_trainers_in_terminals_learn(tmp_path):
 @pytest.mark.slow
 def test_the_same_job_without_rpc_learns(tmp_path):
     program = copied_alone("param_server/single.py", tmp_path)
-    done = run_script(program, "--dataset", "synthetic", timeout=240, env={"OMP_NUM_THREADS": "1"})
+    done = run_script(program, "--dataset", "synthetic", timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     assert accuracies(done.stdout)[0] > 0.95
 

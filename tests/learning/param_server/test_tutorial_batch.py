@@ -18,15 +18,6 @@ batch_page = load_module(ROOT / "param_server" / "tutorial_batch.py")
 Server = batch_page.BatchUpdateParameterServer
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Several threads per process would make the tests very slow on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class LocalRRef:
     """Replaces an RRef in its owner's process."""
 
