@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from helpers import ROOT
-from jobs import free_port, session_members
+from jobs import free_port
+from processes import session_members
+from programs import ROOT
 
 PROGRAMS = ["rl_rpc/tutorial.py", "rnn_rpc/tutorial.py", "ddp_rpc/tutorial.py", "docs/primer.py"]
 SYNTHETIC = {"param_server/tutorial.py": ["--dataset", "synthetic"]}

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import torch
 import two_hosts
 from helpers import ROOT
 from jobs import JOBS, Job, free_port
-from programs import Program, run_main, run_script, start_main, wait_for_text
+from programs import Program, read_whole, run_main, run_script, start_main, wait_for_text
 
 PAGE = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()
 ENTRIES = dict(re.findall(r"^### ([^\n]+)\n(.*?)(?=^##|\Z)", PAGE, re.DOTALL | re.MULTILINE))  # heading -> text
