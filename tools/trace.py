@@ -1,0 +1,714 @@
+"""See every RPC of a program that uses torch.distributed.rpc, from both sides, without changing the program.
+
+    python tools/trace.py step.png -- python rl_rpc/tutorial.py --world_size 3 --max_episodes 3
+    python tools/trace.py all.json -- torchrun --nproc-per-node 3 rl_rpc/main.py
+
+The command after `--` runs as it does without this program. When it has ended, a table of its calls is printed on
+stderr, and the file is written: a .png is a picture of one step, a .json contains everything, for ui.perfetto.dev.
+
+If you start the ranks one by one, let each of them record into the same folder. Another command draws the folder. If
+the ranks are on several hosts, copy their folders into one; the calls show how much the clocks of the hosts differ.
+
+    python tools/trace.py --into calls -- python rl_rpc/main.py --world_size 2 --rank 0
+    python tools/trace.py --into calls -- python rl_rpc/main.py --world_size 2 --rank 1
+    python tools/trace.py step.png calls
+
+A step is a block `with torch.profiler.record_function("step"):` of the program. A block named "wait" is drawn as
+waiting. In a program without steps, the picture shows the time from one call of the most frequent kind to the next.
+--window chooses another time.
+
+All calls of Python functions are recorded. Three things run in C++ and are not recorded: built-in operators such as
+torch.add, functions of TorchScript, and what a server does during a distributed backward pass.
+
+You can copy this file beside any program. It is read in this order: start the command, record in its processes, read
+the recordings, draw them.
+"""
+
+import functools
+import importlib.machinery
+import importlib.util
+import itertools
+import json
+import operator
+import os
+import socket
+import sys
+import threading
+import time
+
+# In each process of the command, this file is the module `sitecustomize`, and only records (see `run`). Then it imports
+# nothing more, because this happens at the start of every Python process.
+RECORDS = __name__ == "sitecustomize"
+if not RECORDS:
+    import argparse
+    import collections
+    import contextlib
+    import pathlib
+    import shutil
+    import signal
+    import statistics
+    import subprocess
+    import tempfile
+
+
+# ---------------------------------------------------------------------------------------------- start the command
+
+
+def main(words):
+    at = words.index("--") if "--" in words else len(words)
+    command = words[at + 1 :]
+    args = parse(words[:at], command)
+    if not command:
+        sys.exit(report(args.folder, args.file, args.window))
+    if args.into:
+        os.makedirs(args.into, exist_ok=True)
+        leave(run(command, args.into))
+    with tempfile.TemporaryDirectory(prefix="trace-") as folder:
+        status = run(command, folder)
+        failed = report(folder, args.file, args.window)
+    leave(status or failed)
+
+
+def parse(words, command):
+    parser = argparse.ArgumentParser(
+        usage="trace.py [--window FROM TO] FILE (FOLDER | -- COMMAND)\n       trace.py --into FOLDER -- COMMAND",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", nargs="?", metavar="FILE", help="what is written: .png or .json")
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="with recordings, which are drawn")
+    parser.add_argument("--into", metavar="FOLDER", help="record into this folder, and draw nothing")
+    window_help = "milliseconds since the first recorded call: what the picture shows"
+    parser.add_argument("--window", nargs=2, type=float, metavar=("FROM", "TO"), help=window_help)
+    args = parser.parse_args(words)
+    given = [name for name in ("file", "folder", "into") if vars(args)[name]]
+    if given not in ([["file"], ["into"]] if command else [["file", "folder"]]):
+        parser.error("give a FILE or --into, and a command after `--`; or a FILE, and a FOLDER with recordings")
+    if args.file and (why := why_not_written(args.file)):
+        parser.error(f"{args.file}: {why}")
+    return args
+
+
+def why_not_written(path):
+    if not path.endswith((".png", ".json")):
+        return "the name must end in .png or .json"
+    if path.endswith(".png") and not importlib.util.find_spec("matplotlib"):
+        return "this needs matplotlib (pip install matplotlib)"
+    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        return "that folder does not exist"
+    return ""
+
+
+def run(command, folder):
+    """Run a command, whose processes record into `folder`; return its exit status, -n if signal n has killed it.
+
+    Python imports a module `sitecustomize` when it starts, if it finds one on its path. So a copy of this file with
+    that name, in a folder that stands first in PYTHONPATH, runs in every Python process that the command starts.
+    """
+    terminated = []  # SIGTERM reaches only this process; a terminal sends Ctrl-C to the command as well
+    signal.signal(signal.SIGTERM, lambda number, _: terminated.append(number))
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # the command inherits that it is ignored, but no handler
+            signal.signal(number, lambda *_: None)
+    with tempfile.TemporaryDirectory(prefix="start-", dir=folder) as first:
+        shutil.copyfile(__file__, os.path.join(first, "sitecustomize.py"))
+        path = os.pathsep.join(filter(None, (os.path.abspath(first), os.environ.get("PYTHONPATH"))))
+        try:
+            process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path})
+        except OSError as error:
+            sys.exit(f"trace.py: {command[0]}: {error.strerror}")
+        signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+        for number in terminated:
+            process.send_signal(number)
+        status = process.wait()
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)  # they end this process while it draws
+    return status
+
+
+def leave(status):
+    """End this process as the command has ended."""
+    if status < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
+# ------------------------------------------------------------------------------------- record, in every process
+
+# A recording consists of bars. A bar is a period of time on one thread: a call, from its start until its answer; the
+# serving of a call; a wait; a step. A process writes a line when a bar begins and another one when it ends, and each
+# line goes to the kernel at once. So nothing is lost when the process is killed.
+
+MARKS = {"step", "wait"}  # the names for torch.profiler.record_function
+LINES = 200_000  # in a file. A process keeps its last two files, and so at least its last 100,000 bars
+TAIL = b"call"  # the end of a message whose call is recorded; before it stands the call's number, 16 bytes
+NUMBER = "number of this call in the trace"  # no program has a keyword argument of this name
+
+
+def start_recording():
+    """Called at the start of every Python process of the command."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    recorder = Recorder(os.path.dirname(here))
+    after = {
+        "torch.distributed.rpc": recorder.replace_functions,  # `import torch` imports it
+        "torch.autograd.profiler": recorder.replace_blocks,
+        "torch.distributed.optim": recorder.replace_step,
+    }
+    sys.meta_path.insert(0, Hook(after))
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != here]
+    if spec := importlib.machinery.PathFinder.find_spec("sitecustomize"):  # a further one, which this one hides
+        sys.modules["sitecustomize"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["sitecustomize"])
+
+
+class Hook:
+    """Calls a function when a module has been imported. `after`: {name of the module: the function}."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def find_spec(self, name, path=None, target=None):
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name in self.after else None
+        if spec and spec.loader:
+            spec.loader.exec_module = functools.partial(self.execute, spec.loader.exec_module)
+        return spec
+
+    def execute(self, plain, module):
+        plain(module)
+        self.after[module.__name__](module)
+
+
+class Recorder:
+    """Records the bars of one process. A fork of this process begins a file of its own."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.worker = {}  # the name and the rank of this process, once init_rpc has returned
+        self.bars, self.calls, self.steps = itertools.count(), itertools.count(), itertools.count(1)
+        self.begin_recording()
+        os.register_at_fork(after_in_child=self.begin_recording)
+
+    def begin_recording(self):
+        self.process = os.urandom(8)  # distinguishes this process from all others, on other hosts as well
+        self.file, self.files, self.lines = None, [], itertools.count()
+        # A call passes through several of the methods below, all on the thread that makes it. They exchange these
+        # attributes: `call`, its (kind, callee's name); `sent`, its (kind, bar); and `awaited`, the bar of the call for
+        # whose answer this thread waits next.
+        self.thread = threading.local()
+
+    def begin(self, kind, name, **args):
+        """Begin a bar on the current thread, and return its number."""
+        bar, tid = next(self.bars), threading.get_ident()
+        self.write({"begin": bar, "ts": time.time_ns(), "tid": tid, "cat": kind, "name": name, "args": args})
+        return bar
+
+    def end(self, bar):
+        self.write({"end": bar, "ts": time.time_ns()})
+
+    def write(self, line):
+        try:
+            if next(self.lines) % LINES == 0 or self.file is None:
+                self.open_next_file()
+            os.write(self.file, json.dumps(line).encode() + b"\n")
+        except OSError:  # the disk is full, or the command has ended and the folder is gone: the program must go on
+            self.write = lambda line: None
+
+    def open_next_file(self):
+        name = f"{socket.gethostname()}-{os.getpid()}-{self.process.hex()}.{len(self.files):04}.jsonl"
+        path = os.path.join(self.folder, name)
+        self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self.files.append((path, self.file))
+        self.introduce()
+        for path, file in self.files[-3:-2]:
+            os.close(file)
+            os.remove(path)
+
+    def introduce(self):
+        """Write who this process is. The last such line of a process counts."""
+        place = {"host": socket.gethostname(), "pid": os.getpid(), "main": threading.main_thread().ident}
+        os.write(self.file, json.dumps({**place, **self.worker}).encode() + b"\n")
+
+    def replace_functions(self, rpc):
+        """Put a function of ours around those of torch that every call and every wait pass through.
+
+        Most have private names, because torch has no public way to see every call. If a later torch lacks one of them,
+        the program runs on without being recorded.
+        """
+        import torch  # it is being imported, and imports this module
+
+        self.torch, self.rpc = torch, rpc
+        self.write({"torch": torch.__version__})
+        private = {
+            # A call that is made first enters torch's profiler, which has its kind and the worker that is called. Then
+            # its function and arguments are packed, and the message is sent.
+            "api._enable_rpc_profiler": self.note_call,
+            "internal._InternalRPCPickler.serialize": self.pack,
+            "api._invoke_rpc_python_udf": self.send,
+            "api._invoke_remote_python_udf": self.send,
+            # The callee unpacks the message, and runs the function.
+            "internal._InternalRPCPickler.deserialize": self.unpack,
+            "internal._run_function": self.serve,
+            "PyRRef.to_here": self.recorded("wait", "to_here"),
+            "init_rpc": self.join,
+        }
+        try:
+            for path in private:
+                operator.attrgetter(path)(rpc)
+        except AttributeError as error:
+            self.write({"cannot": f"with torch {torch.__version__}: {error}"})
+            return
+        for path, ours in private.items():
+            owner, _, name = path.rpartition(".")
+            put_around(operator.attrgetter(owner)(rpc) if owner else rpc, name, ours)
+        put_around(torch._C.Future, "wait", self.wait)
+        put_around(torch.distributed.autograd, "backward", self.recorded("work", "backward"))
+
+    def replace_blocks(self, profiler):
+        put_around(profiler.record_function, "__enter__", self.enter_block)
+        put_around(profiler.record_function, "__exit__", self.leave_block)
+
+    def replace_step(self, optim):
+        put_around(optim.DistributedOptimizer, "step", self.recorded("work", "optimizer step"))
+
+    # Each of these gets the function that it replaces as `plain`.
+
+    def recorded(self, kind, name):
+        """Return a function that records a bar of this kind while the plain one runs."""
+
+        def ours(plain, *args, **kwargs):
+            bar = self.begin(kind, name)
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                self.end(bar)
+
+        return ours
+
+    def join(self, plain, *args, **kwargs):
+        plain(*args, **kwargs)
+        me = self.rpc.get_worker_info()
+        self.worker = {"worker": me.name, "rank": me.id}
+        self.introduce()
+
+    def note_call(self, plain, should_profile, qualified_name, func, rpc_type, worker):
+        self.thread.call = rpc_type.value, worker.name
+        return plain(should_profile, qualified_name, func, rpc_type, worker)
+
+    def pack(self, plain, pickler, message):
+        """Add the number of the call behind the pickle, where a callee that is not recorded does not notice it."""
+        call = vars(self.thread).pop("call", None)
+        if not call or not isinstance(message, self.rpc.internal.PythonUDF):  # what is packed is an answer
+            return plain(pickler, message)
+        kind, callee = call
+        number = self.process + next(self.calls).to_bytes(8, "big")
+        bar = self.begin(kind, name_of(message), to=callee, call=number.hex())
+        try:
+            data, tensors = plain(pickler, message)
+        except BaseException:
+            self.end(bar)
+            raise
+        self.thread.sent = kind, bar
+        return data + number + TAIL, tensors
+
+    def send(self, plain, *message):
+        kind, bar = vars(self.thread).pop("sent", (None, None))
+        try:
+            answer = plain(*message)
+        except BaseException:
+            if kind:
+                self.end(bar)
+            raise
+        if kind == "sync":
+            self.thread.awaited = bar  # it ends when the wait that follows ends
+        elif kind:
+            future = answer._get_future() if kind == "remote" else answer  # remote() returns an RRef
+            future.add_done_callback(lambda _: self.end(bar))
+        return answer
+
+    def unpack(self, plain, pickler, data, tensors):
+        message = plain(pickler, data, tensors)
+        if data.endswith(TAIL) and isinstance(message, self.rpc.internal.PythonUDF):  # the last byte of a pickle is "."
+            number = data[-len(TAIL) - 16 : -len(TAIL)].hex()
+            return message._replace(kwargs={**message.kwargs, NUMBER: number})
+        return message
+
+    def serve(self, plain, message):
+        number = getattr(message, "kwargs", {}).pop(NUMBER, None)
+        if number is None:
+            return plain(message)
+        name = name_of(message)
+        bar = self.begin("run", name, call=number)
+        try:
+            result = plain(message)
+        finally:
+            self.end(bar)
+        if isinstance(result, self.torch._C.Future):  # async_execution: the answer leaves when this Future is completed
+            held = self.begin("held", name, call=number)
+            result.add_done_callback(lambda _: self.end(held))
+        return result
+
+    def wait(self, plain, future):
+        bar = vars(self.thread).pop("awaited", None)
+        if bar is None and future.done():
+            return plain(future)
+        bar = self.begin("wait", "wait") if bar is None else bar
+        try:
+            return plain(future)
+        finally:
+            self.end(bar)
+
+    def enter_block(self, plain, block):
+        if block.name in MARKS:
+            name = f"step {next(self.steps)}" if block.name == "step" else block.name
+            block.bar = self.begin(block.name, name)
+        return plain(block)
+
+    def leave_block(self, plain, block, *error):
+        if block.name in MARKS:
+            self.end(block.bar)
+        return plain(block, *error)
+
+
+def put_around(owner, name, ours):
+    """Replace owner.name by a function that calls `ours` with the plain function and its arguments."""
+    plain = getattr(owner, name)
+
+    @functools.wraps(plain)
+    def function(*args, **kwargs):
+        return ours(plain, *args, **kwargs)
+
+    setattr(owner, name, function)
+
+
+def name_of(message):
+    """Return the name of the function or method that a call runs, instead of the helper of torch that runs it."""
+    func, args, _ = message
+    name, module = getattr(func, "__name__", str(func)), getattr(func, "__module__", None) or ""
+    if name.startswith("_local_invoke"):  # rref.rpc_sync().method(...) is _local_invoke(rref, "method", ...)
+        return args[1]
+    return f"torch.{module.split('.')[2]}.{name}" if module.startswith("torch.distributed.") else name
+
+
+# ------------------------------------------------------------------------------------------ read the recordings
+
+OF_TORCH = "torch.rpc."  # so begin the names of the RPCs that torch makes by itself
+UNFINISHED = " (unfinished)"  # so end the names of bars that had no end when their process ended
+
+
+def report(folder, path, window):
+    """Write the file, and print a table of the calls. Returns the exit status."""
+    processes = arrange(read(folder))
+    bars = [bar for process in processes for bar in process["bars"].values()]
+    bars.sort(key=lambda bar: (bar["ts"], -bar["dur"]))
+    made = [bar for bar in bars if "to" in bar["args"] and not bar["name"].startswith(OF_TORCH)]
+    if not made:
+        say("no call of a Python function was recorded")
+        return 0
+    calls = match(bars)
+    correct_times(processes, bars, calls)
+    print(table(processes, made, calls), file=sys.stderr)
+    for process in processes:
+        if process["full"]:
+            say(f"{process['name']} recorded too many bars; the last {len(process['bars']):,} are kept")
+    try:
+        write(path, lay_out(processes, bars) + arrows(calls), window)
+    except OSError as error:
+        say(f"{path}: {error.strerror}")
+        return 1
+    return 0
+
+
+def say(line):
+    print(f"trace.py: {line}", file=sys.stderr)
+
+
+def read(folder):
+    """Return the recorded processes. The "bars" of each are {number: event of Chrome's trace format, but in ns}."""
+    processes = {}
+    for path in sorted(pathlib.Path(folder).rglob("*.jsonl")):
+        name, number, _ = path.name.rsplit(".", 2)
+        process = processes.setdefault(name, {"bars": {}})
+        process["full"] = int(number) > 1
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError):  # the process was killed while it wrote this line
+                take_in(process, json.loads(line))
+    for why in sorted({process["cannot"] for process in processes.values() if "cannot" in process}):
+        say(f"nothing was recorded {why}")
+    if not processes:
+        say("no process of the command has imported torch, or Python was told to ignore this program (-I, -E, -S)")
+    return list(processes.values())
+
+
+def take_in(process, line):
+    if "begin" in line:
+        process["bars"][line.pop("begin")] = {"ph": "X", **line}
+    elif "end" in line:
+        if bar := process["bars"].get(line["end"]):  # or it began in a file that is gone
+            bar["dur"] = line["ts"] - bar["ts"]
+    else:
+        process.update(line)
+
+
+def arrange(processes):
+    """Return the processes that have bars, in the order of their ranks. Give each its "name", and each bar its end."""
+    processes = [process for process in processes if process["bars"]]
+    starts = {id(process): min(bar["ts"] for bar in process["bars"].values()) for process in processes}
+    processes.sort(key=lambda process: (process.get("rank", len(processes)), starts[id(process)]))
+    workers = [process.get("worker") for process in processes]
+    last = max((end_of(bar) for process in processes for bar in process["bars"].values()), default=0)
+    for number, (process, worker) in enumerate(zip(processes, workers, strict=True)):
+        shared = workers.count(worker) > 1  # the job was started again, or init_rpc has not returned
+        process["name"] = f"{worker or ''} process {process['pid']}".strip() if shared or not worker else worker
+        for bar in process["bars"].values():
+            bar["pid"] = number
+            if "dur" not in bar:  # the same end for all of them, so that nested bars stay nested
+                bar |= {"dur": last - bar["ts"], "name": bar["name"] + UNFINISHED}
+    return processes
+
+
+def end_of(bar):
+    return bar["ts"] + bar.get("dur", 0)
+
+
+def is_finished(bar):
+    return not bar["name"].endswith(UNFINISHED)
+
+
+def match(bars):
+    """Return (call, run, answered) for each call that was recorded at the caller and at the callee.
+
+    `call` is the caller's bar, `run` the callee's. The answer leaves at the end of `answered`: this is `run`, or the
+    bar of a Future that was completed after `run`.
+    """
+    made, served, held = {}, {}, {}  # number of the call -> bar
+    for bar in bars:
+        found = made if "to" in bar["args"] else {"run": served, "held": held}.get(bar["cat"])
+        if found is not None:
+            found[bar["args"]["call"]] = bar
+    return [(made[number], run, held.get(number, run)) for number, run in served.items() if number in made]
+
+
+def correct_times(processes, bars, calls):
+    """Put the bars of all hosts on one time axis, in microseconds since the first bar, as the file format demands."""
+    clocks = line_up(calls, [process["host"] for process in processes])
+    for bar in bars:
+        bar["ts"] += clocks[processes[bar["pid"]]["host"]][0]
+    zero = min(bar["ts"] for bar in bars)
+    for bar in bars:
+        bar |= {"ts": (bar["ts"] - zero) / 1e3, "dur": bar["dur"] / 1e3}
+    for host, (shift, error) in clocks.items():
+        if error:
+            say(f"the clock of {host} was corrected by {shift / 1e6:+.3f} ms (error at most {error / 1e6:.3f} ms)")
+
+
+def line_up(calls, hosts):
+    """Return {host: (nanoseconds to add to its clock, the largest error of this correction)}.
+
+    `hosts`: the host of each process. The clock of the first host is taken as correct. A call is served after it was
+    sent, and before its answer arrives. So each call gives a lower and an upper bound for the difference of two clocks.
+    """
+    bounds = {}  # (host, other host) -> (lowest, highest) number to add to the other's clock
+    for call, run, answered in calls:
+        if not (is_finished(call) and is_finished(answered)):
+            continue
+        one, other = hosts[call["pid"]], hosts[run["pid"]]
+        low, high = call["ts"] - run["ts"], end_of(call) - end_of(answered)
+        for pair, least, most in (((one, other), low, high), ((other, one), -high, -low)):
+            lowest, highest = bounds.get(pair, (least, most))
+            bounds[pair] = max(lowest, least), min(highest, most)
+    clocks = {hosts[0]: (0, 0)}
+    for _ in hosts:  # repeated, to reach hosts that have no calls with the first one
+        for (one, other), (low, high) in bounds.items():
+            if one in clocks and other not in clocks:
+                shift, error = clocks[one]
+                clocks[other] = shift + (low + high) // 2, error + abs(high - low) // 2
+    return dict.fromkeys(hosts, (0, 0)) | clocks
+
+
+def table(processes, made, calls):
+    """Return a table with a line for each caller, callee and function. `made`: the callers' bars.
+
+    Columns: the number of calls, and medians in milliseconds: of the whole call at the caller, of its part on the wire
+    and in queues, and of its part at the callee.
+    """
+    counts, times = collections.Counter(), collections.defaultdict(list)
+    for bar in made:
+        counts[title_of(processes, bar)] += 1
+    for call, run, answered in calls:
+        if is_finished(call) and is_finished(answered):
+            at_callee = end_of(answered) - run["ts"]
+            times[title_of(processes, call)].append((call["dur"], call["dur"] - at_callee, at_callee))
+    width = max(26, *map(len, counts))
+    lines = [f"{'RPCs, median milliseconds':<{width}}   calls   at caller  wire, queue   at callee"]
+    for title, count in sorted(counts.items()):
+        medians = [statistics.median(column) / 1e3 for column in zip(*times[title], strict=True)]
+        lines.append(f"{title:<{width}}{count:>8,}" + "".join(f"{median:>12.3f}" for median in medians))
+    one_sided = len(made) - sum(not call["name"].startswith(OF_TORCH) for call, _, _ in calls)
+    if one_sided:
+        lines.append(f"{one_sided:,} of these calls were recorded at the caller only.")
+    return "\n".join(lines)
+
+
+def title_of(processes, call):
+    return f"{processes[call['pid']]['name']} -> {call['args']['to']}: {call['name'].removesuffix(UNFINISHED)}"
+
+
+# ------------------------------------------------------------------------------------------------------- draw them
+
+# The picture has a lane for each thread, dark while the thread works and pale while it waits, and arrows for the
+# messages between the lanes. The .json has the same lanes and arrows.
+
+LANES = ("main thread", "calls in flight", "RPC thread", "answers owed")  # the groups of a process's lanes, from above
+NO_THREAD = {"async": LANES[1], "remote": LANES[1], "held": LANES[3]}  # kinds of bars during which no thread waits
+COLORS = {"waiting": "#c6dbec", "working": "#1d5b8c", "backward": "#7aa6c8"}  # of bars
+STATES = {"backward": "backward", "run": "working", "step": "working", "work": "working"}  # by a bar's name or kind
+MESSAGE_COLORS = ("#000000", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # of calls and answers, by the caller
+MOST_CALLS = 60  # in one picture
+
+
+def write(path, events, window):
+    if path.endswith(".json"):
+        with open(path, "w") as file:
+            file.write('{"traceEvents": [\n' + ",\n".join(map(json.dumps, events)) + "\n]}\n")
+    else:
+        draw(path, events, window and [1e3 * milliseconds for milliseconds in window])
+
+
+def lay_out(processes, bars):
+    """Return the bars with a lane as their "tid", and events that name the lanes.
+
+    A thread keeps its lane until its outermost bar ends; then the lane is free. So an RPC thread has no lane of its
+    own, because it does not matter which thread serves a call.
+    """
+    lanes = collections.defaultdict(list)  # (process, group) -> for each lane: (its thread, when that lane is free)
+    labels = {(n, None): label("process_name", n, 0, process["name"]) for n, process in enumerate(processes)}
+    for bar in bars:
+        number, start = bar["pid"], bar["ts"]
+        group = NO_THREAD.get(bar["cat"]) or LANES[0 if bar["tid"] == processes[number]["main"] else 2]
+        thread = id(bar) if bar["cat"] in NO_THREAD else bar["tid"]
+        ours = lanes[number, group]
+        nested = [lane for lane, (owner, until) in enumerate(ours) if owner == thread and until > start]
+        free = [lane for lane, (_, until) in enumerate(ours) if until <= start]
+        lane = (nested or free or [len(ours)])[0]
+        if not nested:
+            ours[lane : lane + 1] = [(thread, end_of(bar))]
+        bar["tid"] = 100 * LANES.index(group) + lane
+        text = f"{group} {lane + 1}" if lane else group
+        labels.setdefault((number, bar["tid"]), label("thread_name", number, bar["tid"], text))
+    return [*labels.values(), *bars]
+
+
+def label(kind, process, lane, name):
+    return {"ph": "M", "name": kind, "pid": process, "tid": lane, "args": {"name": name}}
+
+
+def arrows(calls):
+    """Return an arrow for each call, and one for its answer, whose id is odd. An arrow is a pair of events."""
+    events = []
+    for number, (call, run, answered) in enumerate(calls):
+        # 1 ns before its end, an arrow's end is still inside the bar.
+        ends = [(call, call["ts"]), (run, run["ts"])]
+        if is_finished(call) and is_finished(answered):
+            ends += [(answered, end_of(answered) - 1e-3), (call, end_of(call) - 1e-3)]
+        for end, (bar, moment) in enumerate(ends, start=4 * number):
+            arrow = {"ph": "sf"[end % 2], "bp": "e", "id": end // 2, "name": call["name"], "cat": "message"}
+            events.append(arrow | {"pid": bar["pid"], "tid": bar["tid"], "ts": moment})
+    return events
+
+
+def draw(path, events, window):
+    from matplotlib.figure import Figure  # a second to import, so only when asked for
+
+    start, end = window or typical_period(events)
+    figure = Figure(layout="constrained")
+    axes = figure.subplots()
+    draw_period(axes, events, start, end)
+    axes.set_xlabel("milliseconds", fontsize=8)
+    figure.set_size_inches(10, 0.28 * len(axes.get_yticks()) + 1.1)
+    figure.legend(handles=legend(), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=110, format="png")
+
+
+def typical_period(events):
+    """Return (start, end) of what is drawn: of all steps, the one of median length. At most MOST_CALLS calls."""
+    bars = [event for event in events if event["ph"] == "X" and not event["name"].startswith(OF_TORCH)]
+    calls = [bar for bar in bars if "to" in bar["args"]]
+    periods = [(bar["ts"], end_of(bar)) for bar in bars if bar["cat"] == "step"]
+    if not periods and len(calls) <= MOST_CALLS:
+        return calls[0]["ts"], max(map(end_of, calls))
+    if not periods:
+        kinds = collections.defaultdict(list)  # (caller, callee, function) -> the starts of these calls
+        for call in calls:
+            kinds[call["pid"], call["args"]["to"], call["name"]].append(call["ts"])
+        starts = max(kinds.values(), key=len)
+        periods = list(itertools.pairwise(starts))
+    periods.sort(key=lambda period: period[1] - period[0])
+    start, end = periods[len(periods) // 2]
+    within = [call["ts"] for call in calls if start <= call["ts"] < end]
+    return start, min(within[MOST_CALLS:], default=end)
+
+
+def draw_period(axes, events, start, end):
+    """Draw the bars from `start` to `end`, in microseconds, and the messages that leave then.
+
+    Lanes that only wait are left out, and so are torch's internal RPCs.
+    """
+    bars = [bar for bar in events if bar["ph"] == "X" and bar["ts"] < end and end_of(bar) > start]
+    bars = [bar for bar in bars if not bar["name"].startswith(OF_TORCH)]
+    heads = {event["id"]: event for event in events if event["ph"] == "f"}
+    messages = [(tail, heads[tail["id"]]) for tail in events if tail["ph"] == "s" and start <= tail["ts"] < end]
+    busy = {lane_of(bar) for bar in bars if state_of(bar) != "waiting"}
+    lanes = sorted(busy.union(lane_of(event) for message in messages for event in message), reverse=True)
+    rows = {lane: row for row, lane in enumerate(lanes)}
+    _draw_bars(axes, [bar for bar in bars if lane_of(bar) in rows], rows, start, end)
+    for tail, head in messages:
+        caller = (head if tail["id"] % 2 else tail)["pid"]
+        arrow = {"arrowstyle": "-|>", "linewidth": 0.9, "mutation_scale": 6, "shrinkA": 0, "shrinkB": 0}
+        arrow["color"] = MESSAGE_COLORS[caller % len(MESSAGE_COLORS)]
+        tip, origin = (((event["ts"] - start) / 1e3, rows[lane_of(event)]) for event in (head, tail))
+        axes.annotate("", tip, origin, arrowprops=arrow, annotation_clip=False)
+    names = {(event["name"], *lane_of(event)): event["args"]["name"] for event in events if event["ph"] == "M"}
+    labels = [f"{names['process_name', rank, 0]}, {names['thread_name', rank, lane]}" for rank, lane in lanes]
+    axes.set_yticks(range(len(lanes)), labels)
+    axes.set(xlim=(0, (end - start) / 1e3), ylim=(-0.6, len(lanes) - 0.4))
+    axes.tick_params(labelsize=7)
+
+
+def _draw_bars(axes, bars, rows, start, end):
+    """Draw the bars, with a name in each that has room for it."""
+    paper = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}
+    taken = {}  # row -> where the last name in it ends
+    for bar in bars:
+        row, left, right = rows[lane_of(bar)], (bar["ts"] - start) / 1e3, (end_of(bar) - start) / 1e3
+        axes.barh(row, right - left, 0.7, left, color=COLORS[state_of(bar)], edgecolor="white", linewidth=0.2)
+        left, right = max(left, 0), min(right, (end - start) / 1e3)
+        length = 7e-6 * (end - start) * (len(bar["name"]) + 1)  # about the length of the name
+        if right - left > length and left >= taken.get(row, 0):
+            taken[row] = left + length
+            axes.text(left, row, f" {bar['name']}", fontsize=6.5, va="center", clip_on=True, bbox=paper)
+
+
+def legend():
+    from matplotlib.patches import Patch
+
+    return [Patch(color=color, label=state) for state, color in COLORS.items()]
+
+
+def lane_of(event):
+    """Return (rank, number of the lane within the rank)."""
+    return event["pid"], event["tid"]
+
+
+def state_of(bar):
+    """Return what the thread does during this bar: a key of COLORS."""
+    return STATES.get(bar["name"]) or STATES.get(bar["cat"], "waiting")
+
+
+if RECORDS:
+    start_recording()
+elif __name__ == "__main__":
+    main(sys.argv[1:])
