@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import trace  # tools/trace.py: this folder stands before the standard library in sys.path
 
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont
@@ -81,7 +82,6 @@ def run(package, *flags):
 
 def draw_timelines(package):
     """Draw the pictures of a package. Each has a panel for each mode, all with the same time scale."""
-    sys.path.insert(0, str(ROOT / package))
     common, pictures = TIMELINES[package]
     for name, modes, step, milliseconds in pictures:
         traces = {title: traced(package, *common, *flags) for title, flags in modes.items()}
@@ -97,20 +97,13 @@ def draw_panels(path, traces, step, milliseconds):
         axes.set_title(title, loc="left", fontsize=9)
     fit_heights(figure, panels, 10, 0.28, 0.4 * len(panels) + 0.7)
     panels[-1].set_xlabel("milliseconds", fontsize=8)
-    figure.legend(handles=timeline().legend(), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
+    figure.legend(handles=trace.legend(), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
     figure.savefig(path, dpi=110)
-
-
-def timeline():
-    """Import the module of the package that is on the path."""
-    from glue import timeline
-
-    return timeline
 
 
 def draw_panel(axes, events, step, milliseconds):
     start = start_of_step(events, step)
-    timeline().draw_period(axes, events, start, start + 1e3 * milliseconds)
+    trace.draw_period(axes, events, start, start + 1e3 * milliseconds)
 
 
 def fit_heights(figure, panels, width, lane, rest):
@@ -125,10 +118,11 @@ def start_of_step(events, step):
 
 
 def traced(package, *flags):
-    """Run a package with --trace; return the events of the trace."""
+    """Run a package under trace.py; return the events that it has recorded."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "trace.json")
-        run(package, *flags, "--trace", str(path))
+        command = [sys.executable, str(ROOT / package / "main.py"), *flags]
+        subprocess.run([sys.executable, trace.__file__, str(path), "--", *command], check=True, capture_output=True)
         return json.loads(path.read_text())["traceEvents"]
 
 
@@ -257,7 +251,7 @@ def draw_strip(shown):
         write(strip, (left + POLE[0] // 2, POLE[1] + 22), words, "ma")
     for number, state in enumerate(("working", "waiting")):
         top = 50 + 24 * number
-        ImageDraw.Draw(strip).rectangle((WIDTH - 120, top, WIDTH - 100, top + 14), fill=timeline().COLORS[state])
+        ImageDraw.Draw(strip).rectangle((WIDTH - 120, top, WIDTH - 100, top + 14), fill=trace.COLORS[state])
         write(strip, (WIDTH - 90, top - 1), state, "la")
     return strip
 
@@ -306,8 +300,8 @@ def times_of_steps(traces, mode, step):
     ends = []
     for called, bar in zip(episodes_of(traces["step"]), episodes_of(traces[mode]), strict=True):
         for report in reports:
-            if report["pid"] == called["pid"] and called["ts"] <= report["ts"] < timeline().end_of(called):
-                ends.append(timeline().end_of(report if mode == "step" else bar))
+            if report["pid"] == called["pid"] and called["ts"] <= report["ts"] < trace.end_of(called):
+                ends.append(trace.end_of(report if mode == "step" else bar))
     return [(end - start) / 1e3 for end in ends if end > start]
 
 

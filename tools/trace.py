@@ -661,6 +661,7 @@ def draw_period(axes, events, start, end):
     bars = [bar for bar in bars if not bar["name"].startswith(OF_TORCH)]
     heads = {event["id"]: event for event in events if event["ph"] == "f"}
     messages = [(tail, heads[tail["id"]]) for tail in events if tail["ph"] == "s" and start <= tail["ts"] < end]
+    messages = [message for message in messages if not message[0]["name"].startswith(OF_TORCH)]
     busy = {lane_of(bar) for bar in bars if state_of(bar) != "waiting"}
     lanes = sorted(busy.union(lane_of(event) for message in messages for event in message), reverse=True)
     rows = {lane: row for row, lane in enumerate(lanes)}

@@ -11,8 +11,6 @@
     checkpoint     write files completely or not at all; save and load checkpoints
     host           GPUs, cores, transports and memory of this machine
     seeds          random numbers that depend on --seed alone
-    trace          --trace: record every RPC
-    timeline       the file or picture that --trace writes: both sides of every RPC on one time axis
     check          --check: what a job finds on its hosts, and the time of an RPC
 
 All four packages have identical copies: edit rl_rpc/glue, then run `python tools/sync_glue.py`.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rpc import internal
 
-from glue import before_torch, checkpoint, ending, timeline, trace
+from glue import before_torch, checkpoint, ending
 from glue.ending import End, leave_now, within
 from glue.host import best_transport, devices_of, share_cores, start_cuda, tensorpipe_options
 from glue.rendezvous import Rendezvous, hold_store
@@ -129,12 +129,9 @@ class Job:
         torch.zeros(1, device=self.device)  # the first use of a GPU takes seconds, so do it before the work begins
         self.ranks_here = hosts.count(socket.gethostname())
         share_cores(self.ranks_here)
-        if job["trace"]:
-            trace.start(self.rank, self.workers)
 
     def leave(self):
         """Report that this rank has done its work; return when every living rank has reported it."""
-        self._hand_in_trace()
         self._wait_at(DONE)
         self.reporter.shutdown()
         self._close_supervisor(self.lost, LOST_AFTER_SECONDS)
@@ -145,17 +142,11 @@ class Job:
         self.link.send({"at": barrier, **also})
         self._wait_until(lambda: self.state["passed"] >= barrier, seconds=None)
 
-    def _hand_in_trace(self):
-        if recording := trace.hand_in():
-            self.link.send({"trace": recording})
-
     def _close_supervisor(self, dead, seconds):
-        """If the supervisor is here, wait until all but the `dead` have heard how the job ends; write --trace."""
+        """If the supervisor is here, wait until all but the `dead` have heard how the job ends."""
         if self.supervisor:
             self.link.close()
             self.supervisor.wait_until_gone({*range(self.world_size)} - {*dead}, seconds)
-            if self.args.trace:
-                timeline.collect(self.args.trace, self.supervisor.traces, self.workers)
 
     # ---------------------------------------------------------------------------------------------- the job's state
 
@@ -228,8 +219,6 @@ class Job:
             end = End(**self.state["end"])
         elif end is None:
             end = End(self.rank, f"the others have gone on without it: {self.lost[self.rank]}")
-        if self.link:
-            within(4, self._hand_in_trace)
         # Spawned ranks share a console, where one line is enough for an error that the user must correct.
         if not end.signal and (not self.spawned or end.again or end.rank in (self.rank, None)):
             ending.print_error(end.line(self.names, self.rank))

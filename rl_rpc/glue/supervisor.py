@@ -9,7 +9,6 @@ stopped or cut off by its silence.
                          {"at": 2}                    it waits at barrier 2; {"at": DONE}: it has done its work
                          {"at": 2, "can_lose": 1}     and after this barrier the job can lose ranks from 1 on
                          {"failed": {...}}            an End: it has failed, or a call to another rank has
-                         {"trace": {...}}             what it has recorded for --trace
     supervisor -> rank   {"refused": why}             it cannot join
                          Supervisor.state(), each time that it changes
 """
@@ -101,7 +100,6 @@ class Supervisor:
         self.can_lose = None  # (n, first): after barrier n the job can lose ranks from `first` on
         self.lost = {}  # rank -> why the job goes on without it
         self.end = None
-        self.traces = {}  # rank -> what it has recorded
         self.told = None  # the state that all ranks know
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -192,8 +190,6 @@ class Supervisor:
         if "failed" in message:
             self.fail(End(**message["failed"]))
         with self.changed:
-            if "trace" in message:
-                self.traces[rank] = message["trace"]
             if "can_lose" in message:
                 self.can_lose = message["at"], message["can_lose"]
             self.at[rank] = message.get("at", self.at[rank])

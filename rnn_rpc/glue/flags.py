@@ -105,8 +105,6 @@ def argument_parser(description, modes, world_size, on_lost=False):
     if on_lost:
         on_lost_help = "if a worker is lost: stop the job, or continue with the workers that are left"
         add("--on_lost", choices=["stop", "continue"], default="stop", help=on_lost_help)
-    trace_help = "record all RPCs (if rank 0 has this flag); .json: for ui.perfetto.dev; .png: a picture of one step"
-    add("--trace", metavar="FILE", help=trace_help)
     add("--check", action="store_true", help="instead of the work: print what each host offers, and time RPCs")
     parser.set_defaults(on_lost="stop", launcher=None, restarts=0)
     return parser
@@ -171,13 +169,11 @@ def _choose_device(parser, args):
     return [f"--device auto: {args.device}" + (f" ({why})" if why else "")] if computes_here else []
 
 
-WRITTEN = ("plot", "summary_json", "checkpoint", "save", "trace")  # the flags of the files that a run writes
+WRITTEN = ("plot", "summary_json", "checkpoint", "save")  # the flags of the files that a run writes
 
 
 def _check_files(parser, args, writer):
     """Refuse a file that two flags name, and, in the process that will write them, files that cannot be written."""
-    if args.trace and not args.trace.endswith((".json", ".png")):
-        parser.error(f"--trace {args.trace}: FILE must end in .json or .png")
     flag_of = {}  # file -> the flag that names it
     for flag in ("corpus", "data_dir", *WRITTEN):
         path = vars(args).get(flag)
@@ -187,14 +183,13 @@ def _check_files(parser, args, writer):
                 parser.error(f"--{other} and --{flag} name the same file, {path}: one would replace the other")
     for flag in WRITTEN:
         path = vars(args).get(flag)
-        written_here = args.rank in (None, 0 if flag == "trace" else writer)
-        if path and written_here and (why := _why_not_written(flag, path)):
+        if path and args.rank in (None, writer) and (why := _why_not_written(flag, path)):
             parser.error(f"--{flag} {path}: {why}")
 
 
 def _why_not_written(flag, path):
     folder = os.path.dirname(os.path.realpath(path))
-    if (flag == "plot" or path.endswith(".png")) and not importlib.util.find_spec("matplotlib"):
+    if flag == "plot" and not importlib.util.find_spec("matplotlib"):
         return "this needs matplotlib (pip install matplotlib)"
     if os.path.isdir(path):
         return "that is a folder, not a file"

@@ -14,7 +14,7 @@ import warnings
 
 import torch.multiprocessing as mp
 
-from glue import UserError, before_torch, check, checkpoint, ending, timeline
+from glue import before_torch, check, checkpoint, ending
 from glue.ending import End, leave_now
 from glue.host import keep_freed_memory
 from glue.job import Job, full_names
@@ -119,12 +119,6 @@ class _Attempt:
         end = self.supervisor.end
         if end and not end.signal and not self.reason_printed:
             ending.print_error(end.line(self.names))
-        if self.args.trace:
-            try:
-                timeline.collect(self.args.trace, self.supervisor.traces, self.workers)
-            except UserError as error:  # for example, the disk is full
-                ending.print_error(f"--trace: {error}")
-                end = end or End(None, str(error), again=False)
         return end
 
     def _start(self, run_worker):

@@ -29,7 +29,7 @@ def must_match(args):
 
 def supervise(args, listener, restarts, job_id, spawned=False):
     """Start the supervisor of a job."""
-    job = {"restarts": restarts, "id": job_id, "trace": bool(args.trace)}
+    job = {"restarts": restarts, "id": job_id}
     return Supervisor(args.world_size, must_match(args), job, listener, spawned)
 
 

@@ -12,7 +12,7 @@ import time
 import torch
 from tqdm import tqdm
 
-from glue import UserError, trace
+from glue import UserError
 from glue.checkpoint import write_aside
 
 NOTHING_LEFT = "Nothing is left to do: the checkpoint is of a finished run."  # printed after "Going on after ..."
@@ -94,9 +94,9 @@ class Meter:
 
     @contextlib.contextmanager
     def step(self):
-        """Time the block, which is one step, and record it as a bar of --trace."""
+        """Time the block, which is one step, and mark it for torch's profiler and for tools/trace.py."""
         started = time.perf_counter()
-        with trace.bar("step", f"step {self.steps + 1}"):
+        with torch.profiler.record_function("step"):
             yield
         self.steps += 1
         if self.steps > self.warm_up:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import importlib.util
-import json
 import re
 import sys
 
@@ -21,21 +20,6 @@ PAGES = [
 def run_on_pretend_device(package, *flags, **how):
     """Run a package's main.py to its end, with the ranks that compute on the pretend device."""
     return run_script("tests/harness/pretend_main.py", package, *flags, **how)
-
-
-def calls_in_steps(path, name):
-    """Return how many RPCs the rank of this name made and served during its steps, from the file of --trace.
-
-    A call of the rank to itself counts once, and torch's internal calls are left out.
-    """
-    events = json.loads(path.read_text())["traceEvents"]
-    named = [event for event in events if event["name"] == "process_name"]
-    (rank,) = (event["pid"] for event in named if event["args"]["name"] == name)
-    bars = [event for event in events if event["ph"] == "X" and event["pid"] == rank]
-    steps = [(bar["ts"], bar["ts"] + bar["dur"]) for bar in bars if bar["cat"] == "step"]
-    calls = [bar for bar in bars if bar["cat"] == "run" or bar["args"].get("to", name) != name]
-    times = [bar["ts"] for bar in calls if not bar["name"].startswith("torch.rpc.")]
-    return sum(start <= time < end for time in times for start, end in steps)
 
 
 def assert_one_line_error(done, status, *words):

@@ -149,6 +149,12 @@ def run_main(package, *flags, timeout=120, **how):
     return run_script(f"{package}/main.py", *flags, timeout=timeout, **how)
 
 
+def run_traced(path, package, *flags):
+    """Run a package's main.py under tools/trace.py, which writes the file `path`, and a table to stderr."""
+    command = [sys.executable, ROOT / package / "main.py", *flags]
+    return run_script("tools/trace.py", path, "--", *command, cold=True)
+
+
 def start_main(package, *flags, **how):
     """Start a package's main.py; return the Program."""
     return Program(f"{package}/main.py", *flags, **how)

@@ -385,13 +385,12 @@ def test_check_explains_the_machine():
         assert word in done.stdout, (word, done.stdout)
 
 
-def test_check_measures_the_round_trip_of_each_pair(tmp_path):
-    trace = tmp_path / "t.json"
-    with Job("rl_rpc", "terminals", ["--check", "--trace", str(trace)]) as job:
+def test_check_measures_the_round_trip_of_each_pair():
+    with Job("rl_rpc", "terminals", ["--check"]) as job:
         assert job.wait(60) == [0, 0, 0], job.text()
         trips = re.findall(r"round trip +rank (\d) \(\w+\) to rank (\d) \(\w+\): ([\d.]+) ms", job.text())
     assert {(a, b) for a, b, _ in trips} == {(a, b) for a in "012" for b in "012" if a != b}
-    assert all(0.02 < float(milliseconds) < 1000 for *_, milliseconds in trips) and trace.exists()
+    assert all(0.02 < float(milliseconds) < 1000 for *_, milliseconds in trips)
 
 
 PEER_LOST_IN_SHUTDOWN = """

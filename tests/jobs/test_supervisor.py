@@ -138,14 +138,3 @@ def test_a_silent_rank_is_lost(job, monkeypatch):
         assert overseer.changed.wait_for(lambda: overseer.end, 10)
     end = vars(overseer.end)
     assert end["rank"] == 2 and end["why"].startswith("silent for")
-
-
-def test_a_long_message_arrives_whole(job):
-    overseer, connect = job
-    links = [join(connect, rank) for rank in range(3)]
-    links[0].send({"trace": {"bars": ["x" * 100] * 100_000}})
-    links[0].send({"at": 1})
-    for link in links[1:]:
-        link.send({"at": 1})
-    wait_for(links[0], lambda state: state["passed"] == 1)
-    assert len(overseer.traces[0]["bars"]) == 100_000

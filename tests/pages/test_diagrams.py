@@ -7,7 +7,7 @@ import pytest
 
 from helpers import PACKAGES, ROOT, load_module, package_on_path
 from jobs import JOBS
-from programs import run_main
+from programs import run_traced
 
 CALL = re.compile(r"^ *(\w+)->>(\w+): (\w+)", re.MULTILINE)
 
@@ -52,7 +52,7 @@ def test_each_package_has_a_diagram_of_its_tutorials_mode_and_of_another():
 def test_a_diagram_in_a_readme_is_what_a_run_does(package, flags, diagram, tmp_path):
     drawn = {name for caller, callee, _ in CALL.findall(diagram) for name in (caller, callee)}
     job = (*JOBS[package]["size"], *JOBS[package]["short"], *flags)
-    done = run_main(package, *job, "--trace", tmp_path / "trace.json")
+    done = run_traced(tmp_path / "trace.json", package, *job)
     assert done.returncode == 0, done.stderr
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -68,18 +68,18 @@ def test_a_diagram_in_a_readme_is_what_a_run_does(package, flags, diagram, tmp_p
     assert re.fullmatch(as_pattern(diagram), made), (as_pattern(diagram), made)
 
 
-def test_the_moving_picture_counts_the_environment_steps_that_were_played(tmp_path):
+def test_the_moving_picture_counts_the_environment_steps_that_were_played(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
     pictures = load_module(ROOT / "tools" / "draw_pictures.py")
     flags = ["--world_size", 3, "--max_episodes", 3, "--eval_episodes", 0]
     traces, played = {}, {}
     for mode in ("step", "rollout"):
-        outputs = ["--trace", tmp_path / "trace.json", "--summary_json", tmp_path / "summary.json"]
-        done = run_main("rl_rpc", "--mode", mode, *flags, *outputs)
+        summary = ["--summary_json", tmp_path / "summary.json"]
+        done = run_traced(tmp_path / "trace.json", "rl_rpc", "--mode", mode, *flags, *summary)
         assert done.returncode == 0, done.stderr
         traces[mode] = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
         played[mode] = json.loads((tmp_path / "summary.json").read_text())["env_steps"]
-    with package_on_path("rl_rpc"):
-        times = {mode: pictures.times_of_steps(traces, mode, 1) for mode in traces}
+    times = {mode: pictures.times_of_steps(traces, mode, 1) for mode in traces}
     assert {mode: len(each) for mode, each in times.items()} == played
     assert len(set(times["step"])) == played["step"]  # each step at a time of its own
     assert len(set(times["rollout"])) == 6  # at the end of each of two observers' three episodes

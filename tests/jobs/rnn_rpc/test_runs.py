@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from helpers import assert_one_line_error, assert_refused, calls_in_steps, package_on_path
+from helpers import assert_one_line_error, assert_refused, package_on_path
 from programs import run_main, run_script
 
 with package_on_path("rnn_rpc"):
@@ -25,8 +25,7 @@ def summary_of(tmp_path, *flags, timeout=120):
 def test_a_run_prints_that_it_learns(tmp_path):
     """Differences 2, 5, 6: the tutorial calls a function that does not exist, prints no loss, and needs a GPU."""
     plot = tmp_path / "curve.png"
-    trace = tmp_path / "trace.json"
-    text, summary = summary_of(tmp_path, *SMALL, "--clip", 0, "--generate", 15, "--plot", plot, "--trace", trace)
+    text, summary = summary_of(tmp_path, *SMALL, "--clip", 0, "--generate", 15, "--plot", plot)
     epochs = EPOCH.findall(text)
     assert [epoch for epoch, *_ in epochs] == ["1", "2"] and float(epochs[1][2]) < float(epochs[0][2]) < 50
     assert float(epochs[1][2]) == pytest.approx(summary["heldout_perplexity"], abs=1e-3)
@@ -34,8 +33,6 @@ def test_a_run_prints_that_it_learns(tmp_path):
     assert re.search(r"^([a-z]{2} ){14}[a-z]{2}$", text, re.M)
     assert summary["scenario"] == "rnn_rpc" and summary["mode"] == "logits" and summary["vocabulary"] == 30
     assert 1 < summary["floor_perplexity"] < summary["bigram_floor_perplexity"] and summary["tokens_per_second"] > 0
-    # In a step: look-up, decoder, and the optimizers of both processes.
-    assert calls_in_steps(trace, "trainer") == 4 * summary["steps"]
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,34 +1,53 @@
 """With the same seed, the four synchronous modes and a plain REINFORCE loop in one process learn the same."""
 
+import json
+
 import pytest
 import torch
 
-from helpers import calls_in_steps, load_oracle
-from programs import run_main
+from helpers import load_oracle
+from programs import run_main, run_traced
 
 oracle = load_oracle("rl_rpc")
 MODES = oracle.MODES
 EPISODES = 15
 
 
-def play(folder, mode, world_size=4, *flags, episodes=EPISODES, name=None):
-    """Run main.py; return (its lines, its checkpoint, how many RPCs the agent made and served)."""
-    path, trace = folder / f"{name or mode}.pt", folder / f"{name or mode}.trace.json"
+def play(folder, mode, world_size=4, *flags, episodes=EPISODES, name=None, traced=False):
+    """Run main.py; return (its lines, its checkpoint). If `traced`, write mode.json as well."""
+    path = folder / f"{name or mode}.pt"
     if world_size > 2:  # there may be more ranks than free cores, so they must not keep a core busy while they wait
         flags += ("--transport", "uv")
     flags += ("--mode", mode, "--world_size", world_size, "--max_episodes", episodes, "--log_interval", 1)
-    flags += ("--eval_episodes", 0, "--checkpoint", path, "--trace", trace)
-    done = run_main("rl_rpc", *flags)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    flags += ("--eval_episodes", 0, "--checkpoint", path)
+    done = run_traced(folder / f"{mode}.json", "rl_rpc", *flags) if traced else run_main("rl_rpc", *flags)
+    assert done.returncode == 0 and (traced or not done.stderr), done.stderr
     state = torch.load(path, weights_only=True, map_location="cpu")["state"]
-    return oracle.EPISODE_LINE.findall(done.stdout), state, calls_in_steps(trace, "agent")
+    return oracle.EPISODE_LINE.findall(done.stdout), state
+
+
+def calls_in_steps(path, name):
+    """Return how many RPCs the rank of this name made and served during its steps, from a file of run_traced.
+
+    A call of the rank to itself counts once, and torch's internal calls are left out.
+    """
+    events = json.loads(path.read_text())["traceEvents"]
+    named = [event for event in events if event["name"] == "process_name"]
+    (rank,) = (event["pid"] for event in named if event["args"]["name"] == name)
+    bars = [event for event in events if event["ph"] == "X" and event["pid"] == rank]
+    steps = [(bar["ts"], bar["ts"] + bar["dur"]) for bar in bars if bar["cat"] == "step"]
+    calls = [bar for bar in bars if bar["cat"] == "run" or bar["args"].get("to", name) != name]
+    times = [bar["ts"] for bar in calls if not bar["name"].startswith("torch.rpc.")]
+    return sum(start <= time < end for time in times for start, end in steps)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Run three observers for fifteen episodes in each mode; return {mode: (lines, checkpoint, number of RPCs)}."""
+    """Run three observers for fifteen episodes in each mode; return {mode: (lines, checkpoint, the agent's RPCs)}."""
     folder = tmp_path_factory.mktemp("runs")
-    return {mode: play(folder, mode) for mode in MODES}
+    return {
+        mode: (*play(folder, mode, traced=True), calls_in_steps(folder / f"{mode}.json", "agent")) for mode in MODES
+    }
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +86,7 @@ def test_rpc_calls_by_mode(runs):
 @pytest.mark.parametrize("mode", ["step", "batched"])
 def test_a_repeated_run_repeats_exactly(tmp_path, runs, mode):
     """The calls of three observers arrive in another order in each run."""
-    lines, state, _ = play(tmp_path, mode)
+    lines, state = play(tmp_path, mode)
     assert lines == runs[mode][0]
     oracle.assert_equal_to_the_bit(state, runs[mode][1])
 
@@ -80,8 +99,8 @@ def test_another_seed_plays_something_else(tmp_path, runs):
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_in_another_mode_too(tmp_path, runs):
     lines, expected, _ = runs["rollout"]
-    first, _, _ = play(tmp_path, "step", episodes=5, name="halves")
-    second, state, _ = play(tmp_path, "rollout", 4, "--resume", name="halves")
+    first, _ = play(tmp_path, "step", episodes=5, name="halves")
+    second, state = play(tmp_path, "rollout", 4, "--resume", name="halves")
     assert first + second == lines
     oracle.assert_equal_to_the_bit(state, expected)
 
@@ -91,5 +110,5 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_in_another_mode_too(tmp_
 @pytest.mark.parametrize("mode", MODES)
 def test_cuda_plays_the_same_episodes_as_the_cpu(tmp_path, reference, mode):
     """The actions are equal, because float64 rounding does not change one. The weights are close to the CPU's."""
-    lines, state, _ = play(tmp_path, mode, 4, "--device", "cuda")
+    lines, state = play(tmp_path, mode, 4, "--device", "cuda")
     oracle.assert_is_the_single_process_loop(lines, state, reference)
