@@ -68,14 +68,14 @@ def test_training_that_diverges_ends_the_run_in_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_gif_or_one_line_that_says_what_is_missing(tmp_path):
-    """It runs in a separate process, because the renderer writes to stderr from C."""
+    """It is cold, because gymnasium sets an environment variable when it is imported, without which pygame greets."""
     policy, gif = tmp_path / "policy.pt", tmp_path / "out.gif"
     with package_on_path("rl_rpc"):
         from glue import checkpoint
         from policy import Policy
     checkpoint.save(policy, "rl_rpc", {"env_id": "CartPole-v1"}, {"policy": Policy(4, 2).state_dict()})
     screen = {"XDG_RUNTIME_DIR": "", "DISPLAY": "", "WAYLAND_DISPLAY": ""}  # no screen
-    played = run_script("rl_rpc/play.py", policy, "--episodes", 1, "--gif", gif, env=screen)
+    played = run_script("rl_rpc/play.py", policy, "--episodes", 1, "--gif", gif, env=screen, cold=True)
     try:
         import pygame  # noqa: F401  (gymnasium's renderer)
     except ImportError:
