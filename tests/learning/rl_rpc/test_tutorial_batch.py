@@ -217,13 +217,16 @@ def test_batch_page_alone_in_a_folder_with_a_space_runs_both_jobs(tmp_path):
     assert refused.returncode == 2 and "--no_batch goes with --rank" in refused.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--no_batch"]])
-def test_batch_page_in_terminals(flags):
-    agent, *observers = run_in_terminals(PATH, 3, "--num_episode", 1, *flags)
+@pytest.mark.parametrize(("flags", "asks"), [([], "select_action_batch"), (["--no_batch"], "select_action")])
+def test_batch_page_in_terminals(flags, asks, tmp_path):
+    """Each observer prints which method of the agent it calls."""
+    choice = "self.select_action = Agent.select_action_batch if batch else Agent.select_action\n"
+    said = " " * 8 + "print(self.select_action.__name__)\n"
+    program = changed(copied_alone(PATH, tmp_path), (choice, choice + said), ("NUM_STEPS = 500", "NUM_STEPS = 50"))
+    agent, *observers = run_in_terminals(program, 3, "--num_episode", 1, *flags)
     assert (agent.returncode, agent.stderr) == (0, "") and LINE.fullmatch(agent.stdout.strip())
     for done in observers:
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"{asks}\n", "")
 
 
 @pytest.mark.slow
