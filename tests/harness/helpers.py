@@ -41,6 +41,28 @@ def assert_refused(package, flags, capsys, *words):
     assert refused.value.code == 2 and all(word in complaint for word in words), complaint
 
 
+def note_lock(thing, *names):
+    """From now on, note each use of these attributes of `thing`: whether thing.lock was held. Return the list of notes.
+
+    A lock that is missing is noticed by no result, as long as only one thread at a time comes to these lines.
+    """
+    notes = []
+
+    class Watched(type(thing)):
+        def __getattribute__(self, name):
+            if name in names:
+                notes.append(self.lock.locked())
+            return super().__getattribute__(name)
+
+        def __setattr__(self, name, value):
+            if name in names:
+                notes.append(self.lock.locked())
+            super().__setattr__(name, value)
+
+    thing.__class__ = Watched
+    return notes
+
+
 @contextlib.contextmanager
 def package_on_path(package):
     """Allow `import main` and the like from this package; remove its modules from sys.modules afterwards.

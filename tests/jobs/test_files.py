@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,6 +151,23 @@ def test_a_foreign_checkpoint_ends_the_run_in_one_line(tmp_path):
     done = run_main("rl_rpc", *JOBS["rl_rpc"]["size"], *JOBS["rl_rpc"]["short"], "--checkpoint", foreign, "--resume")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.count("foreign.pt is not a checkpoint of") == 1, done.stderr
+
+
+def test_a_restart_takes_what_its_own_job_has_saved_and_nothing_else(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "c.pt"
+    with package_on_path("rl_rpc"):
+        from glue import checkpoint
+
+    def resumed(**how):
+        args = SimpleNamespace(checkpoint=path, **{"resume": False, "restarts": 0} | how)
+        return checkpoint.resume(args, "rl_rpc", {})
+
+    checkpoint.save(path, "rl_rpc", {}, {"episode": 3})
+    assert resumed(restarts=1) == {"episode": 3} and resumed() is None
+    monkeypatch.setattr(checkpoint, "job_id", checkpoint.new_job_id())
+    assert resumed(restarts=1) is None
+    assert capsys.readouterr().out == "This job has saved no checkpoint yet: starting from the beginning.\n"
+    assert resumed(resume=True) == resumed(resume=True, restarts=1) == {"episode": 3}  # the user has asked for it
 
 
 @pytest.mark.parametrize("package", PACKAGES)

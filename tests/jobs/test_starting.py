@@ -16,7 +16,7 @@ import time
 import pytest
 import torch
 
-from helpers import PACKAGES, ROOT, assert_one_line_error
+from helpers import PACKAGES, ROOT, assert_one_line_error, package_on_path
 from jobs import JOBS, Job, executed_traps, fill_with_traps, free_port, left_in
 from processes import session_members
 from programs import run_main, start_main
@@ -145,6 +145,14 @@ def test_a_temporary_directory_with_too_long_a_name_is_told_in_one_line(tmp_path
     done = run_main("rl_rpc", env={"TMPDIR": long}, cold=True)
     assert_one_line_error(done, 1, "rl_rpc: cannot make a socket in the temporary directory", "path too long")
     assert not list(long.iterdir())
+
+
+def test_rpc_and_process_groups_use_the_interface_that_leads_to_rank_0():
+    """Otherwise each uses the address to which the name of this machine resolves, which the tests cannot choose."""
+    with package_on_path("rl_rpc"):
+        from glue import rendezvous
+    assert rendezvous.listen_only_towards("127.0.0.1", 1) == ("127.0.0.1", 1)
+    assert (os.environ["TP_SOCKET_IFNAME"], os.environ["GLOO_SOCKET_IFNAME"]) == ("lo", "lo")
 
 
 @pytest.mark.slow
@@ -303,7 +311,7 @@ def test_a_rank_that_does_not_fit_is_refused_and_the_job_goes_on():
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_rank_that_has_joined_already_is_refused():
+def test_a_rank_that_has_joined_already_or_has_another_seed_is_refused():
     port = free_port()
     place = ["--world_size", 3, "--master_port", port, "--join_timeout", 60]
     running = [start_main("rl_rpc", *place, "--rank", rank, env={"PYTHONUNBUFFERED": "1"}) for rank in (0, 1)]
@@ -312,6 +320,8 @@ def test_a_rank_that_has_joined_already_is_refused():
         second = run_main("rl_rpc", *place, "--rank", 1)
         assert second.returncode == 2, second.stderr
         assert "refused, because this rank has joined already, as process" in second.stderr
+        other = run_main("rl_rpc", *place, "--rank", 2, "--seed", 7)
+        assert_one_line_error(other, 2, "refused, because it was started with seed 7, and this job with 1")
     finally:
         for process in running:
             process.kill()
@@ -329,8 +339,7 @@ def wait_for_listener(port, seconds=60):
 # ------------------------------------------------------------------------------------------------------------- restarts
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("package, way", [("rl_rpc", "spawned"), ("rnn_rpc", "torchrun")])
+@pytest.mark.parametrize("package, way", [("rl_rpc", "spawned"), pytest.param("rnn_rpc", "torchrun", **SLOW)])
 def test_a_job_that_lost_a_rank_comes_back(package, way, tmp_path):
     checkpoint, summary = tmp_path / "checkpoint.pt", tmp_path / "summary.json"
     lengths = {  # long enough to be killed in the middle
@@ -338,8 +347,8 @@ def test_a_job_that_lost_a_rank_comes_back(package, way, tmp_path):
         "rnn_rpc": ["--epochs", "8", "--corpus_tokens", "40000"],
     }  # param_server: in tests/jobs/param_server/test_runs.py
     flags = [*lengths[package], "--checkpoint", str(checkpoint), "--summary_json", str(summary)]
-    flags += ["--max_restarts", "2"] if way == "spawned" else []
-    with Job(package, way, flags, runner_flags=["--max-restarts", "2"]) as job:
+    flags += ["--max_restarts", "1"] if way == "spawned" else []
+    with Job(package, way, flags, runner_flags=["--max-restarts", "1"]) as job:
         assert job.wait_for_text(JOBS[package]["training"], 90)
         deadline = time.monotonic() + 60
         while not checkpoint.exists():
@@ -379,9 +388,10 @@ def test_without_a_checkpoint_of_its_own_it_starts_afresh_and_says_so(way, flags
 
 
 def test_check_explains_the_machine():
-    done = run_main("rl_rpc", "--check")
+    done = run_main("rl_rpc", "--check", env={"OMP_NUM_THREADS": 8})
     assert (done.returncode, done.stderr) == (0, "")
-    for word in (socket.gethostname(), "127.0.0.1 (lo)", "intra-op thread", "GPUs", "ranks on cpu", "round trip"):
+    threads = "4 intra-op thread(s) in each of 2 rank(s)"
+    for word in (socket.gethostname(), "127.0.0.1 (lo)", threads, "GPUs", "ranks on cpu", "round trip"):
         assert word in done.stdout, (word, done.stdout)
 
 

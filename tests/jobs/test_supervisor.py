@@ -15,6 +15,7 @@ with package_on_path("rl_rpc"):
 
 NAMES = ["rank 0 (agent)", "rank 1 (observer1)", "rank 2 (observer2)"]
 FLAGS = {"seed": 1}
+pytestmark = pytest.mark.timeout(30)  # a message that does not come is waited for without end
 
 
 @pytest.fixture

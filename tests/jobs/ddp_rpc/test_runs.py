@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from faults import copy_with_mistake
 from helpers import assert_one_line_error, load_bench
 from programs import run_main, run_script
 
@@ -57,6 +58,14 @@ def test_divergence_ends_the_run_in_one_line_and_writes_nothing(tmp_path, mode):
     done = run_main("ddp_rpc", *SMALL, "--mode", mode, "--lr", 1e9, *writes)
     assert_one_line_error(done, 1, "): step ", "loss is ", "diverged", "--lr")
     assert done.stderr.count("diverged") == 1 and not any(file.exists() for file in files), done.stderr
+
+
+def test_trainers_whose_replicas_differ_fail(tmp_path):
+    """Here each trainer adds its rank to its replica of fc."""
+    right = "        return loss.detach()\n"
+    wrong = "        self.model.fc.module.bias.data += torch.distributed.get_rank()\n"
+    done = run_script(copy_with_mistake("ddp_rpc", tmp_path, "hogwild.py", right, wrong + right), *SMALL)
+    assert done.returncode == 1 and "the trainers' replicas of fc differ by up to" in done.stderr, done.stderr
 
 
 @pytest.mark.slow

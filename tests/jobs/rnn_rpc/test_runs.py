@@ -1,6 +1,7 @@
 """The commands of rnn_rpc: what they print and write, and which flags and files they refuse."""
 
 import json
+import math
 import re
 
 import pytest
@@ -25,10 +26,15 @@ def summary_of(tmp_path, *flags, timeout=120):
 def test_a_run_prints_that_it_learns(tmp_path):
     """Differences 2, 5, 6: the tutorial calls a function that does not exist, prints no loss, and needs a GPU."""
     plot = tmp_path / "curve.png"
-    text, summary = summary_of(tmp_path, *SMALL, "--clip", 0, "--generate", 15, "--plot", plot)
+    flags = (*SMALL, "--clip", 0, "--log_interval", 13)  # two points of the loss curve in each epoch
+    text, summary = summary_of(tmp_path, *flags, "--generate", 15, "--plot", plot)
     epochs = EPOCH.findall(text)
     assert [epoch for epoch, *_ in epochs] == ["1", "2"] and float(epochs[1][2]) < float(epochs[0][2]) < 50
     assert float(epochs[1][2]) == pytest.approx(summary["heldout_perplexity"], abs=1e-3)
+    steps, losses = summary["curves"]["loss/train"]
+    assert steps == [13, 26, 39, 52]
+    for (_, perplexity, _), means in zip(epochs, (losses[:2], losses[2:]), strict=True):
+        assert float(perplexity) == pytest.approx(math.exp(sum(means) / 2), rel=0.02)  # the last batch is smaller
     assert f"below a perplexity of {summary['floor_perplexity']:.3f}" in text
     assert re.search(r"^([a-z]{2} ){14}[a-z]{2}$", text, re.M)
     assert summary["scenario"] == "rnn_rpc" and summary["mode"] == "logits" and summary["vocabulary"] == 30

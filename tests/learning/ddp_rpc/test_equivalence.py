@@ -1,5 +1,7 @@
 """Tests that each mode of ddp_rpc computes the same as one process: the table and fc after two epochs, to 1e-5."""
 
+import json
+
 import pytest
 import torch
 
@@ -46,9 +48,12 @@ def test_a_run_that_goes_on_with_other_servers_equals_one_that_was_not_interrupt
     table, fc = one_process(2, epochs=1)
     oracle.save_checkpoint(tmp_path / "end.pt", table, fc)
     flags = ("--mode", "sync", "--world_size", 6, "--num_servers", 3, "--resume")
-    found = distributed(tmp_path, *flags, says="Going on after epoch 1 ")
+    curves = ("--log_interval", 5, "--summary_json", tmp_path / "summary.json")
+    found = distributed(tmp_path, *flags, *curves, says="Going on after epoch 1 ")
     assert largest_difference(found, one_process(2)) < 1e-5
     assert largest_difference(found, (table, fc)) > 1e-3
+    steps, _ = json.loads((tmp_path / "summary.json").read_text())["curves"]["loss/train"]
+    assert steps == [20, 25, 30]  # the first epoch had 15
 
 
 @pytest.mark.cuda

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import load_oracle, package_on_path
+from helpers import load_oracle, note_lock, package_on_path
 
 oracle = load_oracle("rl_rpc")
 begin, learn, make_agent, make_learner = oracle.begin, oracle.learn, oracle.make_agent, oracle.make_learner
@@ -50,7 +50,7 @@ def test_with_one_observer_every_mode_is_the_single_process_loop(make_agent, mod
 
 
 class Endless(gym.Env):
-    """An environment whose episodes do not end. The reward of each step is the number of the step."""
+    """An environment whose episodes do not end. The reward of each step is the number of the step, from 0 on."""
 
     observation_space, action_space = gym.spaces.Box(0, 100, (3,)), gym.spaces.Discrete(2)
 
@@ -60,7 +60,7 @@ class Endless(gym.Env):
 
     def step(self, action):
         self.steps += 1
-        return np.full(3, self.steps, dtype=np.float32), float(self.steps), False, False, {}
+        return np.full(3, self.steps, dtype=np.float32), self.steps - 1.0, False, False, {}
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_time_limit_ends_an_episode_in_every_mode(make_agent, endless, mode):
     agent = make_agent(1, mode, env_id=endless(7))
     agent.run_episode()
     (trajectory,) = agent.trajectories.values()
-    assert trajectory.rewards == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert trajectory.rewards == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert [state[0] for state in trajectory.states] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert len(trajectory.actions) == 7
 
@@ -315,6 +315,17 @@ def test_batched_answers_when_all_playing_observers_have_asked_and_not_before(ma
     assert alone.done() and agent.select_action(1, STATE, 1.0).done()
     agent.leave(1)
     assert [len(t.actions) for t in agent.trajectories.values()] == [4, 2, 1]
+
+
+def test_batched_knows_who_plays_and_who_waits_only_under_its_lock(make_agent):
+    """Without the lock nothing goes wrong today, because Python's own lock is rarely given away at these lines."""
+    agent = make_agent(2, "batched")
+    used = note_lock(agent, "playing", "waiting")
+    begin(agent)
+    agent.select_action(1, STATE, None)
+    agent.select_action(2, STATE, None)
+    agent.leave(1)
+    assert len(used) > 5 and all(used)
 
 
 # ---- the policy ------------------------------------------------------------------------------------------------------
