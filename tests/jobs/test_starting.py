@@ -317,10 +317,10 @@ def test_a_rank_that_has_joined_already_or_has_another_seed_is_refused():
     running = [start_main("rl_rpc", *place, "--rank", rank, env={"PYTHONUNBUFFERED": "1"}) for rank in (0, 1)]
     try:
         assert running[1].wait_for_text(r"waiting for rank 2 \(observer2\)")  # so it has joined
-        second = run_main("rl_rpc", *place, "--rank", 1)
+        second = run_main("rl_rpc", *place, "--rank", 1, timeout=30)
         assert second.returncode == 2, second.stderr
         assert "refused, because this rank has joined already, as process" in second.stderr
-        other = run_main("rl_rpc", *place, "--rank", 2, "--seed", 7)
+        other = run_main("rl_rpc", *place, "--rank", 2, "--seed", 7, timeout=30)
         assert_one_line_error(other, 2, "refused, because it was started with seed 7, and this job with 1")
     finally:
         for process in running:
