@@ -4,7 +4,8 @@
     python tools/trace.py all.json -- torchrun --nproc-per-node 3 rl_rpc/main.py
 
 The command after `--` runs as it does without this program. When it has ended, a table of its calls is printed on
-stderr, and the file is written: a .png is a picture of one step, a .json contains everything, for ui.perfetto.dev.
+stderr, and the file is written: a .png is a picture of one step, a .json contains everything, for ui.perfetto.dev. If
+the command hangs, end it with Ctrl-C: the table shows which calls were not answered.
 
 If you start the ranks one by one, let each of them record into the same folder. Another command draws the folder. If
 the ranks are on several hosts, copy their folders into one; the calls show how much the clocks of the hosts differ.
@@ -61,9 +62,8 @@ def main(words):
     if not command:
         sys.exit(report(args.folder, args.file, args.window))
     if args.into:
-        os.makedirs(args.into, exist_ok=True)
         leave(run(command, args.into))
-    with tempfile.TemporaryDirectory(prefix="trace-") as folder:
+    with tempfile.TemporaryDirectory(prefix="trace-", ignore_cleanup_errors=True) as folder:
         status = run(command, folder)
         failed = report(folder, args.file, args.window)
     leave(status or failed)
@@ -82,21 +82,34 @@ def parse(words, command):
     window_help = "milliseconds since the first recorded call: what the picture shows"
     parser.add_argument("--window", nargs=2, type=float, metavar=("FROM", "TO"), help=window_help)
     args = parser.parse_args(words)
-    given = [name for name in ("file", "folder", "into") if vars(args)[name]]
-    if given not in ([["file"], ["into"]] if command else [["file", "folder"]]):
+    if command:
+        complete = bool(args.file) != bool(args.into) and not args.folder
+    else:
+        complete = args.file and args.folder and not args.into
+    if not complete:
         parser.error("give a FILE or --into, and a command after `--`; or a FILE, and a FOLDER with recordings")
     if args.file and (why := why_not_written(args.file)):
         parser.error(f"{args.file}: {why}")
+    if args.folder and not os.path.isdir(args.folder):
+        parser.error(f"{args.folder}: there is no such folder")
+    if args.into:
+        try:
+            os.makedirs(args.into, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--into {args.into}: {error.strerror}")
     return args
 
 
 def why_not_written(path):
+    folder = os.path.dirname(os.path.abspath(path))
     if not path.endswith((".png", ".json")):
         return "the name must end in .png or .json"
     if path.endswith(".png") and not importlib.util.find_spec("matplotlib"):
         return "this needs matplotlib (pip install matplotlib)"
-    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+    if not os.path.isdir(folder):
         return "that folder does not exist"
+    if not os.access(folder, os.W_OK):
+        return "this user may not write in that folder"
     return ""
 
 
@@ -111,7 +124,7 @@ def run(command, folder):
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # the command inherits that it is ignored, but no handler
             signal.signal(number, lambda *_: None)
-    with tempfile.TemporaryDirectory(prefix="start-", dir=folder) as first:
+    with tempfile.TemporaryDirectory(prefix="start-", dir=folder, ignore_cleanup_errors=True) as first:
         shutil.copyfile(__file__, os.path.join(first, "sitecustomize.py"))
         path = os.pathsep.join(filter(None, (os.path.abspath(first), os.environ.get("PYTHONPATH"))))
         try:
@@ -194,7 +207,8 @@ class Recorder:
 
     def begin_recording(self):
         self.process = os.urandom(8)  # distinguishes this process from all others, on other hosts as well
-        self.file, self.files, self.lines = None, [], itertools.count()
+        self.file, self.files, self.lines = None, [], 0
+        self.lock = threading.RLock()  # a signal handler may make a call, while its thread is in write()
         # A call passes through several of the methods below, all on the thread that makes it. They exchange these
         # attributes: `call`, its (kind, callee's name); `sent`, its (kind, bar); and `awaited`, the bar of the call for
         # whose answer this thread waits next.
@@ -211,11 +225,15 @@ class Recorder:
 
     def write(self, line):
         try:
-            if next(self.lines) % LINES == 0 or self.file is None:
-                self.open_next_file()
+            with self.lock:
+                if self.lines % LINES == 0:
+                    self.open_next_file()
+                self.lines += 1
             os.write(self.file, json.dumps(line).encode() + b"\n")
-        except OSError:  # the disk is full, or the command has ended and the folder is gone: the program must go on
+        except OSError as error:  # for example, the disk is full: the program must go on
             self.write = lambda line: None
+            if os.path.isdir(self.folder):  # or the command has ended before this process
+                print(f"trace.py: process {os.getpid()} is not recorded any more: {error.strerror}", file=sys.stderr)
 
     def open_next_file(self):
         name = f"{socket.gethostname()}-{os.getpid()}-{self.process.hex()}.{len(self.files):04}.jsonl"
@@ -241,7 +259,7 @@ class Recorder:
         import torch  # it is being imported, and imports this module
 
         self.torch, self.rpc = torch, rpc
-        self.write({"torch": torch.__version__})
+        self.write({"torch": str(torch.__version__)})
         private = {
             # A call that is made first enters torch's profiler, which has its kind and the worker that is called. Then
             # its function and arguments are packed, and the message is sent.
@@ -255,12 +273,12 @@ class Recorder:
             "PyRRef.to_here": self.recorded("wait", "to_here"),
             "init_rpc": self.join,
         }
-        try:
-            for path in private:
+        for path in private:
+            try:
                 operator.attrgetter(path)(rpc)
-        except AttributeError as error:
-            self.write({"cannot": f"with torch {torch.__version__}: {error}"})
-            return
+            except AttributeError:
+                self.write({"cannot": f"torch {torch.__version__} has no torch.distributed.rpc.{path}"})
+                return
         for path, ours in private.items():
             owner, _, name = path.rpartition(".")
             put_around(operator.attrgetter(owner)(rpc) if owner else rpc, name, ours)
@@ -401,12 +419,19 @@ UNFINISHED = " (unfinished)"  # so end the names of bars that had no end when th
 
 def report(folder, path, window):
     """Write the file, and print a table of the calls. Returns the exit status."""
-    processes = arrange(read(folder))
+    recorded = read(folder)
+    missing = sorted({process["cannot"] for process in recorded if "cannot" in process})
+    for why in missing:
+        say(f"nothing was recorded, because {why}")
+    processes = arrange(recorded)
     bars = [bar for process in processes for bar in process["bars"].values()]
     bars.sort(key=lambda bar: (bar["ts"], -bar["dur"]))
     made = [bar for bar in bars if "to" in bar["args"] and not bar["name"].startswith(OF_TORCH)]
-    if not made:
+    if not recorded:
+        say("no process of the command has imported torch, or Python was told to ignore this program (-I, -E, -S)")
+    elif not made and not missing:
         say("no call of a Python function was recorded")
+    if not made:
         return 0
     calls = match(bars)
     correct_times(processes, bars, calls)
@@ -436,10 +461,6 @@ def read(folder):
         for line in path.read_bytes().splitlines():
             with contextlib.suppress(ValueError):  # the process was killed while it wrote this line
                 take_in(process, json.loads(line))
-    for why in sorted({process["cannot"] for process in processes.values() if "cannot" in process}):
-        say(f"nothing was recorded {why}")
-    if not processes:
-        say("no process of the command has imported torch, or Python was told to ignore this program (-I, -E, -S)")
     return list(processes.values())
 
 
@@ -459,14 +480,19 @@ def arrange(processes):
     starts = {id(process): min(bar["ts"] for bar in process["bars"].values()) for process in processes}
     processes.sort(key=lambda process: (process.get("rank", len(processes)), starts[id(process)]))
     workers = [process.get("worker") for process in processes]
-    last = max((end_of(bar) for process in processes for bar in process["bars"].values()), default=0)
+    times = [end_of(bar) for process in processes for bar in process["bars"].values()] or [0]
+    end = max(times) + (max(times) - min(times)) // 20  # of all unfinished bars: so nested ones are nested in the file
     for number, (process, worker) in enumerate(zip(processes, workers, strict=True)):
-        shared = workers.count(worker) > 1  # the job was started again, or init_rpc has not returned
-        process["name"] = f"{worker or ''} process {process['pid']}".strip() if shared or not worker else worker
+        if not worker:  # init_rpc has not returned
+            process["name"] = f"process {process['pid']}"
+        elif workers.count(worker) > 1:  # the job was started again
+            process["name"] = f"{worker} process {process['pid']}"
+        else:
+            process["name"] = worker
         for bar in process["bars"].values():
             bar["pid"] = number
-            if "dur" not in bar:  # the same end for all of them, so that nested bars stay nested
-                bar |= {"dur": last - bar["ts"], "name": bar["name"] + UNFINISHED}
+            if "dur" not in bar:
+                bar |= {"dur": end - bar["ts"], "name": bar["name"] + UNFINISHED}
     return processes
 
 
@@ -533,11 +559,12 @@ def table(processes, made, calls):
     """Return a table with a line for each caller, callee and function. `made`: the callers' bars.
 
     Columns: the number of calls, and medians in milliseconds: of the whole call at the caller, of its part on the wire
-    and in queues, and of its part at the callee.
+    and in queues, and of its part at the callee. If calls were not answered, their number follows.
     """
-    counts, times = collections.Counter(), collections.defaultdict(list)
+    counts, unanswered, times = collections.Counter(), collections.Counter(), collections.defaultdict(list)
     for bar in made:
         counts[title_of(processes, bar)] += 1
+        unanswered[title_of(processes, bar)] += not is_finished(bar)
     for call, run, answered in calls:
         if is_finished(call) and is_finished(answered):
             at_callee = end_of(answered) - run["ts"]
@@ -546,10 +573,11 @@ def table(processes, made, calls):
     lines = [f"{'RPCs, median milliseconds':<{width}}   calls   at caller  wire, queue   at callee"]
     for title, count in sorted(counts.items()):
         medians = [statistics.median(column) / 1e3 for column in zip(*times[title], strict=True)]
-        lines.append(f"{title:<{width}}{count:>8,}" + "".join(f"{median:>12.3f}" for median in medians))
+        line = f"{title:<{width}}{count:>8,}" + "".join(f"{median:>12.3f}" for median in medians)
+        lines.append(f"{line}   {unanswered[title]:,} unanswered" if unanswered[title] else line)
     one_sided = len(made) - sum(not call["name"].startswith(OF_TORCH) for call, _, _ in calls)
     if one_sided:
-        lines.append(f"{one_sided:,} of these calls were recorded at the caller only.")
+        lines.append(f"Recorded at the caller only: {one_sided:,} of these calls.")
     return "\n".join(lines)
 
 
@@ -587,19 +615,27 @@ def lay_out(processes, bars):
     lanes = collections.defaultdict(list)  # (process, group) -> for each lane: (its thread, when that lane is free)
     labels = {(n, None): label("process_name", n, 0, process["name"]) for n, process in enumerate(processes)}
     for bar in bars:
-        number, start = bar["pid"], bar["ts"]
+        number = bar["pid"]
         group = NO_THREAD.get(bar["cat"]) or LANES[0 if bar["tid"] == processes[number]["main"] else 2]
         thread = id(bar) if bar["cat"] in NO_THREAD else bar["tid"]
-        ours = lanes[number, group]
-        nested = [lane for lane, (owner, until) in enumerate(ours) if owner == thread and until > start]
-        free = [lane for lane, (_, until) in enumerate(ours) if until <= start]
-        lane = (nested or free or [len(ours)])[0]
-        if not nested:
-            ours[lane : lane + 1] = [(thread, end_of(bar))]
+        lane = lane_for(bar, thread, lanes[number, group])
         bar["tid"] = 100 * LANES.index(group) + lane
         text = f"{group} {lane + 1}" if lane else group
         labels.setdefault((number, bar["tid"]), label("thread_name", number, bar["tid"], text))
     return [*labels.values(), *bars]
+
+
+def lane_for(bar, thread, lanes):
+    """Return the number of the lane that the thread has, or else of the first that is free."""
+    for number, (owner, until) in enumerate(lanes):
+        if owner == thread and until > bar["ts"]:
+            return number
+    for number, (_, until) in enumerate(lanes):
+        if until <= bar["ts"]:
+            lanes[number] = thread, end_of(bar)
+            return number
+    lanes.append((thread, end_of(bar)))
+    return len(lanes) - 1
 
 
 def label(kind, process, lane, name):
@@ -607,17 +643,24 @@ def label(kind, process, lane, name):
 
 
 def arrows(calls):
-    """Return an arrow for each call, and one for its answer, whose id is odd. An arrow is a pair of events."""
+    """Return the events of an arrow for each call, and of one for its answer, whose number is odd."""
     events = []
     for number, (call, run, answered) in enumerate(calls):
-        # 1 ns before its end, an arrow's end is still inside the bar.
-        ends = [(call, call["ts"]), (run, run["ts"])]
+        events += arrow(2 * number, call["name"], (call, call["ts"]), (run, run["ts"]))
         if is_finished(call) and is_finished(answered):
-            ends += [(answered, end_of(answered) - 1e-3), (call, end_of(call) - 1e-3)]
-        for end, (bar, moment) in enumerate(ends, start=4 * number):
-            arrow = {"ph": "sf"[end % 2], "bp": "e", "id": end // 2, "name": call["name"], "cat": "message"}
-            events.append(arrow | {"pid": bar["pid"], "tid": bar["tid"], "ts": moment})
+            # 1 ns before its end, an arrow's end is still inside the bar.
+            left, arrived = end_of(answered) - 1e-3, end_of(call) - 1e-3
+            events += arrow(2 * number + 1, call["name"], (answered, left), (call, arrived))
     return events
+
+
+def arrow(number, name, tail, tip):
+    """`tail` and `tip`: (a bar, a moment at which it exists)."""
+    both = {"id": number, "name": name, "cat": "message", "bp": "e"}
+    return [
+        both | {"ph": phase, "pid": bar["pid"], "tid": bar["tid"], "ts": moment}
+        for phase, (bar, moment) in (("s", tail), ("f", tip))
+    ]
 
 
 def draw(path, events, window):
@@ -665,7 +708,7 @@ def draw_period(axes, events, start, end):
     busy = {lane_of(bar) for bar in bars if state_of(bar) != "waiting"}
     lanes = sorted(busy.union(lane_of(event) for message in messages for event in message), reverse=True)
     rows = {lane: row for row, lane in enumerate(lanes)}
-    _draw_bars(axes, [bar for bar in bars if lane_of(bar) in rows], rows, start, end)
+    draw_bars(axes, [bar for bar in bars if lane_of(bar) in rows], rows, start, end)
     for tail, head in messages:
         caller = (head if tail["id"] % 2 else tail)["pid"]
         arrow = {"arrowstyle": "-|>", "linewidth": 0.9, "mutation_scale": 6, "shrinkA": 0, "shrinkB": 0}
@@ -679,7 +722,7 @@ def draw_period(axes, events, start, end):
     axes.tick_params(labelsize=7)
 
 
-def _draw_bars(axes, bars, rows, start, end):
+def draw_bars(axes, bars, rows, start, end):
     """Draw the bars, with a name in each that has room for it."""
     paper = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}
     taken = {}  # row -> where the last name in it ends

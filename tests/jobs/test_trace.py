@@ -1,19 +1,21 @@
 """tools/trace.py records both sides of every RPC of any program, however its ranks are started and end."""
 
 import collections
+import contextlib
 import json
 import os
-import pathlib
 import re
 import signal
-import subprocess
 import sys
+import sysconfig
 
 import pytest
 
 from helpers import ROOT, load_module
-from jobs import JOBS
-from programs import run_traced
+from jobs import JOBS, free_port
+from programs import Program, run_script, run_traced
+from tutorials import changed, copied_alone
+from two_hosts import ADDRESSES, NAMES, TwoHosts, why_not
 
 CALLS = ("sync", "async", "remote")
 TRACE = str(ROOT / "tools" / "trace.py")
@@ -65,8 +67,9 @@ def calls_of(events):
     return collections.Counter((names[bar["pid"]], bar["args"]["to"], bar["name"]) for bar in made)
 
 
-def run(*command, **options):
-    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120, **options)
+def run_trace(*words, **how):
+    """Run tools/trace.py to its end."""
+    return run_script("tools/trace.py", *words, cold=True, **how)
 
 
 # ------------------------------------------------------------------------------------------ what a recording contains
@@ -149,6 +152,48 @@ def test_clocks_of_several_hosts_are_lined_up():
 
 # --------------------------------------------------------------------------------------- whatever program, as it runs
 
+# Rank 1 calls rank 0. A program without the variable RANK is rank 0, and starts rank 1 with subprocess.
+PAIR = """
+import os, resource, signal, subprocess, sys, threading
+import torch.distributed.rpc as rpc
+
+def increment(x):
+    return x + 1
+
+def never():
+    threading.Event().wait()
+
+if __name__ == "__main__":
+    meet, what = sys.argv[1:]
+    if "RANK" not in os.environ:
+        started = subprocess.Popen([sys.executable, *sys.argv], env=os.environ | {"RANK": "1"})
+    rank = int(os.environ.get("RANK", "0"))
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meet}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 1:
+        if what == "full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))  # of any file
+        for x in range(5 if what == "short" else 1000):
+            assert rpc.rpc_sync("worker0", increment, args=(x,)) == x + 1
+        if what == "killed":
+            rpc.rpc_async("worker0", never)
+            os.kill(os.getpid(), signal.SIGKILL)
+    if what == "killed":
+        started.wait()
+        os._exit(7)
+    rpc.shutdown()
+    print("rank", rank, "is done")
+"""
+
+
+@pytest.fixture
+def pair(tmp_path, monkeypatch):
+    """Write PAIR into a file; return the words of its command."""
+    monkeypatch.setenv("TP_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    (tmp_path / "pair.py").write_text(PAIR)
+    return [tmp_path / "pair.py", tmp_path / "meet"]
+
 
 def forty_lines():
     return re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
@@ -156,7 +201,7 @@ def forty_lines():
 
 def test_the_forty_lines_of_the_readme_are_drawn(tmp_path):
     (tmp_path / "forty.py").write_text(forty_lines())
-    done = run(sys.executable, TRACE, "step.png", "--", sys.executable, "forty.py", cwd=tmp_path)
+    done = run_trace("step.png", "--", sys.executable, "forty.py", cwd=tmp_path)
     assert done.returncode == 0 and "to_here:   a copy, which has counted to 2" in done.stdout
     assert re.search(r"worker0 -> worker1: increment +2 +[\d.]+ +[\d.]+ +[\d.]+\n", done.stderr), done.stderr
     assert "trace" not in done.stdout
@@ -164,36 +209,174 @@ def test_the_forty_lines_of_the_readme_are_drawn(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["forty.py", "step.png"]
 
 
+def test_the_calls_of_a_killed_rank_are_in_the_file(tmp_path, pair):
+    """Also the last one, which was not answered. The other rank leaves without cleaning up."""
+    done = run_trace(tmp_path / "all.json", "--", sys.executable, *pair, "killed")
+    assert done.returncode == 7, done.stderr
+    events = events_in(tmp_path / "all.json")
+    (number,) = (number for number, name in names_of(events).items() if name == "worker1")
+    assert len([bar for bar in bars(events, "sync", "increment") if bar["pid"] == number]) == 1000
+    assert len(bars(events, "run", "increment")) == 1000
+    (last,) = bars(events, "async", "never (unfinished)")
+    assert last["pid"] == number and last["args"]["to"] == "worker0"
+    assert re.search(r"worker1 -> worker0: never +1 +1 unanswered\n", done.stderr), done.stderr
+
+
+@pytest.mark.slow
+def test_ranks_in_terminals_record_into_one_folder(tmp_path, pair):
+    command = ("--into", tmp_path / "calls", "--", sys.executable, *pair, "short")
+    with Program("tools/trace.py", *command, cold=True, env={"RANK": 0}) as rank0:
+        rank1 = run_trace(*command, env={"RANK": 1})
+        assert (rank1.returncode, rank1.stdout, rank0.wait(60)) == (0, "rank 1 is done\n", 0), rank0.text()
+    done = run_trace(tmp_path / "all.json", tmp_path / "calls")
+    assert done.returncode == 0 and re.search("worker1 -> worker0: increment +5 +[0-9]", done.stderr), done.stderr
+    assert calls_of(events_in(tmp_path / "all.json")) == {("worker1", "worker0", "increment"): 5}
+    assert run_trace("--window", 0, 50, tmp_path / "part.png", tmp_path / "calls").returncode == 0
+    assert (tmp_path / "part.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_ranks_of_torchrun_are_recorded(tmp_path, pair):
+    torchrun = os.path.join(sysconfig.get_path("scripts"), "torchrun")
+    command = [torchrun, "--master-port", free_port(), "--nproc-per-node", 2, *pair, "short"]
+    done = run_trace(tmp_path / "all.json", "--", *command)
+    assert done.returncode == 0, done.stderr
+    assert calls_of(events_in(tmp_path / "all.json")) == {("worker1", "worker0", "increment"): 5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recorded", [0, 1])
+def test_a_rank_that_is_not_recorded_works_with_one_that_is(recorded, tmp_path, pair):
+    words = [*pair, "short"]
+    with Program(*words, cold=True, env={"RANK": 1 - recorded}) as other:
+        done = run_trace(tmp_path / "t.json", "--", sys.executable, *words, env={"RANK": recorded})
+        assert done.returncode == other.wait(60) == 0, done.stderr + other.text()
+    if recorded == 1:
+        assert re.search(
+            r"worker1 -> worker0: increment +5\nRecorded at the caller only: 5 of these calls", done.stderr
+        )
+    else:
+        assert "no call of a Python function was recorded" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_between_two_hosts_no_arrow_points_back_in_time(tmp_path):
+    record = [sys.executable, TRACE, "--into", tmp_path, "--", sys.executable]
+    flags = ["--world_size", 2, *JOBS["rl_rpc"]["short"], "--master_addr", ADDRESSES[0], "--master_port", free_port()]
+    with TwoHosts(delay_ms=5.0) as hosts, contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(Program("rl_rpc/main.py", *flags, "--rank", rank, by=hosts.on(rank, record)))
+            for rank in range(2)
+        ]
+        assert [rank.wait() for rank in ranks] == [0, 0], [rank.text() for rank in ranks]
+    done = run_trace(tmp_path / "all.json", tmp_path)
+    assert re.search(rf"the clock of {NAMES[1]} was corrected by \S+ ms \(error at most \d", done.stderr), done.stderr
+    events = events_in(tmp_path / "all.json")  # also checks the arrows
+    served = {run["args"]["call"]: run for run in bars(events, "run")}
+    calls = bars(events, "sync", "select_action")
+    assert min(call["dur"] for call in calls) > 10_000 and all(call["args"]["call"] in served for call in calls)
+
+
+# ---------------------------------------------------------------------------- the program is as it is without the tool
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
         (["t.svg", "--", "true"], "must end in .png or .json"),
         (["no/such/folder/t.json", "--", "true"], "that folder does not exist"),
+        (["t.json", "no/such/folder"], "there is no such folder"),
+        (["--into", "/proc/here", "--", "true"], "--into /proc/here: No such file or directory"),
         (["t.json"], "give a FILE"),
         (["--into", "x", "t.json", "--", "true"], "give a FILE"),
     ],
 )
 def test_wrong_command_lines_are_refused(words, why):
-    done = run(sys.executable, TRACE, *words)
+    done = run_trace(*words)
     assert done.returncode == 2 and why in done.stderr
 
 
 def test_a_program_ends_as_it_does_without_being_recorded(tmp_path):
+    program = tmp_path / "program.py"
     for line, status in (("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", -signal.SIGKILL), ("sys.exit('why')", 1)):
-        code = f"import os, sys; print('out'); print('err', file=sys.stderr, flush=True); sys.stdout.flush(); {line}"
-        plain = run(sys.executable, "-c", code)
-        done = run(sys.executable, TRACE, tmp_path / "t.json", "--", sys.executable, "-c", code)
+        program.write_text(
+            f"import os, sys\nprint('out', flush=True)\nprint('err', file=sys.stderr, flush=True)\n{line}"
+        )
+        plain = run_script(program, cold=True)
+        done = run_trace(tmp_path / "t.json", "--", sys.executable, program)
         assert done.returncode == plain.returncode == status
         assert done.stdout == plain.stdout and done.stderr.startswith(plain.stderr)
-        assert "no process of the command has imported torch" in done.stderr and not os.listdir(tmp_path)
+        assert os.listdir(tmp_path) == ["program.py"]
+
+
+def test_a_program_in_which_nothing_can_be_recorded_runs_on(tmp_path):
+    """A torch without the functions that are replaced, and a Python that ignores its environment."""
+    for folder in ("torch", "torch/distributed", "torch/distributed/rpc"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text("__version__ = '99'")
+    (tmp_path / "program.py").write_text(f"""import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import torch.distributed.rpc
+print("ran on with torch", torch.__version__)""")
+    for flags, why in (
+        ([], "nothing was recorded, because torch 99 has no torch.distributed.rpc.api._enable_rpc_profiler"),
+        (
+            ["-I"],
+            "no process of the command has imported torch, or Python was told to ignore this program (-I, -E, -S)",
+        ),
+    ):
+        done = run_trace(tmp_path / "t.json", "--", sys.executable, *flags, tmp_path / "program.py")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "ran on with torch 99\n", f"trace.py: {why}\n")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_job_leaves_its_picture(number, status, tmp_path):
+    """A terminal sends Ctrl-C to all processes. Others send SIGTERM to trace.py alone."""
+    command = [sys.executable, ROOT / "rl_rpc" / "main.py", "--world_size", 2, *JOBS["rl_rpc"]["long"]]
+    with Program("tools/trace.py", tmp_path / "step.png", "--", *command, cold=True) as program:
+        assert program.wait_for_text("Episode 10", 60)
+        if number == signal.SIGINT:
+            os.killpg(program.pid, number)
+        else:
+            program.send_signal(number)
+        assert program.wait(20) == status, program.text()
+        assert program.errors().startswith("RPCs, median milliseconds"), program.errors()
+    picture = tmp_path / "step.png"
+    assert picture.read_bytes().startswith(b"\x89PNG") and 2_000 < picture.stat().st_size < 500_000
+
+
+@pytest.mark.slow
+def test_a_program_runs_on_when_the_disk_is_full(tmp_path, pair):
+    """The disk counts as full for the file of rank 1 only."""
+    done = run_trace(tmp_path / "all.json", "--", sys.executable, *pair, "full")
+    assert done.returncode == 0 and sorted(done.stdout.splitlines()) == ["rank 0 is done", "rank 1 is done"], (
+        done.stderr
+    )
+    assert len(re.findall(r"trace.py: process \d+ is not recorded any more: File too large\n", done.stderr)) == 1
+    events = events_in(tmp_path / "all.json")
+    assert 20 < len([bar for bar in events if bar["name"].startswith("increment") and bar["cat"] == "sync"]) < 200
+    assert len(bars(events, "run", "increment")) == 1000
+
+
+@pytest.mark.slow
+def test_a_recording_is_bounded_and_its_end_is_kept(tmp_path, pair):
+    copy = changed(copied_alone("tools/trace.py", tmp_path), ("LINES = 200_000", "LINES = 100"))
+    done = run_script(copy, "--into", tmp_path / "calls", "--", sys.executable, *pair, "long", cold=True)
+    assert done.returncode == 0, done.stderr
+    assert len(os.listdir(tmp_path / "calls")) == 4  # two files of each rank
+    done = run_script(copy, tmp_path / "all.json", tmp_path / "calls", cold=True)
+    kept = re.findall(r"worker(\d) recorded too many bars; the last (\d+) are kept", done.stderr)
+    assert [rank for rank, _ in kept] == ["0", "1"] and all(50 <= int(count) <= 100 for _, count in kept), done.stderr
+    events = events_in(tmp_path / "all.json")
+    assert any(event["name"].startswith("torch.rpc.") for event in events), "the calls of shutdown, which come last"
+    assert not [bar for bar in bars(events, "step")]
 
 
 def test_a_users_sitecustomize_still_runs(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("print('customized', __name__, __file__)")
+    mine = tmp_path / "sitecustomize.py"
+    mine.write_text("print('customized', __name__, __file__)")
     code = "import sys, sitecustomize; print(sitecustomize.__file__, [p for p in sys.path if 'start-' in p])"
-    command = [sys.executable, "-c", code]
-    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = run(sys.executable, TRACE, tmp_path / "t.json", "--", *command, env=environ)
-    mine = str(pathlib.Path(tmp_path, "sitecustomize.py"))
+    done = run_trace(tmp_path / "t.json", "--", sys.executable, "-c", code, env={"PYTHONPATH": tmp_path})
     # The tool is a Python process as well, whose output comes last.
     assert done.stdout == f"customized sitecustomize {mine}\n{mine} []\ncustomized sitecustomize {mine}\n"

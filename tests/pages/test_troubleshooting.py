@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ import torch
 import two_hosts
 from helpers import ROOT
 from jobs import JOBS, Job, free_port
-from programs import Program, read_whole, run_main, run_script, start_main, wait_for_text
+from programs import Program, run_main, run_script, start_main, wait_for_text
 
 PAGE = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()
 ENTRIES = dict(re.findall(r"^### ([^\n]+)\n(.*?)(?=^##|\Z)", PAGE, re.DOTALL | re.MULTILINE))  # heading -> text
@@ -378,17 +377,9 @@ def test_every_entry_is_caused_or_says_that_it_is_not():
 # ---------------------------------------------------------------------------------------------------- what to do first
 
 
-def read_when(path, pattern, deadline):
-    """Wait until what stands in this file has this pattern; return the text."""
-    while not re.search(pattern, text := read_whole(path)):
-        assert time.monotonic() < deadline, text
-        time.sleep(0.05)
-    return text
-
-
 @pytest.mark.slow
 def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
-    """The two dumps of the page, which show the same, and torch's counts. The program needs both of its processes."""
+    """The two dumps of the page, which show the same, torch's counts, and the table of tools/trace.py."""
     (program,) = re.findall(r"^```python\n(import faulthandler.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     (timer,) = re.findall(r"^```python\n(threading.Timer.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     init = next(line for line in program.splitlines(True) if "rpc.init_rpc" in line)
@@ -401,21 +392,17 @@ def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
     assert {(f"hang.py:{number}", name) for number, name in shown} == {
         (place, name) for name, place in re.findall(r"^    (\S+) \((hang.py:\d+)\)$", PAGE, re.MULTILINE)
     }
-    deadline = time.monotonic() + 90
-    ranks = []
-    try:
-        for rank in (0, 1):
-            with open(tmp_path / f"out{rank}", "w") as out, open(tmp_path / f"err{rank}", "w") as err:
-                command = [sys.executable, tmp_path / "hang.py", str(rank)]
-                ranks.append(subprocess.Popen(command, stdout=out, stderr=err))
-        counts = read_when(tmp_path / "out1", "thread_pool_size", deadline)
+    record = ("--into", tmp_path / "calls", "--", sys.executable, tmp_path / "hang.py")
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(Program("tools/trace.py", *record, rank, cold=True)) for rank in (0, 1)]
+        assert ranks[1].wait_for_text("thread_pool_size", 90)
+        counts = ranks[1].output()
         assert "'agent.client_active_calls': '1'" in counts and "'agent.server_active_calls': '1'" in counts
-        ranks[1].send_signal(signal.SIGUSR1)
-        dump = read_when(tmp_path / "err1", r"line \d+ in <module>", deadline)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        os.kill(int(re.search(r"^process (\d+)$", counts, re.MULTILINE)[1]), signal.SIGUSR1)
+        assert ranks[1].wait_for_text(r"line \d+ in <module>", 30)
+        dump = ranks[1].errors()
+    (table,) = re.findall(r"^```text\n(RPCs, median.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    assert run_script("tools/trace.py", tmp_path / "hang.png", tmp_path / "calls", cold=True).stderr == table
     lines = text.splitlines()
     places = [(lines[int(number) - 1], name) for number, name in re.findall(r'hang.py", line (\d+) in (\S+)', dump)]
     original = program.splitlines()
