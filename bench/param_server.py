@@ -22,19 +22,14 @@ from wire import run_counted
 
 use_package("param_server")
 
-from coordinator import get_accuracy
 from data import Batches, load_digits
+from evaluation import get_accuracy
 from glue import flags
 from glue.host import keep_freed_memory, usable_cores
+from glue.seeds import seed_for
 from net import Net
 
-MODES = {
-    "remote": ["--mode", "remote"],
-    "async": ["--mode", "replica"],
-    "async, --overlap": ["--mode", "replica", "--overlap"],
-    "bounded": ["--mode", "replica", "--consistency", "bounded"],
-    "sync": ["--mode", "replica", "--consistency", "sync"],
-}
+MODES = ("remote", "replica", "overlap", "bounded", "sync")
 
 
 def main():
@@ -55,36 +50,33 @@ def speed_by_mode(args):
     if args.device == "cuda":
         variants["one process, cuda"] = single(args, 1, "--device", "cuda")
     for count in args.trainers:
-        # With one trainer the three consistencies are the same.
-        for mode in MODES if count > 1 else ("remote", "async", "async, --overlap"):
+        # With one trainer, replica, bounded and sync are the same.
+        for mode in MODES if count > 1 else ("remote", "replica", "overlap"):
             for suffix, place in places(args.device).items():
                 name = f"{mode}, {count} trainer{'s' * (count > 1)}{suffix}"
-                # The learning rate does not change the speed. With 0.03, four trainers with --overlap would diverge,
+                # The learning rate does not change the speed. With 0.03, four trainers in `overlap` would diverge,
                 # because their gradients are late.
                 variants[name] = distributed(args, mode, count, "--lr", 0.01, *place)
     rows = interleave(variants, args.repeats)
     table(rows, "images_per_second", "one process, 1 thread", "images/s")
     print("\nBytes that a trainer sends and receives per batch, over TCP (--transport tcp)")
     print(f"{'variant':22} {'bytes':>12}")
-    for mode in ("remote", "async"):
+    for mode in ("remote", "replica"):
         _, counted = run_counted("param_server", flags_of(args, mode, 1))
         print(f"{mode:22} {counted:12,}")
     return rows
 
 
 def speed_by_batch(args):
-    """Print images/s of two trainers with several batch sizes, and with --sync_every; return the runs.
+    """Print images/s of two trainers with several batch sizes; return the runs.
 
     With small batches the messages take most of the time.
     """
     variants = {"one process, 1 thread": single(args, 1)}
     for batch in (8, 128):
         variants[f"one process, 1 thread, batch {batch}"] = single(args, 1, "--batch_size", batch)
-        for mode in ("remote", "async"):
+        for mode in ("remote", "replica"):
             variants[f"{mode}, batch {batch}"] = distributed(args, mode, 2, "--batch_size", batch)
-    for batch in (8, 32):
-        flags = ("--batch_size", batch, "--sync_every", 8)
-        variants[f"async, batch {batch}, --sync_every 8"] = distributed(args, "async", 2, *flags)
     rows = interleave(variants, args.repeats)
     table(rows, "images_per_second", "one process, 1 thread", "images/s, 2 trainers, by batch size")
     return rows
@@ -95,7 +87,7 @@ def accuracy_table(args):
     rows = {}
     variants = [("one process", 1), ("one process, joined batch", 2), ("one process, joined batch", 4)]
     variants += [(mode, trainers) for trainers in (2, 4) for mode in MODES]
-    variants.remove(("async, --overlap", 4))  # with this learning rate it can diverge
+    variants.remove(("overlap", 4))  # with this learning rate it can diverge
     columns = f"{'trainers':>8} {'accuracy, mean':>15} {'accuracy by seed':>24} {'staleness mean':>15} {'its max':>7}"
     print(f"\n{'variant':26} {columns}")
     for name, trainers in variants:
@@ -124,7 +116,7 @@ def distributed(args, mode, trainers, *flags):
 
 def flags_of(args, mode, trainers):
     """Return the flags of main.py for one run."""
-    job = ["--log_interval", 1_000_000, *MODES[mode], "--world_size", trainers + 1]
+    job = ["--log_interval", 1_000_000, "--mode", mode, "--world_size", trainers + 1]
     return [*same_work(args), *job]
 
 
@@ -167,7 +159,7 @@ def train_in_one_process(args):
     """Train without RPC, with the same network, data order, malloc settings and evaluation; return the figures."""
     keep_freed_memory()
     torch.set_num_threads(args.single)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(seed_for(args.seed, "net"))
     device = torch.device(args.device)
     net = Net().to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=args.lr)

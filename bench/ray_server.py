@@ -166,7 +166,7 @@ def main():
 
     args.max_batches = args.batches
     variants = {"two processes on their own": param_server.two_processes(args)}
-    for mode in ("async", "async, --overlap"):
+    for mode in ("replica", "overlap"):
         variants[mode] = param_server.distributed(args, mode, args.trainers)
     for variant in ("same settings", "as a user would"):
         variants[f"Ray, {variant}"] = lambda variant=variant: ray(variant)

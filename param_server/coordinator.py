@@ -1,29 +1,31 @@
-"""The Coordinator, in rank 0: hands out batches, and evaluates and saves when all trainers wait for the next ones.
+"""The Coordinator, in rank 0: it deals batches, and when all trainers wait, it saves a checkpoint and evaluates.
 
-It is the same in both modes. Trainers call next_assignment and record_loss; the server in rank 0 calls count_update.
+It is the same in all modes. lead() is the loop of the whole job, on rank 0's main thread. Everything else is called by
+others, on other threads, and only changes data under a lock.
 """
 
+import collections
 import math
 import threading
-from dataclasses import dataclass
+import time
 
 import torch
 import torch.distributed.rpc as rpc
 
 from assignments import Assignments
-from data import load_digits, normalised
-from glue import UserError, checkpoint
-from glue.host import all_cores
+from evaluation import get_accuracy
+from glue import UserError
 from glue.report import check_finite
-from progress import Progress
-from ranks import server_name, trainers
+
+# The attributes of a Coordinator that are in a checkpoint:
+STATE = ("epoch", "updates", "unmeasured", "images_applied", "stale", "accuracy")
 
 coordinator = None  # of this process, if it is rank 0
 
 
-def make_coordinator(args, resume_keys):
+def make_coordinator(*values):
     global coordinator
-    coordinator = Coordinator(args, resume_keys)
+    coordinator = Coordinator(*values)
     return coordinator
 
 
@@ -31,212 +33,182 @@ def get_coordinator():
     return coordinator
 
 
-def coordinator_rref():
-    """Return an RRef to the Coordinator, for a trainer."""
-    return rpc.remote(server_name(0), get_coordinator)
+def get_parameter_server():
+    return coordinator.server
 
 
-@dataclass
-class Assignment:
-    """The batches that a trainer does next."""
+class Coordinator:  # in rank 0
+    """Leads one job. `server`, which main.py sets, is the mode's ParameterServer; `progress` prints and saves."""
 
-    epoch: int  # from 0
-    lr: float
-    batches: list  # their numbers
-
-
-class Coordinator:
-    """Leads one job.
-
-    An assignment ends where an evaluation or a checkpoint is due. Then all trainers wait, so nothing changes meanwhile.
-    """
-
-    def __init__(self, args, resume_keys):
-        """`resume_keys`: flags that must be equal in a run that continues from a checkpoint of this one."""
-        self.args = args
-        self.settings = {key: vars(args)[key] for key in resume_keys}
-        # Set by the mode's make_server: offers start, lose, state_dict, load_state_dict, and `model` to evaluate.
-        self.servers = None
-        self.progress = Progress(args)
-        self.test_images, self.test_labels = load_digits(args.dataset, args.data_dir, args.seed, train=False)
-        # The lock protects what follows. A server may hold its own lock when it takes this one, never the other way.
-        self.lock = threading.Lock()
-        self.assignments = Assignments(trainers(args))
-        self.epoch = 0
-        self.epoch_begun = False
+    def __init__(self, plan, evaluations, checkpoint_every, test_digits):
+        """`checkpoint_every`: updates between two checkpoints, or None; `test_digits`: images and labels."""
+        self.plan = plan
+        self.evaluations = evaluations
+        self.checkpoint_every = checkpoint_every
+        self.test_digits = test_digits
+        self.server = None
+        self.progress = None
+        # The one lock of rank 0. It guards what follows, and the server's weights. Notified when lead() may go on.
+        # Never wait for an RPC while holding it: answers arrive on the threads that also serve calls. If calls that
+        # wait for this lock blocked all of them, the answer could not arrive, and nobody would release the lock.
+        self.changed = threading.Condition()
+        self.assignments = Assignments(range(1, plan.world_size))
+        self.waiting = {}  # {trainer: Future of its next assignment}
+        self.batches_per_epoch = None  # in the whole training set; the trainers know it
+        self.epoch = 0  # number of epochs that are done
         self.updates = 0
-        self.evaluate_at = 0  # number of the first batch after the next evaluation
+        self.unmeasured = 0  # batches that were applied since the last evaluation
         self.saved_at = 0  # `updates` at the last checkpoint
-        self.waiting = {}  # {trainer: Future of its next Assignment}
-        self.size = None  # images in the training set
-        self.started = False
+        self.images_applied = []  # number of images applied to the weights, for each epoch
+        self.stale = collections.Counter()  # {staleness: number of gradients that had it}
+        self.accuracy = None
 
-    # Trainers call the next two methods, on RPC threads, several at once.
+    def lead(self):
+        """Deal and wait, evaluate and save, epoch by epoch. Between two deals all trainers wait, so nothing changes."""
+        left = self.progress.start()  # numbers of the batches left of an epoch that was begun, or None
+        self.wait_for_trainers()
+        while self.epoch < self.plan.epochs:
+            self.begin_epoch(left)
+            while self.left():
+                if self.unmeasured >= self.batches_in_part():
+                    self.evaluate()
+                    self.progress.within_epoch()
+                started = time.perf_counter()
+                self.deal()
+                self.wait_for_trainers()
+                self.progress.seconds += time.perf_counter() - started
+                self.check_weights()
+                if self.checkpoint_every and self.updates - self.saved_at >= self.checkpoint_every:
+                    self.save(self.left())  # before the evaluation, which a restart then repeats
+            self.evaluate()
+            self.epoch += 1
+            self.progress.after_epoch()
+            self.save(None)
+            left = None
+        self.answer({})  # None for all: the work is done
+
+    def wait_for_trainers(self):
+        """Return when all living trainers wait for batches."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.assignments.living <= self.waiting.keys())
+
+    def begin_epoch(self, left):
+        """Begin an epoch, or, after a restart, go on with the batches that are `left` of it."""
+        plan = self.plan
+        self.server.set_learning_rate(plan.lr * 0.1 ** (self.epoch // plan.lr_step) if plan.lr_step else plan.lr)
+        with self.changed:
+            if left is None:
+                left = range(self.batches_in_epoch())
+                self.images_applied.append(0)
+            self.assignments.begin(left)
+
+    def batches_in_epoch(self):
+        """Return how many batches the trainers do together in an epoch. --max_batches is for each trainer."""
+        most = self.plan.max_batches * (self.plan.world_size - 1)
+        return min(self.batches_per_epoch, most or self.batches_per_epoch)
+
+    def batches_in_part(self):
+        """Return after how many batches the accuracy is measured."""
+        return math.ceil(self.batches_in_epoch() / self.evaluations)
+
+    def left(self):
+        with self.changed:  # a trainer may be lost at any moment
+            return self.assignments.left()
+
+    def deal(self):
+        """Deal batches up to the next evaluation or checkpoint, and answer the waiting trainers."""
+        with self.changed:
+            trainers = len(self.assignments.living)
+            # Whole rounds, in which each trainer does a batch: so in `sync` an evaluation falls between two updates.
+            rounds = math.ceil((self.batches_in_part() - self.unmeasured) / trainers)
+            batches = rounds * trainers
+            if self.checkpoint_every:
+                updates = max(1, self.checkpoint_every - (self.updates - self.saved_at))
+                batches = min(batches, updates * self.server.gradients_in_update())
+            self.assignments.deal(batches)
+            dealt = {trainer: (self.epoch, batches.copy()) for trainer, batches in self.assignments.dealt.items()}
+        self.answer(dealt)
+
+    def answer(self, assignments):
+        """Answer all waiting trainers. `assignments`: {trainer: its next one}."""
+        with self.changed:
+            waiting, self.waiting = self.waiting, {}
+        for trainer, future in waiting.items():  # outside the lock, because this sends messages
+            future.set_result(assignments.get(trainer))
+
+    def evaluate(self):
+        self.accuracy = get_accuracy(self.server.model, *self.test_digits)
+        self.unmeasured = 0
+        self.progress.after_evaluation()
+
+    def check_weights(self):
+        for name, weights in self.server.model.named_parameters():
+            check_finite(weights.sum(), f"sum of the weights {name}", self.updates)
+
+    def save(self, left):
+        self.progress.save(self.state_dict(left))
+        self.saved_at = self.updates
+
+    def state_dict(self, left):
+        """`left`: as in begin_epoch."""
+        progress = {name: getattr(self, name) for name in STATE} | {"left": left}
+        return {"progress": progress} | self.server.state_dict()
+
+    def load_state_dict(self, state):
+        """Load a checkpoint; return the batches left of the epoch that was begun, or None."""
+        for name in STATE:
+            setattr(self, name, state["progress"][name])
+        self.saved_at = self.updates
+        self.server.load_state_dict(state)
+        return state["progress"]["left"]
+
+    # Trainers call the next two methods, on RPC threads.
 
     @rpc.functions.async_execution
-    def next_assignment(self, trainer, size):
-        """Answer with an Assignment when all living trainers have called this, or with None if the work is done.
+    def next_assignment(self, trainer, batches_per_epoch):
+        """Answer with (epoch, numbers of the batches to do) when lead() deals them, or with None: the work is done.
 
-        `size`: images in the training set. Because of async_execution, trainers that wait block no RPC thread. The last
-        trainer's call also runs the evaluation.
+        Because of async_execution, trainers that wait block no RPC thread. An epoch's number is from 0.
         """
         answer = torch.futures.Future()
-        with self.lock:
-            if trainer not in self.assignments.living:
-                raise UserError(f"rank {trainer} was lost; its batches go to other trainers")
-            if trainer in self.waiting:
-                raise RuntimeError(f"rank {trainer} asked for batches before its last request was answered")
-            self.size = size
+        with self.changed:
+            self.refuse_if_lost(trainer)
+            self.batches_per_epoch = batches_per_epoch
             self.waiting[trainer] = answer
-        self.go_on_if_everybody_is_here()
+            self.changed.notify()
         return answer
 
     def record_loss(self, trainer, batch, loss):
-        with self.lock:
-            self.progress.loss(trainer, batch, loss, self.updates)
+        with self.changed:
+            self.progress.loss(trainer, batch, loss)
+
+    # The server calls the next two, under the lock.
+
+    def refuse_if_lost(self, trainer):
+        """Raise an error if the job goes on without this trainer. It may only have been stopped for a while."""
+        if trainer not in self.assignments.living:
+            raise UserError(f"rank {trainer} was lost; its batches go to other trainers")
 
     def count_update(self, gradients):
-        """Count one update of the weights. `gradients`: (trainer, batches, staleness) of each.
+        """Count an update. `gradients`: (trainer, images, version) of each gradient in it, which is of one batch.
 
-        Called under the server's lock, so that no trainer can read the new weights before.
+        Its version is the number of updates when the weights were read from which it was computed.
         """
-        with self.lock:
-            for trainer, count, staleness in gradients:
-                images = sum(map(self.images_in, self.assignments.apply(trainer, count)))
-                self.progress.after_step(images, staleness)
-            self.updates += 1
+        for trainer, images, version in gradients:
+            self.assignments.strike(trainer)
+            self.images_applied[-1] += images
+            self.stale[self.updates - version] += 1
+            self.unmeasured += 1
+            self.progress.after_step(images)
+        self.updates += 1
 
-    def images_in(self, batch):
-        return min(self.args.batch_size, self.size - batch * self.args.batch_size)
+    # The job calls this, on a thread of its own.
 
     def on_lost(self, trainer):
-        """Go on without a trainer (--on_lost continue); return a few words about its batches. On a job's thread."""
-        self.servers.lose(trainer)  # after this, none of its gradients is applied
-        with self.lock:
+        """Go on without a trainer (--on_lost continue); return a few words about its batches."""
+        with self.changed:  # so, between two updates; after this, none of its gradients is applied
             left = self.assignments.lose(trainer)
             self.waiting.pop(trainer, None)
-        self.go_on_if_everybody_is_here()
+            self.changed.notify()
+        self.server.on_lost(trainer)
         return f"batches of this epoch that go to the others: {left}" if left else ""
-
-    def start(self):
-        """With --resume, load the checkpoint. Then let the trainers begin. On the main thread, after init_rpc."""
-        state = checkpoint.resume(self.args, "param_server", self.settings)
-        if state is not None:
-            try:
-                self.load_state_dict(state["progress"])
-                self.servers.load_state_dict(state)
-            except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-                raise UserError(f"cannot go on from {self.args.checkpoint}: {error}") from error
-            self.progress.start(self.updates, self.epoch, nothing_left=self.epoch >= self.args.epochs)
-        self.started = True
-        self.go_on_if_everybody_is_here()
-
-    def go_on_if_everybody_is_here(self):
-        """If all living trainers wait: save, evaluate, or end the epoch, as is due, and answer with new assignments."""
-        with self.lock:
-            living = self.assignments.living
-            if not (self.started and living and living <= self.waiting.keys()):
-                return
-            waiting = self.waiting
-            self.waiting = {}
-            left = self.assignments.left()
-        self.progress.trainers_wait()
-        if self.args.checkpoint and self.updates - self.saved_at >= self.args.checkpoint_every:
-            self.save()
-        if self.epoch_begun and not left:
-            self.finish_epoch()
-        elif self.epoch_begun and left[0] >= self.evaluate_at:
-            self.evaluate()
-            self.progress.within_epoch(self.epoch + 1, self.updates)
-        assignments = self.assign() if self.epoch < self.args.epochs else {}
-        self.progress.trainers_work()
-        for trainer, future in waiting.items():
-            future.set_result(assignments.get(trainer))
-
-    def assign(self):
-        """Deal batches up to the next evaluation or checkpoint; return {trainer: Assignment}."""
-        lr = self.args.lr * 0.1 ** (self.epoch // self.args.lr_step) if self.args.lr_step else self.args.lr
-        with self.lock:
-            if not self.epoch_begun:
-                self.epoch_begun = True
-                self.assignments.begin(range(self.batches_in_epoch()))
-                self.progress.images_applied.append(0)
-            part = math.ceil(self.batches_in_epoch() / self.args.evaluations)
-            self.evaluate_at = (self.assignments.left()[0] // part + 1) * part
-            self.assignments.deal(self.evaluate_at, self.batches_until_checkpoint())
-            dealt = {trainer: batches.copy() for trainer, batches in self.assignments.dealt.items()}
-        # How many steps (remote) or pushes (replica) each trainer makes:
-        self.servers.start(lr, {trainer: math.ceil(len(dealt[trainer]) / self.args.sync_every) for trainer in dealt})
-        return {trainer: Assignment(self.epoch, lr, batches) for trainer, batches in dealt.items()}
-
-    def batches_in_epoch(self):
-        """Return how many batches the trainers do together in an epoch."""
-        count = math.ceil(self.size / self.args.batch_size)
-        if self.args.max_batches:
-            count = min(count, self.args.max_batches * len(trainers(self.args)))
-        return count
-
-    def batches_until_checkpoint(self):
-        """Return how many batches can be dealt before a checkpoint is due; None: all."""
-        if not self.args.checkpoint:
-            return None
-        gradients = len(self.assignments.living) if self.args.consistency == "sync" else 1  # in an update
-        updates = max(1, self.args.checkpoint_every - (self.updates - self.saved_at))
-        return updates * gradients * self.args.sync_every
-
-    def finish_epoch(self):
-        self.evaluate()
-        self.epoch += 1
-        self.epoch_begun = False
-        self.progress.after_epoch(self.epoch, self.updates)
-        if self.args.checkpoint:
-            self.save()
-
-    def evaluate(self):
-        self.current_weights()  # brings them into servers.model
-        accuracy = get_accuracy(self.servers.model, self.test_images, self.test_labels)
-        self.progress.after_evaluation(accuracy, self.updates)
-
-    def current_weights(self):
-        state = self.servers.state_dict()
-        for name, weights in state["model"].items():
-            check_finite(weights.sum(), f"sum of the weights {name}", self.updates)
-        return state
-
-    def save(self):
-        state = {"progress": self.state_dict()} | self.current_weights()
-        checkpoint.save(self.args.checkpoint, "param_server", self.settings, state)
-        self.saved_at = self.updates
-
-    def state_dict(self):
-        return {
-            "epoch": self.epoch,
-            "updates": self.updates,
-            "evaluate_at": self.evaluate_at,
-            "left": self.assignments.left() if self.epoch_begun else None,
-        } | self.progress.state_dict()
-
-    def load_state_dict(self, state):
-        self.epoch = state["epoch"]
-        self.updates = state["updates"]
-        self.saved_at = self.updates
-        self.evaluate_at = state["evaluate_at"]
-        self.epoch_begun = state["left"] is not None
-        self.assignments.begin(state["left"] or [])
-        self.progress.load_state_dict(state)
-
-
-@torch.no_grad()
-def get_accuracy(net, images, labels):
-    """Return the fraction of images (N, 28, 28) uint8 that `net` classifies correctly.
-
-    Runs in the process that has the network. In the tutorial, eval() is called on the trainers' TrainerNet. It does not
-    reach the network on the server, whose dropout stays on.
-    """
-    net.eval()
-    device = next(net.parameters()).device
-    correct = 0
-    with all_cores():  # no trainer computes now
-        for batch, target in zip(images.split(500), labels.split(500), strict=True):
-            correct += (net(normalised(batch.to(device))).argmax(dim=1).cpu() == target).sum().item()
-    return correct / len(labels)

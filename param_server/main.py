@@ -6,111 +6,109 @@
 
 --mode remote (the tutorial's): the network runs on the server. Trainers send images and get predictions.
 --mode replica: each trainer computes with a copy of the network. It pushes gradients and gets new weights.
+--mode bounded, sync, overlap: replica with one idea more.
 
-Read this file, then remote.py, which has both sides of a step's calls; then replica.py, which is another pattern. Both
-get their batches from coordinator.py, which you need not open to follow a step.
+Read this file, then remote.py, which has both sides of a step's calls; then replica.py, which is another pattern, and
+the three that build on it. All get their batches from coordinator.py, which you need not open to follow a step.
 """
 
 import glue.before_torch  # noqa: F401  (must be the first import; its docstring has the reason)
 
+from types import SimpleNamespace
+
 import torch
 import torch.distributed.rpc as rpc
 
+import bounded
+import overlap
 import remote
 import replica
+import sync
 from coordinator import make_coordinator
 from data import Batches, load_digits
 from glue import flags, launch
-from glue.flags import fraction, non_negative_int, positive_float, positive_int
 from glue.host import share_cores
-from ranks import trainers, worker_name
+from progress import Progress
+from ranks import ROLES, worker_name
 
-MODES = {"remote": remote, "replica": replica}
-REPLICA = ("consistency", "max_staleness", "sync_every", "num_servers", "overlap")  # flags of mode `replica`
+MODES = {"remote": remote, "replica": replica, "bounded": bounded, "sync": sync, "overlap": overlap}
 # Flags that must be equal in all ranks, when ranks are started one by one:
-MUST_MATCH = ("dataset", "epochs", "max_batches", "batch_size", "lr", "lr_step", "momentum", "no_dropout", *REPLICA)
-# Flags that a resumed run must not change:
-RESUME_KEYS = ("seed", "mode", "dataset", "batch_size", "max_batches", "sync_every")
+MUST_MATCH = (
+    *("dataset", "epochs", "max_batches", "batch_size", "lr", "lr_step", "momentum", "no_dropout", "max_staleness"),
+    "num_gpus",
+)
+RESUME_KEYS = ("seed", "mode", "dataset", "batch_size", "max_batches")  # flags that a resumed run must not change
 
 
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__, MODES, world_size=3, on_lost=True)
-    add = parser.add_argument_group("training").add_argument
+    add = parser.add_argument_group("the scenario").add_argument
     add("--dataset", choices=["mnist", "synthetic"], default="mnist", help="synthetic: digits drawn by the program")
     add("--data_dir", default="data", metavar="DIR", help="folder of MNIST, which is downloaded if it is missing")
-    add("--epochs", type=positive_int, default=1, metavar="N", help="passes over the data by all trainers together")
-    add("--max_batches", type=non_negative_int, default=0, metavar="N", help="batches per epoch and trainer; 0: all")
-    add("--batch_size", type=positive_int, default=32, metavar="B", help="images in a trainer's batch")
-    add("--lr", type=positive_float, default=0.03, metavar="X", help="learning rate")
-    add("--lr_step", type=non_negative_int, default=0, metavar="E", help="divide --lr by 10 every E epochs; 0: never")
-    add("--momentum", type=fraction, default=0.0, metavar="X", help="momentum of the server's SGD")
+    add("--epochs", type=flags.positive_int, default=1, metavar="N", help="passes over the data by all trainers")
+    most = "batches per epoch and trainer; 0: all"
+    add("--max_batches", type=flags.non_negative_int, default=0, metavar="N", help=most)
+    add("--batch_size", type=flags.positive_int, default=32, metavar="B", help="images in a trainer's batch")
+    add("--lr", type=flags.positive_float, default=0.03, metavar="X", help="learning rate")
+    lr_step = "divide --lr by 10 every E epochs; 0: never"
+    add("--lr_step", type=flags.non_negative_int, default=0, metavar="E", help=lr_step)
+    add("--momentum", type=flags.fraction, default=0.0, metavar="X", help="momentum of the server's SGD")
     add("--no_dropout", action="store_true", help="train without dropout, to compare runs")
-    add("--log_interval", type=positive_int, default=100, metavar="N", help="print a loss every N batches of a trainer")
-    add("--evaluations", type=positive_int, default=1, metavar="N", help="accuracy measurements per epoch")
-    add("--checkpoint_every", type=positive_int, default=500, metavar="N", help="updates between two checkpoints")
-    split = "remote: number of GPUs for the network (1 or 2 means --device cuda, 0 means --device cpu)"
-    add("--num_gpus", type=int, choices=[0, 1, 2], help=split)
-    add = parser.add_argument_group("replica").add_argument
-    consistency = (
-        "async: no trainer waits for another; bounded: a trainer that is more than --max_staleness ahead waits; "
-        "sync: each update is the mean of one gradient of each trainer"
-    )
-    add("--consistency", choices=["async", "bounded", "sync"], default="async", help=consistency)
-    add("--max_staleness", type=non_negative_int, metavar="S", help="bounded: the largest lead, in pushes (default: 4)")
-    add("--sync_every", type=positive_int, default=1, metavar="K", help="batches between two pushes")
-    add("--num_servers", type=positive_int, default=1, metavar="M", help="servers that share the weights")
-    add("--overlap", action="store_true", help="compute the next batch while a push is under way, with older weights")
+    log_interval = "print a loss every N batches of a trainer"
+    add("--log_interval", type=flags.positive_int, default=100, metavar="N", help=log_interval)
+    evaluations = "accuracy measurements per epoch; trainers wait meanwhile, after equally many batches each"
+    add("--evaluations", type=flags.positive_int, default=1, metavar="N", help=evaluations)
+    every = "updates between two checkpoints; all trainers wait meanwhile"
+    add("--checkpoint_every", type=flags.positive_int, default=500, metavar="N", help=every)
+    staleness = "bounded: how many pushes a trainer may be ahead of the slowest (default: 4)"
+    add("--max_staleness", type=flags.non_negative_int, metavar="S", help=staleness)
+    num_gpus = "remote: GPUs for the network; 0 means --device cpu, 1 --device cuda; 2: it is split over two"
+    add("--num_gpus", type=int, choices=[0, 1, 2], help=num_gpus)
     args = parser.parse_args(argv)
 
-    for flag in REPLICA:
-        if args.mode == "remote" and vars(args)[flag] != parser.get_default(flag):
-            parser.error(f"--{flag} is for --mode replica")
-    if args.max_staleness is not None and args.consistency != "bounded":
-        parser.error("--max_staleness is for --consistency bounded")
-    if args.overlap and (args.consistency == "sync" or args.sync_every > 1):
-        parser.error("--overlap needs a push after every batch (no --sync_every), and --consistency async or bounded")
-    if args.mode == "replica" and args.num_gpus is not None:
-        parser.error("--num_gpus is for --mode remote; with --mode replica use --device cuda")
+    if args.max_staleness is not None and args.mode != "bounded":
+        parser.error("--max_staleness is for --mode bounded")
+    if args.max_staleness is None:
+        args.max_staleness = 4
     if args.num_gpus is not None:
+        if args.mode != "remote":
+            parser.error(f"--num_gpus is for --mode remote; with --mode {args.mode} use --device cuda")
+        if args.device == "cuda" and args.num_gpus == 0:
+            parser.error("--num_gpus 0 and --device cuda contradict each other")
         args.device = "cuda" if args.num_gpus else "cpu"
-    roles = f"{args.num_servers} server{'s' * (args.num_servers > 1)} and at least one trainer"
     device_ranks = [0] if args.mode == "remote" else None  # in `remote` the whole network is on the server
-    size = args.num_servers + 1
-    flags.check_arguments(
-        parser, args, min_world_size=size, roles=roles, must_match=MUST_MATCH, device_ranks=device_ranks
-    )
-    if args.num_gpus is None:
-        args.num_gpus = int(args.device == "cuda")
+    flags.check_arguments(parser, args, min_world_size=2, roles=ROLES, must_match=MUST_MATCH, device_ranks=device_ranks)
     if args.num_gpus == 2 and torch.cuda.device_count() < 2 and args.rank in (None, 0):
         parser.error(f"--num_gpus 2: torch sees {torch.cuda.device_count()} CUDA GPU here")
-    args.max_staleness = 4 if args.max_staleness is None else args.max_staleness
     return args
 
 
 def run_worker(rank, args, job):
-    """Run one rank, a server or a trainer. Source: tutorial, `run_parameter_server` and `run_worker`."""
+    """Run one rank, the server or a trainer. Source: tutorial, run_parameter_server and run_worker."""
     mode = MODES[args.mode]
+    plan = SimpleNamespace(**{name: vars(args)[name] for name in args.must_match})  # what all ranks agree on
     # At most as many threads compute at once as there are trainers: in `remote` one RPC thread of the server for each
-    # trainer, in `replica` the trainers' own main threads.
-    share_cores(min(job.ranks_here, len(trainers(args))))
-    # Each rank makes its server or reads its data before RPC begins. So no call arrives too early, an error is reported
-    # by the rank in which it happens, and no RPC can time out during a download.
-    coordinator = make_coordinator(args, RESUME_KEYS) if rank == 0 else None
-    if rank < args.num_servers:
-        mode.make_server(rank, args, job.device, coordinator)
-    else:
-        digits = load_digits(args.dataset, args.data_dir, args.seed, train=True)
-        batches = Batches(*digits, args.batch_size, args.seed, job.device)
+    # trainer, in the other modes the trainers' own main threads.
+    share_cores(min(job.ranks_here, args.world_size - 1))
+    # The server is made and all data is read before RPC begins. So no call arrives too early, an error is reported by
+    # the rank in which it happens, and no RPC can time out during a download.
+    digits = load_digits(args.dataset, args.data_dir, args.seed, train=rank > 0)
+    if rank == 0:
+        checkpoint_every = args.checkpoint_every if args.checkpoint else None
+        coordinator = make_coordinator(plan, args.evaluations, checkpoint_every, digits)
+        coordinator.server = mode.ParameterServer(coordinator, plan, job.device)
+        coordinator.progress = Progress(args, coordinator, RESUME_KEYS)
     job.wait_for_all()
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
-    job.on_lost(args.num_servers, coordinator.on_lost if coordinator else None)
-    if coordinator:
-        coordinator.start()
-    if rank >= args.num_servers:  # a server has no loop: RPC threads serve the trainers, the main thread waits below
-        mode.train(rank, args, batches, job.device)
+    job.on_lost(1, coordinator.on_lost if rank == 0 else None)
+    if rank == 0:
+        coordinator.lead()  # RPC threads serve the trainers meanwhile
+    else:
+        batches = Batches(*digits, args.batch_size, args.seed, job.device)
+        mode.Trainer(rank, plan, job.device).train(batches, args.log_interval)
     job.wait_for_all()
-    if coordinator:
-        coordinator.progress.finish(coordinator.updates, job.lost)
+    if rank == 0:
+        coordinator.progress.finish(job.lost)
     rpc.shutdown(graceful=args.on_lost == "stop")  # a graceful shutdown would wait for lost ranks too
 
 

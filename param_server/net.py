@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """Images (B, 1, 28, 28), normalised float32 -> log-probabilities (B, 10). Source: tutorial, class `Net`.
+    """Images (B, 1, 28, 28), normalised float32 -> log-probabilities (B, 10). Source: tutorial, Net.
 
     `num_gpus` 0: all layers on the CPU. 1: all layers on cuda:0. 2: the convolutions on cuda:0, the linear layers on
     cuda:1, so that one network is split over two GPUs, as in the tutorial.

@@ -1,99 +1,83 @@
-"""What a run prints and writes: losses, accuracy, a progress bar, the summary and the picture.
+"""What a run prints and writes: losses, accuracy, a progress bar, curves, checkpoints, and the result. In rank 0."""
 
-Runs in rank 0, where the Coordinator calls it.
-"""
-
-import collections
-import time
-
-from glue import report
+from glue import UserError, checkpoint, report
 
 
 class Progress:
-    """The output of one run. The Coordinator calls start(), then after_step() for each gradient, and finish()."""
+    """The output of one run. The Coordinator calls start(), then after_step() for each gradient; main.py finish()."""
 
-    def __init__(self, args):
-        self.dataset = args.dataset
+    def __init__(self, args, coordinator, resume_keys):
+        """`resume_keys`: flags that must be equal in a run that continues from a checkpoint of this one."""
+        self.args = args
+        self.coordinator = coordinator
         self.report = report.Report("param_server", args)
+        self.settings = {key: vars(args)[key] for key in resume_keys}
+        # Since the start of this process:
+        self.images = 0  # applied to the weights
+        self.seconds = 0.0  # in which the trainers worked
+
+    def start(self):
+        """With --resume, load the checkpoint. Return the batches left of the epoch that was begun, or None."""
+        left = None
+        if state := checkpoint.resume(self.args, "param_server", self.settings):
+            try:
+                left = self.coordinator.load_state_dict(state)
+            except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+                raise UserError(f"cannot go on from {self.args.checkpoint}: {error}") from error
+            epoch, epochs = self.coordinator.epoch, self.args.epochs
+            self.report.say(f"Going on after update {self.coordinator.updates}, with {epoch} of {epochs} epochs done.")
+            if epoch >= epochs:
+                self.report.say(report.NOTHING_LEFT)
         self.bar = self.report.progress(unit="image")
-        # These are in a checkpoint:
-        self.stale = collections.Counter()  # {staleness: number of gradients that had it}
-        self.accuracy = None
-        self.images_applied = []  # number of images applied to the weights, for each epoch
-        # These count from the start of this process:
-        self.images = 0
-        self.seconds = 0.0  # in which trainers worked
-        self.working_since = None
+        return left
 
-    def state_dict(self):
-        return {
-            "stale": self.stale.copy(),
-            "accuracy": self.accuracy,
-            "images_applied": self.images_applied.copy(),
-        }
-
-    def load_state_dict(self, state):
-        self.stale = state["stale"]
-        self.accuracy = state["accuracy"]
-        self.images_applied = state["images_applied"]
-
-    def start(self, updates, epoch, nothing_left):
-        """Say from where a resumed run goes on."""
-        if nothing_left:
-            self.report.say(report.NOTHING_LEFT)
-        else:
-            self.report.say(f"Going on from update {updates}, epoch {epoch + 1}")
-
-    def trainers_work(self):
-        self.working_since = time.perf_counter()
-
-    def trainers_wait(self):
-        if self.working_since is not None:
-            self.seconds += time.perf_counter() - self.working_since
-        self.working_since = None
-
-    def after_step(self, images, staleness):
-        """Count a gradient that was applied to the weights."""
-        self.stale[staleness] += 1
-        self.images_applied[-1] += images
+    def after_step(self, images):
+        """Count a gradient of so many images that was applied to the weights."""
         self.images += images
         self.bar.update(images)
 
-    def loss(self, trainer, batch, loss, updates):
+    def loss(self, trainer, batch, loss):
         """Print the loss of one batch, in the tutorial's words."""
         self.report.say(f"Rank {trainer} training batch {batch} loss {loss}")
-        self.report.scalar("loss", loss, updates)
+        self.report.scalar("loss", loss, self.coordinator.updates)
 
-    def after_evaluation(self, accuracy, updates):
-        self.accuracy = accuracy
-        self.report.scalar("test accuracy", accuracy, updates)
+    def after_evaluation(self):
+        self.report.scalar("test accuracy", self.coordinator.accuracy, self.coordinator.updates)
 
-    def within_epoch(self, epoch, updates):
+    def within_epoch(self):
         """Print the accuracy of an evaluation before the epoch's end."""
-        self.report.say(f"Epoch {epoch}, update {updates}: Accuracy {self.accuracy:.4f}")
+        job = self.coordinator
+        self.report.say(f"Epoch {job.epoch + 1}, update {job.updates}: Accuracy {job.accuracy:.4f}")
 
-    def after_epoch(self, epoch, updates):
+    def after_epoch(self):
         """Print the result of an epoch."""
+        job = self.coordinator
         # No seconds: this run was resumed after the last update of the epoch, and has trained nothing yet.
-        speed = f"{self.images / self.seconds:,.0f} images/s, " if self.seconds else ""
-        figures = report.staleness_figures(self.stale)
+        speed = f"{self.images / self.seconds:,.0f} images/s, " if self.images else ""
+        figures = report.staleness_figures(job.stale)
         staleness = f"staleness mean {figures['staleness_mean']:.2f} max {figures['staleness_max']}"
-        self.report.say(f"Epoch {epoch}: Accuracy {self.accuracy:.4f}, {speed}{updates} updates, {staleness}")
+        self.report.say(f"Epoch {job.epoch}: Accuracy {job.accuracy:.4f}, {speed}{job.updates} updates, {staleness}")
 
-    def finish(self, updates, lost):
-        """Write --summary_json and --plot; return the summary."""
+    def save(self, state):
+        """Write the checkpoint, if the command line asks for it."""
+        if self.args.checkpoint:
+            checkpoint.save(self.args.checkpoint, "param_server", self.settings, state)
+
+    def finish(self, lost):
+        """Write the summary and the picture, if the command line asks for them."""
+        job = self.coordinator
         self.bar.close()
-        return self.report.close(
+        self.report.close(
             plot={
                 "loss (nats)": {"loss": "training, one batch"},
                 "accuracy (fraction)": {"test accuracy": "test images"},
             },
             xlabel="updates of the weights",
-            dataset=self.dataset,
-            test_accuracy=self.accuracy,
-            updates=updates,
+            dataset=self.args.dataset,
+            test_accuracy=job.accuracy,
+            updates=job.updates,
             lost=sorted(lost),
-            images_per_second=round(self.images / self.seconds, 1) if self.seconds else None,
-            images_applied=self.images_applied,
-            **report.staleness_figures(self.stale),
+            images_per_second=round(self.images / self.seconds, 1) if self.images else None,
+            images_applied=job.images_applied,
+            **report.staleness_figures(job.stale),
         )

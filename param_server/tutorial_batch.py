@@ -229,5 +229,5 @@ if __name__ == "__main__":
         run_worker(args.rank, args)  # one rank in this terminal
 
 # If a trainer dies, spawned ranks end, but ranks in terminals wait forever. Nothing is saved.
-# main.py --mode replica --consistency sync makes the same kind of update. It can continue without
-# a lost trainer (--on_lost continue), and from a file (--checkpoint, --resume).
+# main.py --mode sync makes the same kind of update. It can continue without a lost trainer
+# (--on_lost continue), and from a file (--checkpoint, --resume).

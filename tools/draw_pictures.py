@@ -54,9 +54,9 @@ TIMELINES = {
                 "timelines",
                 {
                     "remote": ["--mode", "remote"],
-                    "replica (asynchronous)": ["--mode", "replica"],
-                    "replica --overlap": ["--mode", "replica", "--overlap"],
-                    "replica --consistency sync": ["--mode", "replica", "--consistency", "sync"],
+                    "replica": ["--mode", "replica"],
+                    "overlap": ["--mode", "overlap"],
+                    "sync": ["--mode", "sync"],
                 },
                 20,
                 150.0,

@@ -63,7 +63,7 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machin
     [
         ("ddp_rpc", [*DDP, "--mode", "sync"], "replicas of fc identical on 2 trainers"),
         ("ddp_rpc", [*DDP, "--mode", "pipelined", "--world_size", 5, "--num_servers", 2], "identical on 2 trainers"),
-        ("param_server", [*PS, "--mode", "replica", "--world_size", 4, "--num_servers", 2], "Accuracy"),
+        ("param_server", [*PS, "--mode", "sync", "--world_size", 4], "Accuracy"),
         pytest.param("param_server", [*PS, "--mode", "remote", "--num_gpus", 2], "Accuracy", marks=TWO_GPUS),
     ],
 )

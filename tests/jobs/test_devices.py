@@ -103,7 +103,7 @@ def test_num_gpus_says_which_device(monkeypatch, capsys):
         import main
 
         chosen = [main.parse_args(["--num_gpus", number]).device for number in "01"]
-        assert chosen == ["cpu", "cuda"] and main.parse_args(["--device", "cuda"]).num_gpus == 1
+        assert chosen == ["cpu", "cuda"]
         with pytest.raises(SystemExit):
             main.parse_args(["--num_gpus", "2"])
     assert "--num_gpus 2: torch sees 1 CUDA GPU here" in capsys.readouterr().err

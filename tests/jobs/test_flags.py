@@ -14,9 +14,9 @@ def test_flags_are_understood_with_hyphens_too():
     with package_on_path("param_server"):
         import main
 
-        args = main.parse_args(["--world-size=5", "--num-servers", "2", "--mode", "replica", "--rpc_timeout", "5"])
+        args = main.parse_args(["--world-size=5", "--max-batches", "2", "--mode", "replica", "--rpc_timeout", "5"])
         dropped = [main.parse_args(words).no_dropout for words in (["--no-dropout"], ["--no_dropout"], [])]
-    assert (args.world_size, args.num_servers, args.rpc_timeout) == (5, 2, 5) and dropped == [True, True, False]
+    assert (args.world_size, args.max_batches, args.rpc_timeout) == (5, 2, 5) and dropped == [True, True, False]
 
 
 @pytest.mark.parametrize(

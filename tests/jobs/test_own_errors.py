@@ -17,6 +17,7 @@ SERVED = {
 MAIN_THREAD = {
     "rl_rpc": ("reinforce.py", "loss.backward()", "loss.backwards()", 0),
     "ddp_rpc": ("main.py", "progress.start()", "progress.strt()", 2),
+    "param_server": ("evaluation.py", "net.eval()", "net.evaluate()", 0),  # while the trainers wait for an answer
 }
 
 
@@ -53,11 +54,19 @@ def test_mistake_in_a_call_names_the_line_of_the_call(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package, way", [("rl_rpc", "terminals"), ("rl_rpc", "torchrun"), ("ddp_rpc", "spawned")])
-def test_mistake_on_the_main_thread_shows_its_traceback_once(package, way, tmp_path):
+@pytest.mark.parametrize(
+    "package, way, flags",
+    [
+        ("rl_rpc", "terminals", []),
+        ("rl_rpc", "torchrun", []),
+        ("ddp_rpc", "spawned", []),
+        ("param_server", "spawned", ["--max_batches", 2]),
+    ],
+)
+def test_mistake_on_the_main_thread_shows_its_traceback_once(package, way, flags, tmp_path):
     name, right, wrong, rank = MAIN_THREAD[package]
     main = copy_with_mistake(package, tmp_path, name, right, wrong)
-    with Job(package, way, JOBS[package]["long"], script=main) as job:
+    with Job(package, way, [*JOBS[package]["long"], *flags], script=main) as job:
         statuses = job.wait(60)
         assert set(statuses) == {1}, job.text()
         if way != "torchrun":  # torchrun prints a report of its own

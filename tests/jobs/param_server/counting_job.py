@@ -8,7 +8,8 @@ in the update). The counts are sent as gradients, and do not depend on the count
 
 FAULTS: RANK:KIND:SECONDS,..., with the seconds since training began. KIND is SIGKILL, SIGSTOP, exception, or "nap" (the
 rank is stopped until the others have lost it, then continued). With 0:evaluation:0 rank 0 is killed when it begins its
-first evaluation, unless the job was restarted. PAUSE: seconds per batch.
+first evaluation, unless the job was restarted. With 0:slow:0 rank 0 takes long to find out which batches are left, as
+it does for a checkpoint, so that trainers are lost meanwhile. PAUSE: seconds per batch.
 """
 
 import os
@@ -23,6 +24,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "param_serv
 import torch
 from torch import nn
 
+import assignments
 import coordinator
 import data
 import main
@@ -66,20 +68,28 @@ def count(net, images, labels):
     count.before = net.weight.detach().clone()
     with open("/proc/self/statm") as file:
         megabytes = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-    uneven = [*(new != 1).nonzero().flatten().tolist(), IMAGES]
     print(f"counted {(new == 0).sum()} never, min {new.min()}, max {new.max()}, memory {megabytes:.1f}", flush=True)
-    print(f"not once: {len(uneven) - 1}, the first is {uneven[0]}", flush=True)
     return 0.5
 
 
 count.before = torch.zeros(IMAGES)
 
 
-def die_in_the_first_evaluation():
-    def finish_epoch(_):
-        os.kill(os.getpid(), signal.SIGKILL)
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    coordinator.Coordinator.finish_epoch = finish_epoch
+
+class SlowDict(dict):
+    def values(self):
+        for value in super().values():
+            time.sleep(0.01)
+            yield value
+
+
+class SlowAssignments(assignments.Assignments):
+    def deal(self, count):
+        super().deal(count)
+        self.dealt = SlowDict(self.dealt)
 
 
 def begin_fault(kind, seconds):
@@ -99,23 +109,22 @@ def begin_fault(kind, seconds):
 
 def run_worker(rank, args, job):
     main.Batches, coordinator.get_accuracy = CountingBatches, count
-    main.load_digits = coordinator.load_digits = lambda *_, **__: (
-        torch.zeros(IMAGES, 28, 28, dtype=torch.uint8),
-        torch.arange(IMAGES),
-    )
+    main.load_digits = lambda *_, **__: (torch.zeros(IMAGES, 28, 28, dtype=torch.uint8), torch.arange(IMAGES))
     for module in (remote, replica):
         module.Net = CountingNet
-    plain = job.on_lost
+    kind, at = FAULTS.get(rank, ("", 0)) if not args.restarts else ("", 0)
+    if kind == "evaluation":
+        coordinator.get_accuracy = die
+    elif kind == "slow":
+        coordinator.Assignments = SlowAssignments
+    elif kind:
+        plain = job.on_lost
 
-    def on_lost(*arguments):
-        plain(*arguments)
-        if rank in FAULTS and FAULTS[rank][0] == "evaluation":
-            if not args.restarts:
-                die_in_the_first_evaluation()
-        elif rank in FAULTS and not args.restarts:
-            begin_fault(*FAULTS[rank])
+        def on_lost(*arguments):
+            plain(*arguments)
+            begin_fault(kind, at)
 
-    job.on_lost = on_lost
+        job.on_lost = on_lost
     main.run_worker(rank, args, job)
 
 

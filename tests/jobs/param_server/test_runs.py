@@ -18,13 +18,7 @@ from programs import run_main, run_script, start_main
 
 WIRE = load_bench("wire")
 DRAWN = ("--dataset", "synthetic")
-MODES = {
-    "remote": ("--mode", "remote"),
-    "async": ("--mode", "replica"),
-    "bounded": ("--mode", "replica", "--consistency", "bounded", "--max_staleness", "2"),
-    "sync": ("--mode", "replica", "--consistency", "sync"),
-    "local steps": ("--mode", "replica", "--sync_every", "4"),
-}
+MODES = ("remote", "replica", "bounded", "sync", "overlap")
 
 
 def from_files(folder):
@@ -42,11 +36,11 @@ def run(*flags, timeout=150):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["async", "remote"])
+@pytest.mark.parametrize("mode", ["replica", "remote"])
 def test_a_run_learns_and_tells_its_figures(tmp_path, mode):
     summary_file, curve = tmp_path / "summary.json", tmp_path / "curve.png"
     flags = ("--world_size", 3, "--max_batches", 200, "--lr", 0.05, "--log_interval", 50)
-    done = run(*MODES[mode], *flags, "--summary_json", summary_file, "--plot", curve)
+    done = run("--mode", mode, *flags, "--summary_json", summary_file, "--plot", curve)
     summary = json.loads(summary_file.read_text())
     assert re.search(r"^Epoch 1: Accuracy 0\.\d{4}, ", done.stdout, re.M)
     assert {line.split()[1] for line in done.stdout.splitlines() if line.startswith("Rank")} == {"1", "2"}
@@ -60,49 +54,36 @@ def test_a_run_learns_and_tells_its_figures(tmp_path, mode):
 def test_what_crosses_the_wire():
     """Difference 4: in `remote` images and predictions are sent, not 9.6 MB of gradients and weights for an assert."""
     figures = {}
-    for mode in ("remote", "async"):
-        flags = (*MODES[mode], *DRAWN, "--world_size", 2, "--max_batches", 20)
+    for mode in ("remote", "replica"):
+        flags = ("--mode", mode, *DRAWN, "--world_size", 2, "--max_batches", 20)
         done = run_script("bench/wire.py", "param_server", *flags)
         assert done.returncode == 0, done.stderr
         figures[mode] = WIRE.per_step(done.stdout)
     tensors = 32 * (28 * 28 + 2 * 10) * 4  # images; log-probabilities and their gradients
     assert tensors < figures["remote"] < tensors + 30_000
     tensors = 2 * 1_199_882 * 4  # gradients to the server, weights back
-    assert tensors < figures["async"] < tensors + 30_000
+    assert tensors < figures["replica"] < tensors + 30_000
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_four_trainers_in_every_mode(mode, digits, tmp_path):
-    flags = (*MODES[mode], "--world_size", 5, "--max_batches", 8, "--summary_json", tmp_path / "s.json")
+    flags = ("--mode", mode, "--world_size", 5, "--max_batches", 8, "--summary_json", tmp_path / "s.json")
     done = run_main("param_server", *flags, *from_files(digits), timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     summary = json.loads((tmp_path / "s.json").read_text())
-    assert summary["updates"] == {"sync": 8, "local steps": 4 * 8 // 4}.get(mode, 4 * 8)
+    assert summary["updates"] == (8 if mode == "sync" else 4 * 8)
     assert (summary["staleness_max"] > 0) == (mode != "sync")
 
 
 @pytest.mark.slow
 def test_each_rank_obeys_its_own_command_line(tmp_path, digits):
-    """In terminals: a flag that only rank 0 has is obeyed, whichever trainer calls first. Two servers, two epochs."""
-    job = (
-        "--mode",
-        "replica",
-        "--num_servers",
-        2,
-        "--world_size",
-        4,
-        "--epochs",
-        2,
-        "--lr_step",
-        1,
-        "--max_batches",
-        10,
-    )
+    """In terminals: a flag that only rank 0 has is obeyed, whichever trainer calls first. Two epochs."""
+    job = ("--mode", "replica", "--world_size", 3, "--epochs", 2, "--lr_step", 1, "--max_batches", 10)
     job = (*job, "--master_port", free_port(), "--rank")
     checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
     zero = ("--data_dir", digits, "--checkpoint", checkpoint, "--summary_json", summary)
-    others = [start_main("param_server", *job, rank, "--data_dir", digits) for rank in (3, 2, 1)]
+    others = [start_main("param_server", *job, rank, "--data_dir", digits) for rank in (2, 1)]
     rank0 = start_main("param_server", *job, 0, *zero)
     for process in (rank0, *others):
         done = process.result()
@@ -110,16 +91,42 @@ def test_each_rank_obeys_its_own_command_line(tmp_path, digits):
     assert json.loads(summary.read_text())["updates"] == 40 == updates_in(checkpoint)
 
 
+def test_a_trainers_num_gpus_is_not_ignored(tmp_path, digits):
+    """In the text a trainer's --num_gpus decides where the network is. Here all ranks must say the same."""
+    job = ("--world_size", 2, "--data_dir", digits, "--max_batches", 1, "--master_port", free_port(), "--rank")
+    rank0 = start_main("param_server", *job, 0, "--join_timeout", 5)
+    trainer = start_main("param_server", *job, 1, "--num_gpus", 0)
+    refused = trainer.result(60)
+    assert refused.returncode == 2, refused
+    assert "it was started with num_gpus 0, and this job with None" in refused.stderr, refused
+    assert rank0.result(60).returncode == 1
+
+
+def test_measuring_and_saving_change_neither_updates_nor_weights(tmp_path, digits):
+    """A measurement falls between two updates, after as many batches of each trainer, so not after 8 of 30."""
+    flags = (*from_files(digits), "--mode", "sync", "--world_size", 4, "--batch_size", 16, "--max_batches", 10)
+    plain, measured = tmp_path / "plain.pt", tmp_path / "measured.pt"
+    done = run_main("param_server", *flags, "--checkpoint", plain)
+    assert done.returncode == 0, done.stderr
+    more = ("--evaluations", 4, "--checkpoint_every", 4, "--summary_json", tmp_path / "s.json")
+    done = run_main("param_server", *flags, "--checkpoint", measured, *more)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^Epoch 1, update (\d+): Accuracy", done.stdout, re.M) == ["3", "6", "9"]
+    assert json.loads((tmp_path / "s.json").read_text())["curves"]["test accuracy"][0] == [3, 6, 9, 10]
+    assert updates_in(plain) == updates_in(measured) == 10
+    assert_same_weights(measured, plain, tolerance=0)
+
+
 @pytest.mark.slow
 @pytest.mark.crowd
-@pytest.mark.parametrize("consistency", ["async", "sync"])
-def test_more_callers_than_rpc_threads_and_checkpoints_end_without_a_hang(tmp_path, consistency):
-    """If a server waited for another server under its lock, it would have no thread left to receive the answer."""
-    flags = (*MODES[consistency], "--num_servers", 3, "--world_size", 11, "--batch_size", 8, "--max_batches", 20)
+@pytest.mark.parametrize("mode", ["bounded", "sync"])
+def test_more_callers_than_rpc_threads_and_checkpoints_end_without_a_hang(tmp_path, mode):
+    """If trainers that wait blocked the server's RPC threads, none would be left for those that they wait for."""
+    flags = ("--mode", mode, "--world_size", 9, "--batch_size", 8, "--max_batches", 20)
     flags = (*flags, "--lr", 0.003, "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 2)
     done = run_script("tests/jobs/param_server/few_threads_job.py", *DRAWN, *flags, timeout=120)
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert updates_in(tmp_path / "c.pt") == (20 if consistency == "sync" else 160)
+    assert updates_in(tmp_path / "c.pt") == (20 if mode == "sync" else 160)
 
 
 # ------------------------------------------------------------------------------------------------- bad input
@@ -131,15 +138,9 @@ def test_more_callers_than_rpc_threads_and_checkpoints_end_without_a_hang(tmp_pa
         (["--num_gpus", "5"], ["--num_gpus", "0, 1, 2"]),
         (["--num_gpus", "3"], ["--num_gpus"]),  # difference 7: the tutorial's check lets 3 through
         (["--world_size", "1"], ["--world_size 1", "trainer"]),
-        (["--mode", "replica", "--num_servers", "3", "--world_size", "3"], ["--world_size 3"]),
-        (["--num_servers", "2"], ["--num_servers", "replica"]),
-        (["--sync_every", "2"], ["--sync_every", "replica"]),
-        (["--overlap"], ["--overlap", "replica"]),
-        (["--mode", "replica", "--overlap", "--consistency", "sync"], ["--overlap", "sync"]),
-        (["--mode", "replica", "--overlap", "--sync_every", "2"], ["--overlap", "after every batch"]),
-        (["--consistency", "sync"], ["--consistency", "replica"]),
         (["--mode", "replica", "--max_staleness", "2"], ["--max_staleness", "bounded"]),
         (["--mode", "replica", "--num_gpus", "1"], ["--num_gpus", "remote"]),
+        (["--device", "cuda", "--num_gpus", "0"], ["--num_gpus 0 and --device cuda"]),
         (["--lr", "-1"], ["--lr"]),
         (["--batch_size", "0"], ["--batch_size"]),
         (["0", "0"], ["unrecognized arguments: 0 0"]),  # difference 6: --rank and --num_gpus are flags
@@ -163,10 +164,12 @@ def test_unusable_data_ends_the_whole_job_with_status_1(tmp_path):
     assert_one_line_error(done, 1, "is not a file of MNIST")
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("remote", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode", ["sync", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("remote", "overlap"))]
+)
 def test_too_high_a_learning_rate_is_told(tmp_path, mode):
     summary = tmp_path / "s.json"
-    flags = (*MODES[mode], "--lr", "1e30", "--max_batches", 20, "--summary_json", summary)
+    flags = ("--mode", mode, "--lr", "1e30", "--max_batches", 20, "--summary_json", summary)
     done = run_main("param_server", *DRAWN, *flags, timeout=100)
     assert_one_line_error(done, 1, "step ", " is ", "training has diverged, try a lower --lr")
     assert not summary.exists()
@@ -188,10 +191,19 @@ def updates_in(checkpoint):
     return torch.load(checkpoint, weights_only=True)["state"]["progress"]["updates"]
 
 
+def assert_same_weights(checkpoint, expected_checkpoint, tolerance):
+    weights, expected = (torch.load(f, weights_only=True)["state"] for f in (checkpoint, expected_checkpoint))
+    for name in expected["model"]:
+        torch.testing.assert_close(weights["model"][name], expected["model"][name], rtol=0, atol=tolerance)
+    for place, state in expected["optimizer"]["state"].items():
+        if state.get("momentum_buffer") is not None:
+            found = weights["optimizer"]["state"][place]["momentum_buffer"]
+            torch.testing.assert_close(found, state["momentum_buffer"], rtol=0, atol=tolerance)
+
+
 RESUMED = {  # mode: (flags, tolerance of the weights)
     "remote": (("--world_size", 2, "--no_dropout"), 1e-6),
-    "sync, two servers": ((*MODES["sync"], "--num_servers", 2, "--world_size", 4, "--momentum", 0.5), 0),
-    "sync, three servers": ((*MODES["sync"], "--num_servers", 3, "--world_size", 5), 0),
+    "sync": (("--mode", "sync", "--world_size", 4, "--momentum", 0.5), 0),
 }
 
 
@@ -211,11 +223,9 @@ def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path, digits, mo
     assert at % 7 == 0 and at < 60
     resumed = run_main("param_server", *flags, "--resume")
     assert resumed.returncode == 0, resumed.stderr
-    assert f"Going on from update {at}," in resumed.stdout
+    assert f"Going on after update {at}, with 0 of 1 epochs done." in resumed.stdout
     assert updates_in(broken) == 60
-    weights, expected = (torch.load(f, weights_only=True)["state"]["model"] for f in (broken, unbroken))
-    for name in expected:
-        torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=tolerance)
+    assert_same_weights(broken, unbroken, tolerance)
 
 
 @pytest.mark.slow
@@ -223,7 +233,7 @@ def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path, digits, mo
 def test_an_epoch_goes_on_with_fewer_or_more_trainers(tmp_path, few_digits, world_size):
     """Two trainers are killed in the middle of an epoch; one or four continue it. Each image is applied once."""
     checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
-    flags = (*from_files(few_digits), *MODES["async"], "--checkpoint", checkpoint)
+    flags = (*from_files(few_digits), "--mode", "replica", "--checkpoint", checkpoint)
     process = start_main("param_server", *flags, "--world_size", 3, "--checkpoint_every", 10)
     wait_for(checkpoint.exists, process)
     process.kill()
@@ -247,8 +257,18 @@ def test_a_finished_run_goes_on_with_more_epochs_and_trainers_and_refuses_other_
     assert "Epoch 2: Accuracy" in more.stdout and "Epoch 1:" not in more.stdout
     more = run(*flags, "--resume", "--epochs", 3, "--world_size", 4)
     assert "Epoch 3: Accuracy" in more.stdout and "25 updates" not in more.stdout and "35 updates" in more.stdout
+    finished = checkpoint.read_bytes()
+    again = run(*flags, "--resume", "--epochs", 3)
+    assert "Going on after update 35, with 3 of 3 epochs done." in again.stdout and "Nothing is left" in again.stdout
+    assert checkpoint.read_bytes() == finished
     other = run_main("param_server", *flags, "--resume", "--batch_size", 16)
     assert_one_line_error(other, 1, "made with --batch_size 32, and this run has 16")
+    content = torch.load(checkpoint, weights_only=True)
+    content["state"]["model"]["fc2.bias"] = torch.zeros(11)
+    torch.save(content, checkpoint)
+    assert_one_line_error(
+        run_main("param_server", *flags, "--resume"), 1, f"cannot go on from {checkpoint}", "fc2.bias"
+    )
 
 
 # ------------------------------------------------------------------------------------------------- lost ranks
@@ -264,7 +284,7 @@ def kill_a_trainer_when_training(process, trainer, checkpoint, delay=0.0):
 @pytest.mark.slow
 def test_a_lost_trainer_ends_the_job_with_status_1(tmp_path, digits):
     checkpoint = tmp_path / "c.pt"
-    flags = (*from_files(digits), *MODES["sync"], "--world_size", 3)
+    flags = (*from_files(digits), "--mode", "sync", "--world_size", 3)
     flags = (*flags, "--checkpoint", checkpoint, "--checkpoint_every", 5)
     process = start_main("param_server", *flags)
     kill_a_trainer_when_training(process, 1, checkpoint)
@@ -276,13 +296,13 @@ def test_a_lost_trainer_ends_the_job_with_status_1(tmp_path, digits):
 @pytest.mark.slow
 def test_a_killed_trainer_comes_back_with_max_restarts(tmp_path, digits):
     checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
-    flags = (*from_files(digits), *MODES["sync"], "--world_size", 5, "--lr", 0.1, "--seed", 3)
+    flags = (*from_files(digits), "--mode", "sync", "--world_size", 5, "--lr", 0.1, "--seed", 3)
     flags = (*flags, "--max_batches", 75, "--max_restarts", 1, "--checkpoint", checkpoint, "--checkpoint_every", 4)
     process = start_main("param_server", *flags, "--summary_json", summary)
     random_ = random.Random("sync")
     kill_a_trainer_when_training(process, random_.randint(1, 4), checkpoint, delay=random_.uniform(0, 2))
     done = process.result(200)
-    assert done.returncode == 0 and "Going on from update" in done.stdout, done
+    assert done.returncode == 0 and "Going on after update" in done.stdout, done
     figures = json.loads(summary.read_text())
     assert figures["restarts"] == 1 and figures["updates"] == 75
     assert figures["test_accuracy"] > 0.6

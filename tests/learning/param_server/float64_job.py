@@ -2,14 +2,13 @@
 
 In float32 it can change the 6th digit after 20 training steps, depending on the CPU's convolutions.
 
-python tests/learning/param_server/float64_job.py --mode replica --consistency sync --world_size 4 --num_servers 2
+python tests/learning/param_server/float64_job.py --mode sync --world_size 3
 """
 
 import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "param_server"))
-import coordinator
 import data
 import main
 import net
@@ -27,12 +26,13 @@ class DoubleNet(net.Net):
         return super().forward(x.double())
 
 
-def load_a_few(*which, **part):
-    return [digits[:100] for digits in data.load_digits(*which, **part)]
+def load_fewer_to_evaluate(*which, train):
+    """Return few images for the evaluation, because float64 is slow."""
+    return [digits if train else digits[:100] for digits in data.load_digits(*which, train=train)]
 
 
 def run_worker(rank, args, job):
-    coordinator.load_digits = load_a_few  # few images for the evaluation, because float64 is slow
+    main.load_digits = load_fewer_to_evaluate
     replica.Net = DoubleNet
     main.run_worker(rank, args, job)
 

@@ -5,12 +5,14 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils import vector_to_parameters
 
 from helpers import package_on_path
 from programs import run_main, run_script
 
 with package_on_path("param_server"):
     from data import Batches, load_digits
+    from glue.seeds import seed_for
     from net import Net
 
 STEPS = 20
@@ -23,20 +25,35 @@ def full_precision(monkeypatch):
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # cuDNN's convolutions would round to 10 bits
 
 
-def one_process(steps, batch_size, momentum=0.0, lr=0.03, seed=1, dtype=torch.float32):
-    """Train in a plain loop; return (losses, weights by name) after so many training steps."""
-    torch.manual_seed(seed)
+def one_process(steps, batch_size, momentum=0.0, lr=0.03, seed=1, dtype=torch.float32, epochs=1, late=0):
+    """Train in a plain loop; return (losses, weights by name) after so many training steps per epoch.
+
+    From epoch to epoch the learning rate falls to a tenth. `late`: a gradient comes from the weights before so many
+    updates, but from none before its epoch.
+    """
+    torch.manual_seed(seed_for(seed, "net"))
     net = Net().to(dtype).eval()  # without dropout
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum)
+    past = [joined(net.parameters()).detach()]
+    weights_P = past[0].clone()
     losses = []
+    optimizer = torch.optim.SGD([weights_P], lr=lr, momentum=momentum)
     batches = Batches(*load_digits("synthetic", "", seed, train=True), batch_size, seed)
-    for _, data, target in batches.of(0, range(steps)):
-        optimizer.zero_grad()
-        loss = F.nll_loss(net(data.to(dtype)), target)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    for epoch in range(epochs):
+        first = len(past) - 1
+        optimizer.param_groups[0]["lr"] = lr * 0.1**epoch
+        for _, data, target in batches.of(epoch, range(steps)):
+            vector_to_parameters(past[max(first, len(past) - 1 - late)], net.parameters())
+            loss = F.nll_loss(net(data.to(dtype)), target)
+            weights_P.grad = joined(torch.autograd.grad(loss, list(net.parameters())))
+            optimizer.step()
+            past.append(weights_P.clone())
+            losses.append(loss.item())
+    vector_to_parameters(weights_P, net.parameters())
     return losses, net.state_dict()
+
+
+def joined(tensors):
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def distributed(tmp_path, steps, *flags, run=run_main):
@@ -45,11 +62,11 @@ def distributed(tmp_path, steps, *flags, run=run_main):
     flags = (*COMMON, "--no_dropout", "--max_batches", steps, "--checkpoint", checkpoint, *flags)
     done = run("param_server", *flags, timeout=120)
     assert done.returncode == 0, done.stderr
-    losses = {}
-    for trainer, batch, loss in re.findall(r"^Rank (\d+) training batch (\d+) loss (\S+)$", done.stdout, re.M):
-        losses.setdefault(int(trainer), {})[int(batch)] = float(loss)
+    losses = {}  # in the order in which they were printed, which is that of a trainer's batches
+    for trainer, loss in re.findall(r"^Rank (\d+) training batch \d+ loss (\S+)$", done.stdout, re.M):
+        losses.setdefault(int(trainer), []).append(float(loss))
     state = torch.load(checkpoint, weights_only=True)["state"]
-    return {t: [by_batch[k] for k in sorted(by_batch)] for t, by_batch in losses.items()}, state["model"]
+    return losses, state["model"]
 
 
 def run_in_float64(_, *flags, timeout):

@@ -20,9 +20,9 @@ from programs import run_script
 
 oracle = load_oracle("param_server")
 test_server = load_module(ROOT / "tests" / "learning" / "param_server" / "test_server.py")
-full_precision, few_test_images = oracle.full_precision, test_server.few_test_images  # fixtures
+full_precision = oracle.full_precision  # a fixture
 remote, replica = test_server.remote, test_server.replica
-checkpoint = test_server.coordinator.checkpoint
+checkpoint = test_server.progress.checkpoint
 pytestmark = pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING))
 DONE, STEPS = 5, 10
 SYNTHETIC = argparse.Namespace(dataset="synthetic", seed=1)
@@ -31,12 +31,13 @@ SYNTHETIC = argparse.Namespace(dataset="synthetic", seed=1)
 @pytest.mark.parametrize("mode", [pytest.param("remote", marks=pytest.mark.slow), "replica"])
 def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_path, mode):
     """Losses and weights equal those of the CPU to 1e-6. The checkpoint is from the plain loop."""
-    settings = {"mode": mode, "dataset": "synthetic", "seed": 1, "batch_size": 8, "max_batches": STEPS, "sync_every": 1}
-    progress = {"epoch": 0, "updates": DONE, "stale": Counter({0: DONE}), "accuracy": None}
-    progress |= {"left": list(range(DONE, STEPS)), "images_applied": [DONE * 8], "evaluate_at": STEPS}
+    settings = {"mode": mode, "dataset": "synthetic", "seed": 1, "batch_size": 8, "max_batches": STEPS}
+    progress = {"epoch": 0, "updates": DONE, "stale": Counter({0: DONE}), "accuracy": None, "unmeasured": DONE}
+    progress |= {"left": list(range(DONE, STEPS)), "images_applied": [DONE * 8]}
     _, weights = oracle.one_process(DONE, batch_size=8)
-    optimizer = torch.optim.SGD(list(weights.values()), lr=0.03).state_dict()
-    state = {"progress": progress, "model": weights, "optimizer": optimizer, "momentum": torch.empty(0)}
+    optimized = list(weights.values()) if mode == "remote" else [oracle.joined(weights.values())]
+    optimizer = torch.optim.SGD(optimized, lr=0.03).state_dict()
+    state = {"progress": progress, "model": weights, "optimizer": optimizer}
     torch.save({"scenario": "param_server", "settings": settings, "state": state}, tmp_path / "end.pt")
     flags = ("--world_size", 2, "--mode", mode, "--resume")
     losses, found = oracle.distributed(tmp_path, STEPS, *flags, run=run_on_pretend_device)
@@ -53,50 +54,46 @@ def saved(state):
     return torch.load(file, weights_only=True)
 
 
-FLAGS = ("--no_dropout", "--world_size", 2, "--momentum", 0.8, "--lr", 0.01)
+FLAGS = ("--no_dropout", "--momentum", 0.8, "--lr", 0.01)
 
 
 def remote_state(device, monkeypatch):
-    """Make two updates of a ParameterServer with momentum, a new server from its state, and another update."""
+    """Make two updates of a server with momentum, a new server from its state, and another update."""
     monkeypatch.setattr(remote, "devices_of", lambda num_gpus: [torch.device(device)] * 2)
     monkeypatch.setattr(test_server.net, "devices_of", remote.devices_of)
+
+    def update(server, step):
+        data, target = test_server.batch(step)
+        output = server.forward(1, data)
+        assert str(output.device) == "cpu"
+        F.nll_loss(output, target).backward()
+        server.apply_gradients(1)
+
+    return state_after("remote", "cpu", update, device)
+
+
+def replica_state(device, monkeypatch):
+    """The same in mode `replica`, with made-up gradients."""
+
+    def update(server, step):
+        gradient_P = torch.randn(server.weights_P.shape, generator=torch.Generator().manual_seed(step))
+        pickle.dumps(server.push(replica.Push(1, step, 4, gradient_P)))
+
+    return state_after("replica", device, update, device)
+
+
+def state_after(mode, made_on, update, device):
     state = None
     for steps in (2, 1):
-        job = test_server.Job(*FLAGS, patch=monkeypatch)
-        server = job.server
+        server = test_server.make_server(mode, *FLAGS, device=made_on)
         if state:
             server.load_state_dict(state)
-        job.assign()
         for step in range(steps):
-            data, target = test_server.batch(step)
-            output = server.forward(1, data)
-            assert str(output.device) == "cpu"
-            F.nll_loss(output, target).backward()
-            server.apply_gradients(1)
+            update(server, step)
         assert {str(param.device) for param in server.model.parameters()} == {device}
         state = saved(server.state_dict())
     momentums = [each["momentum_buffer"] for each in state["optimizer"]["state"].values()]
     return [*state["model"].values(), *momentums]
-
-
-def replica_state(device, monkeypatch):
-    """The same for a ReplicaServer, with made-up gradients."""
-    monkeypatch.setattr(test_server, "CPU", torch.device(device))
-    state = None
-    for steps in (2, 1):
-        job = test_server.Job("--mode", "replica", *FLAGS, patch=monkeypatch)
-        server, servers = job.server, job.coordinator.servers
-        if state:
-            servers.load_state_dict(state)
-        job.assign()
-        for step in range(steps):
-            gradient = torch.randn(server.sgd.weights.shape, generator=torch.Generator().manual_seed(step))
-            answer = server.push(replica.Push(1, step, 4, 1, gradient)).wait()
-            pickle.dumps(answer)
-        pickle.dumps(server.state_dict())
-        state = saved(servers.state_dict())
-        assert str(server.sgd.weights.device) == device == str(next(servers.model.parameters()).device)
-    return [*state["model"].values(), state["momentum"]]
 
 
 @pytest.mark.parametrize("state_of", [remote_state, replica_state])
@@ -108,7 +105,7 @@ def test_a_server_and_its_momentum_go_on_as_on_the_cpu(state_of, monkeypatch):
 
 
 def test_weights_that_are_sent_from_the_device_are_caught(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor)
+    monkeypatch.setattr(replica.ParameterServer, "pull", lambda server: (0, server.weights_P))
     with pytest.raises(TypeError, match="it must travel by way of the CPU"):
         replica_state(pretend_device.DEVICE, monkeypatch)
 

@@ -1,0 +1,78 @@
+"""Every mode over real RPC, with trainers of different speeds: each update equals that of one process in a replay.
+
+replay_job.py records in which order the server applied which batches, from which weights each gradient was computed,
+and the weights after each update.
+"""
+
+import json
+import re
+
+import pytest
+
+from programs import run_script
+
+JOB = "tests/learning/param_server/replay_job.py"
+TRAINERS, BATCHES, EPOCHS, EVERY = 3, 23, 2, 10
+FLAGS = ("--dataset", "synthetic", "--no_dropout", "--batch_size", 8)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["remote", "bounded", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("replica", "sync", "overlap"))],
+)
+def test_every_update_of_concurrent_trainers_is_right(tmp_path, mode):
+    """With momentum, --lr_step, checkpoints, a smaller last batch, and a last round with a batch too few."""
+    flags = (*FLAGS, "--mode", mode, "--world_size", TRAINERS + 1, "--epochs", EPOCHS, "--lr_step", 1)
+    flags = (*flags, "--lr", 0.02, "--momentum", 0.5, "--log_interval", 1000)
+    flags = (
+        *flags,
+        "--checkpoint",
+        tmp_path / "c.pt",
+        "--checkpoint_every",
+        EVERY,
+        "--summary_json",
+        tmp_path / "s.json",
+    )
+    flags = (*flags, "--max_staleness", 0) if mode == "bounded" else flags
+    done = run_script(JOB, 8 * BATCHES - 2, "ours", *flags, timeout=200)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(re.search(r'^{"updates.*', done.stdout, re.M)[0])
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert record["difference"] < 1e-6
+
+    updates, stale = record["updates"], []
+    for epoch in range(EPOCHS):  # each batch once
+        of_epoch = [gradient for at, gradients in updates for gradient in gradients if at == epoch]
+        assert sorted(batch for batch, _, _ in of_epoch) == [*range(BATCHES)]
+    for number, (_, gradients) in enumerate(updates):
+        stale += [number - version for _, _, version in gradients]
+    assert summary["staleness_max"] == max(stale)
+    assert summary["staleness_mean"] == pytest.approx(sum(stale) / len(stale), abs=1e-3)
+    assert summary["updates"] == len(updates) and summary["images_applied"] == [8 * BATCHES - 2] * EPOCHS
+
+    if mode in ("sync", "bounded"):
+        # While the slow trainer computes a gradient, each of the others makes one update at most.
+        assert max(stale) <= {"sync": 0, "bounded": TRAINERS - 1}[mode], stale
+    else:  # updates came between, so the test shows something
+        assert sum(each > 0 for each in stale) > TRAINERS, stale
+        assert mode == "remote" or max(stale) > TRAINERS - 1, stale  # more than `bounded` allows
+    if mode == "sync":  # two trainers make the last update of an epoch, because one batch is missing
+        assert [len(gradients) for _, gradients in updates] == [*[TRAINERS] * 7, TRAINERS - 1] * EPOCHS
+
+    per_epoch = len(updates) // EPOCHS
+    expected = [[*range(EVERY, per_epoch + 1, EVERY), per_epoch] for _ in range(EPOCHS)]
+    assert [at for at, _ in record["saved"]] == [
+        epoch * per_epoch + at for epoch in range(EPOCHS) for at in expected[0]
+    ]
+    for at, left in record["saved"]:  # a checkpoint knows which batches are left
+        done_before = [
+            batch for epoch, grads in updates[:at] for batch, _, _ in grads if epoch == (at - 1) // per_epoch
+        ]
+        assert left is None or sorted(done_before + left) == [*range(BATCHES)]
+
+
+@pytest.mark.slow
+def test_the_tutorials_way_fails_and_the_failure_is_told():
+    done = run_script(JOB, 4000, "published", *FLAGS, "--world_size", 5, "--max_batches", 60)
+    assert done.returncode == 1
+    assert re.search(r"rank \d \(\w+\): .*modified by an inplace operation", done.stderr), done.stderr
