@@ -49,7 +49,7 @@ def test_a_run_that_goes_on_with_other_servers_equals_one_that_was_not_interrupt
     oracle.save_checkpoint(tmp_path / "end.pt", table, fc)
     flags = ("--mode", "sync", "--world_size", 6, "--num_servers", 3, "--resume")
     curves = ("--log_interval", 5, "--summary_json", tmp_path / "summary.json")
-    found = distributed(tmp_path, *flags, *curves, says="Going on after epoch 1 ")
+    found = distributed(tmp_path, *flags, *curves, says="Going on after epoch 1.")
     assert largest_difference(found, one_process(2)) < 1e-5
     assert largest_difference(found, (table, fc)) > 1e-3
     steps, _ = json.loads((tmp_path / "summary.json").read_text())["curves"]["loss/train"]
