@@ -42,10 +42,10 @@ def test_trainers_are_lost_at_any_moment(number):
 @pytest.mark.parametrize("mode", ["replica", pytest.param("sync", marks=pytest.mark.slow)])
 def test_trainers_die_while_rank_0_saves(tmp_path, mode):
     """Seven of eight, at different moments. Rank 0 saves after each update, and takes most of the time for it."""
-    faults = {rank: ("SIGKILL", 0.3 * rank) for rank in range(2, 9)}
+    faults = {rank: ("SIGKILL", 0.2 * rank) for rank in range(2, 9)}  # the job takes several times as long
     flags = ("--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1)
     flags = (*flags, "--batch_size", 40, "--lr", 40)
-    summary = lost_trainers.run_case(mode, {0: ("slow", 0), **faults}, flags, trainers=8, epochs=2)
+    summary = lost_trainers.run_case(mode, {0: ("slow", 0), **faults}, flags, trainers=8, epochs=4)
     assert summary["lost"] == [*range(2, 9)]
 
 
@@ -62,7 +62,8 @@ def test_without_the_last_trainer_the_job_ends():
 def test_the_digits_are_learned_without_a_lost_trainer(digits, tmp_path):
     """With the real network and one of three trainers killed, every image is applied once, and the accuracy is high."""
     summary = tmp_path / "s.json"
-    flags = ("--mode", "overlap", "--world_size", 4, "--batch_size", 16, "--lr", 0.03)
+    # Not `overlap`, whose staler gradients learn at a rate that depends on the load of the machine.
+    flags = ("--mode", "replica", "--world_size", 4, "--batch_size", 16, "--lr", 0.05)
     flags = (*flags, "--log_interval", 20, "--data_dir", digits, "--on_lost", "continue", "--summary_json", summary)
     process = start_main("param_server", *flags)
     assert process.wait_for_text("training batch", 120), process.text()
