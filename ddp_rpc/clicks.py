@@ -14,7 +14,7 @@ C classes.
 """
 
 import torch
-from torch.nn import functional as F
+import torch.nn.functional as F
 
 NUM_CLASSES = 8
 MAX_IDS_PER_BAG = 10

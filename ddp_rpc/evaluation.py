@@ -7,7 +7,7 @@ Shapes: B bags in a batch, C classes.
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
+import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector
 
 from glue.report import check_finite

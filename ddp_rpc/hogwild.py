@@ -3,7 +3,7 @@
 The model has two parts: a large, sparse table of embeddings, on the servers, and a small, dense layer, `fc`, of which
 each trainer has a replica. A training step begins with Trainer.step. Its forward pass calls EmbeddingShard.look_up on
 the servers. The backward pass and the optimizer make calls of their own, from inside torch. `sync` is this mode with
-one idea more; `pipelined` goes further: it takes its trainer from here and its shard from `sync`.
+one idea more. `pipelined` trains in another way, with the model and the lookup of this file.
 
 Shapes: B bags in a batch, I ids in a batch, D embedding dimensions, C classes.
 """

@@ -3,36 +3,37 @@
 Message k asks for the sums of batch k + 1 and brings the gradient of batch k - 1. It is sent before the trainer trains
 on batch k.
 
-The price is staleness: by the time a gradient reaches the table, the rows that it was computed from have changed.
-Message k - 1 looks up the rows of batch k, and message k + 1 brings their gradient. In between, the server serves one
-message of the same trainer (k), and at most five of each other trainer (k - 2 to k + 2). For in DDP's allreduce nobody
-ends a batch before all have begun it, so trainers are at most one batch apart; and one message of each may still be on
-its way. So with T trainers a gradient is at most 1 + 5 (T - 1) updates late.
+The price is staleness. When a gradient reaches the table, the rows that it was computed from have changed meanwhile, by
+at most 1 + 5 (T - 1) updates with T trainers. docs/results/ddp_rpc.md derives this number.
 
-As in `sync` a server updates its rows itself, but with each trainer's gradient as soon as it arrives. A step's messages
-belong to different batches, so no autograd context can span them: in the trainer the sums are a leaf of the graph, and
-the server keeps its half of the graph until their gradient arrives. Then it runs an ordinary backward pass.
+A step's messages belong to different batches, so no autograd context can span them, and no DistributedOptimizer is
+used. In the trainer the sums are a leaf of the graph. The server keeps its half of the graph until their gradient
+arrives. Then it runs an ordinary backward pass, and updates its rows itself.
 
-Read hogwild.py and sync.py first. Trainer derives from hogwild's, EmbeddingShard from sync's. Two things that they
-inherit are not used: the RRefs of the parameters, because there is no DistributedOptimizer, and average_and_step.
+Read hogwild.py first. The model is the one that is there, and so is the lookup of an evaluation.
 
 Shapes: B bags in a batch, I ids in a batch, D embedding dimensions, C classes.
 """
 
+import threading
 from collections import defaultdict, deque
 
 import torch
 import torch.distributed as dist
-from torch import optim
+from torch import nn, optim
 
 import hogwild
-import sync
 from shards import split_by_shard
 
 
-class Trainer(hogwild.Trainer):  # in a trainer
-    next_sums = None  # Futures of the sums of the batch to come, one for each server; None before an epoch
-    gradient_BD = None  # the gradient of the previous batch's sums; None before an epoch
+class Trainer:  # in a trainer
+    def __init__(self, emb_rrefs, embedding_dim, device):
+        self.model = hogwild.HybridModel(emb_rrefs, embedding_dim, device)
+        self.criterion = nn.CrossEntropyLoss()
+        self.next_sums = None  # Futures of the sums of the batch to come, one for each server; None before an epoch
+        self.gradient_BD = None  # the gradient of the previous batch's sums; None before an epoch
+        for emb_rref in emb_rrefs:
+            emb_rref.rpc_sync(timeout=0).parameter_rrefs()  # only to wait until the server has made its shard
 
     def set_learning_rate(self, lr):
         self.opt = optim.SGD(self.model.parameters(), lr=lr)
@@ -80,10 +81,14 @@ class Trainer(hogwild.Trainer):  # in a trainer
         ]
 
 
-class EmbeddingShard(sync.EmbeddingShard):  # on a server, on RPC threads
+class EmbeddingShard(hogwild.EmbeddingShard):  # on a server, on RPC threads
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        self.lock = threading.Lock()  # protects the update
         self.lookups = defaultdict(deque)  # trainer -> its sums (B, D) that wait for their gradients, the oldest first
+
+    def set_learning_rate(self, lr):
+        self.optimizer = optim.SGD(self.parameters(), lr=lr)  # every trainer calls this; the last one made remains
 
     def exchange(self, trainer, gradient_BD, ids_I, offsets_B):
         """Make an update with the gradient of this trainer's oldest lookup; return the sums (B, D) of its next batch.

@@ -4,10 +4,11 @@ from glue import checkpoint, report
 from shards import gather_table, scatter_table
 
 
-class Progress:
-    """The output of one run. trainer1 calls after_step and after_epoch over RPC, so they run on RPC threads.
+class Progress:  # in the master
+    """The output of one run. Call start(), and finish() at the end.
 
-    They need no lock: it makes one call at a time, and the main thread waits for the trainers meanwhile.
+    trainer1 calls after_step and after_epoch over RPC, so they run on RPC threads. They need no lock, because it makes
+    one call at a time, and the main thread waits for the trainers meanwhile.
     """
 
     def __init__(self, args, emb_rrefs, resume_keys):
@@ -26,7 +27,7 @@ class Progress:
             self.epochs_before = state["epoch"]
             self.fc_state = state["fc"]
             scatter_table(state["table"], self.emb_rrefs)
-            self.report.say(f"Going on after epoch {self.epochs_before} of {self.args.checkpoint}.")
+            self.report.say(f"Going on after epoch {self.epochs_before}.")
             if self.epochs_before >= self.args.epochs:
                 self.report.say(report.NOTHING_LEFT)
         self.bar = self.report.progress(total=self.args.epochs * self.args.batches)
@@ -34,8 +35,7 @@ class Progress:
     def after_step(self, step, loss):
         """Record the mean training loss of trainer1 in the last --log_interval steps."""
         self.report.scalar("loss/train", loss, step)
-        self.bar.n = step
-        self.bar.refresh()
+        self.bar.update(step - self.bar.n)
 
     def after_epoch(self, epoch, figures, seconds, fc_state):
         """Print the results of an epoch, and write the checkpoint. All trainers wait until this returns.

@@ -8,8 +8,8 @@ Shapes: B bags in a batch, I ids in a batch, N rows of the table, S servers, D e
 
 import torch
 import torch.distributed.rpc as rpc
+import torch.nn.functional as F
 from torch import nn
-from torch.nn import functional as F
 
 # nn.EmbeddingBag draws its first values from N(0, 1). With a learning rate of 0.05 the updates are so small beside
 # these values that training would take very long.

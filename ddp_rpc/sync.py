@@ -50,7 +50,7 @@ class EmbeddingShard(hogwild.EmbeddingShard):  # on a server, on RPC threads
 
     def set_learning_rate(self, lr):
         # Every trainer calls this before an epoch, with the same rate, so it does not matter whose SGD remains. No step
-        # begins before all have called, because main.py has a barrier there.
+        # begins before all have called, because training.py has a barrier there.
         self.optimizer = optim.SGD(self.parameters(), lr=lr)
 
     # With async_execution the answer is sent when the returned Future is complete. No RPC thread waits for it.

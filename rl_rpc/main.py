@@ -24,6 +24,7 @@ from environment import make_env, reward_threshold, sizes
 from glue import flags, launch
 from glue.report import Meter
 from glue.seeds import seed_for
+from play import play_greedily
 from policy import Policy
 from progress import Progress
 from ranks import ROLES, worker_name
@@ -58,7 +59,7 @@ def parse_args(argv=None):
 
 
 def run_worker(rank, args, job):
-    """Run one rank, the agent or an observer. Runs in every process. Source: tutorial part 1, run_worker."""
+    """Run one rank, the agent or an observer. Runs in every process. Source: tutorial, run_worker."""
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
     if rank == 0:
         run_agent(args, job)
@@ -86,7 +87,9 @@ def run_agent(args, job):
             last_reward = agent.finish_episode()
         progress.after_step(last_reward)
     agent.calls.wait_for_all()  # in `async` other observers still play; these episodes are not used
-    progress.finish(meter, job.lost)
+    progress.after_training()
+    rewards = play_greedily(policy, args.env_id, args.eval_episodes, args.seed)
+    progress.finish(meter, rewards, job.lost)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ import bisect
 import itertools
 
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.nn import functional as F
 
 # A product of B rows, B products of one row, numpy and a GPU all round differently. In float32 such a difference would
 # change one action in about forty million, and from then on two modes would play different episodes. In float64 it
@@ -17,7 +17,7 @@ DTYPE = torch.float64
 
 
 class Policy(nn.Module):
-    """The tutorial's Policy without its dropout (difference 12). Layer sizes fit the environment."""
+    """Source: tutorial, Policy, but without its dropout (difference 12). Layer sizes fit the environment."""
 
     def __init__(self, num_features, num_actions):
         super().__init__()

@@ -1,17 +1,13 @@
-"""What a run prints and writes: lines, a progress bar, curves, checkpoints, and the evaluation at the end.
-
-Runs in rank 0. Called by run_agent in main.py.
-"""
+"""What a run prints and writes: lines, a progress bar, curves, checkpoints, and the result. In the agent."""
 
 import math
 import statistics
 
 from glue import checkpoint, report
-from play import play_greedily
 
 
-class Progress:
-    """The output of one run. Call start(), then after_step() after each update, and finish() at the end."""
+class Progress:  # in the agent
+    """The output of one run. Call start(), after_step() after each update, after_training(), and finish()."""
 
     def __init__(self, args, agent, resume_keys):
         """`resume_keys`: flags that must be equal in a run that continues from a checkpoint of this one."""
@@ -53,8 +49,8 @@ class Progress:
         if path:
             checkpoint.save(path, "rl_rpc", self.settings, self.learner.state_dict())
 
-    def finish(self, meter, lost):
-        """Write the checkpoint and the policy, print the result, evaluate the policy, and write the summary."""
+    def after_training(self):
+        """Write the checkpoint and the policy, and print whether the environment is solved."""
         learner = self.learner
         self.bar.close()
         self.save(self.args.checkpoint)
@@ -64,13 +60,22 @@ class Progress:
         else:
             reached = f"{learner.running_reward:.2f} after {learner.episodes} episodes"
             self.report.say(f"Not solved: running reward is {reached}.")
+
+    def finish(self, meter, rewards, lost):
+        """Print the result, and write the summary and the picture, if the command line asks for them.
+
+        `rewards`: those of the greedy policy, in --eval_episodes episodes.
+        """
+        learner = self.learner
         staleness = {}
         if self.args.mode == "async":
             staleness = report.staleness_figures(self.agent.staleness)
             mean = staleness["staleness_mean"]
             most = staleness["staleness_max"]
             self.report.say(f"Staleness: mean {mean:.2f}, max {most} updates.")
-        eval_mean = self.evaluate()
+        if rewards:
+            reached = f"mean reward {statistics.mean(rewards):.2f}, lowest {min(rewards):.2f}"
+            self.report.say(f"Greedy policy over {len(rewards)} episodes: {reached}")
         steps = learner.env_steps - self.steps_before
         threshold = learner.reward_threshold
         self.report.close(
@@ -82,18 +87,7 @@ class Progress:
             env_steps_per_second=round(steps / max(meter.seconds, 1e-9), 1),
             solved=learner.solved,
             running_reward=learner.running_reward,
-            eval_mean_reward=eval_mean,
+            eval_mean_reward=statistics.mean(rewards) if rewards else None,
             lost=sorted(lost),
             **staleness,
         )
-
-    def evaluate(self):
-        """Let the greedy policy play --eval_episodes episodes; print and return the mean reward (None for 0)."""
-        episodes = self.args.eval_episodes
-        if not episodes:
-            return None
-        rewards = play_greedily(self.learner.policy, self.args.env_id, episodes, self.args.seed)
-        mean = statistics.mean(rewards)
-        reached = f"mean reward {mean:.2f}, lowest {min(rewards):.2f}"
-        self.report.say(f"Greedy policy over {episodes} episodes: {reached}")
-        return mean

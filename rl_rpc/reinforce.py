@@ -11,8 +11,8 @@ import dataclasses
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import optim
-from torch.nn import functional as F
 
 from glue.report import check_finite
 from policy import DTYPE
@@ -70,7 +70,7 @@ class Learner:  # in the agent, on its main thread
         return {
             "policy": self.policy.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "episode": self.episodes,
+            "episodes": self.episodes,
             "env_steps": self.env_steps,
             "running_reward": self.running_reward,
         }
@@ -81,7 +81,7 @@ class Learner:  # in the agent, on its main thread
         lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.load_state_dict(state["optimizer"])
         self.optimizer.param_groups[0]["lr"] = lr  # without this line, the checkpoint's learning rate would be used
-        self.episodes = state["episode"]
+        self.episodes = state["episodes"]
         self.env_steps = state["env_steps"]
         self.running_reward = state["running_reward"]
 

@@ -51,8 +51,7 @@ class Agent(step.Agent):  # in the agent
         for ob_id in self.calls.idle(self.ob_rrefs):
             future = self.ob_rrefs[ob_id].rpc_async(timeout=0).run_episode(weights, self.learner.episodes + 1)
             self.calls.add(ob_id, future)
-        self.trajectories = dict(self.calls.as_completed())
-        self.finished = sorted(self.trajectories)
+        self.trajectories = dict(sorted(self.calls.as_completed()))
 
 
 def weights_to_send(policy):

@@ -21,7 +21,7 @@ from reinforce import Trajectory, reinforce_loss
 
 
 class Observer:  # in an observer, on an RPC thread
-    """An environment, in which an episode is played when the agent calls run_episode.
+    """An environment, in which an episode is played when the agent calls run_episode. Source: tutorial, Observer.
 
     There is no lock, because only the agent calls it, and makes one call at a time.
     """
@@ -57,7 +57,10 @@ class Observer:  # in an observer, on an RPC thread
 
 
 class Agent:  # in the agent
-    """Makes an Observer in every other rank, chooses their actions, and learns from their episodes."""
+    """Makes an Observer in every other rank, chooses their actions, and learns from their episodes.
+
+    Source: tutorial, Agent.
+    """
 
     def __init__(self, observer_class, world_size, learner, env_id, seed, report_lost):
         self.learner = learner
@@ -70,7 +73,6 @@ class Agent:  # in the agent
         }
         self.trajectories = {}  # {ob_id: Trajectory} of this episode
         self.generators = {}  # {ob_id: random.Random} from which its actions are drawn
-        self.finished = []  # the ob_ids of the observers that have finished it
         self.calls = OpenCalls(report_lost)
 
     def run_episode(self):
@@ -84,7 +86,7 @@ class Agent:  # in the agent
             future = self.ob_rrefs[ob_id].rpc_async(timeout=0).run_episode(self.agent_rref, episode)
             self.calls.add(ob_id, future)
         answers = dict(self.calls.as_completed())  # waits for all that are not lost
-        self.finished = sorted(answers)
+        self.trajectories = {ob_id: self.trajectories[ob_id] for ob_id in sorted(answers)}
         return answers
 
     # Observers call the next two methods, which run on RPC threads, several at once. They need no lock: each writes
@@ -116,7 +118,7 @@ class Agent:  # in the agent
 
     def finish_episode(self):
         """Learn from the episodes of all observers; return the lowest of their total rewards. Sends no RPC."""
-        trajectories = [self.trajectories[ob_id] for ob_id in self.finished]
+        trajectories = list(self.trajectories.values())
         loss = reinforce_loss(self.learner.policy, trajectories, self.learner.gamma)
         return self.learner.learn(trajectories, loss)
 

@@ -31,29 +31,12 @@ class Corpus:
     floor: float | None = None  # the lowest possible perplexity; None for a text from a file
     bigram_floor: float | None = None  # the same for a model that uses only the last token
 
-    def __str__(self):
-        text = (
-            f"{len(self.train):,} tokens of {self.name} to train on, {len(self.heldout):,} held out, "
-            f"V = {len(self.vocabulary):,}."
-        )
-        if self.floor:
-            text += (
-                f"\nNo model can get below a perplexity of {self.floor:.3f}. "
-                f"A model that uses only the last word cannot get below {self.bigram_floor:.3f}."
-            )
-        return text
-
     def fingerprint(self):
         """Return a hash of the vocabulary and the tokens, 16 hexadecimal digits."""
         digest = hashlib.blake2b("\0".join(self.vocabulary).encode(), digest_size=8)
         digest.update(self.train.numpy().tobytes())
         digest.update(self.heldout.numpy().tobytes())
         return digest.hexdigest()
-
-    def figures(self):
-        """Return the entries of --summary_json that describe the text."""
-        floors = {"floor_perplexity": self.floor, "bigram_floor_perplexity": self.bigram_floor}
-        return floors | {"vocabulary": len(self.vocabulary)}
 
     def spell(self, ids):
         """Return the text of a list of token ids."""
@@ -113,8 +96,13 @@ def corpus_from_file(path, tokens):
     def encode(units):
         return torch.tensor([number.get(unit, 0) for unit in units])
 
-    separator = "" if tokens == "char" else " "
-    return Corpus(f"{path} by {tokens}", vocabulary, encode(train), encode(heldout), separator)
+    return Corpus(
+        name=f"{path} by {tokens}",
+        vocabulary=vocabulary,
+        train=encode(train),
+        heldout=encode(heldout),
+        separator="" if tokens == "char" else " ",
+    )
 
 
 def _hold_out_the_end(sequence):

@@ -1,7 +1,7 @@
 """Mode `logits`, the tutorial's: the server sends the scores of all V words, and the trainer computes the loss.
 
-A step begins in Trainer.train_step (trainer.py), which calls RNNModel.loss below: it looks up the vectors of the words
-on a server, runs the LSTM here, and asks a server for the scores. The backward pass takes the same way back.
+A step begins in Trainer.train_step (trainer.py), which calls RNNModel.loss below. It looks up the vectors of the words
+on a server, runs the LSTM in the trainer, and asks a server for the scores. The backward pass takes the same way back.
 
 Shapes: T = time steps, B = streams, L = layers, E = embedding size, H = hidden size, V = vocabulary size.
 """
@@ -10,76 +10,17 @@ import torch
 import torch.distributed.rpc as rpc
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.rpc import RRef
 
 from glue.seeds import seed_for
 
 
-class RemoteLayer(nn.Module):  # on a server, on RPC threads
-    """What a layer needs if its caller is another process.
-
-    No method takes a lock. Two forward or backward passes may run at once (in mode `overlap`), but they only read the
-    parameters, and torch adds up their gradients under a lock of the context. Whatever changes the layer (the
-    optimizer's step, set_training, load_state_dict) runs between passes, because the trainer waits for all answers.
-    """
-
-    def parameter_rrefs(self):
-        return [RRef(parameter) for parameter in self.parameters()]
-
-    def set_training(self, training):
-        """Switch dropout and autograd on or off: the trainer's own eval() and no_grad() have no effect here.
-
-        The trainer does not call train() itself, because train() returns the module, and RPC would send it back.
-        """
-        self.train(training)
-        self.requires_grad_(training)
-
-    def state_dict(self):
-        return {name: value.cpu() for name, value in super().state_dict().items()}
-
-
-class EmbeddingTable(RemoteLayer):
-    """A vector for each token id. Source: tutorial part 2, EmbeddingTable."""
-
-    def __init__(self, ntoken, ninp, dropout, seed, device):
-        super().__init__()
-        self.drop = nn.Dropout(dropout)
-        self.encoder = nn.Embedding(ntoken, ninp)
-        nn.init.uniform_(self.encoder.weight, -0.1, 0.1, torch.Generator().manual_seed(seed))
-        self.device = device
-        self.to(device)
-
-    def forward(self, input_TB):
-        """Return the vectors (T, B, E) of int64 ids (T, B)."""
-        return self.drop(self.encoder(input_TB.to(self.device))).cpu()
-
-
-class Decoder(RemoteLayer):
-    """A score for each word of the vocabulary, from an output of the LSTM. Source: tutorial part 2, Decoder."""
-
-    def __init__(self, ntoken, nhid, dropout, seed, device):
-        super().__init__()
-        self.drop = nn.Dropout(dropout)
-        self.decoder = nn.Linear(nhid, ntoken)
-        nn.init.uniform_(self.decoder.weight, -0.1, 0.1, torch.Generator().manual_seed(seed))
-        nn.init.zeros_(self.decoder.bias)
-        self.device = device
-        self.to(device)
-
-    def forward(self, output_TBH):
-        """Return the logits (T, B, V) of (T, B, H). That is V / H times as many bytes as came in."""
-        return self.decoder(self.drop(output_TBH.to(self.device))).cpu()
-
-
 class RNNModel(nn.Module):  # in the trainer
-    """Source: tutorial part 2, RNNModel.
+    """Source: tutorial, RNNModel.
 
     The first of the `servers` (names) gets the embedding table, the last one the decoder. `devices`: name -> device.
     """
 
-    decoder_class = Decoder  # what __init__ makes on the server; mode `loss` has another one
-
-    def __init__(self, servers, ntoken, ninp, nhid, nlayers, dropout=0.5, *, seed, devices):
+    def __init__(self, decoder_class, servers, ntoken, ninp, nhid, nlayers, dropout, *, seed, devices):
         super().__init__()
         self.ntoken = ntoken
         self.device = devices["trainer"]
@@ -92,7 +33,7 @@ class RNNModel(nn.Module):  # in the trainer
         table_args = (ntoken, ninp, dropout, seed_for(seed, "table"), devices[first])
         self.emb_table_rref = rpc.remote(first, EmbeddingTable, args=table_args)
         decoder_args = (ntoken, nhid, dropout, seed_for(seed, "decoder"), devices[last])
-        self.decoder_rref = rpc.remote(last, self.decoder_class, args=decoder_args)
+        self.decoder_rref = rpc.remote(last, decoder_class, args=decoder_args)
 
     def loss(self, input_TB, target_TB, hidden):
         """Return the cross entropy in nats (natural logarithm), *summed* over T * B predictions; and the next state."""
@@ -117,10 +58,10 @@ class RNNModel(nn.Module):  # in the trainer
     # The methods below reach all three layers. Those of nn.Module would find the LSTM only: an RRef is no submodule.
 
     def parameter_rrefs(self):
-        """Return an RRef to each parameter in any process, for DistributedOptimizer. Source: tutorial part 2."""
+        """Return an RRef to each parameter in any process, for DistributedOptimizer."""
         remote_params = []
         remote_params.extend(self.emb_table_rref.rpc_sync().parameter_rrefs())
-        remote_params.extend(RRef(parameter) for parameter in self.rnn.parameters())
+        remote_params.extend(rpc.RRef(parameter) for parameter in self.rnn.parameters())
         remote_params.extend(self.decoder_rref.rpc_sync().parameter_rrefs())
         return remote_params
 
@@ -142,6 +83,62 @@ class RNNModel(nn.Module):  # in the trainer
         self.emb_table_rref.rpc_sync().load_state_dict(state["table"])
         self.decoder_rref.rpc_sync().load_state_dict(state["decoder"])
         self.rnn.load_state_dict(state["rnn"])
+
+
+class RemoteLayer(nn.Module):  # on a server, on RPC threads
+    """What a layer needs if its caller is another process.
+
+    No method takes a lock. Two forward or backward passes may run at once (in mode `overlap`), but they only read the
+    parameters, and torch adds up their gradients under a lock of the context. Whatever changes the layer (the
+    optimizer's step, set_training, load_state_dict) runs between passes, because the trainer waits for all answers.
+    """
+
+    def parameter_rrefs(self):
+        return [rpc.RRef(parameter) for parameter in self.parameters()]
+
+    def set_training(self, training):
+        """Switch dropout and autograd on or off: the trainer's own eval() and no_grad() have no effect here.
+
+        The trainer does not call train() itself, because train() returns the module, and RPC would send it back.
+        """
+        self.train(training)
+        self.requires_grad_(training)
+
+    def state_dict(self):
+        return {name: value.cpu() for name, value in super().state_dict().items()}
+
+
+class EmbeddingTable(RemoteLayer):  # on a server, on RPC threads
+    """A vector for each token id. Source: tutorial, EmbeddingTable."""
+
+    def __init__(self, ntoken, ninp, dropout, seed, device):
+        super().__init__()
+        self.drop = nn.Dropout(dropout)
+        self.encoder = nn.Embedding(ntoken, ninp)
+        nn.init.uniform_(self.encoder.weight, -0.1, 0.1, torch.Generator().manual_seed(seed))
+        self.device = device
+        self.to(device)
+
+    def forward(self, input_TB):
+        """Return the vectors (T, B, E) of int64 ids (T, B)."""
+        return self.drop(self.encoder(input_TB.to(self.device))).cpu()
+
+
+class Decoder(RemoteLayer):  # on a server, on RPC threads
+    """A score for each word of the vocabulary, from an output of the LSTM. Source: tutorial, Decoder."""
+
+    def __init__(self, ntoken, nhid, dropout, seed, device):
+        super().__init__()
+        self.drop = nn.Dropout(dropout)
+        self.decoder = nn.Linear(nhid, ntoken)
+        nn.init.uniform_(self.decoder.weight, -0.1, 0.1, torch.Generator().manual_seed(seed))
+        nn.init.zeros_(self.decoder.bias)
+        self.device = device
+        self.to(device)
+
+    def forward(self, output_TBH):
+        """Return the logits (T, B, V) of (T, B, H). That is V / H times as many bytes as came in."""
+        return self.decoder(self.drop(output_TBH.to(self.device))).cpu()
 
 
 def summed_cross_entropy(logits_TBV, target_TB):

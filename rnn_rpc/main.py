@@ -10,7 +10,7 @@ Rank 0 is `server1`, and rank 1 is `trainer`. With three ranks, rank 0 has the e
 has the decoder. Read this file, then trainer.py (train_step), then logits.py, which has both sides of a step's calls.
 """
 
-import glue.before_torch  # noqa: F401  (must be the first import; its docstring explains why)
+import glue.before_torch  # noqa: F401  (must be the first import; its docstring has the reason)
 
 import math
 
@@ -33,32 +33,29 @@ MUST_MATCH = ()  # only the trainer uses the flags below, so ranks that are star
 
 
 def parse_args(argv=None):
-    """Return the command line as a namespace. A wrong one ends the process with exit status 2."""
     parser = flags.argument_parser(__doc__, MODES, world_size=2)
-    size = flags.positive_int
-    count = flags.non_negative_int
-    number = flags.non_negative_float
-    positive = flags.positive_float
-    text_flag = parser.add_argument_group("the text").add_argument
-    text_flag("--corpus", metavar="FILE", help="a UTF-8 text to learn (if not given, a text is generated)")
-    text_flag("--tokens", choices=["word", "char"], default="word", help="what a token of --corpus is")
-    text_flag("--vocabulary", type=size, default=30, metavar="V", help="vocabulary size of the generated text")
-    text_flag("--corpus_tokens", type=size, default=300_000, metavar="N", help="length of the generated text")
-    text_flag("--generate", type=count, default=0, metavar="N", help="at the end, print N generated tokens")
-    model_flag = parser.add_argument_group("the model").add_argument
-    model_flag("--embedding_dim", type=size, default=64, metavar="E", help="size of a token's vector")
-    model_flag("--hidden_dim", type=size, default=64, metavar="H", help="LSTM units per layer")
-    model_flag("--num_layers", type=size, default=1, metavar="L", help="LSTM layers")
-    model_flag("--dropout", type=flags.fraction, default=0.0, metavar="P", help="dropout in all layers (without seeds)")
-    train_flag = parser.add_argument_group("training").add_argument
-    train_flag("--epochs", type=size, default=6, metavar="N", help="passes over the text")
-    train_flag("--batch_size", type=size, default=20, metavar="B", help="parts of the text that are read side by side")
-    train_flag("--bptt", type=size, default=35, metavar="T", help="time steps per batch; gradients go no further back")
-    train_flag("--optimizer", choices=list(OPTIMIZERS), default="sgd", help="optimizer of each process with parameters")
-    default_lr = ", ".join(f"{lr} with {optimizer}" for optimizer, lr in DEFAULT_LR.items())
-    train_flag("--lr", type=positive, metavar="X", help=f"learning rate (if not given: {default_lr})")
-    train_flag("--clip", type=number, default=0.25, metavar="X", help="limit of the norm of all gradients; 0: no limit")
-    train_flag("--log_interval", type=size, default=50, metavar="N", help="training steps per point of the loss curve")
+    add = parser.add_argument_group("the scenario").add_argument
+    add("--corpus", metavar="FILE", help="a UTF-8 text to learn (if not given, a text is generated)")
+    add("--tokens", choices=["word", "char"], default="word", help="what a token of --corpus is")
+    add("--vocabulary", type=flags.positive_int, default=30, metavar="V", help="vocabulary size of the generated text")
+    add("--corpus_tokens", type=flags.positive_int, default=300_000, metavar="N", help="length of the generated text")
+    add("--generate", type=flags.non_negative_int, default=0, metavar="N", help="at the end, print N generated tokens")
+    add("--embedding_dim", type=flags.positive_int, default=64, metavar="E", help="size of a token's vector")
+    add("--hidden_dim", type=flags.positive_int, default=64, metavar="H", help="LSTM units per layer")
+    add("--num_layers", type=flags.positive_int, default=1, metavar="L", help="LSTM layers")
+    add("--dropout", type=flags.fraction, default=0.0, metavar="P", help="dropout in all layers (without seeds)")
+    add("--epochs", type=flags.positive_int, default=6, metavar="N", help="passes over the text")
+    streams = "parts of the text that are read side by side"
+    add("--batch_size", type=flags.positive_int, default=20, metavar="B", help=streams)
+    bptt = "time steps per batch; gradients go no further back"
+    add("--bptt", type=flags.positive_int, default=35, metavar="T", help=bptt)
+    add("--optimizer", choices=list(OPTIMIZERS), default="sgd", help="optimizer of each process with parameters")
+    lr = ", ".join(f"{lr} with {optimizer}" for optimizer, lr in DEFAULT_LR.items())
+    add("--lr", type=flags.positive_float, metavar="X", help=f"learning rate (if not given: {lr})")
+    clip = "limit of the norm of all gradients; 0: no limit"
+    add("--clip", type=flags.non_negative_float, default=0.25, metavar="X", help=clip)
+    interval = "training steps per point of the loss curve"
+    add("--log_interval", type=flags.positive_int, default=50, metavar="N", help=interval)
     args = parser.parse_args(argv)
 
     if args.vocabulary < 2:
@@ -71,7 +68,7 @@ def parse_args(argv=None):
 
 
 def run_worker(rank, args, job):
-    """Run one rank, the trainer or a server. Source: tutorial part 2, run_worker."""
+    """Run one rank, the trainer or a server. Source: tutorial, run_worker."""
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
     if rank == TRAINER:
         devices = {worker_name(number, args): device for number, device in enumerate(job.devices)}
@@ -82,7 +79,7 @@ def run_worker(rank, args, job):
 
 
 def run_trainer(args, devices):
-    """Train for --epochs epochs, and report how good the model is. Source: tutorial part 2, run_trainer.
+    """Train for --epochs epochs, and report how good the model is. Source: tutorial, run_trainer.
 
     `devices`: each rank's device, as the rank itself has announced it, by name.
     """
@@ -90,17 +87,18 @@ def run_trainer(args, devices):
     train_SB, heldout_SB = training_streams(corpus, args.batch_size, args.bptt)
     sizes = (len(corpus.vocabulary), args.embedding_dim, args.hidden_dim, args.num_layers)
     servers = [name for name in devices if name != "trainer"]
-    model = MODES[args.mode].RNNModel(servers, *sizes, args.dropout, seed=args.seed, devices=devices)
+    mode = MODES[args.mode]
+    model = mode.RNNModel(mode.Decoder, servers, *sizes, args.dropout, seed=args.seed, devices=devices)
     trainer = Trainer(model, args.optimizer, args.lr, args.clip, args.seed)
-    steps_per_epoch = math.ceil((len(train_SB) - 1) / args.bptt)
-    progress = Progress(args, corpus, trainer, RESUME_KEYS)
-    progress.start(args.epochs * steps_per_epoch)
+    batches = list(get_next_batch(train_SB, args.bptt))  # views of the text, which take no memory
+    progress = Progress(args, corpus, trainer, len(batches), RESUME_KEYS)
+    progress.start()
     meter = report.Meter(WARM_UP_STEPS)
 
     while trainer.epoch < args.epochs:
         model.train()
         hidden = model.init_hidden(args.batch_size)
-        for data_TB, target_TB in get_next_batch(train_SB, args.bptt):
+        for data_TB, target_TB in batches:
             with meter.step():
                 summed_loss, hidden = trainer.train_step(data_TB, target_TB, hidden)
             progress.after_step(summed_loss, target_TB.numel())
@@ -111,8 +109,7 @@ def run_trainer(args, devices):
 
     if args.generate:
         progress.report.say(corpus.spell(trainer.generate(args.generate)))
-    tokens_per_step = (train_SB.numel() - args.batch_size) / steps_per_epoch
-    progress.finish(meter, tokens_per_step)
+    progress.finish(meter)
 
 
 def read_text(args):

@@ -11,6 +11,8 @@ from bisect import bisect
 import numpy as np
 import torch
 
+MOST_SUCCESSORS = 4  # K, unless there are fewer tokens
+
 
 class MarkovSource:
     """A random source of tokens that remembers two tokens.
@@ -22,10 +24,10 @@ class MarkovSource:
     is a finite sum.
     """
 
-    def __init__(self, num_tokens, seed, successors=4):
+    def __init__(self, num_tokens, seed):
         self.num_tokens = num_tokens
         num_states = 2 * num_tokens
-        k = min(successors, num_tokens)
+        k = min(MOST_SUCCESSORS, num_tokens)
         rng = np.random.default_rng(seed)
         # K different tokens per state: sorted draws from V - K + 1 numbers, to which 0, 1, ... K - 1 are added.
         draws = np.sort(rng.integers(0, num_tokens - k + 1, size=(num_states, k)), axis=1)

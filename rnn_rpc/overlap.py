@@ -12,6 +12,7 @@ import torch
 
 import loss
 
+Decoder = loss.Decoder
 PARTS = 2  # more are slower: each part makes a gradient of V x H numbers, and all must be added up
 
 

@@ -3,6 +3,7 @@ adds. Both print the same lines, with nearly the same numbers: here one random g
 weights, there each process draws its own.
 
     python single.py
+    CUDA_VISIBLE_DEVICES= python single.py    # hides the GPUs, so that all stays on the CPU
 
 Part 2 of PyTorch's tutorial "Getting Started with Distributed RPC Framework", without RPC.
 "Difference 7" is number 7 in docs/differences/rnn_rpc.md.
@@ -22,8 +23,7 @@ class EmbeddingTable(nn.Module):
 
     def __init__(self, ntoken, ninp, dropout):
         super().__init__()
-        # The table is on a GPU if this process has one. Everything else is on the CPU. To keep the
-        # table on the CPU too, hide the GPUs: CUDA_VISIBLE_DEVICES= python tutorial.py
+        # The table is on a GPU if this process has one. Everything else is on the CPU.
         self.device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         self.drop = nn.Dropout(dropout)
         self.encoder = nn.Embedding(ntoken, ninp)

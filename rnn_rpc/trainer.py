@@ -60,7 +60,7 @@ def load_optimizer_state(optimizer_rref, state):
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
-class Trainer:
+class Trainer:  # in the trainer
     """The model, its optimizers, and the progress of training."""
 
     def __init__(self, model, optimizer, lr, clip, seed):
@@ -79,7 +79,7 @@ class Trainer:
         """Run one training step over all processes; return the summed loss in nats, and the next hidden state.
 
         Raises UserError if training has diverged: the loss is not finite, or far worse than that of a blind guess.
-        Source: tutorial part 2, the body of the loop in run_trainer.
+        Source: tutorial, the body of the loop in run_trainer.
         """
         # No zero_grad(): backward() writes the gradients into this context, and step() puts them into .grad, where they
         # replace those of the last step.
@@ -96,7 +96,7 @@ class Trainer:
         return summed_loss, (h_LBH.detach(), c_LBH.detach())
 
     def clip_gradients(self, context_id):
-        """Scale all gradients in all processes, so that their common norm is at most `clip`; return the old norm.
+        """Scale all gradients in all processes, so that their common norm is at most `clip`.
 
         torch's clip_grad_norm_ would see the LSTM's parameters only, and would read their .grad, where the gradients of
         the previous training step still are.
@@ -108,7 +108,6 @@ class Trainer:
             args = (context_id, factor)
             futures = [rpc.rpc_async(owner, scale_gradients, args=args) for owner in self.optimizer_rrefs]
             torch.futures.wait_all(futures)
-        return norm
 
     # The methods below are not part of a training step. They run after an epoch, at the end, or for a checkpoint.
 

@@ -4,6 +4,7 @@ optimizer work across both processes.
 
     python tutorial.py              # starts both ranks on this machine
     python tutorial.py --rank 0     # starts only rank 0; --rank 1 in another terminal
+    CUDA_VISIBLE_DEVICES= python tutorial.py    # hides the GPUs, so that all stays on the CPU
 
 Why RPC? For a model that is too large for one machine. (This one would fit, but shows how.) Split
 it into submodules, make each where it shall live, and reach it by its RRef. The model then reads
@@ -47,8 +48,7 @@ class EmbeddingTable(nn.Module):
 
     def __init__(self, ntoken, ninp, dropout):
         super().__init__()
-        # The table is on a GPU if this process has one. Everything else is on the CPU. To keep the
-        # table on the CPU too, hide the GPUs: CUDA_VISIBLE_DEVICES= python tutorial.py
+        # The table is on a GPU if this process has one. Everything else is on the CPU.
         self.device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         self.drop = nn.Dropout(dropout)
         self.encoder = nn.Embedding(ntoken, ninp)

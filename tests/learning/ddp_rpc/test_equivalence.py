@@ -46,7 +46,7 @@ def test_a_run_that_goes_on_with_other_servers_equals_one_that_was_not_interrupt
     table, fc = one_process(2, epochs=1)
     oracle.save_checkpoint(tmp_path / "end.pt", table, fc)
     flags = ("--mode", "sync", "--world_size", 6, "--num_servers", 3, "--resume")
-    found = distributed(tmp_path, *flags, says="Going on after epoch 1 ")
+    found = distributed(tmp_path, *flags, says="Going on after epoch 1.")
     assert largest_difference(found, one_process(2)) < 1e-5
     assert largest_difference(found, (table, fc)) > 1e-3
 

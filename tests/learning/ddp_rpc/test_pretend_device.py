@@ -28,7 +28,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_
     table, fc = oracle.one_process(trainers, stale, epochs=1)
     oracle.save_checkpoint(tmp_path / "end.pt", table, fc)
     flags = ("--mode", mode, "--world_size", trainers + 1 + servers, "--num_servers", servers, "--resume")
-    found = oracle.distributed(tmp_path, *flags, says="Going on after epoch 1 ", run=run_on_pretend_device)
+    found = oracle.distributed(tmp_path, *flags, says="Going on after epoch 1.", run=run_on_pretend_device)
     assert oracle.largest_difference(found, oracle.one_process(trainers, stale)) < 1e-5
     assert oracle.largest_difference(found, (table, fc)) > 1e-3
 

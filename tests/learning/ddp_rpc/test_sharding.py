@@ -179,8 +179,8 @@ def test_an_evaluation_builds_no_graph_on_the_servers():
     ]
 
 
-def test_a_pipelined_gradient_is_as_stale_as_the_docstring_says_and_no_staler():
-    """Three trainers, and a server that holds messages back. pipelined.py: at most 1 + 5 (T - 1) updates, here 11."""
+def test_a_pipelined_gradient_is_as_stale_as_the_page_says_and_no_staler():
+    """Three trainers, and a server that holds messages back. At most 1 + 5 (T - 1) updates (docs/results), here 11."""
     flags = ("--mode", "pipelined", "--world_size", 5, "--batches", 10, "--epochs", 1)
     done = run_script("tests/learning/ddp_rpc/staleness_job.py", *flags)
     assert (done.returncode, done.stderr) == (0, "")

@@ -72,7 +72,7 @@ def single_process_reinforce(seed, episodes, observers=1, gamma=0.99):
 
 
 def assert_equal_to_the_bit(state, expected):
-    assert state["episode"] == expected["episode"] and state["env_steps"] == expected["env_steps"]
+    assert state["episodes"] == expected["episodes"] and state["env_steps"] == expected["env_steps"]
     assert state["running_reward"] == expected["running_reward"]
     for name, weight in expected["policy"].items():
         assert torch.equal(state["policy"][name], weight), name

@@ -16,7 +16,9 @@ def test_split_vocabulary(tmp_path):
     """With three ranks each server has half of the decoder's parameters, and the modes compute the same as before."""
     servers = ["server1", "server2"]
     devices = dict.fromkeys(["trainer", *servers], "cpu")
-    model = oracle.loss.RNNModel(servers, oracle.V, oracle.E, oracle.H, 1, 0.0, seed=1, devices=devices)
+    model = oracle.loss.RNNModel(
+        oracle.loss.Decoder, servers, oracle.V, oracle.E, oracle.H, 1, 0.0, seed=1, devices=devices
+    )
     held = dict.fromkeys(servers, 0)
     for rref in model.parameter_rrefs():
         if not rref.is_owner():  # the trainer owns the LSTM's parameters

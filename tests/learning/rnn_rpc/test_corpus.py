@@ -14,7 +14,7 @@ with package_on_path("rnn_rpc"):
 
 def test_floor_is_the_entropy_rate_by_another_way():
     """The other ways are dense linear algebra instead of power iteration, and the transitions in a long sample."""
-    source = corpus.MarkovSource(num_tokens=6, seed=3, successors=3)
+    source = corpus.MarkovSource(num_tokens=6, seed=3)
     states = 12
     transition = np.zeros((states, states))
     for s in range(states):

@@ -146,7 +146,11 @@ def test_a_step_makes_so_many_calls_and_leaves_nothing_behind(mode, calls, monke
     """
     the_trainer = main.Trainer(
         main.MODES[mode].RNNModel(
-            ["server1"], V, E, H, LAYERS, 0.0, seed=1, devices={"trainer": "cpu", "server1": "cpu"}
+            main.MODES[mode].Decoder,
+            ["server1"],
+            *(V, E, H, LAYERS, 0.0),
+            seed=1,
+            devices={"trainer": "cpu", "server1": "cpu"},
         ),
         "sgd",
         1.0,

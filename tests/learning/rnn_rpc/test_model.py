@@ -24,7 +24,7 @@ MODES = oracle.main.MODES
 
 def new_model(dropout=0.0, mode="logits", servers=("trainer",)):
     devices = dict.fromkeys(("trainer", *servers), "cpu")
-    return MODES[mode].RNNModel(servers, V, E, H, 2, dropout, seed=1, devices=devices)
+    return MODES[mode].RNNModel(MODES[mode].Decoder, servers, V, E, H, 2, dropout, seed=1, devices=devices)
 
 
 def new_trainer(clip=0.0, lr=0.1, rnn_model=None):
@@ -129,7 +129,8 @@ def test_dropout_is_torchs_own(mode):
 def test_each_layer_is_on_the_device_of_its_process():
     """Difference 6: the trainer says where the layers are, from what each process has announced about itself."""
     devices = {"trainer": "cpu", "server1": pretend_device.DEVICE, "server2": "cpu"}
-    rnn_model = logits.RNNModel(["server1", "server2"], V, E, H, 2, 0.0, seed=1, devices=devices)
+    servers = ["server1", "server2"]
+    rnn_model = logits.RNNModel(logits.Decoder, servers, V, E, H, 2, 0.0, seed=1, devices=devices)
     numbers = [rref.rpc_sync().get_device() for rref in rnn_model.parameter_rrefs()]  # -1: the CPU
     assert numbers == [0] + [-1] * 8 + [-1] * 2
 
@@ -152,9 +153,9 @@ def test_clipping_takes_the_norm_of_all_workers():
         dist_autograd.backward(context_id, [loss])
         before = norm(context_id, ["server1", "trainer", "server2"])
         assert before > 0.02 and norm(context_id, ["trainer"]) < 0.9 * before
-        assert trainer.clip_gradients(context_id) == pytest.approx(before, rel=1e-5)
+        trainer.clip_gradients(context_id)
         assert norm(context_id, ["server1", "trainer", "server2"]) == pytest.approx(0.01, rel=1e-3)
-        assert trainer.clip_gradients(context_id) == pytest.approx(0.01, rel=1e-3)  # small enough, so unchanged
+        trainer.clip_gradients(context_id)  # small enough, so unchanged
         assert norm(context_id, ["server1", "trainer", "server2"]) == pytest.approx(0.01, rel=1e-3)
 
 
