@@ -4,7 +4,6 @@
     python bench/calls.py --rounds 1 --calls 50      # a quick run
     python bench/calls.py --ray_python DIR/bin/python --monarch_python DIR/bin/python --json calls.json
     python bench/calls.py --messages                 # how many messages torch sends for one call
-    python bench/calls.py --agent 10 20              # torch's own benchmark of an RL agent (published_agent.py)
 
 Each call sends one payload to another process of this machine, where a function does nothing and returns None. In each
 round, all ways to call are measured in turn. Each measurement starts two processes, and ends them. An idle rank would
@@ -40,7 +39,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
-import published_agent
 from common import interleave, rpc_worker, run_together, spread, use_package, write_json
 
 use_package("rl_rpc")
@@ -455,14 +453,6 @@ def compare_messages():
     return counts
 
 
-def world_size(text):
-    """Return the number. Raises ValueError if it is below 3: a coordinator, the agent, and at least one observer."""
-    number = flags.positive_int(text)
-    if number < 3:
-        raise ValueError
-    return number
-
-
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(
         prog="bench/calls.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -475,7 +465,6 @@ def parse_args(argv=None):
     add("--monarch_python", default=sys.executable, metavar="FILE", help="the Python that has Monarch")
     add("--markdown", action="store_true", help="also print the table of docs/CONCEPTS.md")
     add("--messages", action="store_true", help="only count the messages of a call")
-    add("--agent", type=world_size, nargs="+", metavar="WORLD_SIZE", help="only run torch's benchmark of an RL agent")
     add("--json", metavar="FILE", help="write the raw numbers")
     return parser.parse_args(argv)
 
@@ -484,9 +473,7 @@ def main():
     args = parse_args()
     started = time.perf_counter()
     print(f"torch {torch.__version__}, {host.usable_cores()} cores")
-    if args.agent:
-        numbers = published_agent.compare(args.agent, TRANSPORTS, args.rounds)
-    elif args.messages:
+    if args.messages:
         numbers = {"messages": compare_messages()}
     else:
         numbers = compare_calls(args)

@@ -85,7 +85,7 @@ def join(name, rank, folder):
     # Use TCP ("uv"). torch's default, shared memory, keeps a core busy in every process. Both names are private.
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     options.init_method = f"file://{folder}/store"  # how the processes find each other, without any port
-    faulthandler.dump_traceback_later(START_TIMEOUT, exit=True)  # do not wait for ever for one that never comes
+    faulthandler.dump_traceback_later(START_TIMEOUT, exit=True)  # do not wait forever for one that never comes
     rpc.init_rpc(name, rank=rank, world_size=1 + WORKERS, rpc_backend_options=options)
     faulthandler.cancel_dump_traceback_later()
 

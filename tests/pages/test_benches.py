@@ -53,21 +53,6 @@ def test_every_way_to_call_has_its_row(tmp_path):
         assert len(re.findall(row, done.stdout, re.M)) == len(PAYLOADS)
 
 
-@pytest.mark.slow
-def test_the_agent_answers_every_request(tmp_path):
-    out = tmp_path / "agent.json"
-    done = run_script("bench/calls.py", "--agent", 4, "--rounds", 1, "--json", out)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(out.read_text())
-    assert list(rows) == ["world size 4, shm", "world size 4, uv"]
-    for name, (figures,) in rows.items():
-        assert all(value > 0 for value in figures.values())
-        assert figures["observer_p50_ms"] <= figures["observer_p95_ms"]
-        # The agent's own rate does not include the time of the messages.
-        assert figures["agent_requests_per_second"] > figures["requests_per_second"]
-        assert re.search(rf"^{name} +[\d,]+ \(", done.stdout, re.M)
-
-
 def test_as_many_calls_are_under_way_as_the_window_says():
     open_calls = set()
     most = 0
@@ -85,8 +70,3 @@ def test_as_many_calls_are_under_way_as_the_window_says():
 
     seconds = load_bench("calls").in_flight(8, send)("payload", 20)
     assert len(seconds) == 20 and most == 8 and not open_calls
-
-
-def test_a_world_without_observers_is_refused():
-    done = run_script("bench/calls.py", "--agent", 2)
-    assert done.returncode == 2 and "--agent: invalid world_size value: '2'" in done.stderr
