@@ -42,6 +42,7 @@ import time
 RECORDS = __name__ == "sitecustomize"
 if not RECORDS:
     import argparse
+    import bisect
     import collections
     import contextlib
     import pathlib
@@ -684,11 +685,14 @@ def typical_period(events):
     if not periods and len(calls) <= MOST_CALLS:
         return calls[0]["ts"], max(map(end_of, calls))
     if not periods:
-        kinds = collections.defaultdict(list)  # (caller, callee, function) -> the starts of these calls
+        kinds = collections.defaultdict(list)  # (caller, callee, function) -> these calls
         for call in calls:
-            kinds[call["pid"], call["args"]["to"], call["name"]].append(call["ts"])
-        starts = max(kinds.values(), key=len)
-        periods = list(itertools.pairwise(starts))
+            kinds[call["pid"], call["args"]["to"], call["name"]].append(call)
+        frequent = max(kinds.values(), key=len)
+        starts = [call["ts"] for call in frequent]
+        for call in frequent:  # if calls overlap, a period ends with the first that begins after the end of its call
+            following = bisect.bisect_left(starts, end_of(call))
+            periods.append((call["ts"], starts[following] if following < len(starts) else end_of(call)))
     periods.sort(key=lambda period: period[1] - period[0])
     start, end = periods[len(periods) // 2]
     within = [call["ts"] for call in calls if start <= call["ts"] < end]
