@@ -2,7 +2,7 @@
 # Install what is needed, and run programs of this repository. This needs Python 3.10 or later, and a package registry.
 #
 #   ./run_all.sh                  run the four scenarios until each has learned; pictures and summaries in results/
-#   ./run_all.sh rl|rnn|ddp|ps    run one of them
+#   ./run_all.sh rl|rnn|ddp|ps    run one of them, or several: ./run_all.sh rl ddp
 #   ./run_all.sh test [full]      run the quick tests, or all tests (full)
 #   ./run_all.sh bench            run the four benchmarks
 #   ./run_all.sh exercise rl 2    print the second exercise of docs/exercises/rl_rpc.md, and check your code
@@ -12,8 +12,9 @@ cd "$(dirname "$0")"
 
 # Use the active environment (venv or conda) if there is one, else .venv in this folder. Install the missing packages.
 use_environment() { # argument: a requirements file
-    if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
-        python=python
+    local active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+    if [ -n "$active" ] && [ -x "$active/bin/python" ]; then
+        python=$active/bin/python
     else
         python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or later is needed" >&2; exit 1; }
         [ -x .venv/bin/python ] || python3 -m venv .venv
@@ -65,10 +66,18 @@ for name in sys.argv[1:]:
 PYTHON
 }
 
+usage() {
+    sed -n 's/^#   //p' "$0" >&2
+    exit 2
+}
+
 case "${1:-all}" in
 all | rl | rnn | ddp | ps)
-    scenarios=${1:-all}
+    scenarios=${*:-all}
     [ "$scenarios" != all ] || scenarios="rl rnn ddp ps"
+    for scenario in $scenarios; do
+        case "$scenario" in rl | rnn | ddp | ps) ;; *) usage ;; esac
+    done
     use_environment requirements.txt
     mkdir -p results
     failed=""
@@ -100,8 +109,5 @@ exercise)
     use_environment tests/requirements.txt
     "$python" tools/exercise.py "${@:2}"
     ;;
-*)
-    sed -n 's/^#   //p' "$0" >&2
-    exit 2
-    ;;
+*) usage ;;
 esac

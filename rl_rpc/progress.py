@@ -3,7 +3,7 @@
 import math
 import statistics
 
-from glue import checkpoint, report
+from glue import UserError, checkpoint, report
 
 
 class Progress:  # in the agent
@@ -22,7 +22,10 @@ class Progress:  # in the agent
         learner = self.learner
         state = checkpoint.resume(self.args, "rl_rpc", self.settings)
         if state:
-            learner.load_state_dict(state)
+            try:
+                learner.load_state_dict(state)
+            except (KeyError, RuntimeError, ValueError) as error:  # for example, the policy had another number of units
+                raise UserError(f"cannot go on from {self.args.checkpoint}: {error}") from error
             average = f"{learner.running_reward:.2f}"
             self.report.say(f"Going on after episode {learner.episodes}, with an average reward of {average}.")
             if learner.solved or learner.episodes >= self.args.max_episodes:

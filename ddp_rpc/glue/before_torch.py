@@ -17,7 +17,7 @@ import threading
 
 import psutil
 
-from glue import PACKAGE, PACKAGE_FOLDER
+from glue import PACKAGE_FOLDER
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 # The fork server and the ranks import main.py, and so this module, too. They run no file (their sys.argv[0] is "-c"),
@@ -57,15 +57,13 @@ def start_fork_server():
         multiprocessing.resource_tracker.ensure_running()  # unblocks some of them, so block them again
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         multiprocessing.forkserver.ensure_running()
-    except OSError as error:  # for example, the name of TMPDIR is too long for a socket
-        sys.exit(f"{PACKAGE}: cannot make a socket in the temporary directory: {error}")
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         os.chdir(users_folder)
 
 
 def stop_fork_server():
-    """Kill the fork server and remove the folder of its socket. Ranks that still run end too, as torch asks for it."""
+    """Kill the fork server and remove the folder of its socket. Ranks that still run get SIGINT (PR_SET_PDEATHSIG)."""
     with contextlib.suppress(OSError, psutil.Error):
         for child in psutil.Process().children():
             if "multiprocessing.forkserver" in " ".join(child.cmdline()):
@@ -107,24 +105,11 @@ def _leave_at_once(number, _frame):
     os._exit(128 + number)
 
 
-def _reopen_closed_streams():
-    """Let streams that the user has closed (`>&-`) lead to /dev/null, or sockets would get their numbers."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is this one
-            setattr(sys, name, open(number, "w" if number else "r"))
-
-
 # When a rank dies, each RPC thread of the other ranks logs this from C++, with a stack. The glue prints one line
 # instead. torch reads this level when it is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 if STARTED_HERE:
-    _reopen_closed_streams()
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        sys.exit(f"{PACKAGE}: the current directory has been deleted: cd to another one")
     # Importing torch takes seconds. Until the job handles signals itself, they end this process quietly.
     handle_signals(_leave_at_once)
     if starts_ranks(sys.argv[1:]):  # start it now: it imports torch while this process does

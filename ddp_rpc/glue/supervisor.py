@@ -5,10 +5,11 @@ has one TCP connection to it. A message is a JSON object on a line of its own; a
 directions, says that the sender is alive. A killed process is noticed by the end of its connection, and one that is
 stopped or cut off by its silence.
 
-    rank -> supervisor   {"join": 1, "host": ..., "pid": ..., "gpus": ..., "must_match": {...}}   first of all
+    rank -> supervisor   {"join": 1, "must_match": {...}, "host": ..., "pid": ..., "gpus": ..., "store_port": ...}
                          {"at": 2}                    it waits at barrier 2; {"at": DONE}: it has done its work
                          {"at": 2, "can_lose": 1}     and after this barrier the job can lose ranks from 1 on
                          {"failed": {...}}            an End: it has failed, or a call to another rank has
+                         {"failed": {...}, "trouble": true}   perhaps only because another rank is lost
     supervisor -> rank   {"refused": why}             it cannot join
                          Supervisor.state(), each time that it changes
 """
@@ -21,21 +22,22 @@ import socket
 import threading
 import time
 
-from glue.ending import End
+from glue.ending import BEAT_SECONDS, KNOWN_AFTER_SECONDS, LOST_AFTER_SECONDS, End
 
-BEAT_SECONDS = 1.0
-LOST_AFTER_SECONDS = 8.0  # a process that has sent nothing for so long is lost
 DONE = 10**9  # the number of the last barrier
+MAX_FROM_RANK = 1 << 16  # bytes of a message to the supervisor; who sends more is no rank of ours
 ENDED = "its process has ended"
 
 
 class Link:
     """One end of a connection between a rank and the supervisor. It is alive as long as a thread is in receive()."""
 
-    def __init__(self, connection):
-        self.connection = connection
+    def __init__(self, connection, max_length=float("inf")):
+        """`max_length`: in bytes, of a message that arrives."""
+        self.connection, self.max_length = connection, max_length
         connection.settimeout(LOST_AFTER_SECONDS)  # for sendall(); receive() waits in its own way
         self.received = bytearray()
+        self.told = None  # the last state that was sent on it
         self.sending = threading.Lock()
         self.next_beat = time.monotonic() + BEAT_SECONDS
 
@@ -59,6 +61,8 @@ class Link:
                 line, _, self.received = self.received.partition(b"\n")
                 if line:
                     return json.loads(line)
+            if len(self.received) > self.max_length:
+                raise ValueError("it has sent a line without an end")
             if time.monotonic() >= self.next_beat:
                 self.next_beat = time.monotonic() + BEAT_SECONDS
                 self.send()
@@ -69,7 +73,7 @@ class Link:
                 continue
             silent, part = 0.0, b""
             with contextlib.suppress(OSError):  # reset, or the kernel has given up on the other host
-                part = self.connection.recv(1 << 20)
+                part = self.connection.recv(1 << 16)
             if not part:
                 raise ConnectionError(ENDED)
             self.received += part
@@ -100,7 +104,6 @@ class Supervisor:
         self.can_lose = None  # (n, first): after barrier n the job can lose ranks from `first` on
         self.lost = {}  # rank -> why the job goes on without it
         self.end = None
-        self.told = None  # the state that all ranks know
         threading.Thread(target=self._accept, daemon=True).start()
 
     def state(self):
@@ -118,8 +121,16 @@ class Supervisor:
         """Return the number of the last barrier that all living ranks have reached."""
         return min(number for rank, number in self.at.items() if rank not in self.lost)
 
-    def fail(self, end):
-        """End the job, for this reason, or go on without the rank to which it happened."""
+    def fail(self, end, trouble=False):
+        """End the job, for this reason, or go on without the rank to which it happened. The first reason counts.
+
+        `trouble`: perhaps it happened because a rank is lost. Then that is the reason, and will be known soon.
+        """
+        if trouble:
+            timer = threading.Timer(KNOWN_AFTER_SECONDS, self.fail, (end,))
+            timer.daemon = True
+            timer.start()
+            return
         with self.changed:
             if end.rank in self.lost or self.end:
                 return
@@ -129,30 +140,30 @@ class Supervisor:
                 self.lost[end.rank] = end.why
             else:
                 self.end = end
-            self._tell()
+            self.changed.notify_all()
 
     def wait_until_gone(self, ranks, seconds):
         """Return when the connections of these ranks have ended, and all that they have sent is read."""
         with self.changed:
             self.changed.wait_for(lambda: self.links.keys().isdisjoint(ranks), seconds)
 
-    def _tell(self):
-        """Tell all ranks what has changed. `changed` is held."""
-        if (state := self.state()) != self.told:
-            self.told = state
-            for link in self.links.values():
-                link.send(state)
-        self.changed.notify_all()
+    def close(self):
+        """Accept no more connections."""
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept(); close() alone does not
+        self.listener.close()
 
     def _accept(self):
-        with contextlib.suppress(OSError):  # the listener is closed
-            while True:
+        while self.listener.fileno() >= 0:
+            try:
                 connection, _ = self.listener.accept()
-                threading.Thread(target=self._serve, args=(Link(connection),), daemon=True).start()
+                threading.Thread(target=self._serve, args=(Link(connection, MAX_FROM_RANK),), daemon=True).start()
+            except (OSError, RuntimeError):  # closed; or there are too many open files or threads just now
+                time.sleep(0.1)
 
     def _serve(self, link):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), contextlib.closing(link):
-            message = link.receive()  # if this is no rank of ours, one of these errors
+        with contextlib.suppress(Exception), contextlib.closing(link):
+            message = link.receive()  # if this is no rank of ours, one of these exceptions
             if why := self._refuse(message["join"], message, link):
                 link.send({"refused": why})
             else:
@@ -164,22 +175,35 @@ class Supervisor:
         for flag in self.must_match | theirs:
             if theirs.get(flag) != self.must_match.get(flag):
                 return f"it was started with {flag} {theirs.get(flag)}, and this job with {self.must_match.get(flag)}"
+        if type(rank) is not int or rank not in self.at:
+            return f"this job has no rank {rank}"
         with self.changed:
             if first := self.joined.get(rank):
                 return f"this rank has joined already, as process {first['pid']} on {first['host']}"
             self.joined[rank], self.links[rank] = message, link
-            self._tell()
+            self.changed.notify_all()
         return None
+
+    def _tell(self, rank, link):
+        """Tell this rank each new state, until its connection ends. On a thread of its own, because it may not read."""
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: rank not in self.links or self.state() != link.told)
+                if rank not in self.links:
+                    return
+                link.told = self.state()
+            link.send(link.told)
 
     def _listen(self, rank, link):
         """Act on this rank's messages until its connection ends."""
         try:
+            threading.Thread(target=self._tell, args=(rank, link), daemon=True).start()
             while True:
                 try:
                     self._use(rank, link.receive())
                 except TimeoutError as silence:
                     self.fail(End(rank, str(silence)))  # if it wakes up, it is told
-        except (ConnectionError, ValueError) as error:
+        except Exception as error:  # its connection has ended, or what it sends is no message
             with self.changed:
                 del self.links[rank]
                 self.changed.notify_all()
@@ -188,9 +212,9 @@ class Supervisor:
 
     def _use(self, rank, message):
         if "failed" in message:
-            self.fail(End(**message["failed"]))
+            self.fail(End(**message["failed"]), message.get("trouble"))
         with self.changed:
             if "can_lose" in message:
                 self.can_lose = message["at"], message["can_lose"]
             self.at[rank] = message.get("at", self.at[rank])
-            self._tell()
+            self.changed.notify_all()

@@ -36,6 +36,8 @@ non_negative_int = _number(int, "a non-negative integer", lambda value: value >=
 positive_float = _number(float, "a positive number", lambda value: 0 < value < float("inf"))
 non_negative_float = _number(float, "a non-negative number", lambda value: 0 <= value < float("inf"))
 fraction = _number(float, "a fraction (0 <= x < 1)", lambda value: 0 <= value < 1)
+seconds_of_rpc = _number(float, "a number of seconds (0.01 to 2000000)", lambda value: 0.01 <= value <= 2e6)
+seed = _number(int, "a seed (0 to 2**63 - 1)", lambda value: 0 <= value < 1 << 63)
 port_number = _number(int, "a port (1 to 65535)", lambda value: 0 < value < 65536)
 
 
@@ -86,10 +88,10 @@ def argument_parser(description, modes, world_size, on_lost=False):
     add("--master_port", type=port_number, default=29500, metavar="PORT", help="port there, if --rank is given")
     add("--join_timeout", type=positive_float, default=300, metavar="S", help="seconds to wait for missing ranks")
     add("--mode", choices=list(modes), default=next(iter(modes)), help="how the messages are organised")
-    add("--seed", type=non_negative_int, default=1, metavar="N", help="all random numbers of the job depend on it")
+    add("--seed", type=seed, default=1, metavar="N", help="all random numbers of the job depend on it")
     device_help = "device on which ranks compute (several ranks may share a GPU); auto: cuda if there is a GPU"
     add("--device", choices=["cpu", "cuda", "auto"], default="cpu", help=device_help)
-    add("--rpc_timeout", type=positive_float, default=60, metavar="S", help="seconds after which an RPC fails")
+    add("--rpc_timeout", type=seconds_of_rpc, default=60, metavar="S", help="seconds after which an RPC fails")
     transport_help = (
         "how messages travel; uv: TCP sockets, but tensors through memory between processes of one machine; "
         "shm: shared memory, which keeps one core per rank busy; tcp: TCP sockets, also for tensors; "
@@ -113,7 +115,7 @@ def argument_parser(description, modes, world_size, on_lost=False):
 def check_arguments(
     parser, args, min_world_size, roles, max_world_size=None, must_match=(), device_ranks=None, writer=0
 ):
-    """Refuse values that cannot work (one line, exit status 2), and complete `args`, which do not change afterwards.
+    """Refuse values that cannot work (one line, exit status 2), and complete `args`.
 
     `roles`: which rank has which role, as text for the error line about a wrong --world_size.
     `must_match`: the scenario's own flags that must have the same value in every rank.
@@ -220,24 +222,33 @@ class Place:
 def find_place(environ=os.environ):
     """Return the Place that a launcher gave this process, or None if there is no launcher.
 
-    Raises ValueError, with one line for the user, if only some of the env:// variables are set.
+    Raises ValueError, with one line for the user, if the variables of the environment are incomplete or wrong.
     """
-    meeting = (environ.get("MASTER_ADDR"), int(environ["MASTER_PORT"]) if environ.get("MASTER_PORT") else None)
+
+    def number(name, kind=non_negative_int):
+        try:
+            return kind(environ[name])
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"the environment sets {name}, but {error}") from None
+
+    def meeting():
+        return environ.get("MASTER_ADDR"), number("MASTER_PORT", port_number) if environ.get("MASTER_PORT") else None
+
     if "RANK" in environ or "WORLD_SIZE" in environ:
         if missing := [name for name in QUARTET if not environ.get(name)]:
             raise ValueError(f"the environment sets some of {', '.join(QUARTET)}, but not {', '.join(missing)}")
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment (RANK, WORLD_SIZE, ...)"
-        return Place(launcher, int(environ["RANK"]), int(environ["WORLD_SIZE"]), *meeting)
+        return Place(launcher, number("RANK"), number("WORLD_SIZE"), *meeting())
     # Checked before Slurm, because mpirun starts its ranks through a Slurm step of its own, with one task per host.
     if "OMPI_COMM_WORLD_RANK" in environ:
-        rank, world_size = (int(environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
-        return Place("Open MPI", rank, world_size, *meeting)
+        return Place("Open MPI", number("OMPI_COMM_WORLD_RANK"), number("OMPI_COMM_WORLD_SIZE"), *meeting())
     # A batch script and an interactive shell have SLURM_PROCID=0 too. Only a step with several tasks starts ranks.
     tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
     if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ and tasks > 1:
         host = _first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost"))
         port = 15000 + (int(environ.get("SLURM_JOB_ID", 0)) + int(environ["SLURM_STEP_ID"])) % 10000
-        return Place("Slurm", int(environ["SLURM_PROCID"]), tasks, meeting[0] or host, meeting[1] or port)
+        address, chosen_port = meeting()
+        return Place("Slurm", number("SLURM_PROCID"), tasks, address or host, chosen_port or port)
     return None
 
 

@@ -6,22 +6,22 @@ each rank the state of the job: who has joined, which barrier all have passed, w
 
 import concurrent.futures
 import dataclasses
+import os
 import signal
 import socket
 import sys
 import threading
+import time
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rpc import internal
 
 from glue import before_torch, checkpoint, ending
-from glue.ending import End, leave_now, within
+from glue.ending import End, leave_now
 from glue.host import best_transport, devices_of, share_cores, start_cuda, tensorpipe_options
-from glue.rendezvous import Rendezvous, hold_store
-from glue.supervisor import BEAT_SECONDS, DONE, LOST_AFTER_SECONDS
-
-SECONDS_TO_HEAR = 1.5  # after torchrun's SIGTERM, from the supervisor: torchrun may have seen that a rank is lost
+from glue.rendezvous import CannotJoin, Rendezvous
+from glue.supervisor import DONE
 
 
 class Job:
@@ -31,7 +31,7 @@ class Job:
         """`workers`: the worker names of all ranks; `port`: of the supervisor, if its process has spawned this rank."""
         self.args, self.rank, self.world_size = args, rank, args.world_size
         self.workers, self.names = workers, full_names(workers)
-        self.spawned, self.port = port is not None, port
+        self.spawned, self.port, self.parent = port is not None, port, os.getppid()
         # Set by join(): this rank's device, the names of all ranks' devices, and how many ranks are on this host.
         self.device, self.devices, self.ranks_here = None, [], None
         self.link = self.supervisor = None  # the connection to the supervisor; the Supervisor, if it is in this process
@@ -41,9 +41,10 @@ class Job:
         self.callback = lambda rank: ""  # the argument of on_lost()
         self.reporter = concurrent.futures.ThreadPoolExecutor(1)  # runs it, for one loss after the other
         self.ending = threading.Lock()  # taken by the thread that ends this process, and never released
+        self.failures = {}  # why this rank has failed -> the exception, if it has not been printed yet
         # torch prints the traceback of every served function that raises, even if the reason is a lost rank, or an
         # exception of a further rank, which has printed it. It has no option for this, so its module gets a `print`.
-        internal.print = lambda *_, **__: self._print_traceback(sys.exc_info()[1])
+        internal.print = lambda *_, **__: self._print_or_keep(sys.exc_info()[1])
 
     # ------------------------------------------------------------------------------------------ what run_worker uses
 
@@ -62,7 +63,7 @@ class Job:
         return tensorpipe_options(transport, init_method="job://", rpc_timeout=self.args.rpc_timeout, **kwargs)
 
     def store(self, prefix):
-        """Return a store for `dist.init_process_group(store=...)`, with keys of its own for each prefix. In rank 0."""
+        """Return a store for `dist.init_process_group(store=...)`, with keys of its own for each prefix."""
         port = self.state["job"]["ranks"][0]["store_port"]
         return dist.PrefixStore(prefix, dist.TCPStore(self.host, port, is_master=False, wait_for_workers=False))
 
@@ -87,9 +88,15 @@ class Job:
     def report_lost(self, rank, error):
         """Go on without `rank`, because a call to it has raised `error`. Returns at once.
 
-        Ends the job instead if the job cannot go on without `rank`.
+        Ends the job instead if the job cannot go on without `rank`, or if the error is not that of `rank`: perhaps the
+        call could not be sent, or it is an error of the rank that `rank` has called.
         """
-        threading.Thread(target=self._report_lost, args=(rank, error), daemon=True).start()
+        trouble = ending.is_connection_trouble(error)
+        end = ending.of_exception(error, rank if trouble else self.rank)
+        if end.rank == rank:
+            self._report(end, trouble)
+        else:
+            self.fail(error)
 
     # -------------------------------------------------------------------------------------------- joining and leaving
 
@@ -98,24 +105,19 @@ class Job:
         before_torch.watch_signals(self._interrupted)
         gpus = start_cuda(self.args.device, self.rank in self.args.device_ranks)
         rendezvous = Rendezvous(self.rank, self.args, self.names, self.port)
-        link = rendezvous.connect()
-        self.host, self.supervisor = rendezvous.host, rendezvous.supervisor
-        self.rpc_store = hold_store(self.host) if self.rank == 0 else None
-        self.state |= rendezvous.join(link, gpus, self.rpc_store and self.rpc_store.port)
-        self.link = link
-        threading.Thread(target=self._listen, daemon=True).start()
-        self._wait_for_missing(rendezvous)
+        try:
+            link, state = rendezvous.join(gpus)
+            self.host, self.supervisor, self.rpc_store = rendezvous.host, rendezvous.supervisor, rendezvous.store
+            self.state |= state
+            self.link = link
+            threading.Thread(target=self._listen, daemon=True).start()
+            with self.changed:
+                while missing := self.state["missing"]:
+                    rendezvous.wait_for(", ".join(map(self.names.__getitem__, missing)), f" at {rendezvous.where}")
+                    self.changed.wait(ending.BEAT_SECONDS)
+        except CannotJoin as error:
+            self.end(End(None, str(error), again=False))
         self._use(self.state["job"])
-
-    def _wait_for_missing(self, rendezvous):
-        with self.changed:
-            while missing := self.state["missing"]:
-                awaited = ", ".join(self.names[rank] for rank in missing)
-                if not rendezvous.may_wait_for(f"{awaited} at {rendezvous.where}"):
-                    break
-                self.changed.wait(BEAT_SECONDS)
-        if missing:
-            self.end(End(None, f"{awaited} did not come within {rendezvous.patience}", again=False))
 
     def _use(self, job):
         """Learn what the supervisor knows about the job, and take this rank's share of its host's cores."""
@@ -134,13 +136,14 @@ class Job:
         """Report that this rank has done its work; return when every living rank has reported it."""
         self._wait_at(DONE)
         self.reporter.shutdown()
-        self._close_supervisor(self.lost, LOST_AFTER_SECONDS)
+        self._close_supervisor(self.lost, ending.LOST_AFTER_SECONDS)
 
     def _wait_at(self, barrier, **also):
         """Report that this rank is at this barrier; return when all living ranks are there."""
         self.barriers = barrier
         self.link.send({"at": barrier, **also})
-        self._wait_until(lambda: self.state["passed"] >= barrier, seconds=None)
+        with self.changed:
+            self.changed.wait_for(lambda: self.state["passed"] >= barrier)
 
     def _close_supervisor(self, dead, seconds):
         """If the supervisor is here, wait until all but the `dead` have heard how the job ends."""
@@ -151,22 +154,25 @@ class Job:
     # ---------------------------------------------------------------------------------------------- the job's state
 
     def _listen(self):
-        """Take in what the supervisor sends, until all ranks have done their work."""
-        self._take_in(self.state)
+        """Take in what the supervisor sends, until all ranks have done their work, or the job ends."""
         try:
+            self._take_in(self.state)
             while self.state["passed"] < DONE:
                 self._take_in(self.link.receive())
-        except (OSError, ValueError) as error:
+        except Exception as error:  # it has ended, or is silent, or what it sends is no state
             why = f"lost the starting process: {error}" if self.spawned else str(error)
-            self.end(End(None if self.spawned else 0, why), tell=False)
+            self._leave(End(None if self.spawned else 0, why))
 
     def _take_in(self, state):
         with self.changed:
             known = len(self.state["lost"])
             self.state = state
             self.changed.notify_all()
-        if state["end"] or self.rank in self.lost:
-            self.end(None, tell=False)
+        if state["end"]:
+            self._leave(End(**state["end"]))
+        if self.rank in self.lost:
+            why = self.lost[self.rank]
+            self._leave(End(self.rank, why if why in self.failures else f"the others have gone on without it: {why}"))
         for rank, why in state["lost"][known:]:
             self.reporter.submit(self._after_loss, rank, why)
 
@@ -178,58 +184,57 @@ class Job:
         if self.rank == 0:
             ending.print_error(f"lost {self.names[rank]}: {why}" + (f"; {work}" if work else ""))
 
-    def _report_lost(self, rank, error):
-        broken = ending.is_connection_trouble(error)
-        if broken:  # if the supervisor notices the loss, its reason is better than `error`
-            self._wait_until(lambda: rank in self.lost)
-        end = ending.of_exception(error, rank if broken else self.rank)
-        if end.rank == rank:
-            self.link.send({"failed": dataclasses.asdict(end)})
-        else:  # the call could not be sent, or it is an error of the rank that `rank` has called
-            self.fail(error)
-
-    def _wait_until(self, happened, seconds=LOST_AFTER_SECONDS + 4 * BEAT_SECONDS):
-        """Wait for what the supervisor will tell, by default as long as it takes until every loss is known."""
-        with self.changed:
-            return self.changed.wait_for(happened, seconds)
-
     # -------------------------------------------------------------------------------------------------------- ending
 
     def fail(self, error):
         """End this process because of an exception. The job ends too, unless it can go on without this rank."""
-        self._print_traceback(error)
-        self.end(ending.of_exception(error, self.rank))
+        self._print_or_keep(error)
+        self.end(ending.of_exception(error, self.rank), ending.is_connection_trouble(error))
 
-    def _print_traceback(self, error):
-        """Print the traceback of an exception, unless it was raised because another rank is gone.
+    def _print_or_keep(self, error):
+        """Print the traceback of a mistake. If it may be that of another rank, wait for what the supervisor says."""
+        if ending.is_connection_trouble(error):
+            self.failures[ending.of_exception(error, self.rank).why] = error
+        else:
+            ending.print_mistake(error)
 
-        If it looks so, wait until the supervisor has named that rank. This process then ends during the wait, or the
-        job goes on without that rank.
+    def end(self, end, trouble=False):
+        """End this process for the reason that the supervisor tells all ranks, or for `end` if it does not answer.
+
+        `trouble`: whether perhaps it happened only because another rank is lost.
         """
-        if not (self.link and ending.is_connection_trouble(error) and self._wait_until(lambda: self.lost)):
-            ending.print_traceback(error)
+        self.failures.setdefault(end.why)
+        if self.link:
+            self._report(end, trouble)
+            # The answer ends this process, in _listen().
+            time.sleep(ending.VERDICT_SECONDS + trouble * ending.KNOWN_AFTER_SECONDS)
+        self._leave(end)
 
-    def end(self, end, tell=True):
-        """End this process. If it is the first to know the reason, `end`, tell the supervisor, and so all ranks."""
+    def _report(self, end, trouble):
+        self.link.send({"failed": dataclasses.asdict(end), "trouble": trouble})
+
+    def _leave(self, end):
+        """End this process for this reason, whatever happens here."""
         self.ending.acquire()  # never released, because the process ends below
-        if self.link and tell:
-            self.link.send({"failed": dataclasses.asdict(end)})
-            self._wait_until(lambda: self.state["end"] or self.rank in self.lost, 2)
-        if self.state["end"]:
-            end = End(**self.state["end"])
-        elif end is None:
-            end = End(self.rank, f"the others have gone on without it: {self.lost[self.rank]}")
-        # Spawned ranks share a console, where one line is enough for an error that the user must correct.
-        if not end.signal and (not self.spawned or end.again or end.rank in (self.rank, None)):
-            ending.print_error(end.line(self.names, self.rank))
-        within(7, lambda: self._close_supervisor({*self.lost, end.rank}, 3.0))
-        leave_now(end.status)
+        try:
+            for why, error in list(self.failures.items()):
+                if error and end.rank == self.rank and end.why.startswith(why):  # a caller adds "(called from ...)"
+                    ending.print_traceback(error)
+            # Spawned ranks share a console, where one line is enough for an error that the user must correct.
+            if not end.signal and (not self.spawned or end.again or end.rank in (self.rank, None)):
+                ending.print_error(end.line(self.names, self.rank))
+            self._close_supervisor({*self.lost, end.rank}, ending.CLOSE_SECONDS)
+        finally:
+            leave_now(end.status)
 
     def _interrupted(self, number):
-        if number == signal.SIGTERM and self.args.torchrun and self.link:
+        end = ending.interrupted(number)
+        if os.getppid() != self.parent and self.spawned:  # the signal comes from the system, as torch asks it to
+            end = End(None, ending.FORK_SERVER_LOST)
+        elif number == signal.SIGTERM and self.args.torchrun and self.link:
             # torchrun may have seen a rank die, but does not say which; the supervisor does.
-            self._wait_until(lambda: self.state["end"], SECONDS_TO_HEAR)
-        self.end(ending.interrupted(number))
+            time.sleep(ending.TORCHRUN_SECONDS)
+        self.end(end)
 
 
 def full_names(workers):

@@ -1,7 +1,7 @@
 """How a job ends before its work is done: the reason (End), what each rank prints, and ending the process.
 
-Runs in every rank, and in the process that spawned the ranks. The first that notices a reason to end tells the
-supervisor, which tells all others.
+Runs in every rank, and in the process that spawned the ranks. Whoever notices a reason to end tells the supervisor,
+which decides what the reason is, and tells all ranks.
 """
 
 import contextlib
@@ -20,6 +20,20 @@ CONNECTION_TROUBLE = re.compile(
 )
 REMOTE_ERROR = re.compile(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\n")
 
+# All time limits of the glue, in seconds. A silent rank is named by the others after LOST_AFTER to LOST_AFTER + BEAT,
+# and they have ended GRACE later: within the 15 seconds that docs/RUNNING.md promises.
+BEAT_SECONDS = 1.0  # between two signs of life of a process
+LOST_AFTER_SECONDS = 8.0  # a process that has given no sign of life for so long is lost
+KNOWN_AFTER_SECONDS = 12.0  # after the first error that a loss has caused, the supervisor knows of the loss
+VERDICT_SECONDS = 2.0  # a rank that fails waits so long for the supervisor's answer
+TORCHRUN_SECONDS = 1.5  # after torchrun's SIGTERM a rank waits so long to hear whether another rank is lost
+GRACE_SECONDS = 4.0  # the process that has spawned the ranks kills those that do not end by then
+CLOSE_SECONDS = 3.0  # rank 0, if it has the supervisor, waits so long until the others have heard why the job ends
+WRITE_SECONDS = 2.0  # for a line on a console that may not be read, and for a file that is being written
+CONNECT_SECONDS = 5.0  # for one attempt to connect to rank 0; --join_timeout limits all of them
+PRINT_AFTER_SECONDS, PRINT_EVERY_SECONDS = 3.0, 30.0  # when a rank that waits for others prints for whom
+
+FORK_SERVER_LOST = "the process from which the ranks are forked has ended"
 _printed, _printing = set(), threading.Lock()  # the tracebacks that this process has printed
 
 
@@ -68,6 +82,8 @@ def of_exception(error, rank):
         frames = re.findall(r'^  File "(.*)", line (\d+), in ', text[: remote[-1].start()], re.MULTILINE)
         own_frames = [(file, line) for file, line in frames if "/torch/" not in file]
         place = " (called from {}, line {})".format(*own_frames[-1]) if own_frames else ""
+    if kind == BrokenPipeError.__name__:  # nobody reads stdout any more, as in `main.py | head`
+        return interrupted(signal.SIGPIPE)
     why = " ".join(why.split()).partition(" Exception raised from ")[0]  # without the C++ stack
     of_user = kind == UserError.__name__
     return End(rank, why if of_user else f"{kind}: {why}{place}", again=not of_user)
@@ -85,18 +101,23 @@ def is_connection_trouble(error):
     return False
 
 
-def print_traceback(error):
-    """Print where an exception was raised, so that people who edit this code find their line.
+def print_mistake(error):
+    """Print the traceback of an exception if it is a mistake in the code of this process.
 
-    Nothing is printed for an error that the user must correct, for one that another rank has printed, and for one that
-    this rank has printed: several callers may run into the same mistake.
+    So not for an error that the user must correct, or that another rank has printed.
     """
-    if isinstance(error, Exception) and not isinstance(error, UserError) and not REMOTE_ERROR.search(str(error)):
-        text = "".join(traceback.format_exception(error)).strip()
-        with _printing:
-            if text not in _printed:
-                _printed.add(text)
-                print_error(text)
+    known = isinstance(error, (UserError, BrokenPipeError)) or REMOTE_ERROR.search(str(error))
+    if isinstance(error, Exception) and not known:
+        print_traceback(error)
+
+
+def print_traceback(error):
+    """Print where an exception was raised, once: several callers may run into the same mistake."""
+    text = "".join(traceback.format_exception(error)).strip()
+    with _printing:
+        if text not in _printed:
+            _printed.add(text)
+            print_error(text)
 
 
 def within(seconds, call):
@@ -114,7 +135,7 @@ def within(seconds, call):
 def print_error(text):
     """Print on stderr, if that is possible within seconds: its disk may be full, or nobody may read the pipe."""
     # In one piece with its newline, because the ranks of a job may share this stream.
-    within(2, lambda: print(f"{PACKAGE}: {text}\n", end="", file=sys.stderr, flush=True))
+    within(WRITE_SECONDS, lambda: print(f"{PACKAGE}: {text}\n", end="", file=sys.stderr, flush=True))
 
 
 def leave_now(status, text=None):
@@ -122,7 +143,7 @@ def leave_now(status, text=None):
     try:
         if text:
             print_error(text)
-        checkpoint.finish_writing(seconds=2)
-        within(2, sys.stdout.flush)  # its reader may be gone, or may not read
+        checkpoint.finish_writing(WRITE_SECONDS)
+        within(WRITE_SECONDS, sys.stdout.flush)  # its reader may be gone, or may not read
     finally:
         os._exit(status)

@@ -46,13 +46,13 @@ def start_cuda(device, computes):
     return torch.cuda.device_count()
 
 
-def devices_of(hellos):
-    """Return each rank's device, as a string. `hellos`: by rank, a dict with its "host" and its number of "gpus".
+def devices_of(ranks):
+    """Return each rank's device, as a string. `ranks`: by rank, a dict with its "host" and its number of "gpus".
 
     The ranks of a host are dealt to its GPUs in turn. If there are more ranks than GPUs, ranks share a GPU.
     """
     turn = collections.defaultdict(itertools.count)  # host -> how many of its ranks have a GPU
-    return [f"cuda:{next(turn[each['host']]) % each['gpus']}" if each["gpus"] else "cpu" for each in hellos]
+    return [f"cuda:{next(turn[each['host']]) % each['gpus']}" if each["gpus"] else "cpu" for each in ranks]
 
 
 def tensorpipe_options(transport, **kwargs):
@@ -73,34 +73,16 @@ def tensorpipe_options(transport, **kwargs):
 
 
 def usable_cores():
-    """Return how many cores this process may use: those on which it may run, or fewer if a container has a quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, int(min(cores, core_quota())))
+    """Return how many cores this process may use: those on which it may run, or fewer if its container has a quota.
 
-
-def core_quota(root="/sys/fs/cgroup", membership="/proc/self/cgroup"):
-    """Return how many cores the control groups of this process allow (cgroup v2 or v1); infinity without a limit.
-
-    `docker run --cpus 2` and a Kubernetes limit are such quotas. A group's limit holds for the groups inside it too.
+    `docker run --cpus 2` and a limit in Kubernetes are such quotas. A container finds its own at this path (control
+    groups, version 2); outside containers there is no such file.
     """
-    quota = float("inf")
-    with contextlib.suppress(OSError):
-        for line in pathlib.Path(membership).read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if not controllers or "cpu" in controllers.split(","):  # version 2 has no list of controllers
-                folder = pathlib.Path(root, "cpu" if controllers else "", group.lstrip("/"))
-                quota = min(quota, *map(_quota_of, (folder, *folder.parents)))
-    return quota
-
-
-def _quota_of(folder):
-    with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
-        if (folder / "cpu.max").exists():
-            limit, period = map(int, (folder / "cpu.max").read_text().split())
-        else:
-            limit, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-        return limit / period if limit > 0 else float("inf")
-    return float("inf")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with contextlib.suppress(OSError, ValueError):  # no such file, or it says "max": no limit
+        limit, period = map(int, pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = min(cores, limit // period)
+    return max(1, cores)
 
 
 def best_transport(ranks_here):
@@ -120,7 +102,8 @@ def share_cores(workers):
     """
     # torchrun sets it to 1 in every rank.
     wanted = "" if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get("OMP_NUM_THREADS", "")
-    cores = int(wanted.split(",")[0] or usable_cores())  # "2,1" is a list for nested regions
+    first = wanted.partition(",")[0].strip()  # "2,1" is a list for nested regions
+    cores = int(first) if first.isdecimal() else usable_cores()
     torch.set_num_threads(max(1, cores // workers))
 
 

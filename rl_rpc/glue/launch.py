@@ -7,21 +7,24 @@ Runs in every process. There are three ways to start a job, and each rank then r
     torchrun --nproc-per-node 3 main.py       torchrun starts the ranks: rank 0 has the supervisor
 """
 
+import contextlib
 import logging
 import multiprocessing.connection
+import os
 import signal
+import sys
 import warnings
 
 import torch.multiprocessing as mp
 
 from glue import before_torch, check, checkpoint, ending
-from glue.ending import End, leave_now
+from glue.ending import BEAT_SECONDS, FORK_SERVER_LOST, GRACE_SECONDS, End, leave_now
 from glue.host import keep_freed_memory
 from glue.job import Job, full_names
 from glue.rendezvous import listen, supervise
-from glue.supervisor import BEAT_SECONDS, DONE
+from glue.supervisor import DONE
 
-GRACE_SECONDS = 4.0  # time for the other ranks to print their line and end
+FORK_SERVER_STATUS = 255  # of a rank, as multiprocessing tells it when the fork server cannot tell it any more
 
 
 def launch(run_worker, args, worker_name):
@@ -64,7 +67,8 @@ def _print_losses_and_restarts(lost, restarts, names):
 
 
 def _keep_console_clean():
-    """Suppress three known messages of torch, each by its own text."""
+    """Print characters that stdout cannot show as \\x..., and suppress three known messages of torch by their texts."""
+    sys.stdout.reconfigure(errors="backslashreplace")
     warnings.filterwarnings("ignore", message="You are using a Backend .*ProcessGroupGloo.* as a ProcessGroup")
     # DistributedOptimizer warns that an optimizer in Python holds the GIL.
     noisy = logging.getLogger("torch.distributed.optim.optimizer")
@@ -91,6 +95,8 @@ def _spawn(run_worker, args, workers):
         attempts.append(_Attempt(args, workers, restarts, job_id))
         if not restarts:
             before_torch.watch_signals(act)
+        if signals:  # it came between two attempts
+            attempts[-1].supervisor.fail(ending.interrupted(signals[0]))
         end = attempts[-1].run(run_worker)
         if end is None or not end.again or signals:
             break
@@ -115,7 +121,7 @@ class _Attempt:
         """Start the ranks and wait until all have ended; return the job's End, or None if all work was done."""
         self._start(run_worker)
         self._wait_for_ranks()
-        self.supervisor.listener.close()
+        self.supervisor.close()
         end = self.supervisor.end
         if end and not end.signal and not self.reason_printed:
             ending.print_error(end.line(self.names))
@@ -126,8 +132,14 @@ class _Attempt:
         port = self.supervisor.listener.getsockname()[1]
         arguments, size = (run_worker, self.args, self.workers, port), self.args.world_size
         try:
+            # Each rank takes three files of this process. If they are missing, it is noticed before a rank is started,
+            # because later the fork server would print a traceback of its own.
+            with contextlib.ExitStack() as copies:
+                for _ in range(3 * size + 16):
+                    copies.callback(os.close, os.dup(self.supervisor.listener.fileno()))
             ranks = mp.start_processes(_run_rank, arguments, size, join=False, start_method="forkserver").processes
         except OSError as error:  # too many processes, or open files; the ranks that did start end by themselves
+            before_torch.stop_fork_server()
             leave_now(1, f"cannot start all ranks: {error.strerror}")
         self.running = dict(enumerate(ranks))
 
@@ -155,4 +167,5 @@ class _Attempt:
         self.reason_printed |= code in (1, 2)  # the glue's own exit statuses: this rank has printed the reason
         if code or self.supervisor.passed() < DONE:
             killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
-            self.supervisor.fail(End(rank, killed or f"its process ended with exit status {code}"))
+            end = End(rank, killed or f"its process ended with exit status {code}")
+            self.supervisor.fail(End(None, FORK_SERVER_LOST) if code == FORK_SERVER_STATUS else end)

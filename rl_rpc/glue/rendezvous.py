@@ -9,17 +9,15 @@ import ipaddress
 import json
 import os
 import socket
+import struct
 import time
 
 import psutil
 import torch.distributed as dist
 
 from glue import PACKAGE, UserError, checkpoint
-from glue.ending import leave_now
+from glue.ending import CONNECT_SECONDS, PRINT_AFTER_SECONDS, PRINT_EVERY_SECONDS, leave_now
 from glue.supervisor import Link, Supervisor
-
-# A rank that waits for others prints a line about it after so many seconds, and then again at this interval.
-PRINT_AFTER_SECONDS, PRINT_EVERY_SECONDS = 3.0, 30.0
 
 
 def must_match(args):
@@ -33,10 +31,15 @@ def supervise(args, listener, restarts, job_id, spawned=False):
     return Supervisor(args.world_size, must_match(args), job, listener, spawned)
 
 
+class CannotJoin(Exception):
+    """This rank cannot join the job, or the job cannot begin. Its text says why."""
+
+
 class Rendezvous:
     """One rank's way into the job.
 
-    connect() sets `host`, the address of the interface towards rank 0, and `supervisor`, if it is in this process.
+    join() sets `host`, the address of the interface towards rank 0. In rank 0 it also sets `store`, a TCPStore for RPC
+    and process groups, and `supervisor`, if it is in this process.
     """
 
     def __init__(self, rank, args, names, port):
@@ -45,50 +48,90 @@ class Rendezvous:
         # For whom this rank waits. Rank 0, which has the supervisor, waits until its name is known.
         self.holder = names[0] if rank else "the address"
         self.deadline = time.monotonic() + args.join_timeout
-        self.patience = f"--join_timeout {args.join_timeout:g} s"
         self.print_at = time.monotonic() + PRINT_AFTER_SECONDS
-        self.supervisor = None
+        self.supervisor = self.store = None
 
-    def connect(self):
-        """Return a Link to the supervisor.
+    def join(self, gpus):
+        """Join the job; return (a Link to the supervisor, the first state of the job). Raises CannotJoin.
 
         This is tried until --join_timeout has passed, because no event reports that another process has started.
         """
         while True:
             try:
-                connection = self._try_to_connect()
+                link, state = self._try_to_join(gpus)
                 break
             except OSError as error:
-                if not self.may_wait_for(f"{self.holder}: {error}"):
-                    leave_now(1, f"{self.me}: {self.holder} did not come within {self.patience}: {error}")
+                if self.port:  # it listens already, or is gone
+                    raise CannotJoin(f"lost the starting process: {error}") from None
+                self.wait_for(self.holder, f": {error}")
                 time.sleep(0.1)
-        self.host = connection.getpeername()[0]
-        self.where = "{} port {}".format(*connection.getpeername())
         if not ipaddress.ip_address(self.host).is_loopback:
-            where = f"{connection.getsockname()[0]} ({os.environ['TP_SOCKET_IFNAME']})"
+            where = f"{link.connection.getsockname()[0]} ({os.environ['TP_SOCKET_IFNAME']})"
             print(f"Listening on {where}. RPC runs what peers send, unencrypted: trusted networks only.", flush=True)
-        return Link(connection)
+        return link, state
 
-    def _try_to_connect(self):
-        if self.port:  # this rank was spawned
-            return socket.create_connection(listen_only_towards("127.0.0.1", self.port))
+    def wait_for(self, awaited, why):
+        """Print now and then for whom this rank waits, and why. Raises CannotJoin after --join_timeout."""
+        limit = f"--join_timeout {self.args.join_timeout:g} s"
+        if time.monotonic() > self.deadline:
+            raise CannotJoin(f"{awaited} did not come within {limit}{why}")
+        if time.monotonic() > self.print_at and not self.port:
+            print(f"{self.me}: waiting for {awaited}{why} ({limit})", flush=True)
+            self.print_at = time.monotonic() + PRINT_EVERY_SECONDS
+
+    def _try_to_join(self, gpus):
+        """Raises OSError if the supervisor does not answer yet."""
+        connection = self._connect(self._find_supervisor())
+        self.host, port = connection.getpeername()
+        self.where = f"{self.host} port {port}"
+        if self.rank == 0:
+            self.store = self.store or hold_store(self.host)
+        own = {"host": socket.gethostname(), "pid": os.getpid(), "gpus": gpus}
+        own["store_port"] = self.store and self.store.port
+        link = Link(connection)
+        link.send({"join": self.rank, "must_match": must_match(self.args)} | own)
+        try:
+            state = link.receive()
+        except ConnectionError:  # perhaps it is a proxy in front of a rank 0 that has not started yet
+            raise ConnectionError(f"what listens at {self.where} has closed the connection") from None
+        except (TimeoutError, ValueError):
+            state = None
+        if not isinstance(state, dict) or not ("refused" in state or {"missing", "job"} <= state.keys()):
+            raise CannotJoin(f"what listens at {self.where} is not {self.holder} (choose another --master_port)")
+        if "refused" in state:
+            leave_now(2, f"{self.me}: refused, because {state['refused']}")
+        return link, state
+
+    def _connect(self, address):
+        try:
+            connection = socket.create_connection(address, timeout=CONNECT_SECONDS)
+            if connection.getsockname() == connection.getpeername():
+                # Nobody listens at this port yet, and the system has chosen it for this end of the connection too.
+                # Closed in the usual way, the connection would keep the port from rank 0 for a minute.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.close()
+                raise ConnectionError
+            return connection
+        except OSError:
+            hint = "" if self.port or self.args.torchrun else " (--master_addr, --master_port)"
+            raise ConnectionError("nothing answers at {} port {}".format(*address) + hint) from None
+
+    def _find_supervisor(self):
+        """Return the supervisor's (host, port); in rank 0, start it if no process has spawned this one."""
+        if self.port:
+            return listen_only_towards("127.0.0.1", self.port)
+        if self.supervisor:
+            return self.supervisor.listener.getsockname()
         host, port = listen_only_towards(self.args.master_addr, self.args.master_port)
         store = None
-        if self.args.torchrun and os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "True") == "True":
+        if self.args.torchrun and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # torchrun's own store tells the ranks where the supervisor is.
             store = dist.PrefixStore(PACKAGE, dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
         if self.rank == 0:
-            self._start_supervisor(host, port, store)
-            return socket.create_connection(self.supervisor.listener.getsockname())
-        if store:
-            if not store.check(["supervisor"]):
-                raise ConnectionError("it has not started yet")
-            host, port = json.loads(store.get("supervisor"))  # perhaps of an attempt that has ended
-        try:
-            return socket.create_connection((host, port), timeout=5)
-        except OSError:
-            hint = "" if store else " (--master_addr, --master_port)"
-            raise ConnectionError(f"nothing answers at {host} port {port}{hint}") from None
+            return self._start_supervisor(host, port, store)
+        if store and not store.check(["supervisor"]):
+            raise ConnectionError("it has not started yet")
+        return tuple(json.loads(store.get("supervisor"))) if store else (host, port)  # perhaps of an earlier attempt
 
     def _start_supervisor(self, host, port, store):
         restarts, job_id = 0, checkpoint.new_job_id()
@@ -98,26 +141,7 @@ class Rendezvous:
             job_id = store.compare_set("job_id", "", job_id).decode()
             store.set("supervisor", json.dumps(listener.getsockname()))
         self.supervisor = supervise(self.args, listener, restarts, job_id)
-
-    def join(self, link, gpus, store_port):
-        """Join the job. Ends this process if it is refused; otherwise return the first state of the job."""
-        own = {"host": socket.gethostname(), "pid": os.getpid(), "gpus": gpus, "store_port": store_port}
-        link.send({"join": self.rank, "must_match": must_match(self.args)} | own)
-        try:
-            state = link.receive()
-        except (OSError, ValueError):
-            what = f"what listens at {self.where} is not {self.holder} (choose another --master_port)"
-            leave_now(1, f"{self.me}: {what}")
-        if "refused" in state:
-            leave_now(2, f"{self.me}: refused, because {state['refused']}")
-        return state
-
-    def may_wait_for(self, awaited):
-        """Return whether there is time left, and print now and then for whom this rank waits."""
-        if time.monotonic() > self.print_at and not self.port:
-            print(f"{self.me}: waiting for {awaited} ({self.patience})", flush=True)
-            self.print_at = time.monotonic() + PRINT_EVERY_SECONDS
-        return time.monotonic() < self.deadline
+        return listener.getsockname()
 
 
 # ---------------------------------------------------------------------------------------------- addresses

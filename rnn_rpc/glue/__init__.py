@@ -5,7 +5,7 @@
     job            the `job` that run_worker gets: how a rank joins the job, goes on without a lost rank, and leaves
     rendezvous     how a rank finds the supervisor, and on which network interface it listens
     supervisor     one connection per rank: who has joined, who waits, who is lost, when the job ends
-    ending         how a job ends before its work is done, and the line that each rank prints then
+    ending         how a job ends before its work is done, and the line that each rank prints then; all time limits
     flags          the flags that all four packages share, and the rank that a launcher gives (torchrun, Slurm, ...)
     report         what a run prints and writes: lines, progress bar, curves, summary, picture; the time of its steps
     checkpoint     write files completely or not at all; save and load checkpoints

@@ -27,9 +27,9 @@ def start_pretend(device, computes):
     return int(computes)
 
 
-def pretend_devices_of(hellos):
+def pretend_devices_of(ranks):
     """Replaces devices_of, and calls it. Every rank prints the devices of all ranks."""
-    names = [name.replace("cuda", "pretend") for name in host.devices_of(hellos)]
+    names = [name.replace("cuda", "pretend") for name in host.devices_of(ranks)]
     print("devices:", *names, flush=True)
     return names
 

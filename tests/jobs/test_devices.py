@@ -21,7 +21,7 @@ with package_on_path("rl_rpc"):
 # ----------------------------------------------------------------------------------------- which rank uses which device
 
 
-def hellos(*places):
+def ranks_at(*places):
     return [{"host": host, "pid": 1, "gpus": gpus} for host, gpus in places]
 
 
@@ -38,7 +38,7 @@ def hellos(*places):
     ],
 )
 def test_the_ranks_of_a_host_take_its_gpus_in_turn(places, devices):
-    assert host.devices_of(hellos(*places)) == devices
+    assert host.devices_of(ranks_at(*places)) == devices
 
 
 @pytest.mark.parametrize(

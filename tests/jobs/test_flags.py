@@ -24,7 +24,10 @@ def test_flags_are_understood_with_hyphens_too():
     [
         (["--world_sise", "3"], ["unrecognized arguments", "--world_sise"]),
         (["--mode", "none"], ["--mode", "invalid choice"]),
-        (["--seed", "-1"], ["--seed", "not a non-negative integer"]),
+        (["--seed", "-1"], ["--seed", "'-1' is not a seed"]),
+        (["--seed", "18446744073709551616"], ["--seed", "is not a seed"]),
+        (["--rpc_timeout", "3000000"], ["--rpc_timeout", "'3000000' is not a number of seconds"]),
+        (["--rpc_timeout", "0.001"], ["--rpc_timeout", "is not a number of seconds"]),
         (["--world_size", "1"], ["--world_size 1 does not fit"]),
         (["--rank", "5"], ["--rank 5 is out of range"]),
         (["--rank", "0", "--max_restarts", "1"], ["--max_restarts", "torchrun --max-restarts"]),

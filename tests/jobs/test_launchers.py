@@ -107,6 +107,18 @@ def test_a_part_of_the_quartet_is_refused_by_name(missing, capsys):
         assert_refused("rl_rpc", [], capsys, f"{missing}", "environment")
 
 
+@pytest.mark.parametrize(
+    "name, value", [("RANK", "-1"), ("RANK", "a"), ("MASTER_PORT", "99999"), ("MASTER_PORT", "abc")]
+)
+def test_a_wrong_variable_is_refused_by_name(name, value, capsys):
+    with environment(QUARTET | {name: value}):
+        assert_refused("rl_rpc", [], capsys, f"the environment sets {name}, but {value!r} is not")
+
+
+def test_a_wrong_variable_without_a_launcher_is_ignored():
+    assert find_place({"MASTER_PORT": "abc"}) is None
+
+
 def test_flags_come_first_and_the_choice_is_said(capsys):
     with package_on_path("rl_rpc"), environment(QUARTET):
         import main

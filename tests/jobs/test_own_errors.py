@@ -91,3 +91,17 @@ def test_call_that_cannot_be_sent_is_an_error_of_its_caller(on_lost, tmp_path):
         assert job.wait(60) == [1], job.text()
         assert_traceback_printed_once(job, 0, "open_calls.py", "episode")
         assert "lost rank 1" not in job.errors() and "lost rank 2" not in job.errors()
+
+
+def test_call_that_takes_too_long_shows_where_it_was_made(tmp_path):
+    """It could be the consequence of a loss. So it is blamed on nobody until every loss would be known."""
+    right = "    def select_action(self, ob_id, state):\n"
+    main = copy_with_mistake("rl_rpc", tmp_path, "step.py", right, f"{right}        __import__('time').sleep(3)\n")
+    times = tmp_path / "rl_rpc" / "glue" / "ending.py"
+    times.write_text(times.read_text().replace("KNOWN_AFTER_SECONDS = 12.0", "KNOWN_AFTER_SECONDS = 2.0"))
+    flags = ["--world_size", "2", *JOBS["rl_rpc"]["long"], "--rpc_timeout", "1"]
+    with Job("rl_rpc", "spawned", flags, script=main) as job:
+        assert job.wait(60) == [1], job.text()
+        errors = job.errors()
+    assert errors.count("Traceback (most recent call last)") == 1 and "in run_episode" in errors, errors
+    assert "rank 0 (agent): lost rank 1 (observer1): RuntimeError: RPCErr:1:RPC ran for more than set timeout" in errors

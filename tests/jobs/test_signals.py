@@ -12,7 +12,7 @@ import torch
 
 from helpers import NOISE
 from jobs import JOBS, Job, left_in
-from processes import children_of, command_of, forked
+from processes import children_of, command_of, forked, ranks_of
 from sampling import some_of
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -137,6 +137,21 @@ def test_a_killed_starting_process_takes_every_rank_with_it():
         assert job.wait(5) == [-signal.SIGKILL]
         assert not job.survivors(15), job.text()
         assert "lost the starting process" in job.errors(), job.text()
+
+
+def test_no_rank_is_left_when_the_starting_process_is_killed_while_a_rank_starts():
+    """The rank is stopped before it has connected to the starting process, and goes on when that is gone."""
+    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], cold=True) as job:
+        deadline = time.monotonic() + 60
+        while not (ranks := ranks_of(job.processes[0].pid)):
+            assert time.monotonic() < deadline
+        os.kill(ranks[0], signal.SIGSTOP)
+        time.sleep(1)  # the other ranks start
+        os.kill(job.processes[0].pid, signal.SIGKILL)
+        time.sleep(1)
+        os.kill(ranks[0], signal.SIGCONT)
+        assert not job.survivors(10), job.text()
+        assert "master_port" not in job.text()
 
 
 @pytest.mark.slow

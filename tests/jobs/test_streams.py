@@ -90,6 +90,16 @@ def test_no_rank_is_left_when_the_starting_process_is_killed_and_nobody_reads():
         process.kill()
 
 
+def test_a_job_whose_output_nobody_reads_any_more_ends_quietly():
+    """As in `main.py | head -1`. Other commands end in this case by SIGPIPE."""
+    reader, writer = os.pipe()
+    with start("--log_interval", 1, stdout=writer) as process:
+        os.close(writer)
+        assert os.read(reader, 1)
+        os.close(reader)
+        assert (process.wait(60), process.errors()) == (128 + signal.SIGPIPE, "")
+
+
 def test_a_line_is_written_in_one_piece():
     """Ranks share a console, so a newline that is written by itself may come behind another rank's line."""
     reader, writer = os.pipe2(os.O_DIRECT)  # a read returns what one write has written

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import threading
+import time
 
 import pytest
 
@@ -33,9 +34,9 @@ def job():
         yield Supervisor(len(NAMES), FLAGS, {"id": "j"}, listener), connect
 
 
-def join(connect, rank, flags=FLAGS):
+def join(connect, rank, flags=FLAGS, host="h"):
     link = connect()
-    link.send({"join": rank, "must_match": flags, "host": "h", "pid": 100 + rank, "gpus": 0})
+    link.send({"join": rank, "must_match": flags, "host": host, "pid": 100 + rank, "gpus": 0})
     return link
 
 
@@ -61,16 +62,32 @@ def test_a_rank_with_other_flags_or_a_number_that_is_taken_is_refused(job):
     _, connect = job
     assert join(connect, 1).receive()["missing"] == [0, 2]
     assert join(connect, 1).receive() == {"refused": "this rank has joined already, as process 101 on h"}
+    for number in (3, -1, True, 1.0):
+        assert join(connect, number).receive() == {"refused": f"this job has no rank {number}"}
     assert join(connect, 2, {"seed": 7}).receive() == {"refused": "it was started with seed 7, and this job with 1"}
 
 
-@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b'{"join": 1}\n', b"[]\n", b"\xff\xfe\n", b""])
+GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", b'{"join": 1}\n', b"[]\n", b"\xff\xfe\n", b"", b"[" * 60_000 + b"\n"]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
 def test_a_stranger_does_not_disturb_the_job(job, garbage):
     _, connect = job
     stranger = connect()
     stranger.connection.sendall(garbage)
     stranger.connection.shutdown(socket.SHUT_WR)
     assert stranger.connection.recv(100) == b""
+    assert join(connect, 1).receive()["missing"] == [0, 2]
+
+
+def test_a_line_without_an_end_is_cut_off(job):
+    _, connect = job
+    stranger = connect()
+    sent = 0
+    with pytest.raises(ConnectionError):
+        while sent < 1 << 27:
+            sent += stranger.connection.send(b"x" * 100_000)
+    assert sent < 1 << 25, "this is what the buffers of the system hold"
     assert join(connect, 1).receive()["missing"] == [0, 2]
 
 
@@ -139,3 +156,33 @@ def test_a_silent_rank_is_lost(job, monkeypatch):
         assert overseer.changed.wait_for(lambda: overseer.end, 10)
     end = vars(overseer.end)
     assert end["rank"] == 2 and end["why"].startswith("silent for")
+
+
+def test_an_error_that_a_loss_may_have_caused_waits_for_the_loss(job, monkeypatch):
+    monkeypatch.setattr(supervisor, "KNOWN_AFTER_SECONDS", 1.0)
+    _, connect = job
+    links = [join(connect, rank) for rank in range(3)]
+    links[0].send({"failed": vars(End(0, "RuntimeError: eof")), "trouble": True})
+    links[1].close()
+    end = wait_for(links[2], lambda state: state["end"])["end"]
+    assert (end["rank"], end["why"]) == (1, supervisor.ENDED)
+
+
+def test_an_error_that_no_loss_has_caused_is_the_reason(job, monkeypatch):
+    monkeypatch.setattr(supervisor, "KNOWN_AFTER_SECONDS", 0.2)
+    _, connect = job
+    links = [join(connect, rank) for rank in range(3)]
+    links[0].send({"failed": vars(End(0, "RuntimeError: timed out")), "trouble": True})
+    assert wait_for(links[2], lambda state: state["end"])["end"]["why"] == "RuntimeError: timed out"
+
+
+def test_a_rank_that_does_not_read_holds_up_nobody(job):
+    """The states are so long that the buffers of the system cannot hold all that it does not read."""
+    _, connect = job
+    links = [join(connect, rank, host="h" * 20_000) for rank in range(3)]
+    started = time.monotonic()
+    for number in range(1, 300):
+        for link in links:
+            link.send({"at": number})
+        wait_for(links[0], lambda state, number=number: state["passed"] == number)
+    assert time.monotonic() - started < 5

@@ -34,6 +34,36 @@ def test_every_copy_of_the_glue_has_the_same_bytes():
         assert [name for name in first if copy[name] != first[name]] == [], package
 
 
+def run_all(folder, *words, active="."):
+    """Run run_all.sh where every python only notes its command line; return (status, these lines).
+
+    `active`: the active environment, below `folder`. The first python3 on PATH fails.
+    """
+    log = folder / "log"
+    (folder / "bin").mkdir(exist_ok=True)
+    for name, status in (("python", 0), ("python3", 1)):
+        program = folder / "bin" / name
+        program.write_text(f'#!/bin/sh\necho {name} "$@" >>{log}\nexit {status}\n')
+        program.chmod(0o755)
+    log.write_text("")
+    env = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "VIRTUAL_ENV": str(folder / active)}
+    done = subprocess.run([ROOT / "run_all.sh", *words], env=env, capture_output=True, text=True, timeout=60)
+    return done.returncode, log.read_text().splitlines()
+
+
+def test_run_all_runs_every_scenario_that_is_named(tmp_path):
+    status, lines = run_all(tmp_path, "rl", "ps")
+    ran = [line.split()[1].partition("/")[0] for line in lines if "main.py" in line]
+    assert (status, ran) == (0, ["rl_rpc", "param_server"])
+    assert run_all(tmp_path, "rl", "pss") == (2, [])
+
+
+def test_run_all_installs_nothing_into_an_environment_that_is_not_active(tmp_path):
+    """VIRTUAL_ENV names a folder that does not exist. So run_all.sh wants one of its own; here python3 makes none."""
+    status, lines = run_all(tmp_path, "rl", active="gone")
+    assert status == 1 and lines and all(line.startswith("python3 ") for line in lines), lines
+
+
 @pytest.mark.parametrize("rule", [["check"], ["format", "--check"]], ids=" ".join)
 def test_ruff_finds_nothing(rule):
     done = subprocess.run([sys.executable, "-m", "ruff", *rule, str(ROOT)], capture_output=True, text=True)

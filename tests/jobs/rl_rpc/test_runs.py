@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from helpers import assert_refused, load_oracle, package_on_path
+from helpers import assert_one_line_error, assert_refused, load_oracle, package_on_path
 from programs import run_main, run_script
 
 oracle = load_oracle("rl_rpc")
@@ -41,6 +41,13 @@ def test_default_command_prints_what_the_tutorial_prints(tmp_path):
     state = torch.load(saved, weights_only=True)["state"]
     for name, expected in parameters.items():
         torch.testing.assert_close(state["policy"][name], expected, rtol=0, atol=1e-5)
+
+
+def test_a_checkpoint_of_another_network_is_refused_in_one_line(tmp_path):
+    settings = {"seed": 1, "env_id": "CartPole-v1"}
+    torch.save({"scenario": "rl_rpc", "settings": settings, "state": {"policy": {}}}, tmp_path / "c.pt")
+    done = run_main("rl_rpc", "--max_episodes", 2, "--checkpoint", tmp_path / "c.pt", "--resume")
+    assert_one_line_error(done, 1, "rank 0 (agent): cannot go on from", "c.pt", "Missing key")
 
 
 @pytest.mark.slow

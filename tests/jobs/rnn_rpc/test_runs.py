@@ -42,6 +42,14 @@ def test_a_run_prints_that_it_learns(tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_text_that_stdout_cannot_show_does_not_lose_the_result(tmp_path):
+    (tmp_path / "text").write_text("été à la mer, hiver à la ville; " * 200)
+    flags = ["--corpus", tmp_path / "text", "--epochs", 1, "--generate", 40, "--summary_json", tmp_path / "s.json"]
+    done = run_main("rnn_rpc", *flags, env={"PYTHONIOENCODING": "ascii"}, cold=True)
+    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "s.json").exists()
+    assert "\\xe9" in done.stdout or "\\xe0" in done.stdout, done.stdout
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
