@@ -111,6 +111,7 @@ THIS_FILE = "tests/jobs/test_flag_effects.py"
 PLACE = ShownBy(THIS_FILE, "test_a_rank_goes_where_the_flags_say")
 WRITTEN = ShownBy(THIS_FILE, "test_a_flag_has_its_effect")  # it reads this file in all runs of main.py
 NUM_GPUS = "test_a_trainer_says_on_which_device_it_is_when_gpus_are_asked_for"
+REPLAY = "test_every_update_of_concurrent_trainers_is_right"
 MORE_STEPS = Shows(lambda new, old: new.summary["steps"] > 1.5 * old.summary["steps"])
 
 # The same in all packages, because the glue gives these flags their effect.
@@ -229,6 +230,32 @@ EFFECTS = {
         ),
         "--table_device": ShownBy("tests/jobs/test_devices.py", "test_only_ranks_that_compute_use_a_gpu"),
     },
+    "param_server/main.py": GLUE
+    | {
+        "--mode": ShownBy("tests/learning/param_server/test_replay.py", REPLAY),
+        "--seed 2": differs(values_of("loss")),
+        "--plot curve.png": Shows(lambda new, old: (new.folder / "curve.png").exists()),
+        "--resume --epochs 2": says("Going on after update 6,"),
+        "--on_lost": ShownBy(
+            "tests/jobs/param_server/test_lost_trainers.py", "test_a_killed_trainers_batches_go_to_the_others"
+        ),
+        "--dataset synthetic": differs(values_of("loss")),
+        "--data_dir other_noise": differs(values_of("loss")),
+        "--epochs 2": equals(steps_of("test accuracy"), [6, 12]),
+        "--max_batches 3": equals(summary("updates"), 3),
+        "--batch_size 8": equals(summary("images_applied"), [48]),
+        "--lr 0.1": differs(values_of("loss")),
+        "--lr_step 1": differs(values_of("loss"), base="--epochs 2"),
+        "--momentum 0.9": differs(values_of("loss")),
+        # A resumed run may have another one.
+        "--momentum 0.5": differs(values_of("loss"), base="--resume --epochs 2"),
+        "--no_dropout": differs(values_of("loss")),
+        "--log_interval 3": Shows(lambda new, old: len(values_of("loss")(new)) == 2),
+        "--evaluations 2": equals(steps_of("test accuracy"), [3, 6]),
+        "--checkpoint_every": ShownBy("tests/learning/param_server/test_replay.py", REPLAY),
+        "--max_staleness": ShownBy("tests/learning/param_server/test_replay.py", REPLAY),
+        "--num_gpus": ShownBy("tests/jobs/param_server/test_runs.py", "test_a_trainers_num_gpus_is_not_ignored"),
+    },
     "rl_rpc/play.py": {
         "--episodes 2": lists(r"^Episode (\d+)", ["1", "2"]),
         "--seed 2": differs(text),
@@ -295,6 +322,7 @@ SMALL = {
     "rl_rpc/main.py": "--mode rollout --max_episodes 4 --log_interval 1 --eval_episodes 0",
     "rnn_rpc/main.py": "--corpus_tokens 4000 --epochs 1 --embedding_dim 8 --hidden_dim 8 --log_interval 5",
     "ddp_rpc/main.py": "--world_size 3 --num_embeddings 20 --embedding_dim 4 --batches 5 --epochs 1 --log_interval 5",
+    "param_server/main.py": "--world_size 2 --data_dir noise --max_batches 6 --batch_size 16 --log_interval 1",
     "rl_rpc/tutorial.py": "--max_episodes 4 --log_interval 1",
     "rl_rpc/single.py": "--max_episodes 4 --log_interval 1",
     "rl_rpc/tutorial_batch.py": "--world_size 2 --num_episode 4",
@@ -415,11 +443,7 @@ def test_what_is_compared_is_the_same_in_a_second_run(path, base):
 def programs_with_flags():
     """Return the paths of all programs in the packages and in docs/ that have a command line."""
     found = [path for folder in (*PACKAGES, "docs") for path in (ROOT / folder).glob("*.py")]
-    return sorted(
-        str(path.relative_to(ROOT))
-        for path in found
-        if "def parse_args" in path.read_text() and path.parts[-2:] != ("param_server", "main.py")
-    )
+    return sorted(str(path.relative_to(ROOT)) for path in found if "def parse_args" in path.read_text())
 
 
 @pytest.mark.parametrize("path", programs_with_flags())
