@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import re
 import sys
+import threading
 
 import pytest
 
@@ -41,22 +42,23 @@ def assert_refused(package, flags, capsys, *words):
     assert refused.value.code == 2 and all(word in complaint for word in words), complaint
 
 
-def note_lock(thing, *names):
-    """From now on, note each use of these attributes of `thing`: whether thing.lock was held. Return the list of notes.
+def note_lock(thing, lock, *names):
+    """From now on, note each use of these attributes of `thing`: whether the lock was held. Return the list of notes.
 
     A lock that is missing is noticed by no result, as long as only one thread at a time comes to these lines.
     """
     notes = []
+    is_held = lock._is_owned if isinstance(lock, threading.Condition) else lock.locked
 
     class Watched(type(thing)):
         def __getattribute__(self, name):
             if name in names:
-                notes.append(self.lock.locked())
+                notes.append(is_held())
             return super().__getattribute__(name)
 
         def __setattr__(self, name, value):
             if name in names:
-                notes.append(self.lock.locked())
+                notes.append(is_held())
             super().__setattr__(name, value)
 
     thing.__class__ = Watched

@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from helpers import load_module, note_lock
 from programs import ROOT, Program, read_whole
 from tutorials import changed
 
@@ -34,6 +35,13 @@ class Starter(Program):
             assert time.monotonic() < deadline, "a process outlives the program"
             time.sleep(0.05)
         return status, self.output(), self.errors()
+
+
+def test_a_worker_counts_its_tasks_under_its_lock():
+    worker = load_module(ROOT / "docs" / "starter.py").Worker()
+    used = note_lock(worker, worker.lock, "done")
+    worker.work(0.001)
+    assert used == [True, True]  # read, and written
 
 
 def rates_in(out):

@@ -128,12 +128,12 @@ def test_a_server_collects_gradients_and_steps_only_under_its_lock(monkeypatch):
     """The trainers' calls run at the same time, but Python's own lock hides it if this lock is missing."""
     (shard,) = make_shards(1, sparse=False, shard_class=sync.EmbeddingShard)
     monkeypatch.setattr(sync.dist_autograd, "get_gradients", lambda c: {shard.weight: torch.ones(30, 5)})
-    used = note_lock(shard, "gradients", "stepped", "optimizer")
+    used = note_lock(shard, shard.lock, "gradients", "stepped", "optimizer")
     for trainer in (0, 1):
         shard.average_and_step(trainer, 2, trainer)
     assert len(used) > 5 and all(used)
     (shard,) = make_shards(1, shard_class=pipelined.EmbeddingShard)
-    used = note_lock(shard, "optimizer")
+    used = note_lock(shard, shard.lock, "optimizer")
     shard.exchange(0, None, torch.tensor([3]), torch.tensor([0]))
     shard.exchange(0, torch.ones(1, 5), None, None)
     assert used and all(used)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from helpers import package_on_path
+from helpers import note_lock, package_on_path
 
 with package_on_path("param_server"):
     import coordinator
@@ -204,6 +204,39 @@ def test_a_push_that_is_not_finite_is_refused(mode):
     with pytest.raises(ValueError, match="step 1: the sum of rank 2's gradient is nan: training has diverged"):
         server.push(replica.Push(2, 0, 4, torch.full_like(weights, torch.nan)))
     assert torch.equal(server.pull()[1], weights)
+
+
+# ------------------------------------------------------------------------- the lock
+
+
+@pytest.mark.parametrize("mode", main.MODES)
+def test_weights_are_read_and_changed_only_under_the_lock(mode):
+    """The trainers' calls run at the same time, but Python's own lock mostly hides it if this one is missing."""
+    server = make_server(mode)
+    if mode == "remote":
+        used = note_lock(server, server.lock, "model", "optimizer", "forwards")
+        data, target = batch(1)
+        for trainer in (1, 2):
+            F.nll_loss(server.forward(trainer, data), target).backward()
+            server.apply_gradients(trainer)
+    else:
+        used = note_lock(server, server.lock, "weights_P", "optimizer", "waiting")
+        _, weights = server.pull()
+        for trainer in (1, 2):
+            server.push(replica.Push(trainer, 0, 4, torch.ones_like(weights)))
+    assert server.coordinator.updates > 0 and len(used) > 5 and all(used)
+
+
+@pytest.mark.parametrize("mode", ["replica", "sync"])
+def test_batches_are_dealt_and_taken_back_only_under_the_lock(mode):
+    leader = make_server(mode).coordinator
+    used = note_lock(leader, leader.changed, "assignments", "waiting")
+    answers = [leader.next_assignment(trainer, 100) for trainer in (1, 2)]
+    leader.begin_epoch(None)
+    leader.deal()
+    assert all(answer.done() for answer in answers) and len(leader.left()) == 100
+    leader.on_lost(2)
+    assert len(used) > 10 and all(used)
 
 
 # ------------------------------------------------------------------------- a lost trainer that was only stopped

@@ -320,7 +320,7 @@ def test_batched_answers_when_all_playing_observers_have_asked_and_not_before(ma
 def test_batched_knows_who_plays_and_who_waits_only_under_its_lock(make_agent):
     """Without the lock nothing goes wrong today, because Python's own lock is rarely given away at these lines."""
     agent = make_agent(2, "batched")
-    used = note_lock(agent, "playing", "waiting")
+    used = note_lock(agent, agent.lock, "playing", "waiting")
     begin(agent)
     agent.select_action(1, STATE, None)
     agent.select_action(2, STATE, None)

@@ -7,7 +7,7 @@ import gymnasium as gym
 import pytest
 import torch
 
-from helpers import load_oracle
+from helpers import load_oracle, note_lock
 from programs import run_script
 from tutorials import changed, copied_alone, run_in_terminals, run_spawned
 
@@ -150,6 +150,15 @@ def test_batch_page_gives_each_observer_the_action_for_its_own_state():
     answers = ask_together(agent, states, rounds=200)
     assert answers == [[int(ob_id % 3 == 0)] * 200 for ob_id in range(8)]
     assert [len(log_probs) for log_probs in agent.saved_log_probs] == [8] * 200
+
+
+def test_batch_page_counts_down_under_its_lock():
+    """Observers ask at the same time. The last one of a batch sets the number again, when the others wait."""
+    agent = make_agent(2, True)
+    used = note_lock(agent, agent.lock, "pending_states")
+    for ob_id in (0, 1):
+        agent.select_action_batch(agent.agent_rref, ob_id, torch.zeros(1, 4))
+    assert used == [True] * 6 + [False]
 
 
 def test_batch_page_tells_all_observers_of_an_error():
