@@ -57,3 +57,9 @@ def test_a_step_that_fails_is_none():
     with pytest.raises(RuntimeError, match="no"), meter.step():
         raise RuntimeError("no")
     assert meter.steps == 0
+
+
+def test_the_figures_of_staleness():
+    """Three gradients were computed from the newest weights, and one from weights that lacked two updates."""
+    assert report.staleness_figures({0: 3, 2: 1}) == {"staleness_mean": 0.5, "staleness_max": 2}
+    assert report.staleness_figures({}) == {"staleness_mean": 0.0, "staleness_max": 0}
