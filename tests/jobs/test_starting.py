@@ -219,7 +219,7 @@ ANSWERS = {
     "echo": lambda connection: connection.sendall(connection.recv(10_000)),
     "json": lambda connection: connection.sendall(b'{"error": "who are you?"}\n'),
     "number": lambda connection: connection.sendall(b"1\n"),
-    "silence": lambda connection: connection.recv(10_000) and connection.recv(1),
+    "silence": lambda connection: list(iter(lambda: connection.recv(10_000), b"")),  # reads all that comes
 }
 
 
