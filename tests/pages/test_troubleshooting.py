@@ -383,7 +383,12 @@ def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
     (program,) = re.findall(r"^```python\n(import faulthandler.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     (timer,) = re.findall(r"^```python\n(threading.Timer.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     init = next(line for line in program.splitlines(True) if "rpc.init_rpc" in line)
-    timer = textwrap.indent(timer.replace("Timer(5", "Timer(1").replace("info())", "info(), flush=True)"), " " * 8)
+    # The page's timer prints once, after five seconds. This one prints until both calls are there.
+    (counts,) = re.findall(r"lambda: print\((.*)\)\)\.start", timer)
+    show = ["def show():", f"    print(counts := {counts}, flush=True)"]
+    show += ["    if not counts['agent.client_active_calls'] == counts['agent.server_active_calls'] == '1':"]
+    show += ["        threading.Timer(0.1, show).start()", "show()", ""]
+    timer = textwrap.indent("\n".join(show), " " * 8)
     port = str(free_port())
     text = program.replace("29500", port).replace(init, init + timer)
     (tmp_path / "hang.py").write_text(text)
@@ -395,10 +400,8 @@ def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
     record = ("--into", tmp_path / "calls", "--", sys.executable, tmp_path / "hang.py")
     with contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(Program("tools/trace.py", *record, rank, cold=True)) for rank in (0, 1)]
-        assert ranks[1].wait_for_text("thread_pool_size", 90)
-        counts = ranks[1].output()
-        assert "'agent.client_active_calls': '1'" in counts and "'agent.server_active_calls': '1'" in counts
-        os.kill(int(re.search(r"^process (\d+)$", counts, re.MULTILINE)[1]), signal.SIGUSR1)
+        assert ranks[1].wait_for_text("client_active_calls': '1', 'agent.server_active_calls': '1'", 90)
+        os.kill(int(re.search(r"^process (\d+)$", ranks[1].output(), re.MULTILINE)[1]), signal.SIGUSR1)
         assert ranks[1].wait_for_text(r"line \d+ in <module>", 30)
         dump = ranks[1].errors()
     (table,) = re.findall(r"^```text\n(RPCs, median.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
