@@ -6,14 +6,15 @@ Each package's test_equivalence.py compares the results of the GPU and of the CP
 import os
 import re
 import signal
+import subprocess
 import time
 
 import pytest
 import torch
 
 from helpers import PACKAGES
-from jobs import JOBS, Job
-from programs import run_main, run_script
+from jobs import JOBS, Job, free_port
+from programs import Program, run_main, run_script
 
 DEVICE = "cuda"
 pytestmark = [
@@ -53,6 +54,48 @@ def test_gpu_memory_stays_flat(package):
     assert all(float(end) - float(half) <= 4 for half, end in held), held
 
 
+def on_a_gpu():
+    """Return the ids of the processes that have memory on a GPU."""
+    query = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+    return set(map(int, subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()))
+
+
+def falls(numbers):
+    return len(numbers) >= 2 and numbers[-1] < numbers[0]
+
+
+# For each program: its flags, the figures that it prints, and what must be true of them.
+ONE_FILE = {
+    # It has a job with batching and one without for each world size, here only 2.
+    "rl_rpc/tutorial_batch.py": (["--num_episode", 2, "--world_size", 2], r"Last reward: (\S+)", bool),
+    "rnn_rpc/tutorial.py": ([], r"perplexity (\S+)", falls),
+    "ddp_rpc/tutorial.py": (["--num_gpus", 1], r"loss (\S+),", falls),
+    "param_server/tutorial.py": (["--dataset", "synthetic", "--num_gpus", 1], r"loss (\S+)", falls),
+    "param_server/tutorial_batch.py": (["--world_size", 3], r"(?:Loss|guessing:) ([\d.]+)", lambda n: n[0] < n[1]),
+}
+
+
+@pytest.mark.parametrize("program", ONE_FILE)
+def test_a_program_in_one_file_computes_on_the_gpu(program):
+    """Random numbers of a GPU are others than those of a CPU, so the figures cannot be compared digit by digit."""
+    flags, figures, as_expected = ONE_FILE[program]
+    with Program(program, "--master_port", free_port(), *flags) as running:
+        used = set()
+        while running.poll() is None:
+            used |= on_a_gpu() & set(running.members())
+        done = running.result()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert as_expected([float(figure) for figure in re.findall(figures, done.stdout)]), done.stdout
+    assert used, "none of its processes was on a GPU"
+
+
+@pytest.mark.parametrize("program", ["ddp_rpc/tutorial.py", "param_server/tutorial.py"])
+def test_a_program_that_is_given_no_gpu_takes_none(program):
+    flags = ["--dataset", "synthetic", "--world_size", 2] if program.startswith("param_server") else []
+    done = run_script(program, "--master_port", free_port(), *flags, "--num_gpus", 0)
+    assert (done.returncode, done.stderr) == (0, "") and "cuda" not in done.stdout
+
+
 DDP = ["--epochs", 2, "--batches", 20]
 PS = ["--dataset", "synthetic", "--max_batches", 5]
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine does not have two CUDA GPUs")
@@ -64,6 +107,9 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machin
         ("ddp_rpc", [*DDP, "--mode", "sync"], "replicas of fc identical on 2 trainers"),
         ("ddp_rpc", [*DDP, "--mode", "pipelined", "--world_size", 5, "--num_servers", 2], "identical on 2 trainers"),
         ("param_server", [*PS, "--mode", "sync", "--world_size", 4], "Accuracy"),
+        ("param_server", [*PS, "--mode", "bounded"], "Accuracy"),
+        ("param_server", [*PS, "--mode", "overlap"], "Accuracy"),
+        ("rl_rpc", ["--mode", "async", "--world_size", 3, "--max_episodes", 6, "--eval_episodes", 1], "Greedy policy"),
         pytest.param("param_server", [*PS, "--mode", "remote", "--num_gpus", 2], "Accuracy", marks=TWO_GPUS),
     ],
 )
