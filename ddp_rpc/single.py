@@ -22,8 +22,8 @@ TEACHER = torch.randn(NUM_EMBEDDINGS, 8, generator=torch.Generator().manual_seed
 
 
 def get_device(number, num_gpus):
-    """Return GPU `number`, counted from 0. If there are fewer: the last one, or else the CPU. GPU
-    means CUDA, because DDP's Gloo has no other."""
+    """Return GPU `number`, counted from 0. If there are fewer, return the last one, or else the
+    CPU. GPU means CUDA here, because DDP uses Gloo, which supports no other."""
     count = min(num_gpus, torch.cuda.device_count())
     return torch.device("cuda", min(number, count - 1)) if count else torch.device("cpu")
 
@@ -38,7 +38,8 @@ class HybridModel(torch.nn.Module):
         self.device = device
 
     def forward(self, indices, offsets):
-        """Return the logits (B, 8) of B bags: all their indices, and the offset of each bag."""
+        """Return the logits (B, 8) of B bags, given all their indices and the offset of each
+        bag."""
         emb_lookup = self.emb(indices, offsets)  # (B, 16), on the CPU
         return self.fc(emb_lookup.to(self.device))
 
@@ -84,7 +85,8 @@ def _run_trainer(emb, num_gpus):
             total_loss += loss.item() * len(target)
             correct += (output.argmax(dim=1) == target).sum().item()
             bags += len(target)
-        # Each batch is new, and counted before it is learned: this is no memorized accuracy.
+        # Each batch is new, and is counted before the model learns from it. So nothing that the
+        # model has memorized counts in this accuracy.
         result = f"loss {total_loss / bags:.3f}, accuracy {correct / bags:.3f} (guessing: 0.125)"
         print(f"Training done for epoch {epoch}: {result}", flush=True)
 

@@ -1,12 +1,13 @@
-"""DDP combined with RPC. The parameter server (ps) has an embedding table, and the trainers look up
-its rows by RPC. Each trainer also has a copy of a linear layer, and DistributedDataParallel (DDP)
-keeps the copies equal.
+"""DDP combined with RPC. The parameter server (ps) holds an embedding table, and the trainers look
+up its rows by RPC. Each trainer also holds a copy of a linear layer, and DistributedDataParallel
+(DDP) keeps the copies equal.
 
     python tutorial.py                            # ranks 0, 1: trainers; 2: master; 3: ps
     python tutorial.py --world_size 4 --rank 0    # only rank 0; start the other ranks likewise
 
-Why RPC beside DDP? DDP copies a model to all trainers. The linear layer is small, so copies are
-cheap; a large table may not even fit into a trainer. So it stays in one place, and calls go there.
+Why RPC in addition to DDP? DDP copies a model to all trainers. The linear layer is small, so copies
+are cheap. But a large table may not even fit into a trainer. So it stays in one place, and the
+trainers call it there.
 
 PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework" (text of
 2020-12-10, code and order of 2025-08). "Difference 7" is number 7 in docs/differences/ddp_rpc.md.
@@ -33,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 NUM_EMBEDDINGS = 100
 EMBEDDING_DIM = 16
 
-warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of Gloo
+warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself does this
 # This hides a remark of DistributedOptimizer, that the GIL may slow down the class SGD below.
 logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
 
@@ -43,8 +44,8 @@ TEACHER = torch.randn(NUM_EMBEDDINGS, 8, generator=torch.Generator().manual_seed
 
 
 def get_device(number, num_gpus):
-    """Return GPU `number`, counted from 0. If there are fewer: the last one, or else the CPU. GPU
-    means CUDA, because DDP's Gloo has no other."""
+    """Return GPU `number`, counted from 0. If there are fewer, return the last one, or else the
+    CPU. GPU means CUDA here, because DDP uses Gloo, which supports no other."""
     count = min(num_gpus, torch.cuda.device_count())
     return torch.device("cuda", min(number, count - 1)) if count else torch.device("cpu")
 
@@ -65,20 +66,23 @@ class HybridModel(torch.nn.Module):
         self.device = device
 
     def forward(self, indices, offsets):
-        """Return the logits (B, 8) of B bags: all their indices, and the offset of each bag."""
-        # The lookup runs on one of the server's RPC threads (16 by default), beside those of other
-        # trainers, whose steps may change rows meanwhile. The tutorial accepts that, and it works.
+        """Return the logits (B, 8) of B bags, given all their indices and the offset of each
+        bag."""
+        # The lookup runs on one of the server's RPC threads (16 by default). At the same time,
+        # other trainers look up rows and change them. The tutorial accepts that, and it works.
         emb_lookup = self.emb_rref.rpc_sync().forward(indices, offsets)  # (B, 16), on the CPU
         return self.fc(emb_lookup.to(self.device))
 
 
 class SGD(optim.SGD):
-    """The optimizer. It has to be a subclass: for optim.SGD itself, DistributedOptimizer would use
-    a version that takes no lock, and the trainers' updates could overlap (difference 20)."""
+    """The optimizer. It has to be a subclass. Instead of optim.SGD itself, DistributedOptimizer
+    would use a version that takes no lock, and the trainers' updates could overlap (difference
+    20)."""
 
 
 def _retrieve_embedding_parameters(emb_rref):
-    """Return RRefs to the table's parameters. It runs on the server, and only reads: no lock."""
+    """Return RRefs to the table's parameters. Runs on the server. It only reads, so without a
+    lock."""
     param_rrefs = []
     for param in emb_rref.local_value().parameters():
         param_rrefs.append(RRef(param))
@@ -88,9 +92,9 @@ def _retrieve_embedding_parameters(emb_rref):
 def _run_trainer(emb_rref, rank, num_gpus):
     """Train. The master calls it in each trainer, where it runs on an RPC thread.
 
-    A step goes forward through the table, by RPC, and through the linear layer, and then back: DDP
-    averages the gradient of the linear layer over the trainers, and distributed autograd takes that
-    of the table to the server.
+    A step goes forward through the table, by RPC, and through the linear layer, and then back. DDP
+    averages the gradient of the linear layer over the trainers, and distributed autograd carries
+    the gradient of the table to the server.
     """
     device = get_device(rank, num_gpus)
     if num_gpus:
@@ -105,7 +109,7 @@ def _run_trainer(emb_rref, rank, num_gpus):
     for param in model.parameters():
         model_parameter_rrefs.append(RRef(param))
 
-    # It makes an SGD in each process that has some of the parameters.
+    # This makes an SGD in each process that owns some of the parameters.
     opt = DistributedOptimizer(SGD, model_parameter_rrefs, lr=0.5)  # difference 11
 
     criterion = torch.nn.CrossEntropyLoss()
@@ -139,16 +143,17 @@ def _run_trainer(emb_rref, rank, num_gpus):
                 # Go backward: here, with DDP's average, and then on the server.
                 dist_autograd.backward(context_id, [loss])
 
-                # Each trainer changes the table with its own gradient: DDP does not know the table
-                # (difference 14).
+                # Each trainer changes the table with its own gradient, because DDP averages only
+                # the gradients of the layer that it wraps (difference 14).
                 opt.step(context_id)
 
-                # There is no zero_grad(): the next iteration has a context with its own gradients,
-                # and step() puts them in the place of these.
+                # No zero_grad() is needed. The next iteration opens a new context, and its step()
+                # puts the gradients of that context in the place of these.
             total_loss += loss.item() * len(target)
             correct += (output.argmax(dim=1) == target).sum().item()
             bags += len(target)
-        # Each batch is new, and counted before it is learned: this is no memorized accuracy.
+        # Each batch is new, and is counted before the model learns from it. So nothing that the
+        # model has memorized counts in this accuracy.
         result = f"loss {total_loss / bags:.3f}, accuracy {correct / bags:.3f} (guessing: 0.125)"
         print(f"Training done for epoch {epoch}: {result}", flush=True)
 
@@ -162,12 +167,12 @@ def run_worker(rank, args):
     random.seed(args.seed + rank)
     num_trainers = args.world_size - 2
 
-    # init_rpc and init_process_group meet at different ports, as in the tutorial: each has a store
-    # of its own, which rank 0 holds. MASTER_PORT is the process group's.
+    # init_rpc and init_process_group use two ports, as in the tutorial, because each of them starts
+    # a store in rank 0. MASTER_PORT is the port of the process group.
     # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
-    # all ranks are slow if cores are few. "basic" sends a tensor along with its message. By default
-    # torch also opens channels for GPUs, which are not used here, but can end the process if two
-    # ranks see different GPUs. Both arguments are private to torch.
+    # all ranks are slow if there are few cores. "basic" sends a tensor along with its message. By
+    # default torch also opens channels for GPUs. They are not used here, but they can end the
+    # process if two ranks see different GPUs. Both arguments are private to torch.
     rpc_backend_options = TensorPipeRpcBackendOptions(
         init_method=f"tcp://{args.master_addr}:{args.master_port + 1}",
         _transports=["uv"],
@@ -203,14 +208,14 @@ def run_worker(rank, args):
             )
             futs.append(fut)
 
-        # Wait for all of them, or raise the first error. A trainer that fails leaves the others
-        # waiting in DDP, so waiting for one after the other could last forever.
+        # Wait for all of them, or raise the first error. If a trainer fails, the others wait for it
+        # in DDP. So waiting for one Future after the other could last forever.
         torch.futures.wait_all(futs)
     elif rank < num_trainers:
-        # DDP needs a process group, of the trainers alone.
+        # DDP needs a process group. Only the trainers are in it.
         dist.init_process_group(backend="gloo", rank=rank, world_size=num_trainers)
 
-        # RPC has a group of all ranks.
+        # All ranks are in the RPC group.
         trainer_name = f"trainer{rank}"
         rpc.init_rpc(
             trainer_name,
@@ -219,7 +224,7 @@ def run_worker(rank, args):
             rpc_backend_options=rpc_backend_options,
         )
 
-        # The main thread has nothing more to do: an RPC thread runs _run_trainer.
+        # The main thread has nothing more to do, because an RPC thread runs _run_trainer.
     else:
         rpc.init_rpc(
             "ps",
@@ -227,7 +232,7 @@ def run_worker(rank, args):
             world_size=args.world_size,
             rpc_backend_options=rpc_backend_options,
         )
-        # The same: RPC threads answer the master and the trainers.
+        # Here, too, RPC threads do the work. They answer the master and the trainers.
 
     # Block until all ranks have come here and all RPCs have finished.
     rpc.shutdown()
@@ -265,8 +270,8 @@ if __name__ == "__main__":
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    # RPC sends functions and classes by name: __main__.NAME, or __mp_main__.NAME between spawned
-    # ranks. All ranks find them, because this file is their main module.
+    # RPC sends functions and classes by name. All ranks find the names, because every rank has this
+    # file as its main module.
     if args.rank is None:
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
         print("Distributed RPC example completed successfully.")

@@ -41,14 +41,14 @@ import torch.multiprocessing as mp
 from torch import optim
 from torch.distributed.optim import DistributedOptimizer
 
-# RPC sends the name of a function and not its code. The callee, the worker that is called, finds
-# the functions below because every worker runs this file. It runs them on its RPC threads (16 by
-# default), several at once, and a thread that waits for something serves nobody meanwhile.
+# RPC sends the name of a function and not its code. The callee, which is the worker that is called,
+# finds the functions below because every worker runs this file. It runs them on its RPC threads.
+# There are 16 of them by default, so several calls may run at the same time.
 
 
 def random_tensor(seed):
     """Return a new tensor (3, 3) that needs a gradient. Runs on its owner. Several workers may call
-    this at once: no lock is needed, because each call has a generator of its own."""
+    this at the same time, and it needs no lock, because each call makes a new generator."""
     return torch.rand(3, 3, generator=torch.Generator().manual_seed(seed), requires_grad=True)
 
 
@@ -65,10 +65,10 @@ def three_ways_to_call(neighbour, say):
     # rpc_sync waits for the result and returns it.
     answer = rpc.rpc_sync(neighbour, torch.add, args=(two, three))
     say(f"rpc_sync  -> {answer}")
-    # rpc_async returns a Future at once. This worker can do other work before it calls wait().
+    # rpc_async returns a Future immediately. This worker can do other work before it calls wait().
     future = rpc.rpc_async(neighbour, torch.add, args=(two, three))
     say(f"rpc_async -> {type(future).__name__}, wait() -> {future.wait()}")
-    # remote returns an RRef at once. The result stays with the neighbour; to_here() copies it.
+    # remote returns an RRef immediately. The result stays with the neighbour. to_here() copies it.
     rref = rpc.remote(neighbour, torch.add, args=(two, three))
     say(f"remote    -> RRef owned by {rref.owner_name()}, to_here() -> {rref.to_here()}")
 
@@ -88,9 +88,9 @@ def backward_through_a_call(neighbour, say):
 
 
 class SGD(optim.SGD):
-    """An empty subclass. For torch's own class, DistributedOptimizer would take another version of
-    it: steps of several workers could overlap there, because it takes no lock, and every process
-    that owns a parameter would print a warning about TorchScript."""
+    """An empty subclass. Instead of torch's own class, DistributedOptimizer would use another
+    version of it. That version takes no lock, so the steps of several workers could overlap, and
+    every process that owns a parameter would print a warning about TorchScript."""
 
 
 def run_ring(neighbour, seeds, lr, say):
@@ -124,18 +124,18 @@ def _row(tensor):
 
 
 def run_worker(rank, args):
-    """Run one worker. All of them do the same, and serve each other's calls meanwhile."""
+    """Run one worker. All of them do the same, while their RPC threads serve each other's calls."""
     if parent := mp.parent_process():  # a spawned rank ends with it, also if it is killed
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    warnings.filterwarnings("ignore", "You are using a Backend")  # torch's own use of Gloo
+    warnings.filterwarnings("ignore", "You are using a Backend")  # torch itself does this
     # Hides a remark of DistributedOptimizer: Python's GIL may slow down a class such as SGD above.
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
     name = f"worker{rank}"
     neighbour = f"worker{(rank + 1) % args.world_size}"
     # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
-    # all ranks are slow if cores are few. "basic" sends a tensor along with its message. By default
-    # torch also opens channels for GPUs, which are not used here, but can end the process if two
-    # ranks see different GPUs. Both arguments are private to torch.
+    # all ranks are slow if there are few cores. "basic" sends a tensor along with its message. By
+    # default torch also opens channels for GPUs. They are not used here, but they can end the
+    # process if two ranks see different GPUs. Both arguments are private to torch.
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
     torch.manual_seed(args.seed * args.world_size + rank)
@@ -144,7 +144,7 @@ def run_worker(rank, args):
     three_ways_to_call(neighbour, lines.append)
     backward_through_a_call(neighbour, lines.append)
     run_ring(neighbour, seeds, args.lr, lines.append)
-    # All workers print to one terminal. Each prints its lines at once, so that they stay together.
+    # All workers print to one terminal. Each prints its lines in one call, so they stay together.
     print("".join(f"{name}: {line}\n" for line in lines), end="", flush=True)
     rpc.shutdown()  # returns when all ranks have called it; until then this worker serves calls
 

@@ -50,7 +50,7 @@ class Worker:
 
     def work(self, lr):
         """Train a linear model with this learning rate, and return its loss."""
-        generator = torch.Generator().manual_seed(2)  # this call's own, as two calls would mix their numbers
+        generator = torch.Generator().manual_seed(2)  # made here, as two calls that share one would mix its numbers
         weights = torch.zeros(50)
         for _ in range(4000):
             batch = torch.randint(1000, (8,), generator=generator)
@@ -79,10 +79,11 @@ def end_with_the_leader():
 
 def join(name, rank, folder):
     """Become a member of the group. Returns when all processes have called this."""
-    warnings.filterwarnings("ignore", "You are using a Backend")  # torch's own use of Gloo
-    loopback = "lo0" if sys.platform == "darwin" else "lo"  # whoever can connect to a process can run code in it,
-    os.environ.update(TP_SOCKET_IFNAME=loopback, GLOO_SOCKET_IFNAME=loopback)  # so only this machine can
-    # Use TCP ("uv"). torch's default, shared memory, keeps a core busy in every process. Both names are private.
+    warnings.filterwarnings("ignore", "You are using a Backend")  # torch itself does this
+    # Whoever can connect to a process can run code in it. So listen on this machine's loopback interface only.
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.update(TP_SOCKET_IFNAME=loopback, GLOO_SOCKET_IFNAME=loopback)
+    # Use TCP ("uv"). torch's default, shared memory, keeps a core busy in every process. Both arguments are private.
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     options.init_method = f"file://{folder}/store"  # how the processes find each other, without any port
     faulthandler.dump_traceback_later(START_TIMEOUT, exit=True)  # do not wait forever for one that never comes
@@ -94,7 +95,7 @@ def lead(tasks, processes, workers):
     """Let the workers do all tasks. Return {task: result}. The processes of lost workers are removed."""
     todo = list(tasks)
     results = {}
-    idle = [*workers, *workers]  # names; twice, so that the next task is there when a worker ends one
+    idle = [*workers, *workers]  # each name twice, so that a worker already has its next task when it ends one
     in_flight = 0
     answers = queue.SimpleQueue()
 

@@ -22,7 +22,7 @@ from torchvision import datasets, transforms
 
 
 def get_device(number, num_gpus):
-    """Return GPU `number`, counted from 0. If there are fewer: the last one, or else the CPU."""
+    """Return GPU `number`, counted from 0. If there are fewer, return the last one, or the CPU."""
     count = min(num_gpus, torch.accelerator.device_count())
     if count == 0:
         return torch.device("cpu")

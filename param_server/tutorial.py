@@ -1,13 +1,13 @@
-"""A parameter server: rank 0 has a network for MNIST, and all other ranks, the trainers, train it
-at the same time. A trainer sends images and gets predictions; the network's forward and backward
+"""A parameter server. Rank 0 holds a network for MNIST, and all other ranks, the trainers, train it
+at the same time. A trainer sends images and gets predictions. The network's forward and backward
 pass and the optimizer's step run on the server.
 
     python tutorial.py                            # starts a server and three trainers here
     python tutorial.py --world_size 2 --rank 0    # only the server; --rank 1 in another terminal
     python tutorial.py --dataset synthetic        # random patterns instead of MNIST: no download
 
-Why RPC? DDP is the tool for copies of a model on many GPUs. Here there are no copies: a model that
-is too large for a trainer lives on other machines, and the trainers reach it by calls.
+Why RPC? DDP is the tool for copies of a model on many GPUs. Here there are no copies. A model that
+is too large for a trainer lives on another machine, and the trainers reach it by calls.
 
 PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework" (text of
 2020-11-28, code of 2025-08). "Difference 7" is number 7 in docs/differences/param_server.md.
@@ -33,7 +33,7 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchvision import datasets, transforms
 
-warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of Gloo
+warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself does this
 # DistributedOptimizer logs that Python's GIL may slow down a class such as SGD below.
 logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
 
@@ -41,7 +41,7 @@ logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
 
 
 def get_device(number, num_gpus):
-    """Return GPU `number`, counted from 0. If there are fewer: the last one, or else the CPU."""
+    """Return GPU `number`, counted from 0. If there are fewer, return the last one, or the CPU."""
     count = min(num_gpus, torch.accelerator.device_count())
     if count == 0:
         return torch.device("cpu")
@@ -89,8 +89,8 @@ class Net(nn.Module):
 
 
 class ParameterServer(nn.Module):
-    """Trainers call its methods. Such a call runs on one of the server's RPC threads (16 by
-    default): several calls run at once, and a thread that waits serves nobody."""
+    """Trainers call its methods. Such a call runs on one of the server's RPC threads. There are 16
+    by default, so several calls may run at the same time."""
 
     def __init__(self, num_gpus=0):
         super().__init__()
@@ -108,30 +108,32 @@ class ParameterServer(nn.Module):
         computes with clones. Gradients flow through clone() to the weights themselves.
         """
         inp = inp.to(self.input_device)
-        with global_lock:  # no step meanwhile: all clones are of one version of the weights
+        with global_lock:  # no step comes in between, so all clones are of one version
             weights = {name: param.clone() for name, param in self.model.named_parameters()}
-        # functional_call puts the clones into the module that it is given. Calls run at once, so
-        # two of them must not be given the same module.
+        # functional_call puts the clones into the module that it is given. Several calls may run at
+        # the same time, so each of them needs a different module.
         layers = copy.deepcopy(self.layers).train(training)
         out = functional_call(layers, weights, (inp,))
-        # RPC sends tensors of the CPU; for those of a GPU it needs device maps (difference 7).
+        # RPC sends CPU tensors. To send tensors of a GPU, it needs device maps (difference 7).
         return out.to("cpu")
 
     def get_dist_gradients(self, cid):
         """Return {name: gradient}, to verify that distributed autograd has worked. This needs no
-        lock: the gradients are in the context `cid`, which belongs to the calling trainer."""
+        lock, because the gradients are in the context `cid`, which belongs to the calling
+        trainer."""
         grads = dist_autograd.get_gradients(cid)
         params = self.model.named_parameters()
         return {name: grads[param].to("cpu") for name, param in params if param in grads}
 
     def get_param_rrefs(self):
-        """Return an RRef to each parameter, for DistributedOptimizer. It only reads: no lock."""
+        """Return an RRef to each parameter, for DistributedOptimizer. It only reads, so without a
+        lock."""
         param_rrefs = [rpc.RRef(param) for param in self.model.parameters()]
         return param_rrefs
 
 
-# The one server of this process, and a lock: held while the server is made, and while its weights
-# are cloned or changed.
+# The one server of this process, and a lock. It is held while the server is made, and while the
+# weights are cloned or changed.
 param_server = None
 global_lock = threading.Lock()
 
@@ -146,28 +148,29 @@ def get_parameter_server(num_gpus=0):
 
 
 class SGD(optim.SGD):
-    """The optimizer, which lives on the server, one for each trainer. It has to be a subclass: for
+    """The optimizer. The server has one for each trainer. It has to be a subclass. Instead of
     optim.SGD, DistributedOptimizer would use a version whose step takes no lock (difference 9)."""
 
     def step(self):
-        # DistributedOptimizer's own lock admits one step at a time. Ours also blocks cloning.
+        # DistributedOptimizer takes a lock, so that there is one step at a time. Ours also keeps
+        # forward() from cloning during a step.
         with global_lock:
             super().step()
-        # DistributedOptimizer has put the context's gradients into .grad. Drop them: a parameter
-        # that gets no gradient in the next step would take this one again.
+        # DistributedOptimizer has put the context's gradients into .grad. Drop them, because a
+        # parameter that gets no gradient in the next step would be updated with this one again.
         self.zero_grad()
 
 
 # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
-# all ranks are slow if cores are few. "basic" sends a tensor along with its message. By default
-# torch also opens channels for GPUs, which are not used here, but can end the process if two
-# ranks see different GPUs. Both arguments are private to torch.
+# all ranks are slow if there are few cores. "basic" sends a tensor along with its message. By
+# default torch also opens channels for GPUs. They are not used here, but they can end the
+# process if two ranks see different GPUs. Both arguments are private to torch.
 options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
 
 
 def run_parameter_server(rank, world_size):
-    # The server needs no loop: its RPC threads answer the trainers. rpc.shutdown() waits until all
-    # ranks have called it, so the server ends when all trainers have finished.
+    # The server needs no loop, because its RPC threads answer the trainers. rpc.shutdown() waits
+    # until all ranks have called it, so the server ends when all trainers have finished.
     print("PS master initializing RPC")
     rpc.init_rpc(
         name="parameter_server",
@@ -190,7 +193,7 @@ class TrainerNet(nn.Module):
         super().__init__()
         self.num_gpus = num_gpus
         # get_parameter_server runs on the server, and its result stays there. We get a reference
-        # to it, an RRef. All trainers refer to the same object: a shared pointer, over the network.
+        # to it, an RRef. All trainers refer to the same object, as by a pointer over the network.
         name = "parameter_server"
         self.param_server_rref = rpc.remote(name, get_parameter_server, args=(num_gpus,))
 
@@ -221,8 +224,8 @@ def run_training_loop(rank, num_gpus, train_loader, test_loader):
             if i == 0:
                 gradients = net.param_server_rref.rpc_sync().get_dist_gradients(cid)
                 assert len(gradients) == len(param_rrefs)
-            # Other trainers may have made steps since our forward pass. If so, our gradient is
-            # stale: it belongs to older weights, and is applied to the new ones.
+            # Other trainers may have made steps since our forward pass. Then our gradient is stale,
+            # because it belongs to older weights, and is applied to the new ones.
             opt.step(cid)
 
     print("Training complete!")
@@ -235,7 +238,7 @@ def get_accuracy(test_loader, model):
     correct_sum = 0
     # Use a GPU to evaluate, if possible.
     device = get_device(0, model.num_gpus)
-    with torch.no_grad():  # in this process only: the server still records a graph, in vain
+    with torch.no_grad():  # in this process only. The server records a graph, which nobody uses
         for data, target in test_loader:
             out = model(data)
             pred = out.argmax(dim=1, keepdim=True)
@@ -269,7 +272,8 @@ def run_worker(rank, args):
     )
     print(f"Worker {rank} done initializing RPC")
     # init_rpc has waited for all ranks, also for the server, which has downloaded MNIST by now. On
-    # another host each trainer downloads it: if it has several trainers, put MNIST there first.
+    # other hosts each trainer downloads it. If several trainers share such a host, put MNIST there
+    # first.
     train_set = load_digits(args, train=True)
     # This trainer's part of the images, so that the trainers make one epoch together.
     train_set = Subset(train_set, range(rank - 1, len(train_set), args.world_size - 1))
@@ -322,8 +326,8 @@ if __name__ == "__main__":
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
-    # RPC sends functions and classes by name: __main__.NAME, or __mp_main__.NAME between spawned
-    # ranks. All ranks find them, because this file is their main module.
+    # RPC sends functions and classes by name. All ranks find the names, because every rank has this
+    # file as its main module.
     if args.rank is None:
         mp.spawn(run_rank, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:

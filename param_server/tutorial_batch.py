@@ -6,8 +6,8 @@ makes an update of each gradient by itself.
     python tutorial_batch.py --no_batch                 # the same without batching
     python tutorial_batch.py --world_size 3 --rank 0    # only one rank: the server
 
-Why RPC? DDP could make this update too. The program is here for `async_execution`: with it, calls
-wait for each other on the server without a thread for each of them.
+Why RPC? DDP could make this update too. The program is here to show `async_execution`. With it, the
+calls wait for each other on the server without occupying a thread each.
 
 PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions", first part
 (code of 2025-08). "Difference B7" is number B7 in docs/differences/param_server.md.
@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn, optim
 
-warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of Gloo
+warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself does this
 
 batch_size = 20
 image_w = 64
@@ -45,8 +45,8 @@ def timed_log(text):
 
 
 class BatchUpdateParameterServer:
-    """Trainers call its methods. Such a call runs on one of the server's RPC threads (16 by
-    default): several calls run at once, and a thread that waits serves nobody."""
+    """Trainers call its methods. Such a call runs on one of the server's RPC threads. There are 16
+    by default, so several calls may run at the same time."""
 
     def __init__(self, batch_update_size=batch_update_size):
         layers = [nn.Flatten(), nn.Linear(3 * image_h * image_w, 64), nn.ReLU()]
@@ -96,7 +96,7 @@ class BatchUpdateParameterServer:
                 model = copy.deepcopy(self.model)
                 self.future_model = torch.futures.Future()
         if complete:
-            # This sends the answers to all trainers. Nobody has to wait for the lock meanwhile.
+            # This sends the answers to all trainers. The lock is free, so no new call waits for it.
             fut.set_result(model)
             if logged:
                 timed_log("PS updated model")
@@ -173,20 +173,20 @@ def run_ps(trainers, args):
 def run_worker(rank, args):
     if parent := mp.parent_process():  # a spawned rank ends with it, also if it is killed
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    # All trainers compute at once. With more threads than cores they slow each other down.
+    # All trainers compute at the same time. With more threads than cores they slow each other down.
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
-    # all ranks are slow if cores are few. "basic" sends a tensor along with its message. By default
-    # torch also opens channels for GPUs, which are not used here, but can end the process if two
-    # ranks see different GPUs. Both arguments are private to torch.
+    # all ranks are slow if there are few cores. "basic" sends a tensor along with its message. By
+    # default torch also opens channels for GPUs. They are not used here, but they can end the
+    # process if two ranks see different GPUs. Both arguments are private to torch.
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     name = "ps" if rank == 0 else f"trainer{rank}"
     rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
     seconds = None
     if rank == 0:
         seconds = run_ps([f"trainer{r}" for r in range(1, args.world_size)], args)
-    # A trainer comes here at once. It serves the server's call until all ranks are here.
+    # A trainer comes here immediately. It serves the server's call until all ranks are here.
     rpc.shutdown()
     return seconds
 
@@ -221,8 +221,8 @@ if __name__ == "__main__":
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
-    # RPC sends functions and classes by name: __main__.NAME, or __mp_main__.NAME between spawned
-    # ranks. All ranks find them, because this file is their main module.
+    # RPC sends functions and classes by name. All ranks find the names, because every rank has this
+    # file as its main module.
     if args.rank is None:
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:

@@ -1,5 +1,5 @@
 """An RPC group without a fixed size: observers join and leave while the agent trains. Start each
-rank in a terminal of its own. Ctrl-C makes an observer leave.
+rank in a separate terminal. Ctrl-C makes an observer leave.
 
     python elastic.py --rank 0   # the agent: it trains for --seconds, counted from the first join
     python elastic.py --rank 1   # an observer; --rank 2, 3, ... start others, at any time
@@ -43,10 +43,10 @@ LISTED, LOCKED = "rpc_prefix_0/names/_ALL_WORKER_INFOS", "rpc_prefix_0/RpcGroupM
 
 @rpc.functions.async_execution
 def join(name):
-    """An observer calls this function of the agent, where it runs on one of the RPC threads (16 by
-    default): several calls run at once. Because of async_execution, the call occupies no thread
-    while it waits: RPC answers when the returned Future gets its value. This tells the observer to
-    leave. The value is (whether to inform the others, error message or None)."""
+    """An observer calls this function of the agent, where it runs on one of the RPC threads. There
+    are 16 by default, so several calls may run at the same time. Because of async_execution, a call
+    occupies no thread while it waits. RPC answers when the returned Future gets its value. The
+    answer tells the observer to leave: (whether to inform the others, error message or None)."""
     answer = torch.futures.Future()
     with lock:
         known = name in used  # torch would use the broken connection to the old process
@@ -71,11 +71,11 @@ def let_others_join(name, store, dead=True):
 
     A process that joins calls everyone on torch's list of members. If one of them is dead, its
     init_rpc fails, and keeps torch's lock. So take `name` off the list, and release the lock if
-    `name` has it.
+    `name` holds it.
     """
     if not store.check([LISTED, LOCKED]):
         return False  # another version of torch
-    while dead:  # until no other process has changed the list meanwhile
+    while dead:  # again if another process has changed the list in the meantime
         listed = store.get(LISTED).decode()
         left = [item for item in listed.split(",") if item.rpartition("-")[0] != name]
         if store.compare_set(LISTED, listed, ",".join(left)).decode() == ",".join(left):
@@ -134,11 +134,12 @@ def collect_episodes(store):
 
 
 def dismiss(name, problem, store):
-    """Tell an observer to leave. A lost one may not hear it, but might still live."""
+    """Tell an observer to leave. A lost observer may not hear this, or may only have been slow."""
     with lock:
         answer = members.pop(name)
-    # One that leaves informs all members of which it knows. After a loss that would fail, because
-    # only the list in the store is repaired. So from then on it is the agent that removes it there.
+    # An observer that leaves informs all members that it knows. After a loss it would fail to reach
+    # the lost one, because only the list in the store is repaired. So after the first loss the agent
+    # takes every observer that leaves off the list.
     if lost:
         let_others_join(name, store)
     answer.set_result((not lost, problem))
@@ -259,9 +260,9 @@ if __name__ == "__main__":  # RPC sends functions by name: every rank finds them
         # interface only. The store, at --master_port, still listens on all interfaces.
         os.environ.setdefault("TP_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
-    # all ranks are slow if cores are few. "basic" sends a tensor along with its message. By default
-    # torch also opens channels for GPUs, which are not used here, but can end the process if two
-    # ranks see different GPUs. Both arguments are private to torch.
+    # all ranks are slow if there are few cores. "basic" sends a tensor along with its message. By
+    # default torch also opens channels for GPUs. They are not used here, but they can end the
+    # process if two ranks see different GPUs. Both arguments are private to torch.
     tcp = {"_transports": ["uv"], "_channels": ["basic"]}
     options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=10, **tcp)
     options.init_method = f"tcp://{args.master_addr}:{args.master_port}"

@@ -1,6 +1,6 @@
 """The same training as in tutorial.py, in one process: `diff single.py tutorial.py` shows what RPC
 adds. The observers play one after the other. With one observer, the default, both print the same
-for some dozens of episodes; then rounding tells them apart, since RPC threads build the graph.
+for some dozens of episodes. Then rounding tells them apart, because RPC threads build the graph.
 
     python single.py
     python single.py --world_size 3             # an agent and two observers
@@ -103,8 +103,8 @@ class Agent:
             probs.extend(self.saved_log_probs[ob_id])
             returns.extend(ob_returns)
 
-        # The running average is that of the weakest observer's rewards. These two are printed as
-        # "Average reward" and "Last reward".
+        # The total reward of the weakest observer, and its running average. They are printed as
+        # "Last reward" and "Average reward".
         min_reward = min([sum(self.rewards[ob_id]) for ob_id in self.rewards])
         self.running_reward = 0.05 * min_reward + (1 - 0.05) * self.running_reward
 

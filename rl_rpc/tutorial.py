@@ -1,5 +1,5 @@
 """Reinforcement learning: rank 0, the agent, owns a policy and trains it. All other ranks are
-observers: each plays CartPole in an environment of its own, and asks the agent for every action.
+observers. Each plays CartPole in a separate environment, and asks the agent for every action.
 
     python tutorial.py                            # starts an agent and one observer here
     python tutorial.py --world_size 3             # an agent and two observers
@@ -7,7 +7,7 @@ observers: each plays CartPole in an environment of its own, and asks the agent 
 
 Why RPC? DDP is the tool for copies of a model, each with a part of the data. Here the data comes
 from environments, which are expensive in real problems, and the model is small. So there is one
-model, and many observers share it by calls. (CartPole itself is cheap: it is here to show the API.)
+model, and many observers share it by calls. (CartPole itself is cheap, and only shows the API.)
 
 PyTorch's tutorial "Getting started with Distributed RPC Framework", part 1 (the newer of its two
 texts, the code of 2025-08). "Difference 7" is number 7 in docs/differences/rl_rpc.md.
@@ -32,7 +32,7 @@ from torch.distributions import Categorical
 
 AGENT_NAME = "agent"
 OBSERVER_NAME = "obs{}"
-warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of Gloo
+warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself does this
 
 
 class Policy(nn.Module):
@@ -59,9 +59,10 @@ class Observer:
         self.env.reset(seed=seed + self.id)  # a different seed for each (difference 7)
 
     def run_episode(self, agent_rref):
-        # The agent calls this. The call runs on one of this process's RPC threads (16 by default):
-        # calls that arrive together run at once, and a thread that waits serves nobody meanwhile.
-        # Only the agent calls this, and waits for the end, so the environment needs no lock.
+        # The agent calls this. The call runs on one of this process's RPC threads, of which there
+        # are 16 by default. Calls that arrive together would run on different threads at the same
+        # time. But only the agent calls this, one episode after the other, so there is no need for
+        # a lock.
         state, _ = self.env.reset()
         for _ in range(10000):
             # ask the agent what to do in this state
@@ -71,7 +72,7 @@ class Observer:
             state, reward, terminated, truncated, _ = self.env.step(action)
 
             # Report the reward to the agent, and wait for the answer. Without waiting, two reports
-            # could run on two of the agent's threads at once, and be stored in the wrong order.
+            # could run on two threads of the agent, and be stored in the wrong order.
             agent_rref.rpc_sync().report_reward(self.id, reward)
 
             # the pole has fallen, or has stood for 500 steps
@@ -103,8 +104,9 @@ class Agent:
             self.saved_log_probs[ob_info.id] = []
 
     def select_action(self, ob_id, state):
-        # Observers call this and report_reward, several at once. No lock: each observer has lists
-        # of its own, and nothing changes the policy while episodes run (difference 10).
+        # Observers call this and report_reward, several at the same time. It needs no lock, because
+        # each observer has separate lists, and nothing changes the policy while episodes run
+        # (difference 10).
         # The log-probability stays here with its graph, since the observer needs only a number. So
         # an ordinary backward() is enough, without distributed autograd.
         state = torch.from_numpy(state).float().unsqueeze(0)
@@ -120,8 +122,8 @@ class Agent:
     def run_episode(self):
         futs = []
         for ob_rref in self.ob_rrefs:
-            # Make async RPCs, so that all observers play at once. timeout=0 means no time limit: an
-            # episode may take longer than the default of 60 s.
+            # Make async RPCs, so that all observers play at the same time. timeout=0 means that
+            # there is no time limit, because an episode may take longer than the default of 60 s.
             futs.append(ob_rref.rpc_async(timeout=0).run_episode(self.agent_rref))
 
         # wait until all observers have finished this episode
@@ -139,8 +141,8 @@ class Agent:
             probs.extend(self.saved_log_probs[ob_id])
             returns.extend(ob_returns)
 
-        # The running average is that of the weakest observer's rewards. These two are printed as
-        # "Average reward" and "Last reward".
+        # The total reward of the weakest observer, and its running average. They are printed as
+        # "Last reward" and "Average reward".
         min_reward = min([sum(self.rewards[ob_id]) for ob_id in self.rewards])
         self.running_reward = 0.05 * min_reward + (1 - 0.05) * self.running_reward
 
@@ -167,16 +169,16 @@ def run_worker(rank, args):
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     torch.set_num_threads(1)  # such small operations are slower with more threads
     # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
-    # all ranks are slow if cores are few. "basic" sends a tensor along with its message. By default
-    # torch also opens channels for GPUs, which are not used here, but can end the process if two
-    # ranks see different GPUs. Both arguments are private to torch.
+    # all ranks are slow if there are few cores. "basic" sends a tensor along with its message. By
+    # default torch also opens channels for GPUs. They are not used here, but they can end the
+    # process if two ranks see different GPUs. Both arguments are private to torch.
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     name = AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
     rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
     if rank == 0:
         run_agent(args)
-    # Observers come here at once. shutdown() blocks until all ranks are here and all RPCs have
-    # finished; meanwhile the observers' RPC threads serve the agent's calls.
+    # Observers come here immediately. shutdown() blocks until all ranks are here and all RPCs have
+    # finished. Until then, the RPC threads of the observers serve the agent's calls.
     rpc.shutdown()
 
 
@@ -229,8 +231,8 @@ if __name__ == "__main__":
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
-    # RPC sends functions and classes by name: __main__.NAME, or __mp_main__.NAME between spawned
-    # ranks. All ranks find them, because this file is their main module.
+    # RPC sends functions and classes by name. All ranks find the names, because every rank has this
+    # file as its main module.
     if args.rank is None:
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:

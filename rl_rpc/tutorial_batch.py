@@ -6,9 +6,9 @@ without batching, and prints how many seconds both took.
     python tutorial_batch.py --world_size 3 --rank 0              # only the agent of one job
     python tutorial_batch.py --world_size 3 --rank 0 --no_batch   # the same without batching
 
-Why RPC, and not DDP? There are no copies of a model whose gradients could be averaged: many
-observers, whose environments are expensive, ask one model, the agent's. Their calls wait there for
-each other, and `async_execution` lets them do so without occupying a thread each.
+Why RPC, and not DDP? There are no copies of a model whose gradients could be averaged. Many
+observers, whose environments are expensive, ask the one model of the agent. Their calls wait there
+for each other, and with `async_execution` a call that waits does not occupy a thread.
 
 PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions", CartPole (code
 of 2025-08). "Difference 22" is number 22 in docs/differences/rl_rpc.md.
@@ -34,7 +34,7 @@ from torch.distributions import Categorical
 NUM_STEPS = 500  # T in the shapes below; N is the number of observers
 AGENT_NAME = "agent"
 OBSERVER_NAME = "observer{}"
-warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of Gloo
+warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself does this
 
 
 class Policy(nn.Module):
@@ -67,9 +67,9 @@ class Observer:
         """Take n_steps steps. Return their returns (n_steps,), and the length of the first episode.
         When the pole falls, reset it and play on: each batch has a state of every observer.
 
-        The agent calls this. The call runs on one of this process's RPC threads (16 by default):
-        calls that arrive together run at once, and a thread that waits for something is occupied.
-        Here it is only one call at a time, so the environment needs no lock.
+        The agent calls this. The call runs on one of this process's RPC threads, of which there are
+        16 by default. Calls that arrive together would run on different threads at the same time.
+        But the agent makes only one call at a time, so the environment needs no lock.
         """
         state, _ = self.env.reset()
         ep_reward = NUM_STEPS
@@ -125,9 +125,9 @@ class Agent:
         self.lock = threading.Lock()  # of pending_states, which all observers count down
         self.pending_states = len(self.ob_rrefs)
 
-    # Observers call the next two methods, several at once, each on an RPC thread of the agent. They
-    # are static, and get the agent by its RRef, because the tutorial writes them so;
-    # agent_rref.rpc_sync().select_action(...) would do the same with a method of the object.
+    # Observers call the next two methods, several at the same time, each on an RPC thread of the
+    # agent. The tutorial writes them as static methods, which get the agent by its RRef. An
+    # ordinary method, called by agent_rref.rpc_sync().select_action(...), would do the same.
 
     @staticmethod
     @rpc.functions.async_execution
@@ -135,15 +135,15 @@ class Agent:
         """With batching: return a Future of the action for a state (1, 4). No thread waits for the
         other observers, because RPC sends the answer as soon as the Future has a value."""
         self = agent_rref.local_value()
-        # These two lines need no lock: an observer has a row of its own, and no call of the next
-        # batch comes before all observers have the answers of this one.
+        # These two lines need no lock, because each observer writes a different row, and no call of
+        # the next batch comes before all observers have the answers of this one.
         self.states[ob_id].copy_(state)
         future_action = self.future_actions.then(lambda actions: actions.wait()[ob_id].item())
 
         with self.lock:
             self.pending_states -= 1
             complete = self.pending_states == 0  # true for one call of each batch, the last
-        # Without the lock. set_result sends all answers; nobody should wait for the lock meanwhile.
+        # The lock is free again. set_result sends all answers, and nobody should wait for it.
         if complete:
             self.pending_states = len(self.ob_rrefs)
             future_actions = self.future_actions
@@ -162,8 +162,8 @@ class Agent:
 
     @staticmethod
     def select_action(agent_rref, ob_id, state):
-        """Without batching: return the action for a state (1, 4) right away. It needs no lock: each
-        observer has a list of its own, and no call changes the policy."""
+        """Without batching: return the action for a state (1, 4) right away. It needs no lock,
+        because each observer has a separate list, and no call changes the policy."""
         self = agent_rref.local_value()
         probs = self.policy(state.to(self.device))
         m = Categorical(probs)
@@ -211,9 +211,9 @@ def run_worker(rank, args, world_size, batch, delays=None, print_log=True):
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     torch.set_num_threads(1)  # such small operations are slower with more threads
     # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
-    # all ranks are slow if cores are few. "basic" sends a tensor along with its message. By default
-    # torch also opens channels for GPUs, which are not used here, but can end the process if two
-    # ranks see different GPUs. Both arguments are private to torch.
+    # all ranks are slow if there are few cores. "basic" sends a tensor along with its message. By
+    # default torch also opens channels for GPUs. They are not used here, but they can end the
+    # process if two ranks see different GPUs. Both arguments are private to torch.
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     name = AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
@@ -229,8 +229,8 @@ def run_worker(rank, args, world_size, batch, delays=None, print_log=True):
         tok = time.time()
         if delays:
             delays.put(tok - tik)
-    # Observers come here at once. shutdown() blocks until all ranks are here and all RPCs have
-    # finished; meanwhile the observers' RPC threads serve the agent's calls.
+    # Observers come here immediately. shutdown() blocks until all ranks are here and all RPCs have
+    # finished. Until then, the RPC threads of the observers serve the agent's calls.
     rpc.shutdown()
 
 
@@ -278,8 +278,8 @@ if __name__ == "__main__":
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
-    # RPC sends functions and classes by name: __main__.NAME, or __mp_main__.NAME between spawned
-    # ranks. All ranks find them, because this file is their main module.
+    # RPC sends functions and classes by name. All ranks find the names, because every rank has this
+    # file as its main module.
     if args.rank is None:
         main(args)  # every rank on this machine
     else:

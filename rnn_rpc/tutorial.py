@@ -1,15 +1,15 @@
-"""A language model in two processes: rank 0, `ps` (parameter server), has the embedding table and
-the decoder; rank 1, `trainer`, has the LSTM between them and the training loop. Autograd and the
-optimizer work across both processes.
+"""A language model in two processes. Rank 0, `ps` (parameter server), holds the embedding table and
+the decoder. Rank 1, `trainer`, holds the LSTM between them and runs the training loop. Autograd and
+the optimizer work across both processes.
 
     python tutorial.py              # starts both ranks on this machine
     python tutorial.py --rank 0     # starts only rank 0; --rank 1 in another terminal
     CUDA_VISIBLE_DEVICES= python tutorial.py    # hides the GPUs, so that all stays on the CPU
 
-Why RPC? For a model that is too large for one machine. (This one would fit, but shows how.) Split
-it into submodules, make each where it shall live, and reach it by its RRef. The model then reads
-like one on several GPUs of one machine, where a tensor goes to the next layer by
-`Tensor.to(device)`. Here it goes there as the argument of a call.
+Why RPC? It is for a model that is too large for one machine. (This one would fit, but shows how.)
+Split the model into submodules, make each in the process where it should live, and reach it by its
+RRef. The model then reads like one on several GPUs of one machine, where a tensor goes to the next
+layer by `Tensor.to(device)`. Here it goes there as the argument of a call.
 
 Part 2 of PyTorch's tutorial "Getting Started with Distributed RPC Framework" (both texts, and the
 code of 2025-08). "Difference 7" is number 7 in docs/differences/rnn_rpc.md.
@@ -30,7 +30,7 @@ from torch import nn, optim
 from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import RRef
 
-warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of Gloo
+warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself does this
 # This hides a remark of DistributedOptimizer, that the GIL may slow down the class SGD below.
 logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
 
@@ -42,8 +42,8 @@ class EmbeddingTable(nn.Module):
     """Encoding layers of the RNNModel.
 
     This object and the Decoder live on `ps`, where the methods that the trainer calls run on RPC
-    threads (16 by default). Several could run at once, but no lock is needed here: the one trainer
-    waits for each method's answer before it calls the next.
+    threads (16 by default). Several could run at the same time. But no lock is needed here, because
+    there is one trainer, which waits for each method's answer before it calls the next.
     """
 
     def __init__(self, ntoken, ninp, dropout):
@@ -56,7 +56,7 @@ class EmbeddingTable(nn.Module):
         self.encoder.to(self.device)
 
     def forward(self, input):  # (T, B) -> (T, B, E)
-        # RPC sends tensors of the CPU; for those of a GPU it needs device maps (difference 6).
+        # RPC sends CPU tensors. To send tensors of a GPU, it needs device maps (difference 6).
         return self.drop(self.encoder(input.to(self.device))).cpu()
 
     def parameter_rrefs(self):
@@ -97,8 +97,9 @@ class RNNModel(nn.Module):
     def __init__(self, ps, ntoken, ninp, nhid, nlayers, dropout=0.5):
         super().__init__()
         # remote() makes the object on `ps`, where it stays, and returns a reference to it, an
-        # RRef. It does not wait: both objects may be made at once, and they draw their weights from
-        # one random generator. So with the same seed a run may still differ (difference 14).
+        # RRef. It does not wait, so both objects may be made at the same time, and they draw their
+        # weights from one random generator. So two runs with the same seed may differ (difference
+        # 14).
         self.emb_table_rref = rpc.remote(ps, EmbeddingTable, args=(ntoken, ninp, dropout))
         self.rnn = nn.LSTM(ninp, nhid, nlayers, dropout=dropout)
         self.decoder_rref = rpc.remote(ps, Decoder, args=(ntoken, nhid, dropout))
@@ -120,7 +121,7 @@ class RNNModel(nn.Module):
 
 
 class SGD(optim.SGD):
-    """The same as optim.SGD. It has to be a subclass: in place of torch's own class,
+    """The same as optim.SGD. It has to be a subclass. Instead of torch's own class,
     DistributedOptimizer would use a functional version, which prints a warning about TorchScript in
     every process that owns a parameter (difference 8)."""
 
@@ -135,7 +136,7 @@ def run_trainer():
     nlayers = 1
     hidden = (torch.randn(nlayers, nindices, nhid), torch.randn(nlayers, nindices, nhid))
 
-    # Dropout is against learning a text by heart, and this text never repeats.
+    # Dropout prevents a model from memorizing a text. This text never repeats, so dropout is off.
     model = RNNModel("ps", ntoken, ninp, nhid, nlayers, dropout=0.0)
 
     # This makes an optimizer in each process that owns parameters, SGD or any other.
@@ -171,8 +172,8 @@ def run_trainer():
                 loss = criterion(output.flatten(0, 1), target.flatten())  # difference 4
                 # From the loss through the decoder on `ps`, the LSTM here, the table on `ps`.
                 dist_autograd.backward(context_id, [loss])
-                # All optimizers step, each with the context's gradients of its own process. There
-                # is no zero_grad(): another context has other gradients.
+                # In each process the optimizer steps, with the context's gradients of that process.
+                # No zero_grad() is needed, because each new context starts without gradients.
                 opt.step(context_id)
             total_loss += loss.detach()
         perplexity = torch.exp(total_loss / 160)
@@ -185,9 +186,9 @@ def run_worker(rank, args):
     torch.set_num_threads(1)  # such small operations are slower with more threads
     torch.manual_seed(args.seed + rank)
     # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
-    # all ranks are slow if cores are few. "basic" sends a tensor along with its message. By default
-    # torch also opens channels for GPUs, which are not used here, but can end the process if two
-    # ranks see different GPUs. Both arguments are private to torch.
+    # all ranks are slow if there are few cores. "basic" sends a tensor along with its message. By
+    # default torch also opens channels for GPUs. They are not used here, but they can end the
+    # process if two ranks see different GPUs. Both arguments are private to torch.
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     world_size = args.world_size
     if rank == 1:
@@ -195,7 +196,7 @@ def run_worker(rank, args):
         run_trainer()
     else:
         rpc.init_rpc("ps", rank=rank, world_size=world_size, rpc_backend_options=options)
-        # The parameter server needs no loop: its RPC threads serve the trainer.
+        # The parameter server needs no loop, because its RPC threads serve the trainer.
 
     # Wait until all ranks have called this. Until then, `ps` serves calls.
     rpc.shutdown()
@@ -221,8 +222,8 @@ if __name__ == "__main__":
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
-    # RPC sends functions and classes by name: __main__.NAME, or __mp_main__.NAME between spawned
-    # ranks. All ranks find them, because this file is their main module.
+    # RPC sends functions and classes by name. All ranks find the names, because every rank has this
+    # file as its main module.
     if args.rank is None:
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:
