@@ -160,7 +160,7 @@ def _run_trainer(emb_rref, rank, num_gpus):
 
 def run_worker(rank, args):
     """Do the work of one rank."""
-    if parent := mp.parent_process():  # a spawned rank ends with it, also if it is killed
+    if parent := mp.parent_process():  # a spawned rank ends when its parent ends
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     torch.set_num_threads(1)  # such small operations are slower with more threads
     torch.manual_seed(args.seed + rank)

@@ -125,7 +125,7 @@ def _row(tensor):
 
 def run_worker(rank, args):
     """Run one worker. All of them do the same, while their RPC threads serve each other's calls."""
-    if parent := mp.parent_process():  # a spawned rank ends with it, also if it is killed
+    if parent := mp.parent_process():  # a spawned rank ends when its parent ends
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     warnings.filterwarnings("ignore", "You are using a Backend")  # torch itself does this
     # Hides a remark of DistributedOptimizer: Python's GIL may slow down a class such as SGD above.

@@ -14,8 +14,9 @@ which train the model and return its loss:
     worker1 has done 6 tasks
     worker2 has done 6 tasks
 
-Then see what happens when things go wrong. Run it again and `kill -9` one of the two processes: the
-other worker goes on alone. Put a mistake into Worker.work: the message names the worker and the line.
+Then see what happens when things go wrong. Run it again and `kill -9` one of the two processes. The
+other worker goes on alone. (All this takes some seconds. To have more time, let a task make more than
+4000 steps.) Put a mistake into Worker.work, and the message names the worker and the line.
 """
 
 import faulthandler
@@ -34,7 +35,7 @@ import torch.multiprocessing as mp
 RATES = [0.0001, 0.0002, 0.0003, 0.0006, 0.001, 0.002, 0.003, 0.006, 0.01, 0.02, 0.03, 0.06]
 WORKERS = 2
 START_TIMEOUT = 60  # seconds: by then all processes must have started
-TIMEOUT = 30  # seconds for a call: no task may take longer
+TIMEOUT = 30  # seconds for a call. No task may take longer, because a worker that is late counts as lost
 
 
 class Worker:
@@ -61,7 +62,7 @@ class Worker:
         return (self.x @ weights - self.y).square().mean().item()
 
     def tasks_done(self):
-        return self.done
+        return self.done  # without the lock, because this only reads one number
 
 
 def run_worker(name, rank, folder):
@@ -83,7 +84,8 @@ def join(name, rank, folder):
     # Whoever can connect to a process can run code in it. So listen on this machine's loopback interface only.
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.update(TP_SOCKET_IFNAME=loopback, GLOO_SOCKET_IFNAME=loopback)
-    # Use TCP ("uv"). torch's default, shared memory, keeps a core busy in every process. Both arguments are private.
+    # Use TCP ("uv"). torch's default, shared memory, keeps a core busy in every process. `_transports` and `_channels`
+    # are private arguments of torch.
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     options.init_method = f"file://{folder}/store"  # how the processes find each other, without any port
     faulthandler.dump_traceback_later(START_TIMEOUT, exit=True)  # do not wait forever for one that never comes
@@ -95,7 +97,7 @@ def lead(tasks, processes, workers):
     """Let the workers do all tasks. Return {task: result}. The processes of lost workers are removed."""
     todo = list(tasks)
     results = {}
-    idle = [*workers, *workers]  # each name twice, so that a worker already has its next task when it ends one
+    idle = [*workers, *workers]  # each name twice, so a worker has two tasks, and never waits for the leader
     in_flight = 0
     answers = queue.SimpleQueue()
 
@@ -129,7 +131,7 @@ def lead(tasks, processes, workers):
 
 def is_lost(error):
     """Return True if the worker has died or is silent, and False if its method has raised an exception.
-    In both cases RPC may raise a RuntimeError, so only the text tells."""
+    A lost worker and most exceptions of a method arrive as RuntimeError, so only the text tells them apart."""
     text = str(error)
     if "On WorkerInfo(" in text:  # the method has raised; the traceback in the worker follows
         return False

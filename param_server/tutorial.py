@@ -288,7 +288,7 @@ def run_worker(rank, args):
 
 
 def run_rank(rank, args):
-    if parent := mp.parent_process():  # a spawned rank ends with it, also if it is killed
+    if parent := mp.parent_process():  # a spawned rank ends when its parent ends
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     torch.manual_seed(args.seed + rank)
     if rank == 0:

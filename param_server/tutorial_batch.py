@@ -171,7 +171,7 @@ def run_ps(trainers, args):
 
 
 def run_worker(rank, args):
-    if parent := mp.parent_process():  # a spawned rank ends with it, also if it is killed
+    if parent := mp.parent_process():  # a spawned rank ends when its parent ends
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     # All trainers compute at the same time. With more threads than cores they slow each other down.
     torch.set_num_threads(1)

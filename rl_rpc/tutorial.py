@@ -9,8 +9,8 @@ Why RPC? DDP is the tool for copies of a model, each with a part of the data. He
 from environments, which are expensive in real problems, and the model is small. So there is one
 model, and many observers share it by calls. (CartPole itself is cheap, and only shows the API.)
 
-PyTorch's tutorial "Getting started with Distributed RPC Framework", part 1 (the newer of its two
-texts, the code of 2025-08). "Difference 7" is number 7 in docs/differences/rl_rpc.md.
+PyTorch's tutorial "Getting started with Distributed RPC Framework", part 1 (as of 2025-08).
+"Difference 7" is number 7 in docs/differences/rl_rpc.md.
 """
 
 import argparse
@@ -165,7 +165,7 @@ class Agent:
 
 
 def run_worker(rank, args):
-    if parent := mp.parent_process():  # a spawned rank ends with it, also if it is killed
+    if parent := mp.parent_process():  # a spawned rank ends when its parent ends
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     torch.set_num_threads(1)  # such small operations are slower with more threads
     # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so

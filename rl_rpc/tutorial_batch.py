@@ -207,7 +207,7 @@ class Agent:
 def run_worker(rank, args, world_size, batch, delays=None, print_log=True):
     """Run one rank: the agent, or an observer. The agent puts the seconds of its episodes into the
     queue `delays`."""
-    if parent := mp.parent_process():  # a spawned rank ends with it, also if it is killed
+    if parent := mp.parent_process():  # a spawned rank ends when its parent ends
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     torch.set_num_threads(1)  # such small operations are slower with more threads
     # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
