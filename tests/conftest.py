@@ -26,13 +26,21 @@ os.environ["OMP_NUM_THREADS"] = "1"
 ENVIRONMENT = dict(os.environ)
 
 
-def pytest_report_header():
-    return sampling.drawn()
+def pytest_report_header(config):
+    return sampling.drawn(config.args)
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_terminal_summary(terminalreporter, config):
     if terminalreporter.stats.get("failed"):
-        terminalreporter.write_line(sampling.drawn())
+        terminalreporter.write_line(sampling.drawn(config.args))
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k have left out theirs
+def pytest_collection_modifyitems(config, items):
+    if not sampling.takes_all(config.args):
+        left = sampling.left_out(items)
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
 
 
 # Tests that share something expensive, such as a group of processes: one process of pytest-xdist runs all of them.

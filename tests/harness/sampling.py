@@ -1,7 +1,11 @@
 """A run of the tests takes only a part of each large matrix of cases, drawn from a seed that pytest prints.
 
-CASES_SEED=4711 python -m pytest tests/jobs    # the same cases again
-ALL_CASES=1 python -m pytest tests/jobs        # all of them
+    @pytest.mark.draw(3)            # of the cases of this test, three
+    @pytest.mark.draw(3, "ends")    # of the cases of all tests that say "ends", three
+
+CASES_SEED=4711 python -m pytest tests/jobs      # the same cases again
+ALL_CASES=1 python -m pytest tests/jobs          # all of them
+python -m pytest tests/jobs/test_signals.py      # if a file is named: all of its cases
 """
 
 import os
@@ -11,17 +15,27 @@ import random
 SEED = os.environ.setdefault("CASES_SEED", str(random.SystemRandom().randrange(10_000)))
 
 
-def some_of(cases, number):
-    """Return `number` of these cases for parametrize, in their order; all of them with ALL_CASES=1."""
-    cases = list(cases)
-    if os.environ.get("ALL_CASES") == "1":
-        return cases
-    chosen = random.Random(f"{SEED} of {len(cases)}").sample(range(len(cases)), number)
-    return [cases[place] for place in sorted(chosen)]
+def takes_all(words):
+    """Return whether a run with these words on its command line takes all cases."""
+    return os.environ.get("ALL_CASES") == "1" or any(".py" in word for word in words)
 
 
-def drawn():
+def left_out(tests):
+    """Return the tests that this run does not take."""
+    groups = {}
+    for test in tests:
+        if mark := test.get_closest_marker("draw"):
+            number, name = (*mark.args, test.nodeid.partition("[")[0])[:2]
+            groups.setdefault((name, number), []).append(test)
+    left = []
+    for (name, number), group in groups.items():
+        taken = random.Random(f"{SEED} {name}").sample(group, min(number, len(group)))
+        left += [test for test in group if test not in taken]
+    return left
+
+
+def drawn(words):
     """Return a line about this for pytest's header."""
-    if os.environ.get("ALL_CASES") == "1":
+    if takes_all(words):
         return "cases: all"
     return f"cases: a part of each matrix, drawn by CASES_SEED={SEED} (ALL_CASES=1 runs all)"

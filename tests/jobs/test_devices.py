@@ -169,6 +169,7 @@ TENSORPIPE = re.compile(r"^V\d{4} .*\n", re.MULTILINE)
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["rl_rpc", "ddp_rpc"])
+@pytest.mark.draw(1)
 def test_a_run_on_the_cpu_leaves_the_driver_alone(package, stub_driver):
     """Ranks ask the driver for the number of GPUs, as torch does; the starting process and the fork server do not.
 
@@ -199,6 +200,7 @@ FAILURES = {  # how the driver fails: (result of cuInit, version), and torch's m
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.draw(1)
 def test_a_driver_that_does_not_work_is_told_in_one_line(failure, stub_driver):
     (init, version), words = FAILURES[failure]
     done = run_main("rl_rpc", "--device", "cuda", env=stub_driver(init, version), cold=True)

@@ -171,6 +171,7 @@ def test_a_restart_takes_what_its_own_job_has_saved_and_nothing_else(tmp_path, m
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.draw(2)
 def test_a_checkpoint_made_with_another_seed_ends_the_run_in_one_line(package, tmp_path):
     """All random numbers are derived from the seed, so the run would continue with other data."""
     torch.save({"scenario": package, "settings": {"seed": 7}, "state": {}}, tmp_path / "other.pt")
@@ -276,6 +277,7 @@ DDP_AND_SLOWLY_THE_OTHERS = [
 
 
 @pytest.mark.parametrize("package", DDP_AND_SLOWLY_THE_OTHERS)
+@pytest.mark.draw(2)
 def test_to_resume_a_finished_run_is_no_failure(package, tmp_path):
     """It prints that nothing is left to do, and writes the same files as other runs, with the result of before."""
     flags, figure = FINISHED[package]

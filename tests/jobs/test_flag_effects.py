@@ -415,6 +415,7 @@ ROWS = [(path, flags, row) for path, rows in EFFECTS.items() for flags, row in r
     ("path", "flags", "row"),
     [pytest.param(*each, id=f"{each[0]} {each[1]}") for each in ROWS if not isinstance(each[2], ShownBy)],
 )
+@pytest.mark.draw(60)
 def test_a_flag_has_its_effect(path, flags, row):
     if isinstance(row, Fails):
         run = Run(path, flags)
@@ -447,6 +448,7 @@ def programs_with_flags():
 
 
 @pytest.mark.parametrize("path", programs_with_flags())
+@pytest.mark.draw(8)
 def test_the_table_has_every_flag(path):
     """argparse lists each flag on a line of its own, with other spellings behind it."""
     listed = re.findall(r"^  (--\w+)", run_script(path, "--help").stdout, re.M)
@@ -460,6 +462,7 @@ def test_the_tests_that_the_table_names_exist(row):
 
 
 @pytest.mark.parametrize("path", [path for path, rows in EFFECTS.items() if PLACE in rows.values()])
+@pytest.mark.draw(5)
 def test_a_rank_goes_where_the_flags_say(path):
     """The test listens there, so the rank that the flags ask for connects to it. No other rank is started."""
     with socket.create_server(("127.0.0.3", 0)) as listener:

@@ -64,6 +64,7 @@ class Nodes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.draw(1)
 def test_a_loss_on_one_of_two_nodes_is_one_restart(node):
     """Two torchrun processes on this machine, with one rank each. Only one of them sees its own rank die."""
     by = [*TORCHRUN, "--nproc-per-node", 1, "--max-restarts", 1, "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
@@ -107,6 +108,7 @@ def free_job_id():
     "launcher, variables",
     [("Slurm", slurm_step), ("the environment (RANK, WORLD_SIZE, ...)", quartet), ("Open MPI", open_mpi)],
 )
+@pytest.mark.draw(2)
 def test_two_tasks_find_each_other_by_their_environment(launcher, variables):
     port, job_id = free_port(), free_job_id()
     flags = [*SHORT, *(["--master_port", port] if launcher == "Open MPI" else [])]

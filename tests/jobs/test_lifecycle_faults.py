@@ -7,7 +7,6 @@ import pytest
 
 from faults import case_id, draw_case, run_case
 from jobs import JOBS, Job
-from sampling import some_of
 
 QUICK = [
     ("rl_rpc", "spawned", 1, "SIGKILL", "training", 0.5),
@@ -33,7 +32,8 @@ def test_a_death_ends_the_job(case):
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("case", some_of(FULL, 4), ids=case_id)
+@pytest.mark.parametrize("case", FULL, ids=case_id)
+@pytest.mark.draw(2)
 def test_a_death_ends_the_job_more_cases(case):
     run_case(*case)
 

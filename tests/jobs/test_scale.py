@@ -14,6 +14,7 @@ SIZES = {
 @pytest.mark.crowd
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("package", SIZES)
+@pytest.mark.draw(2)
 def test_a_large_group_starts_works_and_ends(package):
     done = run_main(package, *SIZES[package](32), timeout=380)
     assert (done.returncode, done.stderr) == (0, "")

@@ -13,7 +13,6 @@ import torch
 from helpers import NOISE
 from jobs import JOBS, Job, left_in
 from processes import children_of, command_of, forked, ranks_of
-from sampling import some_of
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
@@ -76,8 +75,9 @@ def test_ranks_that_have_just_begun_leave_quietly(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way, moment",
-    some_of([*(("spawned", n) for n in range(12)), *(("terminals", n) for n in (1, 5, 6, 10))], 5),
+    [*(("spawned", n) for n in range(12)), *(("terminals", n) for n in (1, 5, 6, 10))],
 )
+@pytest.mark.draw(4)
 def test_at_any_moment_from_the_first_instruction_on(way, moment):
     target = "group" if way == "spawned" and moment % 2 else "parent"
     interrupt(way, list(STATUS)[moment % 3], target, moment * 6 / 11)
@@ -93,6 +93,7 @@ def test_at_any_moment_from_the_first_instruction_on(way, moment):
         pytest.param("ddp_rpc", "spawned", "group", signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.draw(3)
 def test_a_working_job_ends_quietly_and_keeps_the_checkpoint(package, way, target, number, tmp_path):
     checkpoint = tmp_path / "checkpoint.pt"
     every = ["--checkpoint_every", "5"] if package == "param_server" else []
@@ -112,6 +113,7 @@ def test_a_working_job_ends_quietly_and_keeps_the_checkpoint(package, way, targe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["torchrun", "a rank"])
+@pytest.mark.draw(1)
 def test_sigterm_under_torchrun_is_obeyed_within_three_seconds(target):
     """Slurm's scancel and Kubernetes send SIGTERM first."""
     with Job("rl_rpc", "torchrun", JOBS["rl_rpc"]["long"]) as job:

@@ -50,6 +50,7 @@ def short(package):
         ("param_server", "replica"),
     ],
 )
+@pytest.mark.draw(4)
 def test_no_mode_writes_to_stderr(package, mode):
     done = run_main(package, *short(package), "--mode", mode)
     assert (done.returncode, done.stderr) == (0, "")
@@ -136,6 +137,7 @@ def watch_sockets(package, way, tmp_path):
 @pytest.mark.parametrize(
     "package", ["rl_rpc", "ddp_rpc", *(pytest.param(p, marks=pytest.mark.slow) for p in ("rnn_rpc", "param_server"))]
 )
+@pytest.mark.draw(2)
 def test_a_spawned_run_is_quiet_listens_on_loopback_only_and_leaves_nothing(package, tmp_path):
     watch_sockets(package, "spawned", tmp_path)
 
@@ -339,6 +341,7 @@ def test_rank_0_of_torchrun_that_never_comes_is_named():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.draw(1)
 def test_a_name_that_nobody_knows_is_waited_for_until_join_timeout(rank):
     place = ["--world_size", 2, "--rank", rank, "--master_addr", "agent.invalid", "--join_timeout", 0.5]
     done = run_main("rl_rpc", *place)
@@ -429,6 +432,7 @@ def wait_for_listener(port, seconds=60):
 
 
 @pytest.mark.parametrize("package, way", [("rl_rpc", "spawned"), pytest.param("rnn_rpc", "torchrun", **SLOW)])
+@pytest.mark.draw(1)
 def test_a_job_that_lost_a_rank_comes_back(package, way, tmp_path):
     checkpoint, summary = tmp_path / "checkpoint.pt", tmp_path / "summary.json"
     lengths = {  # long enough to be killed in the middle
@@ -457,6 +461,7 @@ def test_a_job_that_lost_a_rank_comes_back(package, way, tmp_path):
     "way, flags, older",
     [("spawned", ["--max_restarts", "1"], "a file of another job"), ("torchrun", [], "no file")],
 )
+@pytest.mark.draw(1)
 def test_without_a_checkpoint_of_its_own_it_starts_afresh_and_says_so(way, flags, older, tmp_path):
     path = tmp_path / "c.pt"
     if older == "a file of another job":
@@ -534,6 +539,7 @@ def test_torch_prints_no_traceback_when_a_peer_dies_in_shutdown():
 
 
 @pytest.mark.parametrize("package", RL_AND_SLOWLY_THE_OTHERS)
+@pytest.mark.draw(2)
 def test_without_torch_no_process_is_left(package, tmp_path):
     """The fork server imports main.py, which must not start a further fork server there."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
@@ -550,6 +556,7 @@ def test_without_torch_no_process_is_left(package, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("files, ranks", [(64, 40), (40, 12)])
+@pytest.mark.draw(1)
 def test_a_rank_that_cannot_be_started_ends_the_job_at_once(files, ranks):
     """With so few open files, the fork server can start some ranks only."""
     limited = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", sys.executable]

@@ -39,6 +39,7 @@ def start(*flags, **streams):
         ("terminals", "pipe without reader"),
     ],
 )
+@pytest.mark.draw(2)
 def test_a_rank_that_cannot_write_its_last_line_ends(way, how, tmp_path):
     """Rank 1's stderr is such a stream (of a spawned job: that of all processes), and another rank is killed."""
     read, write = os.pipe()

@@ -115,6 +115,7 @@ def test_answers_that_leave_later_hold_no_thread(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["rnn_rpc", "ddp_rpc", "param_server"])
+@pytest.mark.draw(1)
 def test_backward_and_optimizer_have_bars(package, tmp_path):
     path = tmp_path / "all.json"
     done = run_traced(path, package, *JOBS[package]["size"], *JOBS[package]["short"])
@@ -246,6 +247,7 @@ def test_the_ranks_of_torchrun_are_recorded(tmp_path, pair):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recorded", [0, 1])
+@pytest.mark.draw(1)
 def test_a_rank_that_is_not_recorded_works_with_one_that_is(recorded, tmp_path, pair):
     words = [*pair, "short"]
     with Program(*words, cold=True, env={"RANK": 1 - recorded}) as other:
@@ -331,6 +333,7 @@ print("ran on with torch", torch.__version__)""")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.draw(1)
 def test_an_interrupted_job_leaves_its_picture(number, status, tmp_path):
     """A terminal sends Ctrl-C to all processes. Others send SIGTERM to trace.py alone."""
     command = [sys.executable, ROOT / "rl_rpc" / "main.py", "--world_size", 2, *JOBS["rl_rpc"]["long"]]

@@ -49,6 +49,7 @@ def test_each_package_has_a_diagram_of_its_tutorials_mode_and_of_another():
 
 
 @pytest.mark.parametrize("package, flags, diagram", [*diagrams()])
+@pytest.mark.draw(4)
 def test_a_diagram_in_a_readme_is_what_a_run_does(package, flags, diagram, tmp_path):
     drawn = {name for caller, callee, _ in CALL.findall(diagram) for name in (caller, callee)}
     job = (*JOBS[package]["size"], *JOBS[package]["short"], *flags)

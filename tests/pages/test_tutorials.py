@@ -10,7 +10,6 @@ import pytest
 from helpers import PACKAGES, ROOT
 from listeners import Listeners
 from programs import Program, wait_for_text
-from sampling import some_of
 from two_hosts import ADDRESSES, DEVICES, TwoHosts, why_not
 
 LIBRARIES = {"torch", "torchvision", "gymnasium", "numpy", "matplotlib"}
@@ -96,11 +95,12 @@ def listeners_of(hosts, commands, text, folder, env=({}, {})):
 
 # The programs have the same lines for this, so the quick tests run only one of them.
 OTHERS = [path for path in STARTS if path not in ("rl_rpc/tutorial.py", "rl_rpc/elastic.py")]  # elastic spawns nothing
-SPAWNED = ["rl_rpc/tutorial.py", *(pytest.param(path, marks=pytest.mark.slow) for path in some_of(OTHERS, 2))]
+SPAWNED = ["rl_rpc/tutorial.py", *(pytest.param(path, marks=pytest.mark.slow) for path in OTHERS)]
 
 
 @on_a_host
 @pytest.mark.parametrize("path", SPAWNED)
+@pytest.mark.draw(2)
 def test_spawned_ranks_listen_on_loopback_and_do_not_poll(path, tmp_path):
     """The name of the host resolves to 127.0.1.1, and there torch would listen by default."""
     _, flags, text = STARTS[path]
@@ -129,6 +129,7 @@ def test_both_names_of_loopback_are_treated_alike(path):
         ("ddp_rpc/tutorial.py", "127.0.0.1"),  # with a process group
     ],
 )
+@pytest.mark.draw(1)
 def test_ranks_in_terminals_listen_on_loopback_and_do_not_poll(path, master, tmp_path):
     with TwoHosts() as hosts:
         commands = [(0, path, flags) for flags in flags_of_ranks(path, "--master_addr", master)]
@@ -138,7 +139,8 @@ def test_ranks_in_terminals_listen_on_loopback_and_do_not_poll(path, master, tmp
 
 @on_a_host
 @pytest.mark.slow
-@pytest.mark.parametrize("path", some_of(STARTS, 3))
+@pytest.mark.parametrize("path", STARTS)
+@pytest.mark.draw(2)
 def test_ranks_on_two_hosts_listen_where_the_user_says(path, tmp_path):
     with TwoHosts() as hosts:
         each = enumerate(flags_of_ranks(path, "--master_addr", ADDRESSES[0]))

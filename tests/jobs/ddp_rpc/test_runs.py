@@ -35,6 +35,7 @@ def test_pipelined_learns_for_longer_than_an_rpc_may_take(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4, "learns")
 def test_the_default_run_comes_within_two_points_of_the_teacher(tmp_path):
     """Other tests show that each mode equals one process, so only the default mode is trained until it has learned."""
     _, summary = run(tmp_path, timeout=200)
@@ -43,6 +44,7 @@ def test_the_default_run_comes_within_two_points_of_the_teacher(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "trainers", "servers"), [("hogwild", 3, 2), ("sync", 1, 1), ("pipelined", 3, 3)])
+@pytest.mark.draw(2)
 def test_any_number_of_trainers_and_servers(tmp_path, mode, trainers, servers):
     """Also with an embedding dimension other than the tutorial's 16."""
     ranks = ("--world_size", trainers + 1 + servers, "--num_servers", servers)
@@ -52,6 +54,7 @@ def test_any_number_of_trainers_and_servers(tmp_path, mode, trainers, servers):
 
 
 @pytest.mark.parametrize("mode", ["hogwild", *(pytest.param(m, marks=pytest.mark.slow) for m in ("sync", "pipelined"))])
+@pytest.mark.draw(1)
 def test_divergence_ends_the_run_in_one_line_and_writes_nothing(tmp_path, mode):
     files = tmp_path / "summary.json", tmp_path / "model.pt"
     writes = ("--summary_json", files[0], "--checkpoint", files[1])
@@ -77,6 +80,7 @@ def test_random_targets_cannot_be_learned(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "pipelined"])
+@pytest.mark.draw(1)
 def test_what_travels_has_the_size_of_a_batch(tmp_path, mode):
     """The table has 64 MB. If its whole gradient were sent, there would be a thousand times as many bytes."""
     flags = ("--mode", mode, "--sparse", "--num_embeddings", 1_000_000, "--batches", 20, "--epochs", 1)

@@ -11,7 +11,6 @@ import lost_trainers
 from helpers import assert_one_line_error
 from processes import ranks_of
 from programs import run_script, start_main
-from sampling import some_of
 
 
 def test_a_killed_trainers_batches_go_to_the_others():
@@ -27,6 +26,7 @@ def test_the_mean_goes_on_without_one_that_fails():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["replica", "remote"])
+@pytest.mark.draw(1)
 def test_one_that_wakes_up_finds_itself_dropped(mode):
     # With this pause the others are still at work when it continues.
     summary = lost_trainers.run_case(mode, {3: ("nap", 0.3)}, pause=0.05)
@@ -34,7 +34,8 @@ def test_one_that_wakes_up_finds_itself_dropped(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", some_of(range(4), 2))  # tools/soak_lost.py runs more cases
+@pytest.mark.parametrize("number", range(4))  # tools/soak_lost.py runs more cases
+@pytest.mark.draw(2)
 def test_trainers_are_lost_at_any_moment(number):
     lost_trainers.run_case(*lost_trainers.draw_case(number))
 
@@ -59,6 +60,7 @@ def test_without_the_last_trainer_the_job_ends():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4, "learns")
 def test_the_digits_are_learned_without_a_lost_trainer(digits, tmp_path):
     """With the real network and one of three trainers killed, every image is applied once, and the accuracy is high."""
     summary = tmp_path / "s.json"
@@ -78,6 +80,7 @@ def test_the_digits_are_learned_without_a_lost_trainer(digits, tmp_path):
 @pytest.mark.parametrize(
     "mode, updates, more", [("remote", 300, ",3:SIGKILL:0.2"), ("replica", 300, ",3:SIGKILL:0.2"), ("sync", 75, "")]
 )
+@pytest.mark.draw(1)
 def test_a_restart_gets_past_an_evaluation_in_which_the_server_was_killed(tmp_path, mode, updates, more):
     """The checkpoint is that of the epoch's last update, so no batch is left. Also tested with a lost trainer."""
     summary_file = tmp_path / "s.json"

@@ -37,6 +37,7 @@ def run(*flags, timeout=150):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["replica", "remote"])
+@pytest.mark.draw(4, "learns")
 def test_a_run_learns_and_tells_its_figures(tmp_path, mode):
     summary_file, curve = tmp_path / "summary.json", tmp_path / "curve.png"
     flags = ("--world_size", 3, "--max_batches", 200, "--lr", 0.05, "--log_interval", 50)
@@ -67,6 +68,7 @@ def test_what_crosses_the_wire():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.draw(3)
 def test_four_trainers_in_every_mode(mode, digits, tmp_path):
     flags = ("--mode", mode, "--world_size", 5, "--max_batches", 8, "--summary_json", tmp_path / "s.json")
     done = run_main("param_server", *flags, *from_files(digits), timeout=240)
@@ -120,6 +122,7 @@ def test_measuring_and_saving_change_neither_updates_nor_weights(tmp_path, digit
 @pytest.mark.slow
 @pytest.mark.crowd
 @pytest.mark.parametrize("mode", ["bounded", "sync"])
+@pytest.mark.draw(1)
 def test_more_callers_than_rpc_threads_and_checkpoints_end_without_a_hang(tmp_path, mode):
     """If trainers that wait blocked the server's RPC threads, none would be left for those that they wait for."""
     flags = ("--mode", mode, "--world_size", 9, "--batch_size", 8, "--max_batches", 20)
@@ -167,6 +170,7 @@ def test_unusable_data_ends_the_whole_job_with_status_1(tmp_path):
 @pytest.mark.parametrize(
     "mode", ["sync", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("remote", "overlap"))]
 )
+@pytest.mark.draw(1)
 def test_too_high_a_learning_rate_is_told(tmp_path, mode):
     summary = tmp_path / "s.json"
     flags = ("--mode", mode, "--lr", "1e30", "--max_batches", 20, "--summary_json", summary)
@@ -209,6 +213,7 @@ RESUMED = {  # mode: (flags, tolerance of the weights)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", RESUMED)
+@pytest.mark.draw(1)
 def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path, digits, mode):
     """With `sync` equal to the bit, with dropout: the order of pushes and the moment of the kill make no difference."""
     flags, tolerance = RESUMED[mode]
@@ -230,6 +235,7 @@ def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path, digits, mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.draw(1)
 def test_an_epoch_goes_on_with_fewer_or_more_trainers(tmp_path, few_digits, world_size):
     """Two trainers are killed in the middle of an epoch; one or four continue it. Each image is applied once."""
     checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"

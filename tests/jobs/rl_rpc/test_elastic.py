@@ -210,6 +210,7 @@ def test_elastic_killed_observer_is_replaced(terminals):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3, "repairs of the group")
 def test_elastic_eight_kills_and_eight_new_observers(terminals):
     start_with(terminals, 2)
     for killed in range(1, 9):
@@ -224,6 +225,7 @@ def test_elastic_eight_kills_and_eight_new_observers(terminals):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3, "repairs of the group")
 def test_elastic_two_killed_at_once(terminals):
     start_with(terminals, 3)
     for rank in (1, 2):
@@ -241,6 +243,7 @@ def test_elastic_two_killed_at_once(terminals):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before it has torch's lock", "while it has torch's lock"])
+@pytest.mark.draw(3, "repairs of the group")
 def test_elastic_kill_while_another_joins(terminals, moment):
     """The agent goes on with the survivors. The one that joins is a member, or ends with status 1 and says what to do.
 
@@ -266,6 +269,7 @@ def test_elastic_kill_while_another_joins(terminals, moment):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3, "repairs of the group")
 def test_elastic_failed_join_is_repaired(terminals):
     """A member that is stopped does not answer a process that joins, so the join fails, and keeps torch's lock."""
     start_with(terminals, 2)
@@ -292,6 +296,7 @@ def test_elastic_shows_an_error_of_run_episodes(terminals, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3, "repairs of the group")
 def test_elastic_killed_while_it_has_the_lock(terminals):
     """A member that is stopped keeps the one that joins waiting, so the kill hits it while it has the lock."""
     start_with(terminals, 2)
@@ -308,6 +313,7 @@ def test_elastic_killed_while_it_has_the_lock(terminals):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3, "repairs of the group")
 def test_elastic_killed_when_it_is_in_the_group_but_not_yet_a_member(terminals, tmp_path):
     """It is on torch's list, and the agent has never heard of it. So nobody could join if it stayed there."""
     start_with(terminals, 1)

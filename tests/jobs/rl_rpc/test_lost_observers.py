@@ -13,7 +13,6 @@ import pytest
 from faults import copy_with_mistake
 from helpers import load_oracle
 from jobs import Job
-from sampling import some_of
 
 oracle = load_oracle("rl_rpc")
 make_agent = oracle.make_agent  # a fixture
@@ -147,7 +146,8 @@ CASES = [
 
 
 @SLOW
-@pytest.mark.parametrize("way, mode, number", some_of(CASES, 3))
+@pytest.mark.parametrize("way, mode, number", CASES)
+@pytest.mark.draw(2)
 def test_a_job_goes_on_without_an_observer(tmp_path, way, mode, number):
     statuses, errors, text, summary = play_and_lose(tmp_path, way, mode, number)
     gone = -number if number == signal.SIGKILL else None

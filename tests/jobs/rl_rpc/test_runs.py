@@ -51,6 +51,7 @@ def test_a_checkpoint_of_another_network_is_refused_in_one_line(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4, "learns")
 def test_solves_cartpole_saves_and_plays(tmp_path, capsys):
     """It takes some 70,000 environment steps. The number depends on the seed, and on the rounding of the CPU."""
     summary_path, policy = tmp_path / "summary.json", tmp_path / "policy.pt"
@@ -167,6 +168,7 @@ def test_an_episode_may_take_longer_than_the_rpc_timeout(run_in):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["step", "batched"])
+@pytest.mark.draw(1)
 def test_an_error_of_the_second_observer_is_reported_while_the_first_still_plays(run_in, mode):
     """The first observer's episode has 10,000 steps. In `batched` it waits for the second, which has failed."""
     done = run_in("Breaks-v0", "--world_size", 3, "--mode", mode)
@@ -203,6 +205,7 @@ def assert_cause(done, pattern):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2, "benches")
 def test_bench_prints_a_table(tmp_path):
     out = tmp_path / "bench.json"
     done = run_script(

@@ -291,6 +291,7 @@ def test_one_trainer_alone_in_a_folder_has_the_losses_of_one_process(tmp_path, c
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4, "tutorials learn")
 def test_three_trainers_in_terminals_learn(tmp_path):
     program = copied_alone("param_server/tutorial.py", tmp_path)
     server, *trainers = run_in_terminals(program, 4, "--dataset", "synthetic", cwd=tmp_path, timeout=240)
@@ -303,6 +304,7 @@ def test_three_trainers_in_terminals_learn(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4, "tutorials learn")
 def test_the_same_job_without_rpc_learns(tmp_path):
     program = copied_alone("param_server/single.py", tmp_path)
     done = run_script(program, "--dataset", "synthetic", timeout=240)

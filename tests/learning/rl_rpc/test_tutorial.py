@@ -177,6 +177,7 @@ def test_tutorial_in_terminals_and_spawned_alone_in_a_folder_with_a_space(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4, "tutorials learn")
 def test_tutorial_learns():
     """An untrained policy keeps the pole up for about 22 steps."""
     done = run_spawned(PATH, "--max_episodes", 60, "--log_interval", 60, timeout=250)

@@ -207,6 +207,7 @@ def test_batch_page_does_not_write_into_what_autograd_keeps():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4, "tutorials learn")
 def test_batch_page_learns():
     """An untrained policy keeps the pole up for about 22 steps."""
     agent = make_agent(4, True)

@@ -180,6 +180,7 @@ def test_a_rank_per_terminal(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4, "tutorials learn")
 def test_single_learns(tmp_path):
     done = run_script(copied_alone("rnn_rpc/single.py", tmp_path), cwd=tmp_path, timeout=280)
     assert (done.returncode, done.stderr) == (0, "")
