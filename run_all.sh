@@ -4,6 +4,7 @@
 #   ./run_all.sh                  run the four scenarios until each has learned; pictures and summaries in results/
 #   ./run_all.sh rl|rnn|ddp|ps    run one of them, or several: ./run_all.sh rl ddp
 #   ./run_all.sh test [full]      run the quick tests, or all tests (full)
+#   ./run_all.sh test full jobs   run all tests of tests/jobs; the other folders are tests/learning and tests/pages
 #   ./run_all.sh bench            run the four benchmarks
 #   ./run_all.sh exercise rl 2    print the second exercise of docs/exercises/rl_rpc.md, and check your code
 #   ./run_all.sh exercise list    list all exercises, and which of them you have done
@@ -87,15 +88,13 @@ all | rl | rnn | ddp | ps)
     [ -z "$failed" ] || { echo "These scenarios failed:$failed" >&2; exit 1; }
     ;;
 test)
+    case "${2:-} ${3:-}" in " " | "full " | "full learning" | "full jobs" | "full pages") ;; *) usage ;; esac
     use_environment tests/requirements.txt
-    if [ "${2:-}" = full ]; then
-        run_tests
-    elif [ -z "${2:-}" ]; then
-        run_tests -m "not slow"
-    else
-        echo "usage: $0 test [full]" >&2
-        exit 2
-    fi
+    case "${2:-} ${3:-}" in
+    " ") run_tests -m "not slow" ;;
+    "full ") run_tests ;;
+    *) run_tests "tests/$3" ;;
+    esac
     ;;
 bench)
     use_environment requirements.txt

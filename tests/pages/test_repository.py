@@ -94,8 +94,9 @@ def test_every_job_of_the_workflow_installs_and_runs_what_is_there():
         commands = " ".join(step.get("run", "") for step in job["steps"])
         for path in re.findall(r"\S+requirements\.txt", commands):
             assert (ROOT / path).is_file(), path
-        script = ROOT / shlex.split(commands)[-1]
-        assert script == ROOT / ".ci" / "run" and os.access(script, os.X_OK)
+        assert commands.endswith(" .ci/run ${{ matrix.folder }}") and os.access(ROOT / ".ci" / "run", os.X_OK)
+        with_tests = {path.relative_to(ROOT / "tests").parts[0] for path in ROOT.glob("tests/**/test_*.py")}
+        assert set(job["strategy"]["matrix"]["folder"]) == with_tests
 
 
 @pytest.mark.slow
