@@ -105,7 +105,7 @@ def run_master(args, devices):
     progress.start()
     progress_rref = rpc.RRef(progress)
     # What all ranks agree on. Sending `args` would send this rank's own flags as well, such as its --rank.
-    plan = SimpleNamespace(**{name: vars(args)[name] for name in args.must_match})
+    plan = SimpleNamespace(**args.must_match)
     futures = []
     for rank in range(args.num_trainers):
         trainer_args = (mode.Trainer, emb_rrefs, rank, devices[rank], plan, progress_rref)

@@ -86,7 +86,7 @@ def parse_args(argv=None):
 def run_worker(rank, args, job):
     """Run one rank, the server or a trainer. Source: tutorial, run_parameter_server and run_worker."""
     mode = MODES[args.mode]
-    plan = SimpleNamespace(**{name: vars(args)[name] for name in args.must_match})  # what all ranks agree on
+    plan = SimpleNamespace(**args.must_match)  # what all ranks agree on
     # At most as many threads compute at once as there are trainers: in `remote` one RPC thread of the server for each
     # trainer, in the other modes the trainers' own main threads.
     share_cores(min(job.ranks_here, args.world_size - 1))

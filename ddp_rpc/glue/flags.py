@@ -122,10 +122,11 @@ def check_arguments(
     `device_ranks`: the ranks that compute on --device (default: all ranks); the others use no GPU.
     `writer`: the rank that reports the result, and so writes the files.
 
-    Adds to `args`: must_match (the names of all such flags), device_ranks, torchrun (whether torchrun has started this
-    process) and restarts, which Job.join sets (how many times this job has been started before).
+    Adds to `args`: must_match (all such flags with their values), device_ranks, torchrun (whether torchrun has started
+    this process) and restarts, which Job.join sets (how many times this job has been started before).
     """
-    args.must_match = ("world_size", "mode", "seed", "check", "on_lost", *must_match)
+    must_match = ("world_size", "mode", "seed", "check", "on_lost", *must_match)
+    args.must_match = {"package": PACKAGE} | {flag: vars(args)[flag] for flag in must_match}
     args.torchrun = args.launcher == "torchrun"
     _check_size(parser, args, min_world_size, max_world_size, roles)
     args.device_ranks = range(args.world_size) if device_ranks is None else device_ranks

@@ -5,11 +5,10 @@ has one TCP connection to it. A message is a JSON object on a line of its own; a
 directions, says that the sender is alive. A killed process is noticed by the end of its connection, and one that is
 stopped or cut off by its silence.
 
-    rank -> supervisor   {"join": 1, "must_match": {...}, "host": ..., "pid": ..., "gpus": ..., "store_port": ...}
+    rank -> supervisor   {"join": 1, "must_match": {...}, "host": ..., "pid": ..., "gpus": ...}
                          {"at": 2}                    it waits at barrier 2; {"at": DONE}: it has done its work
                          {"at": 2, "can_lose": 1}     and after this barrier the job can lose ranks from 1 on
                          {"failed": {...}}            an End: it has failed, or a call to another rank has
-                         {"failed": {...}, "trouble": true}   perhaps only because another rank is lost
     supervisor -> rank   {"refused": why}             it cannot join
                          Supervisor.state(), each time that it changes
 """
@@ -25,16 +24,15 @@ import time
 from glue.ending import BEAT_SECONDS, KNOWN_AFTER_SECONDS, LOST_AFTER_SECONDS, End
 
 DONE = 10**9  # the number of the last barrier
-MAX_FROM_RANK = 1 << 16  # bytes of a message to the supervisor; who sends more is no rank of ours
+MAX_LENGTH = 1 << 22  # of a message, in bytes; who sends more is none of ours
 ENDED = "its process has ended"
 
 
 class Link:
     """One end of a connection between a rank and the supervisor. It is alive as long as a thread is in receive()."""
 
-    def __init__(self, connection, max_length=float("inf")):
-        """`max_length`: in bytes, of a message that arrives."""
-        self.connection, self.max_length = connection, max_length
+    def __init__(self, connection):
+        self.connection = connection
         connection.settimeout(LOST_AFTER_SECONDS)  # for sendall(); receive() waits in its own way
         self.received = bytearray()
         self.told = None  # the last state that was sent on it
@@ -61,7 +59,7 @@ class Link:
                 line, _, self.received = self.received.partition(b"\n")
                 if line:
                     return json.loads(line)
-            if len(self.received) > self.max_length:
+            if len(self.received) > MAX_LENGTH:
                 raise ValueError("it has sent a line without an end")
             if time.monotonic() >= self.next_beat:
                 self.next_beat = time.monotonic() + BEAT_SECONDS
@@ -110,6 +108,7 @@ class Supervisor:
         """Return what all ranks are told."""
         missing = [rank for rank in self.at if rank not in self.joined]
         return {
+            "refused": None,
             "missing": missing,
             "job": self.job | {"ranks": [] if missing else [self.joined[rank] for rank in self.at]},
             "passed": self.passed(),
@@ -121,13 +120,10 @@ class Supervisor:
         """Return the number of the last barrier that all living ranks have reached."""
         return min(number for rank, number in self.at.items() if rank not in self.lost)
 
-    def fail(self, end, trouble=False):
-        """End the job, for this reason, or go on without the rank to which it happened. The first reason counts.
-
-        `trouble`: perhaps it happened because a rank is lost. Then that is the reason, and will be known soon.
-        """
-        if trouble:
-            timer = threading.Timer(KNOWN_AFTER_SECONDS, self.fail, (end,))
+    def fail(self, end):
+        """End the job, for this reason, or go on without the rank to which it happened. The first reason counts."""
+        if end.trouble:  # if a rank is lost, that is the reason, and will be known soon
+            timer = threading.Timer(KNOWN_AFTER_SECONDS, self.fail, (dataclasses.replace(end, trouble=False),))
             timer.daemon = True
             timer.start()
             return
@@ -157,7 +153,7 @@ class Supervisor:
         while self.listener.fileno() >= 0:
             try:
                 connection, _ = self.listener.accept()
-                threading.Thread(target=self._serve, args=(Link(connection, MAX_FROM_RANK),), daemon=True).start()
+                threading.Thread(target=self._serve, args=(Link(connection),), daemon=True).start()
             except (OSError, RuntimeError):  # closed; or there are too many open files or threads just now
                 time.sleep(0.1)
 
@@ -212,7 +208,7 @@ class Supervisor:
 
     def _use(self, rank, message):
         if "failed" in message:
-            self.fail(End(**message["failed"]), message.get("trouble"))
+            self.fail(End(**message["failed"]))
         with self.changed:
             if "can_lose" in message:
                 self.can_lose = message["at"], message["can_lose"]

@@ -47,6 +47,7 @@ class End:
     rank: int | None
     why: str
     again: bool = True  # whether a restart may help; False if the user must correct something first, such as a file
+    trouble: bool = False  # whether this is an error of a connection: perhaps it happened because another rank is lost
     signal: int = 0  # the number of the signal that interrupted the job, if one did
 
     @property
@@ -86,19 +87,11 @@ def of_exception(error, rank):
         return interrupted(signal.SIGPIPE)
     why = " ".join(why.split()).partition(" Exception raised from ")[0]  # without the C++ stack
     of_user = kind == UserError.__name__
-    return End(rank, why if of_user else f"{kind}: {why}{place}", again=not of_user)
-
-
-def is_connection_trouble(error):
-    """Return whether this exception, or one of its causes, suggests that another rank has died.
-
-    The exception does not reliably name that rank; the supervisor does.
-    """
-    while error:
-        if isinstance(error, RuntimeError) and CONNECTION_TROUBLE.search(of_exception(error, 0).why):
-            return True
-        error = error.__cause__
-    return False
+    line = why if of_user else f"{kind}: {why}{place}"
+    trouble = isinstance(error, RuntimeError) and CONNECTION_TROUBLE.search(line) is not None
+    if error.__cause__ and not trouble:
+        trouble = of_exception(error.__cause__, rank).trouble
+    return End(rank, line, again=not of_user, trouble=trouble)
 
 
 def print_mistake(error):

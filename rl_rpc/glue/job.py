@@ -20,7 +20,7 @@ from torch.distributed.rpc import internal
 from glue import before_torch, checkpoint, ending
 from glue.ending import End, leave_now
 from glue.host import best_transport, devices_of, share_cores, start_cuda, tensorpipe_options
-from glue.rendezvous import CannotJoin, Rendezvous
+from glue.rendezvous import CannotJoin, Rendezvous, is_loopback
 from glue.supervisor import DONE
 
 
@@ -37,7 +37,6 @@ class Job:
         self.link = self.supervisor = None  # the connection to the supervisor; the Supervisor, if it is in this process
         self.state = {"lost": [], "end": None}  # what the supervisor has sent last
         self.changed = threading.Condition()  # guards it; notified of each change
-        self.barriers = 0  # how often wait_for_all() was called
         self.callback = lambda rank: ""  # the argument of on_lost()
         self.reporter = concurrent.futures.ThreadPoolExecutor(1)  # runs it, for one loss after the other
         self.ending = threading.Lock()  # taken by the thread that ends this process, and never released
@@ -64,15 +63,15 @@ class Job:
 
     def store(self, prefix):
         """Return a store for `dist.init_process_group(store=...)`, with keys of its own for each prefix."""
-        port = self.state["job"]["ranks"][0]["store_port"]
-        return dist.PrefixStore(prefix, dist.TCPStore(self.host, port, is_master=False, wait_for_workers=False))
+        store = dist.TCPStore(self.host, self.state["job"]["store_port"], is_master=False, wait_for_workers=False)
+        return dist.PrefixStore(prefix, store)
 
     def wait_for_all(self):
         """Return when every living rank has called this: a barrier.
 
         If a rank dies before its call, the job ends, or goes on without that rank (--on_lost continue).
         """
-        self._wait_at(self.barriers + 1)
+        self._wait_at(self.state["passed"] + 1)
 
     def on_lost(self, first, callback=None):
         """With --on_lost continue: from now on, if a rank >= `first` is lost, the job goes on without it.
@@ -83,7 +82,7 @@ class Job:
         """
         if self.args.on_lost == "continue":
             self.callback = callback or self.callback
-            self._wait_at(self.barriers + 1, can_lose=first)  # until then RPC needs every rank
+            self._wait_at(self.state["passed"] + 1, can_lose=first)  # until then RPC needs every rank
 
     def report_lost(self, rank, error):
         """Go on without `rank`, because a call to it has raised `error`. Returns at once.
@@ -91,10 +90,11 @@ class Job:
         Ends the job instead if the job cannot go on without `rank`, or if the error is not that of `rank`: perhaps the
         call could not be sent, or it is an error of the rank that `rank` has called.
         """
-        trouble = ending.is_connection_trouble(error)
-        end = ending.of_exception(error, rank if trouble else self.rank)
+        end = ending.of_exception(error, self.rank)
+        if end.trouble:
+            end = ending.of_exception(error, rank)
         if end.rank == rank:
-            self._report(end, trouble)
+            self._report(end)
         else:
             self.fail(error)
 
@@ -106,14 +106,17 @@ class Job:
         gpus = start_cuda(self.args.device, self.rank in self.args.device_ranks)
         rendezvous = Rendezvous(self.rank, self.args, self.names, self.port)
         try:
-            link, state = rendezvous.join(gpus)
-            self.host, self.supervisor, self.rpc_store = rendezvous.host, rendezvous.supervisor, rendezvous.store
-            self.state |= state
-            self.link = link
+            self.link, self.state = rendezvous.join(gpus)
+            self.supervisor = rendezvous.supervisor
+            self.host, port = self.link.connection.getpeername()
+            if not is_loopback(self.host):
+                own = f"{self.link.connection.getsockname()[0]} ({os.environ['TP_SOCKET_IFNAME']})"
+                print(f"Listening on {own}. RPC runs what peers send, unencrypted: trusted networks only.", flush=True)
             threading.Thread(target=self._listen, daemon=True).start()
             with self.changed:
                 while missing := self.state["missing"]:
-                    rendezvous.wait_for(", ".join(map(self.names.__getitem__, missing)), f" at {rendezvous.where}")
+                    awaited = ", ".join(self.names[rank] for rank in missing)
+                    rendezvous.wait_for(awaited, f" at {self.host} port {port}")
                     self.changed.wait(ending.BEAT_SECONDS)
         except CannotJoin as error:
             self.end(End(None, str(error), again=False))
@@ -123,7 +126,7 @@ class Job:
         """Learn what the supervisor knows about the job, and take this rank's share of its host's cores."""
         checkpoint.job_id, self.args.restarts = job["id"], job["restarts"]
         hosts = [rank["host"] for rank in job["ranks"]]
-        if len(set(hosts)) > 1 and self.host.startswith("127."):
+        if len(set(hosts)) > 1 and is_loopback(self.host):
             why = f"{self.host} is a loopback address, and there are ranks on {', '.join(sorted(set(hosts)))}"
             self.end(End(None, f"{why}: use a --master_addr that all can reach (torchrun: --local-addr)", again=False))
         self.devices = devices_of(job["ranks"])
@@ -140,7 +143,6 @@ class Job:
 
     def _wait_at(self, barrier, **also):
         """Report that this rank is at this barrier; return when all living ranks are there."""
-        self.barriers = barrier
         self.link.send({"at": barrier, **also})
         with self.changed:
             self.changed.wait_for(lambda: self.state["passed"] >= barrier)
@@ -188,30 +190,28 @@ class Job:
 
     def fail(self, error):
         """End this process because of an exception. The job ends too, unless it can go on without this rank."""
-        self._print_or_keep(error)
-        self.end(ending.of_exception(error, self.rank), ending.is_connection_trouble(error))
+        self.end(self._print_or_keep(error))
 
     def _print_or_keep(self, error):
-        """Print the traceback of a mistake. If it may be that of another rank, wait for what the supervisor says."""
-        if ending.is_connection_trouble(error):
-            self.failures[ending.of_exception(error, self.rank).why] = error
+        """Print the traceback of a mistake, or keep it until the supervisor says whose it is. Return the End."""
+        end = ending.of_exception(error, self.rank)
+        if end.trouble:
+            self.failures[end.why] = error
         else:
             ending.print_mistake(error)
+        return end
 
-    def end(self, end, trouble=False):
-        """End this process for the reason that the supervisor tells all ranks, or for `end` if it does not answer.
-
-        `trouble`: whether perhaps it happened only because another rank is lost.
-        """
+    def end(self, end):
+        """End this process for the reason that the supervisor tells all ranks, or for `end` if it does not answer."""
         self.failures.setdefault(end.why)
         if self.link:
-            self._report(end, trouble)
+            self._report(end)
             # The answer ends this process, in _listen().
-            time.sleep(ending.VERDICT_SECONDS + trouble * ending.KNOWN_AFTER_SECONDS)
+            time.sleep(ending.VERDICT_SECONDS + end.trouble * ending.KNOWN_AFTER_SECONDS)
         self._leave(end)
 
-    def _report(self, end, trouble):
-        self.link.send({"failed": dataclasses.asdict(end), "trouble": trouble})
+    def _report(self, end):
+        self.link.send({"failed": dataclasses.asdict(end)})
 
     def _leave(self, end):
         """End this process for this reason, whatever happens here."""

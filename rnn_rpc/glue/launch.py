@@ -21,7 +21,7 @@ from glue import before_torch, check, checkpoint, ending
 from glue.ending import BEAT_SECONDS, FORK_SERVER_LOST, GRACE_SECONDS, End, leave_now
 from glue.host import keep_freed_memory
 from glue.job import Job, full_names
-from glue.rendezvous import listen, supervise
+from glue.rendezvous import LOOPBACK, supervise
 from glue.supervisor import DONE
 
 FORK_SERVER_STATUS = 255  # of a rank, as multiprocessing tells it when the fork server cannot tell it any more
@@ -82,90 +82,74 @@ def _keep_console_clean():
 
 def _spawn(run_worker, args, workers):
     """Start every rank on this machine, and again after a loss if --max_restarts allows it; return the exit status."""
-    job_id = checkpoint.new_job_id()
-    attempts, signals = [], []
+    job_id, names, signals = checkpoint.new_job_id(), full_names(workers), []
 
-    def act(number):
+    def interrupt(number):
         signals.append(number)
-        attempts[-1].supervisor.fail(ending.interrupted(number))  # which tells the ranks
+        supervisor.fail(ending.interrupted(number))  # which tells the ranks
 
     for restarts in range(args.max_restarts + 1):
         if restarts:
             ending.print_error(f"restart {restarts} of {args.max_restarts}")
-        attempts.append(_Attempt(args, workers, restarts, job_id))
+        supervisor = supervise(args, LOOPBACK, restarts=restarts, job_id=job_id, spawned=True)
         if not restarts:
-            before_torch.watch_signals(act)
+            before_torch.watch_signals(interrupt)
         if signals:  # it came between two attempts
-            attempts[-1].supervisor.fail(ending.interrupted(signals[0]))
-        end = attempts[-1].run(run_worker)
-        if end is None or not end.again or signals:
+            supervisor.fail(ending.interrupted(signals[0]))
+        statuses = _wait_for(_start(run_worker, args, workers, supervisor), supervisor)
+        supervisor.close()
+        end = supervisor.end
+        if end and not end.signal and not statuses & {1, 2}:  # a rank that ends with these has printed the reason
+            ending.print_error(end.line(names))
+        if not end or not end.again or signals:
             break
     before_torch.stop_fork_server()
-    if end:
-        return end.status
-    _print_losses_and_restarts(attempts[-1].supervisor.lost, restarts, attempts[-1].names)
-    return 0
+    if not end:
+        _print_losses_and_restarts(supervisor.lost, restarts, names)
+    return end.status if end else 0
 
 
-class _Attempt:
-    """One attempt to run the job, in the process that starts its ranks."""
+def _start(run_worker, args, workers, supervisor):
+    """Start all ranks; return their processes, by rank."""
+    before_torch.start_fork_server()
+    _, port = supervisor.listener.getsockname()
+    try:
+        # Each rank takes three files of this process. If they are missing, it is noticed before a rank is started,
+        # because later the fork server would print a traceback of its own.
+        with contextlib.ExitStack() as copies:
+            for _ in range(3 * args.world_size + 16):
+                copies.callback(os.close, os.dup(supervisor.listener.fileno()))
+        arguments = (run_worker, args, workers, port)
+        return mp.start_processes(
+            _run_rank, arguments, args.world_size, join=False, start_method="forkserver"
+        ).processes
+    except OSError as error:  # too many processes, or open files; the ranks that did start end by themselves
+        before_torch.stop_fork_server()
+        leave_now(1, f"cannot start all ranks: {error.strerror}")
 
-    def __init__(self, args, workers, restarts, job_id):
-        self.args, self.workers, self.names = args, workers, full_names(workers)
-        listener = listen("127.0.0.1", 0)  # loopback only, and any port that is free
-        self.supervisor = supervise(args, listener, restarts, job_id, spawned=True)
-        self.running = {}  # rank -> its process
-        self.reason_printed = False  # whether a rank has printed the reason
 
-    def run(self, run_worker):
-        """Start the ranks and wait until all have ended; return the job's End, or None if all work was done."""
-        self._start(run_worker)
-        self._wait_for_ranks()
-        self.supervisor.close()
-        end = self.supervisor.end
-        if end and not end.signal and not self.reason_printed:
-            ending.print_error(end.line(self.names))
-        return end
+def _wait_for(processes, supervisor):
+    """Wait until all ranks have ended; return their exit statuses. Ranks that should have ended long ago are killed."""
+    running, patience = dict(enumerate(processes)), GRACE_SECONDS
+    while running:
+        sentinels = {process.sentinel: rank for rank, process in running.items()}
+        ended = multiprocessing.connection.wait(sentinels, BEAT_SECONDS)
+        for sentinel in ended:
+            _judge(sentinels[sentinel], running.pop(sentinels[sentinel]), supervisor)
+        if supervisor.end or supervisor.passed() == DONE:
+            patience -= 0 if ended else BEAT_SECONDS
+        if patience <= 0:
+            for process in running.values():
+                process.kill()
+    return {process.exitcode for process in processes}
 
-    def _start(self, run_worker):
-        before_torch.start_fork_server()
-        port = self.supervisor.listener.getsockname()[1]
-        arguments, size = (run_worker, self.args, self.workers, port), self.args.world_size
-        try:
-            # Each rank takes three files of this process. If they are missing, it is noticed before a rank is started,
-            # because later the fork server would print a traceback of its own.
-            with contextlib.ExitStack() as copies:
-                for _ in range(3 * size + 16):
-                    copies.callback(os.close, os.dup(self.supervisor.listener.fileno()))
-            ranks = mp.start_processes(_run_rank, arguments, size, join=False, start_method="forkserver").processes
-        except OSError as error:  # too many processes, or open files; the ranks that did start end by themselves
-            before_torch.stop_fork_server()
-            leave_now(1, f"cannot start all ranks: {error.strerror}")
-        self.running = dict(enumerate(ranks))
 
-    def _wait_for_ranks(self):
-        """Return when all ranks have ended. Those that should have ended long ago are killed."""
-        patience = GRACE_SECONDS
-        while self.running:
-            sentinels = {process.sentinel: rank for rank, process in self.running.items()}
-            ended = multiprocessing.connection.wait(sentinels, BEAT_SECONDS)
-            for sentinel in ended:
-                rank = sentinels[sentinel]
-                self._judge(rank, self.running.pop(rank))
-            only_lost = self.running.keys() <= self.supervisor.lost.keys()  # what still runs has been stopped
-            if self.supervisor.end or self.supervisor.passed() == DONE or only_lost:
-                patience -= 0 if ended else BEAT_SECONDS
-            if patience <= 0:
-                for process in self.running.values():
-                    process.kill()
-
-    def _judge(self, rank, process):
-        """Find out why this rank's process has ended."""
-        process.join()
-        code = process.exitcode
-        self.supervisor.wait_until_gone({rank}, BEAT_SECONDS)
-        self.reason_printed |= code in (1, 2)  # the glue's own exit statuses: this rank has printed the reason
-        if code or self.supervisor.passed() < DONE:
-            killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
-            end = End(rank, killed or f"its process ended with exit status {code}")
-            self.supervisor.fail(End(None, FORK_SERVER_LOST) if code == FORK_SERVER_STATUS else end)
+def _judge(rank, process, supervisor):
+    """Tell the supervisor if this rank's process has not ended because the work is done."""
+    process.join()
+    code = process.exitcode
+    supervisor.wait_until_gone({rank}, BEAT_SECONDS)
+    if code or supervisor.passed() < DONE:
+        killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
+        end = End(rank, killed or f"its process ended with exit status {code}")
+        supervisor.fail(End(None, FORK_SERVER_LOST) if code == FORK_SERVER_STATUS else end)

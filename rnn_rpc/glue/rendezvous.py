@@ -2,10 +2,9 @@
 
 Runs in every rank. Spawned ranks know the supervisor's port. Ranks that were started one by one find it at
 --master_addr and --master_port, and torchrun's through torchrun's own store. Only rank 0 listens at --master_port; RPC
-and process groups meet in a store of their own (hold_store).
+and process groups meet in a store of their own, in the process that has the supervisor.
 """
 
-import ipaddress
 import json
 import os
 import socket
@@ -19,16 +18,7 @@ from glue import PACKAGE, UserError, checkpoint
 from glue.ending import CONNECT_SECONDS, PRINT_AFTER_SECONDS, PRINT_EVERY_SECONDS, leave_now
 from glue.supervisor import Link, Supervisor
 
-
-def must_match(args):
-    """Return the flags that must be the same in every rank, with this rank's values."""
-    return {"package": PACKAGE} | {flag: vars(args)[flag] for flag in args.must_match}
-
-
-def supervise(args, listener, restarts, job_id, spawned=False):
-    """Start the supervisor of a job."""
-    job = {"restarts": restarts, "id": job_id}
-    return Supervisor(args.world_size, must_match(args), job, listener, spawned)
+LOOPBACK = "127.0.0.1"
 
 
 class CannotJoin(Exception):
@@ -36,11 +26,7 @@ class CannotJoin(Exception):
 
 
 class Rendezvous:
-    """One rank's way into the job.
-
-    join() sets `host`, the address of the interface towards rank 0. In rank 0 it also sets `store`, a TCPStore for RPC
-    and process groups, and `supervisor`, if it is in this process.
-    """
+    """One rank's way into the job. Afterwards `supervisor` is the Supervisor, if it is in this process."""
 
     def __init__(self, rank, args, names, port):
         """`names`: all ranks, as the user reads them; `port`: if this rank was spawned, the port of the supervisor."""
@@ -49,7 +35,7 @@ class Rendezvous:
         self.holder = names[0] if rank else "the address"
         self.deadline = time.monotonic() + args.join_timeout
         self.print_at = time.monotonic() + PRINT_AFTER_SECONDS
-        self.supervisor = self.store = None
+        self.supervisor = None
 
     def join(self, gpus):
         """Join the job; return (a Link to the supervisor, the first state of the job). Raises CannotJoin.
@@ -58,17 +44,12 @@ class Rendezvous:
         """
         while True:
             try:
-                link, state = self._try_to_join(gpus)
-                break
+                return self._try_to_join(gpus)
             except OSError as error:
                 if self.port:  # it listens already, or is gone
                     raise CannotJoin(f"lost the starting process: {error}") from None
                 self.wait_for(self.holder, f": {error}")
                 time.sleep(0.1)
-        if not ipaddress.ip_address(self.host).is_loopback:
-            where = f"{link.connection.getsockname()[0]} ({os.environ['TP_SOCKET_IFNAME']})"
-            print(f"Listening on {where}. RPC runs what peers send, unencrypted: trusted networks only.", flush=True)
-        return link, state
 
     def wait_for(self, awaited, why):
         """Print now and then for whom this rank waits, and why. Raises CannotJoin after --join_timeout."""
@@ -81,70 +62,71 @@ class Rendezvous:
 
     def _try_to_join(self, gpus):
         """Raises OSError if the supervisor does not answer yet."""
-        connection = self._connect(self._find_supervisor())
-        self.host, port = connection.getpeername()
-        self.where = f"{self.host} port {port}"
-        if self.rank == 0:
-            self.store = self.store or hold_store(self.host)
-        own = {"host": socket.gethostname(), "pid": os.getpid(), "gpus": gpus}
-        own["store_port"] = self.store and self.store.port
-        link = Link(connection)
-        link.send({"join": self.rank, "must_match": must_match(self.args)} | own)
+        link = Link(_connect(*self._find_supervisor()))
+        where = "{} port {}".format(*link.connection.getpeername())
+        about = {"host": socket.gethostname(), "pid": os.getpid(), "gpus": gpus}
+        link.send({"join": self.rank, "must_match": self.args.must_match} | about)
         try:
             state = link.receive()
+            refused = state["refused"]
         except ConnectionError:  # perhaps it is a proxy in front of a rank 0 that has not started yet
-            raise ConnectionError(f"what listens at {self.where} has closed the connection") from None
-        except (TimeoutError, ValueError):
-            state = None
-        if not isinstance(state, dict) or not ("refused" in state or {"missing", "job"} <= state.keys()):
-            raise CannotJoin(f"what listens at {self.where} is not {self.holder} (choose another --master_port)")
-        if "refused" in state:
-            leave_now(2, f"{self.me}: refused, because {state['refused']}")
+            raise ConnectionError(f"what listens at {where} has closed the connection") from None
+        except (TimeoutError, ValueError, TypeError, KeyError):  # silence, no JSON, or not ours
+            raise CannotJoin(f"what listens at {where} is not {self.holder} (choose another --master_port)") from None
+        if refused:
+            leave_now(2, f"{self.me}: refused, because {refused}")
         return link, state
-
-    def _connect(self, address):
-        try:
-            connection = socket.create_connection(address, timeout=CONNECT_SECONDS)
-            if connection.getsockname() == connection.getpeername():
-                # Nobody listens at this port yet, and the system has chosen it for this end of the connection too.
-                # Closed in the usual way, the connection would keep the port from rank 0 for a minute.
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                connection.close()
-                raise ConnectionError
-            return connection
-        except OSError:
-            hint = "" if self.port or self.args.torchrun else " (--master_addr, --master_port)"
-            raise ConnectionError("nothing answers at {} port {}".format(*address) + hint) from None
 
     def _find_supervisor(self):
         """Return the supervisor's (host, port); in rank 0, start it if no process has spawned this one."""
         if self.port:
-            return listen_only_towards("127.0.0.1", self.port)
+            return listen_only_towards(LOOPBACK, self.port)
         if self.supervisor:
             return self.supervisor.listener.getsockname()
         host, port = listen_only_towards(self.args.master_addr, self.args.master_port)
-        store = None
         if self.args.torchrun and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # torchrun's own store tells the ranks where the supervisor is.
-            store = dist.PrefixStore(PACKAGE, dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
+            return self._find_by_store(host, port)
         if self.rank == 0:
-            return self._start_supervisor(host, port, store)
-        if store and not store.check(["supervisor"]):
-            raise ConnectionError("it has not started yet")
-        return tuple(json.loads(store.get("supervisor"))) if store else (host, port)  # perhaps of an earlier attempt
+            self.supervisor = supervise(self.args, host, port)
+        return host, port
 
-    def _start_supervisor(self, host, port, store):
-        restarts, job_id = 0, checkpoint.new_job_id()
-        listener = listen(host, 0 if store else port)
-        if store:  # it outlives an attempt, and only it knows how many there were
+    def _find_by_store(self, host, port):
+        """The same, if torchrun's own store listens there. It outlives an attempt."""
+        store = dist.PrefixStore(PACKAGE, dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
+        if self.rank == 0:
             restarts = store.add("attempts", 1) - 1
-            job_id = store.compare_set("job_id", "", job_id).decode()
-            store.set("supervisor", json.dumps(listener.getsockname()))
-        self.supervisor = supervise(self.args, listener, restarts, job_id)
-        return listener.getsockname()
+            job_id = store.compare_set("job_id", "", checkpoint.new_job_id()).decode()
+            self.supervisor = supervise(self.args, host, 0, restarts, job_id)
+            store.set("supervisor", json.dumps(self.supervisor.listener.getsockname()))
+        elif not store.check(["supervisor"]):
+            raise ConnectionError("it has not started yet")
+        return json.loads(store.get("supervisor"))  # perhaps that of an earlier attempt
+
+
+def supervise(args, host, port=0, restarts=0, job_id=None, spawned=False):
+    """Start the supervisor of a job. It listens on this address. Raises UserError."""
+    listener, store = listen(host, port), hold_store(host)
+    job = {"id": job_id or checkpoint.new_job_id(), "restarts": restarts, "store_port": store.port}
+    supervisor = Supervisor(args.world_size, args.must_match, job, listener, spawned)
+    supervisor.store = store  # it serves as long as this object exists
+    return supervisor
 
 
 # ---------------------------------------------------------------------------------------------- addresses
+
+
+def _connect(host, port):
+    try:
+        connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
+        if connection.getsockname() == connection.getpeername():
+            # Nobody listens at this port yet, and the system has chosen it for this end of the connection too.
+            # Closed in the usual way, the connection would keep the port from rank 0 for a minute.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+            raise ConnectionError
+        return connection
+    except OSError:
+        raise ConnectionError(f"nothing answers at {host} port {port} (--master_addr, --master_port)") from None
 
 
 def listen_only_towards(host, port):
@@ -169,11 +151,15 @@ def interface_towards(address):
         probe.connect((address, 9))  # for UDP this sends nothing; it only looks up the route
         own = probe.getsockname()[0]
     # A loopback address may be 127.0.1.1, although the interface has 127.0.0.1.
-    prefix = "127." if ipaddress.ip_address(own).is_loopback else f"{own}."
+    prefix = "127." if is_loopback(own) else f"{own}."
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.family == socket.AF_INET and (each.address + ".").startswith(prefix) for each in addresses):
             return name, own
     raise OSError(f"no network interface has the address {own}, from which {address} is reached")
+
+
+def is_loopback(address):
+    return address.startswith("127.")
 
 
 def listen(host, port):

@@ -53,7 +53,8 @@ KeyError: 'x'
     ],
 )
 def test_what_an_exception_says_of_the_jobs_end(error, rank, why, again):
-    assert ending.of_exception(error, 0) == End(rank, why, again)
+    end = ending.of_exception(error, 0)
+    assert (end.rank, end.why, end.again) == (rank, why, again)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_what_an_exception_says_of_the_jobs_end(error, rank, why, again):
 )
 def test_an_error_that_a_vanished_peer_may_have_caused(error, trouble):
     """Only for these errors a rank waits some seconds for the name of the lost rank; it prints all others at once."""
-    assert ending.is_connection_trouble(error) == trouble
+    assert ending.of_exception(error, 0).trouble == trouble
 
 
 def test_a_loss_is_a_loss_wherever_it_is_noticed():
@@ -83,4 +84,4 @@ def test_a_loss_is_a_loss_wherever_it_is_noticed():
         except RuntimeError as error:
             raise ValueError("cannot go on from c.pt") from error
     except ValueError as error:
-        assert ending.is_connection_trouble(error)
+        assert ending.of_exception(error, 0).trouble

@@ -270,10 +270,9 @@ def test_every_rank_ends_whatever_goes_wrong_while_it_ends():
     """Rank 2 is a stranger, who knows the flags of the job. It says that a rank has failed that does not exist."""
     with package_on_path("rl_rpc"):
         import main
-        from glue.rendezvous import must_match
         from glue.supervisor import Link
 
-        flags = must_match(main.parse_args(["--world_size", "3"]))
+        flags = main.parse_args(["--world_size", "3"]).must_match
         with Job("rl_rpc", "terminals", [], only=[0, 1]) as job:
             assert job.wait_for_text("waiting for rank 2", 60)
             link = Link(socket.create_connection(("127.0.0.1", int(job.port))))

@@ -162,7 +162,7 @@ def test_an_error_that_a_loss_may_have_caused_waits_for_the_loss(job, monkeypatc
     monkeypatch.setattr(supervisor, "KNOWN_AFTER_SECONDS", 1.0)
     _, connect = job
     links = [join(connect, rank) for rank in range(3)]
-    links[0].send({"failed": vars(End(0, "RuntimeError: eof")), "trouble": True})
+    links[0].send({"failed": vars(End(0, "RuntimeError: eof", trouble=True))})
     links[1].close()
     end = wait_for(links[2], lambda state: state["end"])["end"]
     assert (end["rank"], end["why"]) == (1, supervisor.ENDED)
@@ -172,7 +172,7 @@ def test_an_error_that_no_loss_has_caused_is_the_reason(job, monkeypatch):
     monkeypatch.setattr(supervisor, "KNOWN_AFTER_SECONDS", 0.2)
     _, connect = job
     links = [join(connect, rank) for rank in range(3)]
-    links[0].send({"failed": vars(End(0, "RuntimeError: timed out")), "trouble": True})
+    links[0].send({"failed": vars(End(0, "RuntimeError: timed out", trouble=True))})
     assert wait_for(links[2], lambda state: state["end"])["end"]["why"] == "RuntimeError: timed out"
 
 
