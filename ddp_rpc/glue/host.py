@@ -107,17 +107,6 @@ def share_cores(workers):
     torch.set_num_threads(max(1, cores // workers))
 
 
-@contextlib.contextmanager
-def all_cores():
-    """Use all cores while the block runs: for work during which the other ranks wait, such as an evaluation."""
-    before = torch.get_num_threads()
-    share_cores(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def keep_freed_memory():
     """Let malloc keep freed memory for the next tensors. Must be called before other threads start.
 

@@ -25,15 +25,19 @@ def new_job_id():
 job_id = new_job_id()  # Job.join replaces it by that of the job, which is the same in all ranks and after a restart
 
 
+def is_file(path):
+    """Return whether `path` is, or can become, a file; so no folder, pipe, or stream such as /dev/stdout."""
+    is_stream = os.path.abspath(path).startswith(("/dev/std", "/dev/fd/", "/proc/"))
+    return not is_stream and (os.path.isfile(path) or not os.path.exists(path))
+
+
 def write_aside(path, write):
     """Call `write(file)` on a temporary file beside `path`, then rename that file to `path`.
 
-    So `path` is always the complete old file or the complete new one. Symbolic links are followed. A stream of this
-    process (/dev/stdout) and what is no regular file (a pipe) are written directly. Raises UserError.
+    So `path` is always the complete old file or the complete new one. Symbolic links are followed. What is no file,
+    such as a pipe, is written to directly. Raises UserError.
     """
-    path = os.fspath(path)
-    is_stream = os.path.abspath(path).startswith(("/dev/std", "/dev/fd/", "/proc/"))
-    regular = not is_stream and (not os.path.exists(path) or os.path.isfile(path))
+    regular = is_file(path)
     target = os.path.realpath(path) if regular else path
     aside = f"{target}.{job_id}.part" if regular else path  # another job may write to the same path
     with _writing, contextlib.ExitStack() as cleanup:

@@ -6,20 +6,20 @@ is wrong, and exit status 2.
 
 import argparse
 import contextlib
-import dataclasses
 import importlib.util
 import os
 import re
 import sys
 
 from glue import PACKAGE
+from glue.checkpoint import is_file
 from glue.host import why_no_gpu
 
 
-def _number(kind, name, accept):
-    """Return an argparse type for numbers of this kind.
+def _type(kind, name, accept):
+    """Return an argparse type for values of this kind.
 
-    A number that `accept` refuses gives one line: "'0' is not a positive integer".
+    A value that `accept` refuses gives one line: "'0' is not a positive integer".
     """
 
     def parse(text):
@@ -31,14 +31,17 @@ def _number(kind, name, accept):
     return parse
 
 
-positive_int = _number(int, "a positive integer", lambda value: value > 0)
-non_negative_int = _number(int, "a non-negative integer", lambda value: value >= 0)
-positive_float = _number(float, "a positive number", lambda value: 0 < value < float("inf"))
-non_negative_float = _number(float, "a non-negative number", lambda value: 0 <= value < float("inf"))
-fraction = _number(float, "a fraction (0 <= x < 1)", lambda value: 0 <= value < 1)
-seconds_of_rpc = _number(float, "a number of seconds (0.01 to 2000000)", lambda value: 0.01 <= value <= 2e6)
-seed = _number(int, "a seed (0 to 2**63 - 1)", lambda value: 0 <= value < 1 << 63)
-port_number = _number(int, "a port (1 to 65535)", lambda value: 0 < value < 65536)
+positive_int = _type(int, "a positive integer", lambda value: value > 0)
+non_negative_int = _type(int, "a non-negative integer", lambda value: value >= 0)
+positive_float = _type(float, "a positive number", lambda value: 0 < value < float("inf"))
+non_negative_float = _type(float, "a non-negative number", lambda value: 0 <= value < float("inf"))
+fraction = _type(float, "a fraction (0 <= x < 1)", lambda value: 0 <= value < 1)
+seconds_of_rpc = _type(float, "a number of seconds (0.01 to 2000000)", lambda value: 0.01 <= value <= 2e6)
+seed = _type(int, "a seed (0 to 2**63 - 1)", lambda value: 0 <= value < 1 << 63)
+port_number = _type(int, "a port (1 to 65535)", lambda value: 0 < value < 65536)
+# On 0.0.0.0 rank 0 could listen, but no other rank could reach it there.
+reach = "an IPv4 address or a host name by which the other ranks reach rank 0"
+address = _type(str, reach, lambda text: text not in ("", "0", "0.0.0.0") and ":" not in text)
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -55,13 +58,9 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         parsed = super().parse_args(args, namespace)
         try:
-            place = find_place() if parsed.rank is None else None
+            vars(parsed).update(find_place() if parsed.rank is None else {})
         except ValueError as error:
             self.error(str(error))
-        if place:
-            parsed.launcher, parsed.rank, parsed.world_size = place.launcher, place.rank, place.world_size
-            parsed.master_addr = place.address or parsed.master_addr
-            parsed.master_port = place.port or parsed.master_port
         return parsed
 
     def parse_known_args(self, args=None, namespace=None):
@@ -84,7 +83,8 @@ def argument_parser(description, modes, world_size, on_lost=False):
     add = parser.add_argument_group("the job (these flags are the same in all four packages)").add_argument
     add("--world_size", type=positive_int, default=world_size, metavar="N", help="number of ranks in the job")
     add("--rank", type=non_negative_int, metavar="R", help="start only this rank (by default: all, on this machine)")
-    add("--master_addr", default="localhost", metavar="HOST", help="address of rank 0's machine, where the ranks meet")
+    where = "address of rank 0's machine, where the ranks meet"
+    add("--master_addr", type=address, default="localhost", metavar="HOST", help=where)
     add("--master_port", type=port_number, default=29500, metavar="PORT", help="port there, if --rank is given")
     add("--join_timeout", type=positive_float, default=300, metavar="S", help="seconds to wait for missing ranks")
     add("--mode", choices=list(modes), default=next(iter(modes)), help="how the messages are organised")
@@ -93,9 +93,7 @@ def argument_parser(description, modes, world_size, on_lost=False):
     add("--device", choices=["cpu", "cuda", "auto"], default="cpu", help=device_help)
     add("--rpc_timeout", type=seconds_of_rpc, default=60, metavar="S", help="seconds after which an RPC fails")
     transport_help = (
-        "how messages travel; uv: TCP sockets, but tensors through memory between processes of one machine; "
-        "shm: shared memory, which keeps one core per rank busy; tcp: TCP sockets, also for tensors; "
-        "auto: shm if this host has two cores for each of its ranks, else uv"
+        "how messages travel (docs/CONCEPTS.md, What a call costs); auto: shm with two cores per rank, else uv"
     )
     add("--transport", choices=["auto", "shm", "uv", "tcp"], default="auto", help=transport_help)
     add("--plot", metavar="FILE.png", help="draw the learning curve at the end")
@@ -154,10 +152,6 @@ def _check_combinations(parser, args):
         parser.error("--max_restarts is for ranks that one process spawns; under torchrun, use torchrun --max-restarts")
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint FILE to go on from")
-    if args.master_addr in ("", "0", "0.0.0.0"):
-        parser.error(f"--master_addr {args.master_addr!r}: give the address by which the other ranks reach rank 0")
-    if ":" in args.master_addr:
-        parser.error(f"--master_addr {args.master_addr}: give an IPv4 address or a host name (the port: --master_port)")
 
 
 def _choose_device(parser, args):
@@ -180,13 +174,9 @@ def _check_files(parser, args, writer):
     flag_of = {}  # file -> the flag that names it
     for flag in ("corpus", "data_dir", *WRITTEN):
         path = vars(args).get(flag)
-        if path and (os.path.isfile(path) or os.path.isdir(path) or not os.path.exists(path)):
-            other = flag_of.setdefault(os.path.realpath(path), flag)
-            if other != flag:
-                parser.error(f"--{other} and --{flag} name the same file, {path}: one would replace the other")
-    for flag in WRITTEN:
-        path = vars(args).get(flag)
-        if path and args.rank in (None, writer) and (why := _why_not_written(flag, path)):
+        if path and is_file(path) and (other := flag_of.setdefault(os.path.realpath(path), flag)) != flag:
+            parser.error(f"--{other} and --{flag} name the same file, {path}: one would replace the other")
+        if path and flag in WRITTEN and args.rank in (None, writer) and (why := _why_not_written(flag, path)):
             parser.error(f"--{flag} {path}: {why}")
 
 
@@ -198,7 +188,7 @@ def _why_not_written(flag, path):
         return "that is a folder, not a file"
     if not os.path.isdir(folder):
         return "that folder does not exist"
-    if not os.access(folder, os.W_OK) and not path.startswith(("/dev/", "/proc/")):
+    if is_file(path) and not os.access(folder, os.W_OK):
         return f"this user may not write in {folder}"
     return ""
 
@@ -206,51 +196,40 @@ def _why_not_written(flag, path):
 # ---------------------------------------------------------------------------------------------- launchers
 
 
-QUARTET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of torch's env://; Kubeflow's PyTorchJob sets them
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """One rank's place in its job. `address` and `port` are None if the launcher does not provide them."""
-
-    launcher: str
-    rank: int
-    world_size: int
-    address: str | None = None
-    port: int | None = None
+# The variables of torch's env://, which Kubeflow's PyTorchJob sets too, and the types of the flags that they replace.
+QUARTET = {"RANK": non_negative_int, "WORLD_SIZE": positive_int, "MASTER_ADDR": address, "MASTER_PORT": port_number}
 
 
 def find_place(environ=os.environ):
-    """Return the Place that a launcher gave this process, or None if there is no launcher.
+    """Return what a launcher says of this process, as {flag: value}; {} if there is no launcher.
 
-    Raises ValueError, with one line for the user, if the variables of the environment are incomplete or wrong.
+    The flags are those of QUARTET, some of which a launcher may leave out, and "launcher", its name. Raises ValueError,
+    with one line for the user, if the variables of the environment are incomplete or wrong.
     """
-
-    def number(name, kind=non_negative_int):
-        try:
-            return kind(environ[name])
-        except argparse.ArgumentTypeError as error:
-            raise ValueError(f"the environment sets {name}, but {error}") from None
-
-    def meeting():
-        return environ.get("MASTER_ADDR"), number("MASTER_PORT", port_number) if environ.get("MASTER_PORT") else None
-
     if "RANK" in environ or "WORLD_SIZE" in environ:
         if missing := [name for name in QUARTET if not environ.get(name)]:
             raise ValueError(f"the environment sets some of {', '.join(QUARTET)}, but not {', '.join(missing)}")
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment (RANK, WORLD_SIZE, ...)"
-        return Place(launcher, number("RANK"), number("WORLD_SIZE"), *meeting())
     # Checked before Slurm, because mpirun starts its ranks through a Slurm step of its own, with one task per host.
-    if "OMPI_COMM_WORLD_RANK" in environ:
-        return Place("Open MPI", number("OMPI_COMM_WORLD_RANK"), number("OMPI_COMM_WORLD_SIZE"), *meeting())
+    elif "OMPI_COMM_WORLD_RANK" in environ:
+        launcher = "Open MPI"
+        environ = environ | {"RANK": environ["OMPI_COMM_WORLD_RANK"], "WORLD_SIZE": environ["OMPI_COMM_WORLD_SIZE"]}
     # A batch script and an interactive shell have SLURM_PROCID=0 too. Only a step with several tasks starts ranks.
-    tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
-    if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ and tasks > 1:
-        host = _first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost"))
-        port = 15000 + (int(environ.get("SLURM_JOB_ID", 0)) + int(environ["SLURM_STEP_ID"])) % 10000
-        address, chosen_port = meeting()
-        return Place("Slurm", number("SLURM_PROCID"), tasks, address or host, chosen_port or port)
-    return None
+    elif "SLURM_STEP_ID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        launcher = "Slurm"
+        port = 15000 + (int(environ["SLURM_JOB_ID"]) + int(environ["SLURM_STEP_ID"])) % 10000
+        meeting = {"MASTER_ADDR": _first_host(environ["SLURM_STEP_NODELIST"]), "MASTER_PORT": port}
+        environ = meeting | environ | {"RANK": environ["SLURM_PROCID"], "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"]}
+    else:
+        return {}
+    place = {"launcher": launcher}
+    for name, kind in QUARTET.items():
+        try:
+            if environ.get(name):
+                place[name.lower()] = kind(environ[name])
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"the environment sets {name}, but {error}") from None
+    return place
 
 
 def with_underscores(word):

@@ -5,7 +5,6 @@ each rank the state of the job: who has joined, which barrier all have passed, w
 """
 
 import concurrent.futures
-import dataclasses
 import os
 import signal
 import socket
@@ -27,11 +26,11 @@ from glue.supervisor import DONE
 class Job:
     """One rank's view of the job."""
 
-    def __init__(self, rank, args, workers, port=None):
-        """`workers`: the worker names of all ranks; `port`: of the supervisor, if its process has spawned this rank."""
+    def __init__(self, rank, args, workers):
+        """`workers`: the worker names of all ranks."""
         self.args, self.rank, self.world_size = args, rank, args.world_size
         self.workers, self.names = workers, full_names(workers)
-        self.spawned, self.port, self.parent = port is not None, port, os.getppid()
+        self.spawned, self.parent = args.rank is None, os.getppid()
         # Set by join(): this rank's device, the names of all ranks' devices, and how many ranks are on this host.
         self.device, self.devices, self.ranks_here = None, [], None
         self.link = self.supervisor = None  # the connection to the supervisor; the Supervisor, if it is in this process
@@ -94,7 +93,7 @@ class Job:
         if end.trouble:
             end = ending.of_exception(error, rank)
         if end.rank == rank:
-            self._report(end)
+            self.link.send({"failed": vars(end)})
         else:
             self.fail(error)
 
@@ -104,7 +103,7 @@ class Job:
         """Join the job; return when all ranks have joined."""
         before_torch.watch_signals(self._interrupted)
         gpus = start_cuda(self.args.device, self.rank in self.args.device_ranks)
-        rendezvous = Rendezvous(self.rank, self.args, self.names, self.port)
+        rendezvous = Rendezvous(self.rank, self.args, self.names)
         try:
             self.link, self.state = rendezvous.join(gpus)
             self.supervisor = rendezvous.supervisor
@@ -205,13 +204,10 @@ class Job:
         """End this process for the reason that the supervisor tells all ranks, or for `end` if it does not answer."""
         self.failures.setdefault(end.why)
         if self.link:
-            self._report(end)
+            self.link.send({"failed": vars(end)})
             # The answer ends this process, in _listen().
             time.sleep(ending.VERDICT_SECONDS + end.trouble * ending.KNOWN_AFTER_SECONDS)
         self._leave(end)
-
-    def _report(self, end):
-        self.link.send({"failed": dataclasses.asdict(end)})
 
     def _leave(self, end):
         """End this process for this reason, whatever happens here."""

@@ -7,6 +7,7 @@ Runs in every process. There are three ways to start a job, and each rank then r
     torchrun --nproc-per-node 3 main.py       torchrun starts the ranks: rank 0 has the supervisor
 """
 
+import argparse
 import contextlib
 import logging
 import multiprocessing.connection
@@ -21,7 +22,7 @@ from glue import before_torch, check, checkpoint, ending
 from glue.ending import BEAT_SECONDS, FORK_SERVER_LOST, GRACE_SECONDS, End, leave_now
 from glue.host import keep_freed_memory
 from glue.job import Job, full_names
-from glue.rendezvous import LOOPBACK, supervise
+from glue.rendezvous import supervise
 from glue.supervisor import DONE
 
 FORK_SERVER_STATUS = 255  # of a rank, as multiprocessing tells it when the fork server cannot tell it any more
@@ -45,10 +46,10 @@ def launch(run_worker, args, worker_name):
 # ------------------------------------------------------------------------------------------------ one rank of the job
 
 
-def _run_rank(rank, run_worker, args, workers, port=None):
+def _run_rank(rank, run_worker, args, workers):
     keep_freed_memory()
     _keep_console_clean()
-    job = Job(rank, args, workers, port)
+    job = Job(rank, args, workers)
     try:
         job.join()
         run_worker(rank, args, job)
@@ -91,7 +92,7 @@ def _spawn(run_worker, args, workers):
     for restarts in range(args.max_restarts + 1):
         if restarts:
             ending.print_error(f"restart {restarts} of {args.max_restarts}")
-        supervisor = supervise(args, LOOPBACK, restarts=restarts, job_id=job_id, spawned=True)
+        supervisor = supervise(args, "127.0.0.1", 0, restarts, job_id)  # loopback only, and any port that is free
         if not restarts:
             before_torch.watch_signals(interrupt)
         if signals:  # it came between two attempts
@@ -112,14 +113,15 @@ def _spawn(run_worker, args, workers):
 def _start(run_worker, args, workers, supervisor):
     """Start all ranks; return their processes, by rank."""
     before_torch.start_fork_server()
-    _, port = supervisor.listener.getsockname()
+    host, port = supervisor.listener.getsockname()
+    args = argparse.Namespace(**vars(args) | {"master_addr": host, "master_port": port})  # where a rank looks for it
     try:
         # Each rank takes three files of this process. If they are missing, it is noticed before a rank is started,
         # because later the fork server would print a traceback of its own.
         with contextlib.ExitStack() as copies:
             for _ in range(3 * args.world_size + 16):
                 copies.callback(os.close, os.dup(supervisor.listener.fileno()))
-        arguments = (run_worker, args, workers, port)
+        arguments = (run_worker, args, workers)
         return mp.start_processes(
             _run_rank, arguments, args.world_size, join=False, start_method="forkserver"
         ).processes

@@ -113,7 +113,7 @@ class Supervisor:
             "job": self.job | {"ranks": [] if missing else [self.joined[rank] for rank in self.at]},
             "passed": self.passed(),
             "lost": list(self.lost.items()),
-            "end": self.end and dataclasses.asdict(self.end),
+            "end": self.end and vars(self.end),
         }
 
     def passed(self):
@@ -168,9 +168,9 @@ class Supervisor:
     def _refuse(self, rank, message, link):
         """Let a rank join, or return why it cannot."""
         theirs = message["must_match"]
-        for flag in self.must_match | theirs:
-            if theirs.get(flag) != self.must_match.get(flag):
-                return f"it was started with {flag} {theirs.get(flag)}, and this job with {self.must_match.get(flag)}"
+        for flag, ours in self.must_match.items():
+            if theirs.get(flag) != ours:
+                return f"it was started with {flag} {theirs.get(flag)}, and this job with {ours}"
         if type(rank) is not int or rank not in self.at:
             return f"this job has no rank {rank}"
         with self.changed:

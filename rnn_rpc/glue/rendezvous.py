@@ -1,8 +1,8 @@
 """How a rank finds the supervisor, and on which network interface it listens.
 
-Runs in every rank. Spawned ranks know the supervisor's port. Ranks that were started one by one find it at
---master_addr and --master_port, and torchrun's through torchrun's own store. Only rank 0 listens at --master_port; RPC
-and process groups meet in a store of their own, in the process that has the supervisor.
+Runs in every rank. A rank finds the supervisor at --master_addr and --master_port, where rank 0 has started it.
+(Spawned ranks get the address of the one in the process that has spawned them instead, and torchrun's ranks ask
+torchrun's own store.) RPC and process groups meet in a store of their own, in the same process.
 """
 
 import json
@@ -18,8 +18,6 @@ from glue import PACKAGE, UserError, checkpoint
 from glue.ending import CONNECT_SECONDS, PRINT_AFTER_SECONDS, PRINT_EVERY_SECONDS, leave_now
 from glue.supervisor import Link, Supervisor
 
-LOOPBACK = "127.0.0.1"
-
 
 class CannotJoin(Exception):
     """This rank cannot join the job, or the job cannot begin. Its text says why."""
@@ -28,9 +26,9 @@ class CannotJoin(Exception):
 class Rendezvous:
     """One rank's way into the job. Afterwards `supervisor` is the Supervisor, if it is in this process."""
 
-    def __init__(self, rank, args, names, port):
-        """`names`: all ranks, as the user reads them; `port`: if this rank was spawned, the port of the supervisor."""
-        self.rank, self.args, self.port, self.me = rank, args, port, names[rank]
+    def __init__(self, rank, args, names):
+        """`names`: all ranks, as the user reads them."""
+        self.rank, self.args, self.me, self.spawned = rank, args, names[rank], args.rank is None
         # For whom this rank waits. Rank 0, which has the supervisor, waits until its name is known.
         self.holder = names[0] if rank else "the address"
         self.deadline = time.monotonic() + args.join_timeout
@@ -46,7 +44,7 @@ class Rendezvous:
             try:
                 return self._try_to_join(gpus)
             except OSError as error:
-                if self.port:  # it listens already, or is gone
+                if self.spawned:  # it listens already, or is gone
                     raise CannotJoin(f"lost the starting process: {error}") from None
                 self.wait_for(self.holder, f": {error}")
                 time.sleep(0.1)
@@ -56,7 +54,7 @@ class Rendezvous:
         limit = f"--join_timeout {self.args.join_timeout:g} s"
         if time.monotonic() > self.deadline:
             raise CannotJoin(f"{awaited} did not come within {limit}{why}")
-        if time.monotonic() > self.print_at and not self.port:
+        if time.monotonic() > self.print_at and not self.spawned:
             print(f"{self.me}: waiting for {awaited}{why} ({limit})", flush=True)
             self.print_at = time.monotonic() + PRINT_EVERY_SECONDS
 
@@ -79,14 +77,12 @@ class Rendezvous:
 
     def _find_supervisor(self):
         """Return the supervisor's (host, port); in rank 0, start it if no process has spawned this one."""
-        if self.port:
-            return listen_only_towards(LOOPBACK, self.port)
         if self.supervisor:
             return self.supervisor.listener.getsockname()
         host, port = listen_only_towards(self.args.master_addr, self.args.master_port)
         if self.args.torchrun and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return self._find_by_store(host, port)
-        if self.rank == 0:
+        if self.rank == 0 and not self.spawned:
             self.supervisor = supervise(self.args, host, port)
         return host, port
 
@@ -103,11 +99,11 @@ class Rendezvous:
         return json.loads(store.get("supervisor"))  # perhaps that of an earlier attempt
 
 
-def supervise(args, host, port=0, restarts=0, job_id=None, spawned=False):
+def supervise(args, host, port, restarts=0, job_id=None):
     """Start the supervisor of a job. It listens on this address. Raises UserError."""
     listener, store = listen(host, port), hold_store(host)
     job = {"id": job_id or checkpoint.new_job_id(), "restarts": restarts, "store_port": store.port}
-    supervisor = Supervisor(args.world_size, args.must_match, job, listener, spawned)
+    supervisor = Supervisor(args.world_size, args.must_match, job, listener, spawned=args.rank is None)
     supervisor.store = store  # it serves as long as this object exists
     return supervisor
 
