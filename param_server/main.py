@@ -100,7 +100,7 @@ def run_worker(rank, args, job):
         coordinator.progress = Progress(args, coordinator, RESUME_KEYS)
     job.wait_for_all()
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
-    job.on_lost(1, coordinator.on_lost if rank == 0 else None)
+    job.on_lost(coordinator.on_lost if rank == 0 else None)
     if rank == 0:
         coordinator.lead()  # RPC threads serve the trainers meanwhile
     else:

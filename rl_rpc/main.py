@@ -64,7 +64,7 @@ def run_worker(rank, args, job):
     if rank == 0:
         run_agent(args, job)
     else:  # an observer: its main thread waits below, and an RPC thread serves the agent's calls
-        job.on_lost(1)
+        job.on_lost()
     job.wait_for_all()
     rpc.shutdown(graceful=args.on_lost == "stop")  # a graceful shutdown would wait for lost ranks too
 
@@ -77,7 +77,7 @@ def run_agent(args, job):
     learner = Learner(policy, args.lr, args.gamma, reward_threshold(env, args.reward_threshold))
     mode = MODES[args.mode]
     agent = mode.Agent(mode.Observer, args.world_size, learner, args.env_id, args.seed, job.report_lost)
-    job.on_lost(1, agent.on_lost)  # with --on_lost continue, the job can lose observers from here on
+    job.on_lost(agent.on_lost)  # with --on_lost continue, the job can lose observers from here on
     progress = Progress(args, agent, RESUME_KEYS)
     progress.start()
     meter = Meter()

@@ -72,16 +72,16 @@ class Job:
         """
         self._wait_at(self.state["passed"] + 1)
 
-    def on_lost(self, first, callback=None):
-        """With --on_lost continue: from now on, if a rank >= `first` is lost, the job goes on without it.
+    def on_lost(self, callback=None):
+        """With --on_lost continue: from now on, if a rank other than 0 is lost, the job goes on without it.
 
-        The job still ends when none of these ranks would be left. Every rank calls this after init_rpc; it returns
-        when all have called it. `callback(rank)` is called once for each loss, on a thread of its own. It returns a
-        few words about what happens to the lost rank's work, or "".
+        The job still ends when only rank 0 would be left. Every rank calls this after init_rpc; it returns when all
+        have called it. `callback(rank)` is called once for each loss, on a thread of its own. It returns a few words
+        about what happens to the lost rank's work, or "".
         """
         if self.args.on_lost == "continue":
             self.callback = callback or self.callback
-            self._wait_at(self.state["passed"] + 1, can_lose=first)  # until then RPC needs every rank
+            self._wait_at(self.state["passed"] + 1, can_lose=True)  # until then RPC needs every rank
 
     def report_lost(self, rank, error):
         """Go on without `rank`, because a call to it has raised `error`. Returns at once.

@@ -7,7 +7,7 @@ stopped or cut off by its silence.
 
     rank -> supervisor   {"join": 1, "must_match": {...}, "host": ..., "pid": ..., "gpus": ...}
                          {"at": 2}                    it waits at barrier 2; {"at": DONE}: it has done its work
-                         {"at": 2, "can_lose": 1}     and after this barrier the job can lose ranks from 1 on
+                         {"at": 2, "can_lose": true}  and after this barrier the job can go on without ranks
                          {"failed": {...}}            an End: it has failed, or a call to another rank has
     supervisor -> rank   {"refused": why}             it cannot join
                          Supervisor.state(), each time that it changes
@@ -99,7 +99,7 @@ class Supervisor:
         self.joined = {}  # rank -> its message {"join": ...}
         self.links = {}  # rank -> its Link, while it is connected
         self.at = dict.fromkeys(range(world_size), 0)  # rank -> the number of the barrier where it is, or was last
-        self.can_lose = None  # (n, first): after barrier n the job can lose ranks from `first` on
+        self.can_lose_after = float("inf")  # the number of the barrier after which the job can lose ranks other than 0
         self.lost = {}  # rank -> why the job goes on without it
         self.end = None
         threading.Thread(target=self._accept, daemon=True).start()
@@ -130,9 +130,8 @@ class Supervisor:
         with self.changed:
             if end.rank in self.lost or self.end:
                 return
-            after, first = self.can_lose or (DONE, len(self.at))
-            workers = [rank for rank in self.at if rank >= first and rank not in self.lost]
-            if end.rank in workers and len(workers) > 1 and self.passed() >= after and not end.signal:
+            workers = self.at.keys() - {0} - self.lost.keys()
+            if end.rank in workers and len(workers) > 1 and self.passed() >= self.can_lose_after and not end.signal:
                 self.lost[end.rank] = end.why
             else:
                 self.end = end
@@ -211,6 +210,6 @@ class Supervisor:
             self.fail(End(**message["failed"]))
         with self.changed:
             if "can_lose" in message:
-                self.can_lose = message["at"], message["can_lose"]
+                self.can_lose_after = message["at"]
             self.at[rank] = message.get("at", self.at[rank])
             self.changed.notify_all()

@@ -54,17 +54,12 @@ def _run_rank(rank, run_worker, args, workers):
         job.join()
         run_worker(rank, args, job)
         job.leave()
-        if rank == 0 and not job.spawned:
-            _print_losses_and_restarts(job.lost, args.restarts, job.names)
+        if rank == 0 and job.lost:
+            print(f"The job finished without {', '.join(job.names[lost] for lost in sorted(job.lost))}.")
+        if rank == 0 and args.restarts:
+            print(f"The job was restarted {args.restarts} time{'s' * (args.restarts > 1)}.")
     except BaseException as error:  # SystemExit as well, because a rank that calls sys.exit has not done its work
         job.fail(error)
-
-
-def _print_losses_and_restarts(lost, restarts, names):
-    if lost:
-        print(f"The job finished without {', '.join(names[rank] for rank in sorted(lost))}.")
-    if restarts:
-        print(f"The job was restarted {restarts} time{'s' * (restarts > 1)}.")
 
 
 def _keep_console_clean():
@@ -105,8 +100,6 @@ def _spawn(run_worker, args, workers):
         if not end or not end.again or signals:
             break
     before_torch.stop_fork_server()
-    if not end:
-        _print_losses_and_restarts(supervisor.lost, restarts, names)
     return end.status if end else 0
 
 

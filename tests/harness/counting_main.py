@@ -52,7 +52,7 @@ def note_lost(rank):
 
 def run_worker(rank, args, job):
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
-    job.on_lost(1, note_lost if rank == 0 else None)
+    job.on_lost(note_lost if rank == 0 else None)
     if rank == 0:
         with changed:
             workers = range(1, args.world_size)

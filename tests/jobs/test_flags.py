@@ -56,8 +56,8 @@ def test_the_whole_command_ends_with_status_2_and_one_line():
     [
         ("rnn_rpc", ["--epochs", "abc"], ["argument --epochs: 'abc' is not a positive integer"]),
         ("rl_rpc", ["--lr", "x"], ["argument --lr: 'x' is not a positive number"]),
-        ("rl_rpc", ["--master_addr", "0.0.0.0"], ["--master_addr '0.0.0.0'", "reach rank 0"]),
-        ("rl_rpc", ["--rank", "1", "--master_addr", "::1"], ["--master_addr ::1", "IPv4"]),
+        ("rl_rpc", ["--master_addr", "0.0.0.0"], ["--master_addr: '0.0.0.0'", "reach rank 0"]),
+        ("rl_rpc", ["--rank", "1", "--master_addr", "::1"], ["--master_addr: '::1'", "IPv4"]),
         ("rl_rpc", ["--save", "/"], ["--save /", "a folder, not a file"]),
         ("rl_rpc", ["--rank", "0", "--checkpoint", "/nonexist/c.pt"], ["--checkpoint", "does not exist"]),
         ("rnn_rpc", ["--rank", "1", "--checkpoint", "/nonexist/c.pt"], ["--checkpoint", "does not exist"]),

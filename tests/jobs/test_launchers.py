@@ -10,33 +10,39 @@ from helpers import PACKAGES, assert_refused, package_on_path
 with package_on_path("rl_rpc"):
     from glue.before_torch import starts_ranks
 
-    from glue.flags import Place, find_place
+    from glue.flags import find_place
 
 QUARTET = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"}
 STEP = {"SLURM_STEP_ID": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3", "SLURM_JOB_ID": "4711"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}
 
 
+def place(launcher, rank, world_size, address=None, port=None):
+    """Return the flags that find_place() finds; the launcher may not say where the ranks meet."""
+    meeting = {"master_addr": address, "master_port": port} if address else {}
+    return {"launcher": launcher, "rank": rank, "world_size": world_size} | meeting
+
+
 @pytest.mark.parametrize(
-    "environ, place",
+    "environ, found",
     [
-        ({}, None),
-        ({"MASTER_ADDR": "10.0.0.1"}, None),  # a variable that was left in a shell
-        (QUARTET, Place("the environment (RANK, WORLD_SIZE, ...)", 1, 3, "10.0.0.1", 29501)),
-        (QUARTET | {"TORCHELASTIC_RUN_ID": "none"}, Place("torchrun", 1, 3, "10.0.0.1", 29501)),
-        (STEP | QUARTET, Place("the environment (RANK, WORLD_SIZE, ...)", 1, 3, "10.0.0.1", 29501)),
-        (STEP | {"SLURM_STEP_NODELIST": "node[07-09,12],x1"}, Place("Slurm", 1, 3, "node07", 19713)),
-        (STEP | {"SLURM_JOB_NODELIST": "gpu-a,gpu-b"}, Place("Slurm", 1, 3, "gpu-a", 19713)),
-        (STEP | {"SLURM_JOB_NODELIST": "r[1-2]n,x", "MASTER_PORT": "5"}, Place("Slurm", 1, 3, "r1n", 5)),
-        (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, None),  # srun --pty bash
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "4711"}, None),  # the batch script
-        (OPEN_MPI, Place("Open MPI", 2, 3)),
-        (STEP | OPEN_MPI, Place("Open MPI", 2, 3)),  # mpirun in an allocation starts its ranks through a step
-        (OPEN_MPI | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7"}, Place("Open MPI", 2, 3, "10.0.0.1", 7)),
+        ({}, {}),
+        ({"MASTER_ADDR": "10.0.0.1"}, {}),  # a variable that was left in a shell
+        (QUARTET, place("the environment (RANK, WORLD_SIZE, ...)", 1, 3, "10.0.0.1", 29501)),
+        (QUARTET | {"TORCHELASTIC_RUN_ID": "none"}, place("torchrun", 1, 3, "10.0.0.1", 29501)),
+        (STEP | QUARTET, place("the environment (RANK, WORLD_SIZE, ...)", 1, 3, "10.0.0.1", 29501)),
+        (STEP | {"SLURM_STEP_NODELIST": "node[07-09,12],x1"}, place("Slurm", 1, 3, "node07", 19713)),
+        (STEP | {"SLURM_STEP_NODELIST": "gpu-a,gpu-b"}, place("Slurm", 1, 3, "gpu-a", 19713)),
+        (STEP | {"SLURM_STEP_NODELIST": "r[1-2]n,x", "MASTER_PORT": "5"}, place("Slurm", 1, 3, "r1n", 5)),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, {}),  # srun --pty bash
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "4711"}, {}),  # the batch script
+        (OPEN_MPI, place("Open MPI", 2, 3)),
+        (STEP | OPEN_MPI, place("Open MPI", 2, 3)),  # mpirun in an allocation starts its ranks through a step
+        (OPEN_MPI | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7"}, place("Open MPI", 2, 3, "10.0.0.1", 7)),
     ],
 )
-def test_the_place_that_a_launcher_gives(environ, place):
-    assert find_place(environ) == place
+def test_the_place_that_a_launcher_gives(environ, found):
+    assert find_place(environ) == found
 
 
 @pytest.mark.parametrize(
@@ -116,7 +122,7 @@ def test_a_wrong_variable_is_refused_by_name(name, value, capsys):
 
 
 def test_a_wrong_variable_without_a_launcher_is_ignored():
-    assert find_place({"MASTER_PORT": "abc"}) is None
+    assert find_place({"MASTER_PORT": "abc"}) == {}
 
 
 def test_flags_come_first_and_the_choice_is_said(capsys):

@@ -119,7 +119,7 @@ def join_with_workers(connect):
     """Let three ranks join, and tell that the job can go on without ranks 1 and 2; return their Links."""
     links = [join(connect, rank) for rank in range(3)]
     for link in links:
-        link.send({"at": 1, "can_lose": 1})
+        link.send({"at": 1, "can_lose": True})
     return links
 
 

@@ -460,7 +460,7 @@ def test_a_checkpoint_of_another_seed_or_environment_is_refused(make_agent, tmp_
     make_agent(1)  # it replaces torch's RPC, which is what this test needs
     file = tmp_path / "agent.pt"
     job = SimpleNamespace(
-        device=torch.device("cpu"), report_lost=oracle.raise_error, on_lost=lambda first, callback: None, lost={}
+        device=torch.device("cpu"), report_lost=oracle.raise_error, on_lost=lambda callback: None, lost={}
     )
 
     def run(*flags):

@@ -32,7 +32,7 @@ def run_agent(make_agent, monkeypatch, tmp_path):
         file = tmp_path / "agent.pt"
         size = "2" if mode == "async" else "3"  # with two observers, two runs of `async` differ
         more = (*flags, "--world_size", size, "--log_interval", "1", "--eval_episodes", "2", "--checkpoint", str(file))
-        job = SimpleNamespace(device=torch.device(device), on_lost=lambda first, callback: None, lost={})
+        job = SimpleNamespace(device=torch.device(device), on_lost=lambda callback: None, lost={})
         job.report_lost = oracle.raise_error
         main.run_agent(main.parse_args(["--mode", mode, *more]), job)
         return torch.load(file, weights_only=True)["state"]
