@@ -15,7 +15,7 @@ import psutil
 import torch.distributed as dist
 
 from glue import PACKAGE, UserError, checkpoint
-from glue.ending import CONNECT_SECONDS, PRINT_AFTER_SECONDS, PRINT_EVERY_SECONDS, leave_now
+from glue.ending import CONNECT_SECONDS, PRINT_AFTER_SECONDS, PRINT_EVERY_SECONDS
 from glue.supervisor import Link, Supervisor
 
 
@@ -45,7 +45,7 @@ class Rendezvous:
                 return self._try_to_join(gpus)
             except OSError as error:
                 if self.spawned:  # it listens already, or is gone
-                    raise CannotJoin(f"lost the starting process: {error}") from None
+                    raise CannotJoin("lost the starting process") from None
                 self.wait_for(self.holder, f": {error}")
                 time.sleep(0.1)
 
@@ -66,13 +66,12 @@ class Rendezvous:
         link.send({"join": self.rank, "must_match": self.args.must_match} | about)
         try:
             state = link.receive()
-            refused = state["refused"]
         except ConnectionError:  # perhaps it is a proxy in front of a rank 0 that has not started yet
             raise ConnectionError(f"what listens at {where} has closed the connection") from None
-        except (TimeoutError, ValueError, TypeError, KeyError):  # silence, no JSON, or not ours
-            raise CannotJoin(f"what listens at {where} is not {self.holder} (choose another --master_port)") from None
-        if refused:
-            leave_now(2, f"{self.me}: refused, because {refused}")
+        except (TimeoutError, ValueError):  # it is silent, or sends no JSON
+            state = None
+        if not isinstance(state, dict) or "missing" not in state:
+            raise CannotJoin(f"what listens at {where} is not {self.holder} (choose another --master_port)")
         return link, state
 
     def _find_supervisor(self):
@@ -147,15 +146,11 @@ def interface_towards(address):
         probe.connect((address, 9))  # for UDP this sends nothing; it only looks up the route
         own = probe.getsockname()[0]
     # A loopback address may be 127.0.1.1, although the interface has 127.0.0.1.
-    prefix = "127." if is_loopback(own) else f"{own}."
+    prefix = "127." if own.startswith("127.") else f"{own}."
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.family == socket.AF_INET and (each.address + ".").startswith(prefix) for each in addresses):
             return name, own
     raise OSError(f"no network interface has the address {own}, from which {address} is reached")
-
-
-def is_loopback(address):
-    return address.startswith("127.")
 
 
 def listen(host, port):

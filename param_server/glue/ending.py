@@ -48,12 +48,7 @@ class End:
     why: str
     again: bool = True  # whether a restart may help; False if the user must correct something first, such as a file
     trouble: bool = False  # whether this is an error of a connection: perhaps it happened because another rank is lost
-    signal: int = 0  # the number of the signal that interrupted the job, if one did
-
-    @property
-    def status(self):
-        """The exit status of every rank that ends for this reason."""
-        return 128 + self.signal if self.signal else 1
+    status: int = 1  # the exit status of each rank that ends for this reason: 128 + its number if it is a signal
 
     def line(self, names, me=None):
         """Return this reason as rank `me` prints it; None for the starting process. `names`: all ranks."""
@@ -63,7 +58,7 @@ class End:
 
 def interrupted(number):
     """Return the End of a job that the signal `number` has interrupted."""
-    return End(None, f"interrupted by {signal.Signals(number).name}", again=False, signal=number)
+    return End(None, f"interrupted by {signal.Signals(number).name}", again=False, status=128 + number)
 
 
 def of_exception(error, rank):

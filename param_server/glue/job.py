@@ -7,7 +7,6 @@ each rank the state of the job: who has joined, which barrier all have passed, w
 import concurrent.futures
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ from torch.distributed.rpc import internal
 from glue import before_torch, checkpoint, ending
 from glue.ending import End, leave_now
 from glue.host import best_transport, devices_of, share_cores, start_cuda, tensorpipe_options
-from glue.rendezvous import CannotJoin, Rendezvous, is_loopback
+from glue.rendezvous import CannotJoin, Rendezvous
 from glue.supervisor import DONE
 
 
@@ -105,10 +104,11 @@ class Job:
         gpus = start_cuda(self.args.device, self.rank in self.args.device_ranks)
         rendezvous = Rendezvous(self.rank, self.args, self.names)
         try:
-            self.link, self.state = rendezvous.join(gpus)
+            self.link, state = rendezvous.join(gpus)
             self.supervisor = rendezvous.supervisor
+            self._take_in(state)  # which ends this process if the rank is refused
             self.host, port = self.link.connection.getpeername()
-            if not is_loopback(self.host):
+            if not self.host.startswith("127."):
                 own = f"{self.link.connection.getsockname()[0]} ({os.environ['TP_SOCKET_IFNAME']})"
                 print(f"Listening on {own}. RPC runs what peers send, unencrypted: trusted networks only.", flush=True)
             threading.Thread(target=self._listen, daemon=True).start()
@@ -125,13 +125,13 @@ class Job:
         """Learn what the supervisor knows about the job, and take this rank's share of its host's cores."""
         checkpoint.job_id, self.args.restarts = job["id"], job["restarts"]
         hosts = [rank["host"] for rank in job["ranks"]]
-        if len(set(hosts)) > 1 and is_loopback(self.host):
+        if len(set(hosts)) > 1 and self.host.startswith("127."):
             why = f"{self.host} is a loopback address, and there are ranks on {', '.join(sorted(set(hosts)))}"
             self.end(End(None, f"{why}: use a --master_addr that all can reach (torchrun: --local-addr)", again=False))
         self.devices = devices_of(job["ranks"])
         self.device = torch.device(self.devices[self.rank])
         torch.zeros(1, device=self.device)  # the first use of a GPU takes seconds, so do it before the work begins
-        self.ranks_here = hosts.count(socket.gethostname())
+        self.ranks_here = hosts.count(hosts[self.rank])
         share_cores(self.ranks_here)
 
     def leave(self):
@@ -157,12 +157,10 @@ class Job:
     def _listen(self):
         """Take in what the supervisor sends, until all ranks have done their work, or the job ends."""
         try:
-            self._take_in(self.state)
             while self.state["passed"] < DONE:
                 self._take_in(self.link.receive())
         except Exception as error:  # it has ended, or is silent, or what it sends is no state
-            why = f"lost the starting process: {error}" if self.spawned else str(error)
-            self._leave(End(None if self.spawned else 0, why))
+            self._leave(End(None, f"lost the starting process: {error}") if self.spawned else End(0, str(error)))
 
     def _take_in(self, state):
         with self.changed:
@@ -217,7 +215,7 @@ class Job:
                 if error and end.rank == self.rank and end.why.startswith(why):  # a caller adds "(called from ...)"
                     ending.print_traceback(error)
             # Spawned ranks share a console, where one line is enough for an error that the user must correct.
-            if not end.signal and (not self.spawned or end.again or end.rank in (self.rank, None)):
+            if end.status < 128 and (not self.spawned or end.again or end.rank in (self.rank, None)):
                 ending.print_error(end.line(self.names, self.rank))
             self._close_supervisor({*self.lost, end.rank}, ending.CLOSE_SECONDS)
         finally:

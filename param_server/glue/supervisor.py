@@ -9,8 +9,7 @@ stopped or cut off by its silence.
                          {"at": 2}                    it waits at barrier 2; {"at": DONE}: it has done its work
                          {"at": 2, "can_lose": true}  and after this barrier the job can go on without ranks
                          {"failed": {...}}            an End: it has failed, or a call to another rank has
-    supervisor -> rank   {"refused": why}             it cannot join
-                         Supervisor.state(), each time that it changes
+    supervisor -> rank   Supervisor.state(), each time that it changes
 """
 
 import contextlib
@@ -108,7 +107,6 @@ class Supervisor:
         """Return what all ranks are told."""
         missing = [rank for rank in self.at if rank not in self.joined]
         return {
-            "refused": None,
             "missing": missing,
             "job": self.job | {"ranks": [] if missing else [self.joined[rank] for rank in self.at]},
             "passed": self.passed(),
@@ -131,7 +129,7 @@ class Supervisor:
             if end.rank in self.lost or self.end:
                 return
             workers = self.at.keys() - {0} - self.lost.keys()
-            if end.rank in workers and len(workers) > 1 and self.passed() >= self.can_lose_after and not end.signal:
+            if end.rank in workers and len(workers) > 1 and self.passed() >= self.can_lose_after:
                 self.lost[end.rank] = end.why
             else:
                 self.end = end
@@ -160,7 +158,7 @@ class Supervisor:
         with contextlib.suppress(Exception), contextlib.closing(link):
             message = link.receive()  # if this is no rank of ours, one of these exceptions
             if why := self._refuse(message["join"], message, link):
-                link.send({"refused": why})
+                link.send(self.state() | {"end": vars(End(None, f"refused, because {why}", status=2))})
             else:
                 self._listen(message["join"], link)
 

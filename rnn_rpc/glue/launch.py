@@ -95,7 +95,7 @@ def _spawn(run_worker, args, workers):
         statuses = _wait_for(_start(run_worker, args, workers, supervisor), supervisor)
         supervisor.close()
         end = supervisor.end
-        if end and not end.signal and not statuses & {1, 2}:  # a rank that ends with these has printed the reason
+        if end and end.status < 128 and not statuses & {1, 2}:  # a rank that ends with these has printed the reason
             ending.print_error(end.line(names))
         if not end or not end.again or signals:
             break

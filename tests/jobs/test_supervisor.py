@@ -40,6 +40,12 @@ def join(connect, rank, flags=FLAGS, host="h"):
     return link
 
 
+def refusal(link):
+    end = link.receive()["end"]
+    assert end["status"] == 2
+    return end["why"]
+
+
 def wait_for(link, reached):
     """Return the first state that this rank is told for which reached(state) is true; None if there is none."""
     with contextlib.suppress(ConnectionError):
@@ -61,10 +67,11 @@ def test_all_ranks_learn_who_is_missing_and_then_what_the_job_is(job):
 def test_a_rank_with_other_flags_or_a_number_that_is_taken_is_refused(job):
     _, connect = job
     assert join(connect, 1).receive()["missing"] == [0, 2]
-    assert join(connect, 1).receive() == {"refused": "this rank has joined already, as process 101 on h"}
+    assert refusal(join(connect, 1)) == "refused, because this rank has joined already, as process 101 on h"
     for number in (3, -1, True, 1.0):
-        assert join(connect, number).receive() == {"refused": f"this job has no rank {number}"}
-    assert join(connect, 2, {"seed": 7}).receive() == {"refused": "it was started with seed 7, and this job with 1"}
+        assert refusal(join(connect, number)) == f"refused, because this job has no rank {number}"
+    assert refusal(join(connect, 2, {"seed": 7})) == "refused, because it was started with seed 7, and this job with 1"
+    assert join(connect, 2).receive()["end"] is None
 
 
 GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", b'{"join": 1}\n', b"[]\n", b"\xff\xfe\n", b"", b"[" * 60_000 + b"\n"]
