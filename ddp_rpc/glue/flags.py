@@ -120,19 +120,18 @@ def check_arguments(
     `device_ranks`: the ranks that compute on --device (default: all ranks); the others use no GPU.
     `writer`: the rank that reports the result, and so writes the files.
 
-    Adds to `args`: must_match (all such flags with their values), device_ranks, torchrun (whether torchrun has started
-    this process) and restarts, which Job.join sets (how many times this job has been started before).
+    Adds to `args`: must_match (all such flags with their values), device_ranks, launcher (its name, or None) and
+    restarts, which Job.join sets (how many times this job has been started before).
     """
     must_match = ("world_size", "mode", "seed", "check", "on_lost", *must_match)
     args.must_match = {"package": PACKAGE} | {flag: vars(args)[flag] for flag in must_match}
-    args.torchrun = args.launcher == "torchrun"
     _check_size(parser, args, min_world_size, max_world_size, roles)
     args.device_ranks = range(args.world_size) if device_ranks is None else device_ranks
     _check_combinations(parser, args)
     _check_files(parser, args, writer)
     said = [f"rank {args.rank} of {args.world_size}, started by {args.launcher}"] if args.launcher else []
     said += _choose_device(parser, args)
-    if said and not (args.torchrun and args.rank):  # torchrun's ranks share one console
+    if said and not (args.launcher == "torchrun" and args.rank):  # torchrun's ranks share one console
         print(*said, sep="\n", flush=True)
 
 
@@ -146,7 +145,7 @@ def _check_size(parser, args, least, most, roles):
 
 
 def _check_combinations(parser, args):
-    if args.torchrun and args.on_lost == "continue":
+    if args.launcher == "torchrun" and args.on_lost == "continue":
         parser.error("--on_lost continue: torchrun ends all ranks when one is lost; use its own --max-restarts")
     if args.max_restarts and args.rank is not None:
         parser.error("--max_restarts is for ranks that one process spawns; under torchrun, use torchrun --max-restarts")

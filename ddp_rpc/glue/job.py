@@ -225,7 +225,7 @@ class Job:
         end = ending.interrupted(number)
         if os.getppid() != self.parent and self.spawned:  # the signal comes from the system, as torch asks it to
             end = End(None, ending.FORK_SERVER_LOST)
-        elif number == signal.SIGTERM and self.args.torchrun and self.link:
+        elif number == signal.SIGTERM and self.args.launcher == "torchrun" and self.link:
             # torchrun may have seen a rank die, but does not say which; the supervisor does.
             time.sleep(ending.TORCHRUN_SECONDS)
         self.end(end)

@@ -158,7 +158,7 @@ class Supervisor:
         with contextlib.suppress(Exception), contextlib.closing(link):
             message = link.receive()  # if this is no rank of ours, one of these exceptions
             if why := self._refuse(message["join"], message, link):
-                link.send(self.state() | {"end": vars(End(None, f"refused, because {why}", status=2))})
+                link.send(self.state() | {"end": vars(End(None, f"refused, because {why}", again=False, status=2))})
             else:
                 self._listen(message["join"], link)
 

@@ -79,7 +79,7 @@ class Rendezvous:
         if self.supervisor:
             return self.supervisor.listener.getsockname()
         host, port = listen_only_towards(self.args.master_addr, self.args.master_port)
-        if self.args.torchrun and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if self.args.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return self._find_by_store(host, port)
         if self.rank == 0 and not self.spawned:
             self.supervisor = supervise(self.args, host, port)

@@ -131,7 +131,6 @@ def test_flags_come_first_and_the_choice_is_said(capsys):
 
         args = main.parse_args([])
         assert (args.rank, args.world_size, args.master_addr, args.master_port) == (1, 3, "10.0.0.1", 29501)
-        assert not args.torchrun
         assert capsys.readouterr().out.startswith("rank 1 of 3, started by the environment")
         args = main.parse_args(["--rank", "0", "--world_size", "2"])
         assert (args.rank, args.world_size, args.master_addr) == (0, 2, "localhost")
