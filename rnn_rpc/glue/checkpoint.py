@@ -101,9 +101,9 @@ def resume(args, scenario, settings):
     for name, value in settings.items():
         found = saved["settings"].get(name)
         if found != value:
-            shown = f"--{name}" if name in vars(args) else name
-            differs = f"{shown} {found}, and this run has {value}"
-            raise UserError(f"{path} was made with {differs}: this run cannot resume from it")
+            flag = f"--{name}" if name in vars(args) else name
+            why = f"{path} was made with {flag} {found}, and this run has {value}"
+            raise UserError(f"{why}: this run cannot resume from it")
     return saved["state"]
 
 

@@ -78,7 +78,7 @@ class Rendezvous:
         """Return the supervisor's (host, port); in rank 0, start it if no process has spawned this one."""
         if self.supervisor:
             return self.supervisor.listener.getsockname()
-        host, port = listen_only_towards(self.args.master_addr, self.args.master_port)
+        host, port = listen_only_towards(self.args.master_addr), self.args.master_port
         if self.args.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return self._find_by_store(host, port)
         if self.rank == 0 and not self.spawned:
@@ -124,20 +124,20 @@ def _connect(host, port):
         raise ConnectionError(f"nothing answers at {host} port {port} (--master_addr, --master_port)") from None
 
 
-def listen_only_towards(host, port):
-    """Let this process listen only on the interface that leads to `host`; return (IPv4 address of `host`, port).
+def listen_only_towards(host):
+    """Let this process listen only on the interface that leads to `host`; return the IPv4 address of `host`.
 
     Without this, TensorPipe and Gloo listen on the address to which this machine's *name* resolves, which may be public
     or wrong. Raises OSError, with one line for the user, if `host` cannot be reached.
     """
     try:
-        address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+        address = socket.gethostbyname(host)
         name, _ = interface_towards(address)
     except OSError as error:
         raise OSError(f"--master_addr {host}: {error.strerror or error}") from None
     for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         os.environ.setdefault(variable, name)
-    return address, port
+    return address
 
 
 def interface_towards(address):

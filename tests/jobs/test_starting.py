@@ -146,7 +146,7 @@ def test_rpc_and_process_groups_use_the_interface_that_leads_to_rank_0():
     """Otherwise each uses the address to which the name of this machine resolves, which the tests cannot choose."""
     with package_on_path("rl_rpc"):
         from glue import rendezvous
-    assert rendezvous.listen_only_towards("127.0.0.1", 1) == ("127.0.0.1", 1)
+    assert rendezvous.listen_only_towards("localhost") == "127.0.0.1"
     assert (os.environ["TP_SOCKET_IFNAME"], os.environ["GLOO_SOCKET_IFNAME"]) == ("lo", "lo")
 
 
