@@ -114,10 +114,8 @@ def _start(run_worker, args, workers, supervisor):
         with contextlib.ExitStack() as copies:
             for _ in range(3 * args.world_size + 16):
                 copies.callback(os.close, os.dup(supervisor.listener.fileno()))
-        arguments = (run_worker, args, workers)
-        return mp.start_processes(
-            _run_rank, arguments, args.world_size, join=False, start_method="forkserver"
-        ).processes
+        arguments, size = (run_worker, args, workers), args.world_size
+        return mp.start_processes(_run_rank, arguments, size, join=False, start_method="forkserver").processes
     except OSError as error:  # too many processes, or open files; the ranks that did start end by themselves
         before_torch.stop_fork_server()
         leave_now(1, f"cannot start all ranks: {error.strerror}")
@@ -128,9 +126,9 @@ def _wait_for(processes, supervisor):
     running, patience = dict(enumerate(processes)), GRACE_SECONDS
     while running:
         sentinels = {process.sentinel: rank for rank, process in running.items()}
-        ended = multiprocessing.connection.wait(sentinels, BEAT_SECONDS)
-        for sentinel in ended:
-            _judge(sentinels[sentinel], running.pop(sentinels[sentinel]), supervisor)
+        ended = [sentinels[each] for each in multiprocessing.connection.wait(sentinels, BEAT_SECONDS)]
+        for rank in ended:
+            _judge(rank, running.pop(rank), supervisor)
         if supervisor.end or supervisor.passed() == DONE:
             patience -= 0 if ended else BEAT_SECONDS
         if patience <= 0:
