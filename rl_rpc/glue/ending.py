@@ -126,11 +126,9 @@ def print_error(text):
     within(WRITE_SECONDS, lambda: print(f"{PACKAGE}: {text}\n", end="", file=sys.stderr, flush=True))
 
 
-def leave_now(status, text=None):
+def leave_now(status):
     """End this process at once. May be called on any thread; other threads may be in calls that never return."""
     try:
-        if text:
-            print_error(text)
         checkpoint.finish_writing(WRITE_SECONDS)
         within(WRITE_SECONDS, sys.stdout.flush)  # its reader may be gone, or may not read
     finally:

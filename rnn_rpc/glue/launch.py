@@ -117,8 +117,8 @@ def _start(run_worker, args, workers, supervisor):
         arguments, size = (run_worker, args, workers), args.world_size
         return mp.start_processes(_run_rank, arguments, size, join=False, start_method="forkserver").processes
     except OSError as error:  # too many processes, or open files; the ranks that did start end by themselves
-        before_torch.stop_fork_server()
-        leave_now(1, f"cannot start all ranks: {error.strerror}")
+        supervisor.fail(End(None, f"cannot start all ranks: {error.strerror}", again=False))
+        return []
 
 
 def _wait_for(processes, supervisor):

@@ -206,8 +206,9 @@ class Supervisor:
     def _use(self, rank, message):
         if "failed" in message:
             self.fail(End(**message["failed"]))
-        with self.changed:
-            if "can_lose" in message:
-                self.can_lose_after = message["at"]
-            self.at[rank] = message.get("at", self.at[rank])
-            self.changed.notify_all()
+        else:
+            with self.changed:
+                self.at[rank] = message["at"]
+                if message.get("can_lose"):
+                    self.can_lose_after = message["at"]
+                self.changed.notify_all()
