@@ -93,7 +93,7 @@ def argument_parser(description, modes, world_size, on_lost=False):
     add("--device", choices=["cpu", "cuda", "auto"], default="cpu", help=device_help)
     add("--rpc_timeout", type=seconds_of_rpc, default=60, metavar="S", help="seconds after which an RPC fails")
     transport_help = (
-        "how messages travel (docs/CONCEPTS.md, What a call costs); auto: shm with two cores per rank, else uv"
+        "shm: shared memory; tcp: TCP; uv: TCP, tensors through memory; auto: shm if each rank has two cores"
     )
     add("--transport", choices=["auto", "shm", "uv", "tcp"], default="auto", help=transport_help)
     add("--plot", metavar="FILE.png", help="draw the learning curve at the end")
