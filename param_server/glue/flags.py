@@ -92,10 +92,8 @@ def argument_parser(description, modes, world_size, on_lost=False):
     device_help = "device on which ranks compute (several ranks may share a GPU); auto: cuda if there is a GPU"
     add("--device", choices=["cpu", "cuda", "auto"], default="cpu", help=device_help)
     add("--rpc_timeout", type=seconds_of_rpc, default=60, metavar="S", help="seconds after which an RPC fails")
-    transport_help = (
-        "shm: shared memory; tcp: TCP; uv: TCP, tensors through memory; auto: shm if each rank has two cores"
-    )
-    add("--transport", choices=["auto", "shm", "uv", "tcp"], default="auto", help=transport_help)
+    how = "shm: shared memory; tcp: TCP; uv: TCP, tensors through memory; auto: shm if each rank has two cores"
+    add("--transport", choices=["auto", "shm", "uv", "tcp"], default="auto", help=how)
     add("--plot", metavar="FILE.png", help="draw the learning curve at the end")
     add("--summary_json", metavar="FILE", help="write the result and the curves of the run at the end")
     add("--checkpoint", metavar="FILE", help="save a checkpoint to this file at intervals and at the end")
