@@ -349,12 +349,12 @@ def test_a_name_that_nobody_knows_is_waited_for_until_join_timeout(rank):
 
 LATE_NAME_SERVICE = """
 import os, socket
-plain = socket.getaddrinfo
-def getaddrinfo(host, *how, **keywords):
+plain = socket.gethostbyname
+def gethostbyname(host):
     if host == "agent.svc" and not os.path.exists(os.environ["NAME_IS_KNOWN"]):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-    return plain("localhost" if host == "agent.svc" else host, *how, **keywords)
-socket.getaddrinfo = getaddrinfo
+    return plain("localhost" if host == "agent.svc" else host)
+socket.gethostbyname = gethostbyname
 """
 
 
