@@ -105,8 +105,8 @@ class Agent:
 
     def select_action(self, ob_id, state):
         # Observers call this and report_reward, several at the same time. It needs no lock, because
-        # each observer has separate lists, and nothing changes the policy while episodes run
-        # (difference 10).
+        # each observer has separate lists, nothing changes the policy while episodes run, and torch
+        # itself locks its random generator (difference 10).
         # The log-probability stays here with its graph, since the observer needs only a number. So
         # an ordinary backward() is enough, without distributed autograd.
         state = torch.from_numpy(state).float().unsqueeze(0)

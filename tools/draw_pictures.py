@@ -90,15 +90,18 @@ def draw_timelines(package):
 
 def draw_panels(path, traces, step, milliseconds):
     """Draw so many milliseconds of each of `traces`, {title: events}, from the start of this step on."""
-    figure = Figure(layout="constrained")
+    # A README is 830 pixels wide, in which the browser shrinks these 1650. So letters of 7 points are 11 pixels high.
+    figure = Figure((7.5, 1), layout="constrained")
     panels = figure.subplots(len(traces), sharex=True, squeeze=False)[:, 0]
     for axes, (title, events) in zip(panels, traces.items(), strict=True):
         draw_panel(axes, events, step, milliseconds)
         axes.set_title(title, loc="left", fontsize=9)
-    fit_heights(figure, panels, 10, 0.28, 0.4 * len(panels) + 0.7)
+    fit_heights(figure, panels, 0.22, 0.4 * len(panels) + 0.7)
     panels[-1].set_xlabel("milliseconds", fontsize=8)
     figure.legend(handles=trace.legend(), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=220)
+    with Image.open(path) as picture:
+        picture.quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def draw_panel(axes, events, step, milliseconds):
@@ -106,11 +109,11 @@ def draw_panel(axes, events, step, milliseconds):
     trace.draw_period(axes, events, start, start + 1e3 * milliseconds)
 
 
-def fit_heights(figure, panels, width, lane, rest):
-    """Give each panel a height for its lanes. In inches: the figure's width, the height of a lane, and of the rest."""
+def fit_heights(figure, panels, lane, rest):
+    """Give each panel a height for its lanes. In inches: the height of a lane, and of the rest of the figure."""
     lanes = [len(axes.get_yticks()) for axes in panels]
     panels[0].get_gridspec().set_height_ratios(lanes)
-    figure.set_size_inches(width, lane * sum(lanes) + rest)
+    figure.set_figheight(lane * sum(lanes) + rest)
 
 
 def start_of_step(events, step):
@@ -271,7 +274,7 @@ def draw_sheet(traces, step):
         "step": "Mode step: a call to the agent for each action",
         "rollout": "Mode rollout: a call to an observer for each episode",
     }
-    figure = Figure(dpi=DPI, layout="constrained")
+    figure = Figure((WIDTH / DPI, 1), dpi=DPI, layout="constrained")
     panels = figure.subplots(2, sharex=True)
     for axes, mode in zip(panels, titles, strict=True):
         draw_panel(axes, traces[mode], step, MILLISECONDS)
@@ -281,7 +284,7 @@ def draw_sheet(traces, step):
                 name.set_text(name.get_text().replace("step ", "episode "))
                 name.set_bbox(None)  # at this size, the background would hide the bar
                 name.set_path_effects([withStroke(linewidth=2, foreground="white")])
-    fit_heights(figure, panels, WIDTH / DPI, 0.19, 1)
+    fit_heights(figure, panels, 0.19, 1)
     panels[-1].set_xlabel("milliseconds (each takes a second here)", fontsize=7)
     file = io.BytesIO()
     figure.savefig(file)

@@ -668,11 +668,11 @@ def draw(path, events, window):
     from matplotlib.figure import Figure  # a second to import, so only when asked for
 
     start, end = window or typical_period(events)
-    figure = Figure(layout="constrained")
+    figure = Figure((10, 1), layout="constrained")
     axes = figure.subplots()
     draw_period(axes, events, start, end)
     axes.set_xlabel("milliseconds", fontsize=8)
-    figure.set_size_inches(10, 0.28 * len(axes.get_yticks()) + 1.1)
+    figure.set_figheight(0.28 * len(axes.get_yticks()) + 1.1)
     figure.legend(handles=legend(), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
     figure.savefig(path, dpi=110, format="png")
 
@@ -729,12 +729,13 @@ def draw_period(axes, events, start, end):
 def draw_bars(axes, bars, rows, start, end):
     """Draw the bars, with a name in each that has room for it."""
     paper = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}
+    letter = 7e-5 * (end - start) / axes.figure.get_figwidth()  # about the width of a letter, in milliseconds
     taken = {}  # row -> where the last name in it ends
     for bar in bars:
         row, left, right = rows[lane_of(bar)], (bar["ts"] - start) / 1e3, (end_of(bar) - start) / 1e3
         axes.barh(row, right - left, 0.7, left, color=COLORS[state_of(bar)], edgecolor="white", linewidth=0.2)
         left, right = max(left, 0), min(right, (end - start) / 1e3)
-        length = 7e-6 * (end - start) * (len(bar["name"]) + 1)  # about the length of the name
+        length = letter * (len(bar["name"]) + 1)
         if right - left > length and left >= taken.get(row, 0):
             taken[row] = left + length
             axes.text(left, row, f" {bar['name']}", fontsize=6.5, va="center", clip_on=True, bbox=paper)
