@@ -41,7 +41,7 @@ TIMELINES = {
     ),
     "rnn_rpc": (
         ["--world_size", "2", "--epochs", "1", "--corpus_tokens", "40000", "--vocabulary", "10000"],
-        [("timelines", {mode: ["--mode", mode] for mode in ("logits", "loss", "overlap")}, 20, 150.0)],
+        [("timelines", {mode: ["--mode", mode] for mode in ("logits", "loss", "overlap")}, 26, 150.0)],
     ),
     "ddp_rpc": (
         ["--world_size", "4", "--epochs", "2", "--batches", "30"],
@@ -58,7 +58,7 @@ TIMELINES = {
                     "overlap": ["--mode", "overlap"],
                     "sync": ["--mode", "sync"],
                 },
-                20,
+                16,
                 150.0,
             )
         ],
