@@ -339,6 +339,11 @@ def unused_result(rank):
     with dist_autograd.context() as context_id:
         used, _unused = (rpc.rpc_sync("b", forward, args=(torch.ones(2, 3),)).sum() for _ in range(2))
         waits = still_waits(lambda: dist_autograd.backward(context_id, [used]), 2)
+    weight = torch.ones(3, requires_grad=True)
+    with dist_autograd.context() as context_id:
+        loss = weight.sum()
+        rpc.rpc_sync("b", id, args=(loss,))  # its answer does not depend on the loss
+        waits = waits and still_waits(lambda: dist_autograd.backward(context_id, [loss]), 2)
         note_event("`dist_autograd.backward` does not return", waits)
 
 
