@@ -14,7 +14,9 @@ from programs import ROOT, run_script
 NOISE = r"Traceback|Exception raised from|^frame #"  # tracebacks of Python and of C++
 PACKAGES = ("rl_rpc", "rnn_rpc", "ddp_rpc", "param_server")
 PAGES = [
-    path for pattern in ("*.md", "docs/**/*.md", *(f"{name}/*.md" for name in PACKAGES)) for path in ROOT.glob(pattern)
+    path
+    for pattern in ("*.md", "docs/**/*.md", *(f"{name}/*.md" for name in (*PACKAGES, "tests")))
+    for path in ROOT.glob(pattern)
 ]
 
 

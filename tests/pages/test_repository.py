@@ -171,10 +171,19 @@ def differences_of(package):
     return re.findall(r"^\| (B?\d+) \| .* \| ([^|]*) \|$", page, re.MULTILINE)
 
 
+def names_of_tests():
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    return set(re.findall(r"^ *def (test_\w+)\(", sources, re.MULTILINE))
+
+
+def test_each_promise_names_tests_that_exist():
+    for promise, cell in re.findall(r"^\| (.*) \| (.*) \|$", (ROOT / "tests" / "README.md").read_text(), re.MULTILINE):
+        assert set(re.findall(r"`(test_\w+)`", cell)) <= names_of_tests(), promise
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_each_numbered_difference_names_tests_that_exist(package):
-    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    tests = set(re.findall(r"^ *def (test_\w+)\(", sources, re.MULTILINE))
+    tests = names_of_tests()
     rows = differences_of(package)
     assert len(rows) >= 20 and len({number for number, _ in rows}) == len(rows)
     for number, cell in rows:
