@@ -109,10 +109,11 @@ def _start(run_worker, args, workers, supervisor):
     host, port = supervisor.listener.getsockname()
     args = argparse.Namespace(**vars(args) | {"master_addr": host, "master_port": port})  # where a rank looks for it
     try:
-        # Each rank takes three files of this process. If they are missing, it is noticed before a rank is started,
-        # because later the fork server would print a traceback of its own.
+        # Each rank takes up to five files of this process, three of which are connections to the supervisor and to the
+        # store. If they are missing, it is noticed before a rank is started, because later the fork server would print
+        # a traceback of its own.
         with contextlib.ExitStack() as copies:
-            for _ in range(3 * args.world_size + 16):
+            for _ in range(5 * args.world_size + 16):
                 copies.callback(os.close, os.dup(supervisor.listener.fileno()))
         arguments, size = (run_worker, args, workers), args.world_size
         return mp.start_processes(_run_rank, arguments, size, join=False, start_method="forkserver").processes
