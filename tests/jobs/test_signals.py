@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import time
 
@@ -13,6 +14,7 @@ import torch
 from helpers import NOISE
 from jobs import JOBS, Job, left_in
 from processes import children_of, command_of, forked, ranks_of
+from programs import Program
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
@@ -109,6 +111,18 @@ def test_a_working_job_ends_quietly_and_keeps_the_checkpoint(package, way, targe
     saved = torch.load(checkpoint, weights_only=True)
     assert saved["scenario"] == package and saved["state"]
     assert os.listdir(tmp_path) == ["checkpoint.pt"], "a half-written file is left"
+
+
+def test_a_job_that_nohup_has_started_outlives_its_terminal():
+    """A terminal that is closed sends SIGHUP to all processes. Other signals end the job as ever."""
+    flags = [*JOBS["rl_rpc"]["long"], "--log_interval", "1"]
+    with Program("rl_rpc/main.py", *flags, by=["nohup", sys.executable]) as job:
+        assert job.wait_for_text(r"Episode \d+"), job.text()
+        os.killpg(job.pid, signal.SIGHUP)
+        played = len(re.findall(r"Episode \d+", job.output()))
+        assert job.wait_for_text(rf"Episode {played + 2}\b"), job.text()
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(5) == STATUS[signal.SIGTERM], job.text()
 
 
 @pytest.mark.slow
