@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import time
 
@@ -49,6 +50,17 @@ def test_a_run_learns_and_tells_its_figures(tmp_path, mode):
     assert summary["dataset"] == "synthetic" and summary["restarts"] == 0 and summary["images_per_second"] > 0
     assert summary["updates"] == 400 and summary["staleness_max"] > 0
     assert curve.stat().st_size > 5_000
+
+
+def test_the_accuracy_is_that_of_the_test_images(few_digits, tmp_path):
+    """Here all training images are called threes, and all test images sevens."""
+    folder = shutil.copytree(few_digits, tmp_path / "digits")
+    for part, digit in (("train", 3), ("t10k", 7)):
+        labels = folder / f"{part}-labels-idx1-ubyte"
+        content = labels.read_bytes()
+        labels.write_bytes(content[:8] + bytes([digit]) * (len(content) - 8))
+    done = run_main("param_server", "--data_dir", folder, "--world_size", 2, "--max_batches", 30)
+    assert "Accuracy 0.0000" in done.stdout, (done.stdout, done.stderr)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from faults import copy_with_mistake
 from helpers import load_oracle
@@ -75,6 +76,19 @@ def test_late_calls_of_a_dropped_observer_are_refused(make_agent):
         with pytest.raises(ValueError, match=r"^observer2 was lost; the others play on without it$"):
             call()
     assert batched.select_action(1, STATE, None).done()  # the refused calls are not part of a batch
+
+
+@pytest.mark.timeout(20)
+def test_an_observer_that_is_lost_just_before_its_episode_begins_is_not_waited_for(make_agent):
+    """The job reports a loss on a thread of its own, so perhaps between these two calls."""
+    calls = make_agent(2, "rollout").calls
+    assert calls.idle([1, 2]) == [1, 2]
+    calls.on_lost(2)
+    silent, played = torch.futures.Future(), torch.futures.Future()
+    calls.add(2, silent)
+    calls.add(1, played)
+    played.set_result("an episode")
+    assert dict(calls.as_completed()) == {1: "an episode"}
 
 
 @pytest.mark.parametrize("ends", ["with its episode", "with an error"])

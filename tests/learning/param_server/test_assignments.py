@@ -50,5 +50,7 @@ def test_a_batch_that_its_trainer_left_out_is_dealt_again():
     assignments.strike(1)
     assignments.strike(1)
     assignments.strike(2)
+    assert assignments.done == {1: 2, 2: 1}
     assignments.deal(3)
     assert assignments.dealt == {1: [3, 5], 2: [4]}
+    assert not assignments.done  # in `bounded`, trainer 1 is not ahead any more

@@ -239,6 +239,15 @@ def test_batches_are_dealt_and_taken_back_only_under_the_lock(mode):
     assert len(used) > 10 and all(used)
 
 
+def test_a_resumed_run_makes_its_first_checkpoint_when_it_is_due():
+    """Batches are dealt up to the next checkpoint, and one gradient is one update in this mode."""
+    saved, resumed = (make_server("replica").coordinator for _ in range(2))
+    saved.updates, resumed.checkpoint_every = 30, 10
+    resumed.begin_epoch(resumed.load_state_dict(saved.state_dict(left=[*range(30, 100)])))
+    resumed.deal()
+    assert resumed.assignments.dealt == {1: [*range(30, 40, 2)], 2: [*range(31, 40, 2)]}
+
+
 # ------------------------------------------------------------------------- a lost trainer that was only stopped
 
 
@@ -292,7 +301,7 @@ def test_the_defaults_are_the_tutorials_but_for_two():
 
 def test_ranks_must_agree_on_what_more_than_one_of_them_uses():
     agree = set(arguments().must_match)
-    assert {"lr", "batch_size", "dataset", "max_staleness", "num_gpus", "seed", "mode"} <= agree
+    assert {"lr", "batch_size", "dataset", "max_staleness", "num_gpus", "seed", "mode", "on_lost"} <= agree
     assert not {"checkpoint", "data_dir", "plot", "log_interval"} & agree  # these may differ between ranks
 
 

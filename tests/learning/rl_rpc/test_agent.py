@@ -1,6 +1,7 @@
 """The logic of the agent, the learner and the policy, in one process, and the differences from the tutorial."""
 
 import copy
+import json
 import sys
 import threading
 from types import SimpleNamespace
@@ -213,6 +214,8 @@ def test_observers_see_different_environments_and_draws(make_agent):
             different.add(tuple(ob_rref.value.reset(agent.learner.episodes)))
             different.add(agent.generators[ob_id].random())
     assert len(different) == 50
+    seed_for = oracle.seeds.seed_for
+    assert seed_for(1, "actions", 1, 11) != seed_for(1, "actions", 11, 1), "observer 11 would play as observer 1 did"
 
 
 def test_returns_do_not_leak_from_one_observer_into_another():
@@ -273,7 +276,7 @@ def test_importing_main_parses_and_seeds_and_starts_nothing(monkeypatch):
 
 
 def test_ranks_must_agree_on_the_environment():
-    assert {"env_id", "seed", "mode"} <= set(main_module.parse_args([]).must_match)
+    assert {"env_id", "seed", "mode", "on_lost"} <= set(main_module.parse_args([]).must_match)
 
 
 # ---- concurrency -----------------------------------------------------------------------------------------------------
@@ -472,6 +475,19 @@ def test_a_checkpoint_of_another_seed_or_environment_is_refused(make_agent, tmp_
     with pytest.raises(ValueError, match=f"was made with {flag} .*, and this run has {value}: ") as refused:
         run("--resume", flag, value)
     assert "\n" not in str(refused.value) and file.read_bytes() == before
+
+
+def test_the_speed_of_a_resumed_run_is_that_of_its_own_steps(tmp_path):
+    """Of 1,000 steps, 900 were made before it, and the others have taken 4 s."""
+    args = main_module.parse_args(["--summary_json", str(tmp_path / "summary.json")])
+    learner = make_learner()
+    progress = main_module.Progress(args, SimpleNamespace(learner=learner), main_module.RESUME_KEYS)
+    learner.env_steps = 900
+    progress.start()
+    learner.env_steps = 1000
+    progress.finish(SimpleNamespace(seconds=4.0), [], {})
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["env_steps"], summary["env_steps_per_second"]) == (1000, 25)
 
 
 def test_a_resumed_run_has_the_learning_rate_of_its_own_flag():

@@ -3,7 +3,9 @@
 In most tests the process `trainer` is also its own parameter server, because a worker may call itself.
 """
 
+import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -249,6 +251,19 @@ def test_a_generated_text_goes_on_from_its_own_past_and_without_dropout():
 
 def test_the_mean_loss_is_per_token_and_not_per_batch():
     assert progress.mean_loss([(2.0, 1), (8.0, 8)]) == 10 / 9
+
+
+def test_a_point_of_the_curve_is_of_its_interval_and_the_speed_of_the_timed_steps(tmp_path):
+    """Four steps of 10 tokens, with 1 to 4 nats per token. Two of them are timed, and take half a second."""
+    args = oracle.main.parse_args(["--log_interval", "2", "--summary_json", str(tmp_path / "summary.json")])
+    text, done = oracle.corpus.generated_corpus(10, 500, seed=1), SimpleNamespace(step=0, epoch=0, heldout=2.0)
+    output = progress.Progress(args, text, done, 4, oracle.main.RESUME_KEYS)
+    output.start()
+    for done.step in (1, 2, 3, 4):
+        output.after_step(10.0 * done.step, 10)
+    output.finish(SimpleNamespace(steps=4, timed_steps=2, seconds=0.5))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["curves"]["loss/train"] == [[2, 4], [1.5, 3.5]] and summary["tokens_per_second"] == 40
 
 
 def test_layers_start_from_seeds_of_their_own():
