@@ -165,6 +165,22 @@ def test_a_silent_rank_is_lost(job, monkeypatch):
     assert end["rank"] == 2 and end["why"].startswith("silent for")
 
 
+def test_silence_is_counted_from_the_last_sign_of_life(monkeypatch):
+    monkeypatch.setattr(supervisor, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "LOST_AFTER_SECONDS", 1.2)
+    ours, theirs = map(Link, socket.socketpair())
+
+    def live():
+        for _ in range(5):
+            time.sleep(0.4)
+            theirs.send()
+        theirs.send({"at": 1})
+
+    with contextlib.closing(ours), contextlib.closing(theirs):
+        threading.Thread(target=live, daemon=True).start()
+        assert ours.receive() == {"at": 1}
+
+
 def test_an_error_that_a_loss_may_have_caused_waits_for_the_loss(job, monkeypatch):
     monkeypatch.setattr(supervisor, "KNOWN_AFTER_SECONDS", 1.0)
     _, connect = job

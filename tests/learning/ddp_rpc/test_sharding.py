@@ -270,6 +270,16 @@ def test_an_evaluation_begins_when_all_have_stepped_and_sums_over_all_trainers(m
     assert figures["ceiling_accuracy"] == (int((targets == teacher).sum()) + 9) / 20
 
 
+def test_each_heldout_batch_is_one_trainers(monkeypatch):
+    log = ClickLog(100, 2, seed=1)
+    monkeypatch.setattr(evaluation.dist, "get_world_size", lambda: 3)
+    parts = []
+    for rank in range(3):
+        monkeypatch.setattr(evaluation.dist, "get_rank", lambda rank=rank: rank)
+        parts += [tuple(target.tolist()) for _, _, target in evaluation.draw_heldout(log, seed=1)]
+    assert len(parts) == len(set(parts)) == evaluation.HELDOUT_BATCHES
+
+
 def test_the_learning_rate_falls_in_the_second_half_in_a_straight_line():
     """It ends above 0, because with a learning rate of 0 the last epoch would have no effect."""
     rates = [training.learning_rate(SimpleNamespace(lr=0.5, epochs=4), epoch) for epoch in (1, 2, 3, 4)]

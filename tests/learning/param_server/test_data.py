@@ -2,7 +2,7 @@
 
 import gzip
 import multiprocessing
-import os
+import time
 from pathlib import Path
 
 import pytest
@@ -129,19 +129,17 @@ def test_a_truncated_gz_file_is_refused_in_one_line(tmp_path):
 # ------------------------------------------------------------------- difference 10: one download, and its failure
 
 
-def _load_with_counted_downloads(folder, counter):
+def _load_with_counted_downloads(folder, counter, together):
     import torchvision.datasets
 
     def download(root, download):
         with open(counter, "a") as file:
             file.write("x")
-        for images, labels in data.FILES.values():  # written slowly, as a download is
-            for name, content in ((images, idx((40, 28, 28))), (labels, idx((40,)))):
-                with open(os.path.join(root, name), "wb") as file:
-                    for start in range(0, len(content), 4096):
-                        file.write(content[start : start + 4096])
+        time.sleep(0.5)  # a download takes a while
+        write_mnist(Path(root))
 
     torchvision.datasets.MNIST = download
+    together.wait(60)
     images, _ = load(folder)
     assert len(images) == 40
 
@@ -150,7 +148,8 @@ def test_processes_that_start_together_download_once(tmp_path):
     context = multiprocessing.get_context("fork")
     counter = str(tmp_path / "downloads")
     folder = str(tmp_path / "data")
-    processes = [context.Process(target=_load_with_counted_downloads, args=(folder, counter)) for _ in range(5)]
+    arguments = folder, counter, context.Barrier(5)
+    processes = [context.Process(target=_load_with_counted_downloads, args=arguments) for _ in range(5)]
     for process in processes:
         process.start()
     for process in processes:

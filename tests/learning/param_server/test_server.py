@@ -1,5 +1,6 @@
 """param_server's servers, called directly in this process: clones, verified gradients, the network, the flags."""
 
+import threading
 import warnings
 
 import pytest
@@ -239,13 +240,40 @@ def test_batches_are_dealt_and_taken_back_only_under_the_lock(mode):
     assert len(used) > 10 and all(used)
 
 
-def test_a_resumed_run_makes_its_first_checkpoint_when_it_is_due():
-    """Batches are dealt up to the next checkpoint, and one gradient is one update in this mode."""
+@pytest.mark.parametrize(("checkpoint_every", "dealt"), [(10, 10), (None, 22)])
+def test_a_resumed_run_saves_and_measures_when_it_is_due(checkpoint_every, dealt):
+    """Batches are dealt up to the next checkpoint or evaluation. One was at update 26, the next will be after 26."""
     saved, resumed = (make_server("replica").coordinator for _ in range(2))
-    saved.updates, resumed.checkpoint_every = 30, 10
+    saved.updates, saved.unmeasured = 30, 4
+    resumed.checkpoint_every, resumed.evaluations = checkpoint_every, 4
     resumed.begin_epoch(resumed.load_state_dict(saved.state_dict(left=[*range(30, 100)])))
     resumed.deal()
-    assert resumed.assignments.dealt == {1: [*range(30, 40, 2)], 2: [*range(31, 40, 2)]}
+    assert sorted([*resumed.assignments.dealt[1], *resumed.assignments.dealt[2]]) == [*range(30, 30 + dealt)]
+
+
+@pytest.mark.parametrize("mode", ["remote", "replica"])
+def test_a_resumed_run_has_the_momentum_of_its_own_flag(mode):
+    saved, resumed = make_server(mode, "--momentum", 0.5), make_server(mode, "--momentum", 0.9)
+    resumed.load_state_dict(saved.state_dict())
+    assert [group["momentum"] for group in resumed.optimizer.param_groups] == [0.9]
+
+
+def test_nobody_is_waited_for_when_the_only_trainer_that_works_is_lost():
+    leader, asked = make_server("replica").coordinator, threading.Event()
+
+    class Living(set):
+        def __le__(self, others):  # called under the lock, so on_lost() comes when the thread waits
+            asked.set()
+            return super().__le__(others)
+
+    leader.assignments.living = Living(leader.assignments.living)
+    leader.next_assignment(1, 100)
+    waiting = threading.Thread(target=leader.wait_for_trainers, daemon=True)
+    waiting.start()
+    assert asked.wait(5)
+    leader.on_lost(2)
+    waiting.join(5)
+    assert not waiting.is_alive()
 
 
 # ------------------------------------------------------------------------- a lost trainer that was only stopped

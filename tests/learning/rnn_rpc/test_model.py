@@ -266,6 +266,10 @@ def test_a_point_of_the_curve_is_of_its_interval_and_the_speed_of_the_timed_step
     assert summary["curves"]["loss/train"] == [[2, 4], [1.5, 3.5]] and summary["tokens_per_second"] == 40
 
 
+def test_names_of_the_ranks():
+    assert [oracle.main.worker_name(rank, None) for rank in range(3)] == ["server1", "trainer", "server2"]
+
+
 def test_layers_start_from_seeds_of_their_own():
     """Difference 14: two constructors may run at the same time on one server, which has one default generator."""
     states = [new_model().state_dict() for _ in range(2)]
