@@ -198,12 +198,12 @@ def test_an_answer_is_not_changed_by_later_updates(mode):
     torch.testing.assert_close(torch.cat([param.reshape(-1) for param in server.model.parameters()]), new)
 
 
-@pytest.mark.parametrize("mode", ["replica", "bounded", "sync"])
-def test_a_push_that_is_not_finite_is_refused(mode):
+@pytest.mark.parametrize(("mode", "value"), [("replica", "nan"), ("bounded", "inf"), ("sync", "-inf")])
+def test_a_push_that_is_not_finite_is_refused(mode, value):
     server = make_server(mode)
     _, weights = server.pull()
-    with pytest.raises(ValueError, match="step 1: the sum of rank 2's gradient is nan: training has diverged"):
-        server.push(replica.Push(2, 0, 4, torch.full_like(weights, torch.nan)))
+    with pytest.raises(ValueError, match=f"step 1: the sum of rank 2's gradient is {value}: training has diverged"):
+        server.push(replica.Push(2, 0, 4, torch.full_like(weights, float(value))))
     assert torch.equal(server.pull()[1], weights)
 
 
