@@ -26,6 +26,16 @@ def test_works_across_two_hosts():
 
 
 @pytest.mark.slow
+def test_a_host_divides_its_cores_among_its_own_ranks():
+    """Of three ranks, one host has two and the other has one."""
+    eight = {"OMP_NUM_THREADS": 8}
+    with TwoHosts() as hosts, Job("rl_rpc", "terminals", ["--check", *HERE], hosts=hosts, env=eight) as job:
+        assert set(job.wait(120)) == {0}, job.text()
+        shares = re.findall(r"(\d+) intra-op thread\(s\) in each of (\d)", job.text())
+        assert sorted(shares) == [("4", "2"), ("4", "2"), ("8", "1")], job.text()
+
+
+@pytest.mark.slow
 def test_a_cut_link_ends_the_job():
     package = "ddp_rpc"  # it uses RPC and a process group
     with TwoHosts() as hosts, Job(package, "terminals", [*JOBS[package]["long"], *HERE], hosts=hosts) as job:
