@@ -88,15 +88,16 @@ all | rl | rnn | ddp | ps)
     [ -z "$failed" ] || { echo "These scenarios failed:$failed" >&2; exit 1; }
     ;;
 test)
-    case "${2:-} ${3:-}" in " " | "full " | "full learning" | "full jobs" | "full pages") ;; *) usage ;; esac
+    case "${*:2}" in "" | full | "full learning" | "full jobs" | "full pages") ;; *) usage ;; esac
     use_environment tests/requirements.txt
-    case "${2:-} ${3:-}" in
-    " ") run_tests -m "not slow" ;;
-    "full ") run_tests ;;
+    case "${*:2}" in
+    "") run_tests -m "not slow" ;;
+    full) run_tests ;;
     *) run_tests "tests/$3" ;;
     esac
     ;;
 bench)
+    [ $# -eq 1 ] || usage
     use_environment requirements.txt
     mkdir -p results
     for package in rl_rpc rnn_rpc ddp_rpc param_server; do
