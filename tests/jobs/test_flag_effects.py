@@ -273,7 +273,7 @@ EFFECTS = {
     },
     "rl_rpc/elastic.py": MEETING
     | {
-        "--seconds": ShownBy("tests/jobs/rl_rpc/test_elastic.py", "test_elastic_learns_and_takes_no_rank_twice"),
+        "--seconds": ShownBy("tests/jobs/rl_rpc/test_elastic.py", "test_elastic_learns"),
         "--max_episodes": ShownBy(
             "tests/jobs/rl_rpc/test_elastic.py", "test_elastic_alone_in_a_folder_ends_after_max_episodes"
         ),
@@ -415,7 +415,7 @@ ROWS = [(path, flags, row) for path, rows in EFFECTS.items() for flags, row in r
     ("path", "flags", "row"),
     [pytest.param(*each, id=f"{each[0]} {each[1]}") for each in ROWS if not isinstance(each[2], ShownBy)],
 )
-@pytest.mark.draw(60)
+@pytest.mark.draw(30)
 def test_a_flag_has_its_effect(path, flags, row):
     if isinstance(row, Fails):
         run = Run(path, flags)
@@ -431,6 +431,7 @@ COMPARED = [(path, row) for path, _, row in ROWS if isinstance(row, Shows) and r
 
 
 @pytest.mark.parametrize(("path", "base"), sorted({(path, row.base) for path, row in COMPARED}))
+@pytest.mark.draw(6)
 def test_what_is_compared_is_the_same_in_a_second_run(path, base):
     """Otherwise it would differ without the flag, too."""
     old, again = plain_run(path, base), Run(path, base)
@@ -475,6 +476,7 @@ def test_a_rank_goes_where_the_flags_say(path):
                 assert program.members() == [program.pid]
 
 
+@pytest.mark.slow
 def test_a_call_takes_longer_than_a_hundredth_of_a_second():
     """The job waits some seconds to see whether a rank is lost, and then it says what has happened."""
     run = Run("param_server/main.py", "--rpc_timeout 0.01 --batch_size 128")

@@ -19,7 +19,7 @@ SYNTHETIC = {"param_server/tutorial.py": ["--dataset", "synthetic", "--world_siz
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [*PROGRAMS, "rl_rpc/tutorial_batch.py", "param_server/tutorial_batch.py", *SYNTHETIC])
-@pytest.mark.draw(3)
+@pytest.mark.draw(2)
 def test_ranks_end_with_the_process_that_spawned_them(path):
     """Its ranks import torch during the first seconds, and torch asks for a signal at its death only afterwards."""
     seed = random.SystemRandom().randrange(1000)

@@ -21,6 +21,7 @@ DONE = "Greedy policy over 1 episodes"
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.draw(1, "two nodes")
 def test_torchrun_on_two_nodes():
     """With RPC and a process group."""
     with TwoHosts() as hosts, Nodes(hosts, "ddp_rpc", ["--epochs", "2", "--batches", "20"]) as nodes:
@@ -64,7 +65,7 @@ class Nodes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("node", [0, 1])
-@pytest.mark.draw(1)
+@pytest.mark.draw(1, "two nodes")
 def test_a_loss_on_one_of_two_nodes_is_one_restart(node):
     """Two torchrun processes on this machine, with one rank each. Only one of them sees its own rank die."""
     by = [*TORCHRUN, "--nproc-per-node", 1, "--max-restarts", 1, "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]

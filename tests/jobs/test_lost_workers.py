@@ -24,7 +24,7 @@ def wait_until_all_count(job):
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=SLOW)])
 def test_the_others_go_on_without_a_lost_worker(number):
     """For spawned ranks. tests/jobs/rl_rpc/test_lost_observers.py tests ranks in terminals."""
     with start("spawned", "--enough", "2000") as job:

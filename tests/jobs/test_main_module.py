@@ -15,6 +15,7 @@ from programs import run_script
     ("package", "called"),
     [("rl_rpc", 0), ("rl_rpc", 1), ("rnn_rpc", 0), ("ddp_rpc", 0), ("ddp_rpc", 3), ("param_server", 0)],
 )
+@pytest.mark.draw(3)
 def test_a_rank_that_another_program_starts_is_called_like_the_others(package, called):
     """`called`: a rank whose functions other ranks call. Here another file starts it, and main.py starts the others."""
     place = ("--master_port", free_port(), "--rank")

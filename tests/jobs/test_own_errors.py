@@ -63,6 +63,7 @@ def test_mistake_in_a_call_names_the_line_of_the_call(tmp_path):
         ("param_server", "spawned", ["--max_batches", 2]),
     ],
 )
+@pytest.mark.draw(2)
 def test_mistake_on_the_main_thread_shows_its_traceback_once(package, way, flags, tmp_path):
     name, right, wrong, rank = MAIN_THREAD[package]
     main = copy_with_mistake(package, tmp_path, name, right, wrong)

@@ -155,6 +155,7 @@ def test_a_killed_starting_process_takes_every_rank_with_it():
         assert "lost the starting process" in job.errors(), job.text()
 
 
+@pytest.mark.slow
 def test_no_rank_is_left_when_the_starting_process_is_killed_while_a_rank_starts():
     """The rank is stopped before it has connected to the starting process, and goes on when that is gone."""
     with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], cold=True) as job:

@@ -137,7 +137,7 @@ def watch_sockets(package, way, tmp_path):
 @pytest.mark.parametrize(
     "package", ["rl_rpc", "ddp_rpc", *(pytest.param(p, marks=pytest.mark.slow) for p in ("rnn_rpc", "param_server"))]
 )
-@pytest.mark.draw(2)
+@pytest.mark.draw(1)
 def test_a_spawned_run_is_quiet_listens_on_loopback_only_and_leaves_nothing(package, tmp_path):
     watch_sockets(package, "spawned", tmp_path)
 
@@ -477,6 +477,7 @@ def test_without_a_checkpoint_of_its_own_it_starts_afresh_and_says_so(way, flags
         assert "Going on after" not in job.text()
 
 
+@pytest.mark.slow
 def test_a_killed_fork_server_ends_the_job_or_restarts_it(tmp_path):
     """The system may kill it when memory runs out. It is killed twice, and one restart is allowed."""
     flags = ["--mode", "rollout", "--checkpoint", str(tmp_path / "c.pt"), "--max_restarts", "1"]

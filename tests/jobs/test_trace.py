@@ -100,6 +100,7 @@ def test_both_sides_of_every_rpc_of_a_job_are_recorded(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["all.json", "summary.json"]
 
 
+@pytest.mark.slow
 def test_answers_that_leave_later_hold_no_thread(tmp_path):
     path = tmp_path / "all.json"
     assert run_traced(path, "rl_rpc", *RL, "--mode", "batched").returncode == 0
@@ -333,6 +334,7 @@ print("ran on with torch", torch.__version__)""")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.slow
 @pytest.mark.draw(1)
 def test_an_interrupted_job_leaves_its_picture(number, status, tmp_path):
     """A terminal sends Ctrl-C to all processes. Others send SIGTERM to trace.py alone."""

@@ -13,7 +13,8 @@ WINDOWS = ["rpc_async, 1 in flight", "rpc_async, 8 in flight", "rpc_async, 64 in
 PAYLOADS = ["nothing", "array of 4 floats", "tensor of 1 KB", "tensor of 1 MB"]
 
 
-@pytest.mark.draw(2, "benches")
+@pytest.mark.slow
+@pytest.mark.draw(1, "benches")
 def test_a_call_through_an_rref_costs_twice_the_messages(tmp_path):
     """A call by name sends a request and an answer. With an RRef the owner also confirms it, and gets an answer.
 
@@ -32,7 +33,7 @@ def test_a_call_through_an_rref_costs_twice_the_messages(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(2, "benches")
+@pytest.mark.draw(1, "benches")
 def test_every_way_to_call_has_its_row(tmp_path):
     out = tmp_path / "calls.json"
     flags = ["--rounds", 1, "--calls", 10, "--monarch_python", tmp_path / "none", "--markdown", "--json", out]

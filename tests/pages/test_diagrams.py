@@ -49,7 +49,7 @@ def test_each_package_has_a_diagram_of_its_tutorials_mode_and_of_another():
 
 
 @pytest.mark.parametrize("package, flags, diagram", [*diagrams()])
-@pytest.mark.draw(4)
+@pytest.mark.draw(2)
 def test_a_diagram_in_a_readme_is_what_a_run_does(package, flags, diagram, tmp_path):
     drawn = {name for caller, callee, _ in CALL.findall(diagram) for name in (caller, callee)}
     job = (*JOBS[package]["size"], *JOBS[package]["short"], *flags)
@@ -69,6 +69,7 @@ def test_a_diagram_in_a_readme_is_what_a_run_does(package, flags, diagram, tmp_p
     assert re.fullmatch(as_pattern(diagram), made), (as_pattern(diagram), made)
 
 
+@pytest.mark.slow
 def test_the_moving_picture_counts_the_environment_steps_that_were_played(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     pictures = load_module(ROOT / "tools" / "draw_pictures.py")

@@ -51,7 +51,7 @@ def run_check(each, root):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXERCISES)
-@pytest.mark.draw(4)
+@pytest.mark.draw(2)
 def test_a_check_fails_at_the_start_and_passes_with_the_solution(name, tmp_path):
     each = EXERCISES[name]
     start, solved = start_and_solved(each, tmp_path)

@@ -45,7 +45,9 @@ def test_a_recipe_prints_what_the_page_shows(number, printed):
     assert masked(printed(RECIPES[number][2])) == masked(RECIPES[number][3])
 
 
-@pytest.mark.parametrize("number", [FARM, pytest.param(PIPELINE, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [FARM, PIPELINE])
+@pytest.mark.draw(1)
 def test_a_recipe_runs_without_anything_loaded(number, printed):
     assert masked(printed(RECIPES[number][2], cold=True)) == masked(RECIPES[number][3])
 
@@ -159,6 +161,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["uv", "shm"])
+@pytest.mark.draw(1)
 def test_the_table_quotes_what_the_exceptions_say(transport, tmp_path):
     (tmp_path / "errors.py").write_text(ERRORS)
     done = run_script(tmp_path / "errors.py", transport, env={"MASTER_PORT": free_port()}, cold=True)

@@ -101,6 +101,7 @@ def test_every_job_of_the_workflow_installs_and_runs_what_is_there():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.draw(2)
 def test_a_package_copied_out_alone_runs_from_anywhere(package, tmp_path):
     alone = tmp_path / "a folder" / package
     shutil.copytree(ROOT / package, alone, ignore=shutil.ignore_patterns("__pycache__"))

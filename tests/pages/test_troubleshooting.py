@@ -359,6 +359,7 @@ SLOW = [symptom for symptom in MAKERS if symptom not in QUICK]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("symptom", SLOW)
+@pytest.mark.draw(4)
 def test_what_several_processes_say(symptom, tmp_path):
     message = message_of(symptom)
     text = MAKERS[symptom](tmp_path)

@@ -100,7 +100,7 @@ SPAWNED = ["rl_rpc/tutorial.py", *(pytest.param(path, marks=pytest.mark.slow) fo
 
 @on_a_host
 @pytest.mark.parametrize("path", SPAWNED)
-@pytest.mark.draw(2)
+@pytest.mark.draw(1)
 def test_spawned_ranks_listen_on_loopback_and_do_not_poll(path, tmp_path):
     """The name of the host resolves to 127.0.1.1, and there torch would listen by default."""
     _, flags, text = STARTS[path]
@@ -140,7 +140,7 @@ def test_ranks_in_terminals_listen_on_loopback_and_do_not_poll(path, master, tmp
 @on_a_host
 @pytest.mark.slow
 @pytest.mark.parametrize("path", STARTS)
-@pytest.mark.draw(2)
+@pytest.mark.draw(1)
 def test_ranks_on_two_hosts_listen_where_the_user_says(path, tmp_path):
     with TwoHosts() as hosts:
         each = enumerate(flags_of_ranks(path, "--master_addr", ADDRESSES[0]))

@@ -35,7 +35,7 @@ def test_pipelined_learns_for_longer_than_an_rpc_may_take(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(4, "learns")
+@pytest.mark.draw(2, "learns")
 def test_the_default_run_comes_within_two_points_of_the_teacher(tmp_path):
     """Other tests show that each mode equals one process, so only the default mode is trained until it has learned."""
     _, summary = run(tmp_path, timeout=200)

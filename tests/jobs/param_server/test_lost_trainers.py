@@ -40,7 +40,9 @@ def test_trainers_are_lost_at_any_moment(number):
     lost_trainers.run_case(*lost_trainers.draw_case(number))
 
 
-@pytest.mark.parametrize("mode", ["replica", pytest.param("sync", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["replica", "sync"])
+@pytest.mark.draw(1)
 def test_trainers_die_while_rank_0_saves(tmp_path, mode):
     """Seven of eight, at different moments. Rank 0 saves after each update, and takes most of the time for it."""
     faults = {rank: ("SIGKILL", 0.2 * rank) for rank in range(2, 9)}  # the job takes several times as long
@@ -60,7 +62,7 @@ def test_without_the_last_trainer_the_job_ends():
 
 
 @pytest.mark.slow
-@pytest.mark.draw(4, "learns")
+@pytest.mark.draw(2, "learns")
 def test_the_digits_are_learned_without_a_lost_trainer(digits, tmp_path):
     """With the real network and one of three trainers killed, every image is applied once, and the accuracy is high."""
     summary = tmp_path / "s.json"

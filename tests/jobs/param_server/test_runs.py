@@ -38,7 +38,7 @@ def run(*flags, timeout=150):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["replica", "remote"])
-@pytest.mark.draw(4, "learns")
+@pytest.mark.draw(2, "learns")
 def test_a_run_learns_and_tells_its_figures(tmp_path, mode):
     summary_file, curve = tmp_path / "summary.json", tmp_path / "curve.png"
     flags = ("--world_size", 3, "--max_batches", 200, "--lr", 0.05, "--log_interval", 50)
@@ -80,7 +80,7 @@ def test_what_crosses_the_wire():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.draw(3)
+@pytest.mark.draw(2)
 def test_four_trainers_in_every_mode(mode, digits, tmp_path):
     flags = ("--mode", mode, "--world_size", 5, "--max_batches", 8, "--summary_json", tmp_path / "s.json")
     done = run_main("param_server", *flags, *from_files(digits), timeout=240)
@@ -105,6 +105,7 @@ def test_each_rank_obeys_its_own_command_line(tmp_path, digits):
     assert json.loads(summary.read_text())["updates"] == 40 == updates_in(checkpoint)
 
 
+@pytest.mark.slow
 def test_a_trainers_num_gpus_is_not_ignored(tmp_path, digits):
     """In the text a trainer's --num_gpus decides where the network is. Here all ranks must say the same."""
     job = ("--world_size", 2, "--data_dir", digits, "--max_batches", 1, "--master_port", free_port(), "--rank")

@@ -122,7 +122,7 @@ class Terminals:
 @pytest.fixture
 def terminals(request):
     """One test starts each rank as a user does."""
-    with Terminals(cold=request.node.name == "test_elastic_learns_and_takes_no_rank_twice") as group:
+    with Terminals(cold=request.node.name == "test_elastic_learns") as group:
         yield group
 
 
@@ -210,7 +210,7 @@ def test_elastic_killed_observer_is_replaced(terminals):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(3, "repairs of the group")
+@pytest.mark.draw(2, "repairs of the group")
 def test_elastic_eight_kills_and_eight_new_observers(terminals):
     start_with(terminals, 2)
     for killed in range(1, 9):
@@ -225,7 +225,7 @@ def test_elastic_eight_kills_and_eight_new_observers(terminals):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(3, "repairs of the group")
+@pytest.mark.draw(2, "repairs of the group")
 def test_elastic_two_killed_at_once(terminals):
     start_with(terminals, 3)
     for rank in (1, 2):
@@ -243,7 +243,7 @@ def test_elastic_two_killed_at_once(terminals):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before it has torch's lock", "while it has torch's lock"])
-@pytest.mark.draw(3, "repairs of the group")
+@pytest.mark.draw(2, "repairs of the group")
 def test_elastic_kill_while_another_joins(terminals, moment):
     """The agent goes on with the survivors. The one that joins is a member, or ends with status 1 and says what to do.
 
@@ -269,7 +269,7 @@ def test_elastic_kill_while_another_joins(terminals, moment):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(3, "repairs of the group")
+@pytest.mark.draw(2, "repairs of the group")
 def test_elastic_failed_join_is_repaired(terminals):
     """A member that is stopped does not answer a process that joins, so the join fails, and keeps torch's lock."""
     start_with(terminals, 2)
@@ -296,7 +296,7 @@ def test_elastic_shows_an_error_of_run_episodes(terminals, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(3, "repairs of the group")
+@pytest.mark.draw(2, "repairs of the group")
 def test_elastic_killed_while_it_has_the_lock(terminals):
     """A member that is stopped keeps the one that joins waiting, so the kill hits it while it has the lock."""
     start_with(terminals, 2)
@@ -313,7 +313,7 @@ def test_elastic_killed_while_it_has_the_lock(terminals):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(3, "repairs of the group")
+@pytest.mark.draw(2, "repairs of the group")
 def test_elastic_killed_when_it_is_in_the_group_but_not_yet_a_member(terminals, tmp_path):
     """It is on torch's list, and the agent has never heard of it. So nobody could join if it stayed there."""
     start_with(terminals, 1)
@@ -362,9 +362,8 @@ def test_elastic_a_second_process_of_a_living_rank_changes_nothing(terminals):
 
 
 @pytest.mark.slow
-def test_elastic_learns_and_takes_no_rank_twice(terminals):
-    """A policy that has not learned keeps the pole up for about 22 steps."""
-    terminals.start(0, "--seconds", 200)
+def test_elastic_takes_no_rank_twice(terminals):
+    terminals.start(0)
     terminals.start(1)
     terminals.wait_for(0, "observers: 1")
     terminals.send(1, signal.SIGINT)
@@ -373,8 +372,19 @@ def test_elastic_learns_and_takes_no_rank_twice(terminals):
     assert terminals.status(1) == 1
     assert terminals.errors(1) == "observer1 ends: its --rank has been used before; take another\n"
     terminals.start(2)  # the agent waits for it
+    terminals.wait_for_updates(1)
+    terminals.end(2)
+    assert "lost" not in terminals.output(0)
+
+
+@pytest.mark.slow
+@pytest.mark.draw(4, "programs in one file")
+def test_elastic_learns(terminals):
+    """A policy that has not learned keeps the pole up for about 22 steps."""
+    terminals.start(0, "--seconds", 200)
+    terminals.start(1)
     while max([0.0, *(float(average) for _, average, _, _ in LINE.findall(terminals.output(0)))]) < 100:
         assert terminals.processes[0].poll() is None, terminals.everything()
         time.sleep(0.05)
-    terminals.end(2)
+    terminals.end(1)
     assert "lost" not in terminals.output(0)

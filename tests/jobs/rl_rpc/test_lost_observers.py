@@ -181,6 +181,7 @@ def test_a_job_goes_on_without_an_observer(tmp_path, way, mode, number):
 
 @SLOW
 @pytest.mark.parametrize("mode", ["step", "packed"])
+@pytest.mark.draw(1)
 def test_a_lost_observer_that_wakes_up_causes_no_traceback(mode):
     """It goes on with its episode, so it calls the agent, which has forgotten it."""
     flags = ["--on_lost", "continue", "--mode", mode, "--max_episodes", "1000000", "--reward_threshold", "1e9"]

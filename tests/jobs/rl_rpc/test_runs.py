@@ -51,7 +51,7 @@ def test_a_checkpoint_of_another_network_is_refused_in_one_line(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(4, "learns")
+@pytest.mark.draw(2, "learns")
 def test_solves_cartpole_saves_and_plays(tmp_path, capsys):
     """It takes some 70,000 environment steps. The number depends on the seed, and on the rounding of the CPU."""
     summary_path, policy = tmp_path / "summary.json", tmp_path / "policy.pt"
@@ -205,7 +205,7 @@ def assert_cause(done, pattern):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(2, "benches")
+@pytest.mark.draw(1, "benches")
 def test_bench_prints_a_table(tmp_path):
     out = tmp_path / "bench.json"
     done = run_script(

@@ -95,7 +95,7 @@ def test_wrong_command_lines_are_refused(flags, words, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(2, "benches")
+@pytest.mark.draw(1, "benches")
 def test_bench_runs(tmp_path):
     path = tmp_path / "bench.json"
     done = run_script(
@@ -109,7 +109,7 @@ def test_bench_runs(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(4, "learns")
+@pytest.mark.draw(2, "learns")
 def test_the_default_run_ends_within_five_percent_of_the_floor(tmp_path):
     _, summary = summary_of(tmp_path, "--world_size", 2, timeout=240)
     assert summary["heldout_perplexity"] < 1.05 * summary["floor_perplexity"]

@@ -139,7 +139,7 @@ def test_a_trainer_says_on_which_device_it_is_when_gpus_are_asked_for(monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.draw(4, "tutorials learn")
+@pytest.mark.draw(4, "programs in one file")
 def test_the_tutorial_learns_also_from_a_folder_with_a_space_in_its_name(tmp_path):
     """An accuracy of 0.76 was measured. A run with two trainers does not repeat exactly, so the limit is lower."""
     program = copied_alone("ddp_rpc/tutorial.py", tmp_path)

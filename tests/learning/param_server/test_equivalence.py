@@ -38,6 +38,7 @@ def cuda(mode):
         cuda("replica"),
     ],
 )
+@pytest.mark.draw(4)
 def test_one_trainer_equals_one_process(tmp_path, flags, settings):
     steps = STEPS // settings.get("epochs", 1)
     losses, weights = oracle.distributed(tmp_path, steps, "--world_size", 2, *flags)

@@ -237,6 +237,7 @@ def recorded(tmp_path, trainers, batches):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainers, batches", [(3, 6), pytest.param(8, 6, marks=pytest.mark.crowd)])
+@pytest.mark.draw(1)
 def test_every_gradient_of_the_tutorials_concurrent_trainers_is_right(trainers, batches, tmp_path):
     checked, late, worst, _ = recorded(tmp_path, trainers, batches)
     assert checked == trainers * batches
@@ -268,6 +269,7 @@ def accuracies(output):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4, "programs in one file")
 def test_one_trainer_alone_in_a_folder_has_the_losses_of_one_process(tmp_path, capsys):
     program = copied_alone("param_server/tutorial.py", tmp_path)
     done = run_spawned(program, "--world_size", 2, "--dataset", "synthetic", cwd=tmp_path, timeout=240, cold=True)
@@ -291,7 +293,7 @@ def test_one_trainer_alone_in_a_folder_has_the_losses_of_one_process(tmp_path, c
 
 
 @pytest.mark.slow
-@pytest.mark.draw(4, "tutorials learn")
+@pytest.mark.draw(4, "programs in one file")
 def test_three_trainers_in_terminals_learn(tmp_path):
     program = copied_alone("param_server/tutorial.py", tmp_path)
     server, *trainers = run_in_terminals(program, 4, "--dataset", "synthetic", cwd=tmp_path, timeout=240)
@@ -304,7 +306,7 @@ def test_three_trainers_in_terminals_learn(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(4, "tutorials learn")
+@pytest.mark.draw(4, "programs in one file")
 def test_the_same_job_without_rpc_learns(tmp_path):
     program = copied_alone("param_server/single.py", tmp_path)
     done = run_script(program, "--dataset", "synthetic", timeout=240)

@@ -206,7 +206,7 @@ def result(output):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(4, "tutorials learn")
+@pytest.mark.draw(4, "programs in one file")
 def test_two_trainers_learn_alone_in_a_folder(tmp_path):
     program = copied_alone("param_server/tutorial_batch.py", tmp_path)
     done = run_spawned(program, "--world_size", 3, "--num_batches", 60, cwd=tmp_path, timeout=240, cold=True)

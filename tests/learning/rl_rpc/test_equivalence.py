@@ -11,17 +11,22 @@ from programs import run_main, run_traced
 oracle = load_oracle("rl_rpc")
 MODES = oracle.MODES
 EPISODES = 15
+SLOW = pytest.mark.slow
 
 
-def play(folder, mode, world_size=4, *flags, episodes=EPISODES, name=None, traced=False):
-    """Run main.py; return (its lines, its checkpoint). If `traced`, write mode.json as well."""
+def flags_of(mode, world_size, episodes):
+    """Return the flags of a run that learns for so many episodes and is not evaluated."""
+    words = ("--mode", mode, "--world_size", world_size, "--max_episodes", episodes, "--eval_episodes", 0)
+    # There may be more ranks than free cores, so they must not keep a core busy while they wait.
+    return (*words, "--transport", "uv") if world_size > 2 else words
+
+
+def play(folder, mode, world_size=4, *flags, episodes=EPISODES, name=None):
+    """Run main.py; return (its lines, its checkpoint)."""
     path = folder / f"{name or mode}.pt"
-    if world_size > 2:  # there may be more ranks than free cores, so they must not keep a core busy while they wait
-        flags += ("--transport", "uv")
-    flags += ("--mode", mode, "--world_size", world_size, "--max_episodes", episodes, "--log_interval", 1)
-    flags += ("--eval_episodes", 0, "--checkpoint", path)
-    done = run_traced(folder / f"{mode}.json", "rl_rpc", *flags) if traced else run_main("rl_rpc", *flags)
-    assert done.returncode == 0 and (traced or not done.stderr), done.stderr
+    flags += (*flags_of(mode, world_size, episodes), "--log_interval", 1, "--checkpoint", path)
+    done = run_main("rl_rpc", *flags)
+    assert (done.returncode, done.stderr) == (0, "")
     state = torch.load(path, weights_only=True, map_location="cpu")["state"]
     return oracle.EPISODE_LINE.findall(done.stdout), state
 
@@ -43,11 +48,9 @@ def calls_in_steps(path, name):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Run three observers for fifteen episodes in each mode; return {mode: (lines, checkpoint, the agent's RPCs)}."""
+    """Run three observers for fifteen episodes in each mode; return {mode: (lines, checkpoint)}."""
     folder = tmp_path_factory.mktemp("runs")
-    return {
-        mode: (*play(folder, mode, traced=True), calls_in_steps(folder / f"{mode}.json", "agent")) for mode in MODES
-    }
+    return {mode: play(folder, mode) for mode in MODES}
 
 
 @pytest.fixture(scope="module")
@@ -57,29 +60,36 @@ def reference():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_is_the_single_process_loop(runs, reference, mode):
-    lines, state, _ = runs[mode]
+    lines, state = runs[mode]
     oracle.assert_is_the_single_process_loop(lines, state, reference)
 
 
 def test_all_modes_play_and_learn_the_same_with_three_observers(runs):
     """The weights are equal to the bit after 15 episodes. A single different action would have changed them."""
-    lines, expected, _ = runs["step"]
+    lines, expected = runs["step"]
     assert len(lines) == EPISODES and expected["env_steps"] > EPISODES * 3 * 8
     for mode in MODES[1:]:
         assert runs[mode][0] == lines, mode
         oracle.assert_equal_to_the_bit(runs[mode][1], expected)
 
 
-def test_rpc_calls_by_mode(runs):
+@pytest.mark.parametrize("mode", ["batched", *(pytest.param(m, marks=SLOW) for m in ("step", "packed", "rollout"))])
+def test_rpc_calls_by_mode(mode, tmp_path):
     """The number of RPCs of a run that the agent has made and served, without those that torch makes itself."""
-    (steps,) = {state["env_steps"] for _, state, _ in runs.values()}
-    episodes = 3 * EPISODES  # of all three observers
-    assert {mode: calls for mode, (_, _, calls) in runs.items()} == {
-        "step": episodes + 2 * steps,
-        "packed": episodes + steps,
-        "batched": 2 * episodes + steps,
-        "rollout": episodes,
-    }
+    summary = tmp_path / "summary.json"
+    flags = (*flags_of(mode, world_size=3, episodes=2), "--summary_json", summary)
+    done = run_traced(tmp_path / "trace.json", "rl_rpc", *flags)
+    assert done.returncode == 0, done.stderr
+    episodes, steps = 2 * 2, json.loads(summary.read_text())["env_steps"]  # of both observers
+    assert (
+        calls_in_steps(tmp_path / "trace.json", "agent")
+        == {
+            "step": episodes + 2 * steps,
+            "packed": episodes + steps,
+            "batched": 2 * episodes + steps,
+            "rollout": episodes,
+        }[mode]
+    )
 
 
 @pytest.mark.slow
@@ -98,7 +108,7 @@ def test_another_seed_plays_something_else(tmp_path, runs):
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_in_another_mode_too(tmp_path, runs):
-    lines, expected, _ = runs["rollout"]
+    lines, expected = runs["rollout"]
     first, _ = play(tmp_path, "step", episodes=5, name="halves")
     second, state = play(tmp_path, "rollout", 4, "--resume", name="halves")
     assert first + second == lines

@@ -165,6 +165,7 @@ def test_tutorial_with_one_observer_prints_what_single_prints():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("observers", [1, 2, 4])
+@pytest.mark.draw(4, "programs in one file")
 def test_tutorial_in_terminals_and_spawned_alone_in_a_folder_with_a_space(tmp_path, observers):
     alone = copied_alone(PATH, tmp_path)
     agent, *others = run_in_terminals(alone, observers + 1, *FLAGS, cwd=tmp_path, cold=observers == 1)
@@ -177,7 +178,7 @@ def test_tutorial_in_terminals_and_spawned_alone_in_a_folder_with_a_space(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.draw(4, "tutorials learn")
+@pytest.mark.draw(4, "programs in one file")
 def test_tutorial_learns():
     """An untrained policy keeps the pole up for about 22 steps."""
     done = run_spawned(PATH, "--max_episodes", 60, "--log_interval", 60, timeout=250)

@@ -207,7 +207,7 @@ def test_batch_page_does_not_write_into_what_autograd_keeps():
 
 
 @pytest.mark.slow
-@pytest.mark.draw(4, "tutorials learn")
+@pytest.mark.draw(4, "programs in one file")
 def test_batch_page_learns():
     """An untrained policy keeps the pole up for about 22 steps."""
     agent = make_agent(4, True)
@@ -217,6 +217,7 @@ def test_batch_page_learns():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4, "programs in one file")
 def test_batch_page_alone_in_a_folder_with_a_space_runs_both_jobs(tmp_path):
     program = changed(copied_alone(PATH, tmp_path), ("NUM_STEPS = 500", "NUM_STEPS = 100"))
     done = run_spawned(program, "--world_size", 2, "--num_episode", 2, cwd=tmp_path, cold=True)

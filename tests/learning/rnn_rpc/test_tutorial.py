@@ -162,6 +162,7 @@ def assert_learned(output):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4, "programs in one file")
 def test_all_ranks_spawned_from_a_copy_alone(tmp_path):
     done = run_spawned(copied_alone(TUTORIAL, tmp_path), "--seed", 2, cwd=tmp_path, timeout=280, cold=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -180,7 +181,7 @@ def test_a_rank_per_terminal(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(4, "tutorials learn")
+@pytest.mark.draw(4, "programs in one file")
 def test_single_learns(tmp_path):
     done = run_script(copied_alone("rnn_rpc/single.py", tmp_path), cwd=tmp_path, timeout=280)
     assert (done.returncode, done.stderr) == (0, "")
