@@ -88,13 +88,14 @@ all | rl | rnn | ddp | ps)
     [ -z "$failed" ] || { echo "These scenarios failed:$failed" >&2; exit 1; }
     ;;
 test)
-    case "${2:-} ${3:-}" in " " | "full " | "full learning" | "full jobs" | "full pages") ;; *) usage ;; esac
-    use_environment tests/requirements.txt
     case "${2:-} ${3:-}" in
-    " ") run_tests -m "not slow" ;;
-    "full ") run_tests ;;
-    *) run_tests "tests/$3" ;;
+    " ") set -- -m "not slow" ;;
+    "full ") set -- ;;
+    "full learning" | "full jobs" | "full pages") set -- "tests/$3" ;;
+    *) usage ;;
     esac
+    use_environment tests/requirements.txt
+    run_tests "$@"
     ;;
 bench)
     use_environment requirements.txt

@@ -39,7 +39,7 @@ def pytest_terminal_summary(terminalreporter, config):
 def pytest_collection_modifyitems(config, items):
     if not sampling.takes_all(config.args):
         left = sampling.left_out(items)
-        config.hook.pytest_deselected(items=left)
+        config.hook.pytest_deselected(items=[*left])
         items[:] = [item for item in items if item not in left]
 
 

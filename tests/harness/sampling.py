@@ -21,17 +21,16 @@ def takes_all(words):
 
 
 def left_out(tests):
-    """Return the tests that this run does not take."""
+    """Return the set of tests that this run does not take."""
     groups = {}
     for test in tests:
         mark = test.get_closest_marker("draw")
         if mark and not test.get_closest_marker("cuda"):  # those are few, and skipped where there is no GPU
             number, name = (*mark.args, test.nodeid.partition("[")[0])[:2]
             groups.setdefault((name, number), []).append(test)
-    left = []
+    left = set()
     for (name, number), group in groups.items():
-        taken = random.Random(f"{SEED} {name}").sample(group, min(number, len(group)))
-        left += [test for test in group if test not in taken]
+        left |= {*group} - {*random.Random(f"{SEED} {name}").sample(group, min(number, len(group)))}
     return left
 
 

@@ -178,8 +178,12 @@ def names_of_tests():
 
 
 def test_each_promise_names_tests_that_exist():
-    for promise, cell in re.findall(r"^\| (.*) \| (.*) \|$", (ROOT / "tests" / "README.md").read_text(), re.MULTILINE):
-        assert set(re.findall(r"`(test_\w+)`", cell)) <= names_of_tests(), promise
+    tests = names_of_tests()
+    rows = re.findall(r"^\| (?!promise )(.*) \| (.*) \|$", (ROOT / "tests" / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 20
+    for promise, cell in rows:
+        named = re.findall(r"`(test_\w+)`", cell)
+        assert named and set(named) <= tests, (promise, set(named) - tests)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -81,15 +81,13 @@ def test_rpc_calls_by_mode(mode, tmp_path):
     done = run_traced(tmp_path / "trace.json", "rl_rpc", *flags)
     assert done.returncode == 0, done.stderr
     episodes, steps = 2 * 2, json.loads(summary.read_text())["env_steps"]  # of both observers
-    assert (
-        calls_in_steps(tmp_path / "trace.json", "agent")
-        == {
-            "step": episodes + 2 * steps,
-            "packed": episodes + steps,
-            "batched": 2 * episodes + steps,
-            "rollout": episodes,
-        }[mode]
-    )
+    expected = {
+        "step": episodes + 2 * steps,
+        "packed": episodes + steps,
+        "batched": 2 * episodes + steps,
+        "rollout": episodes,
+    }
+    assert calls_in_steps(tmp_path / "trace.json", "agent") == expected[mode]
 
 
 @pytest.mark.slow
