@@ -69,8 +69,8 @@ WIDTH = 830  # the width at which a README is shown
 STRIP = 150  # the height of the part above the timelines
 POLE = (300, 100)  # the size of one CartPole
 DPI = 130  # of the timelines, whose letters are 7 points high
-# The moving picture begins with this episode, in which the modes differ about as much as in docs/results/rl_rpc.md.
-# Look at the numbers of environment steps when you draw it again. A millisecond of the traces takes a second.
+# The moving picture begins with this episode. It is too short to compare speeds, which are in docs/results/rl_rpc.md.
+# A millisecond of the traces takes a second.
 EPISODE_SHOWN = 39
 FRAMES_PER_SECOND = 20
 MILLISECONDS = 8.0
