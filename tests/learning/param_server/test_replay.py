@@ -45,6 +45,8 @@ def test_every_update_of_concurrent_trainers_is_right(tmp_path, mode):
     for epoch in range(EPOCHS):  # each batch once
         of_epoch = [gradient for at, gradients in updates for gradient in gradients if at == epoch]
         assert sorted(batch for batch, _, _ in of_epoch) == [*range(BATCHES)]
+        # from weights that have all updates of the epochs before
+        assert min(version for _, _, version in of_epoch) >= sum(at < epoch for at, _ in updates)
     for number, (_, gradients) in enumerate(updates):
         stale += [number - version for _, _, version in gradients]
     assert summary["staleness_max"] == max(stale)
