@@ -67,11 +67,13 @@ def test_solves_cartpole_saves_and_plays(tmp_path, capsys):
 
 def test_training_that_diverges_ends_the_run_in_one_line(tmp_path):
     """In the tutorial, Categorical reports NaNs, in several lines and a traceback. No restart would help."""
-    summary = tmp_path / "summary.json"
+    summary, saved = tmp_path / "summary.json", tmp_path / "saved.pt"
     flags = ("--mode", "rollout", "--lr", 1e300, "--max_episodes", 50, "--summary_json", summary, "--max_restarts", 1)
-    done = run_main("rl_rpc", *flags)
+    done = run_main("rl_rpc", *flags, "--checkpoint", saved, "--log_interval", 1)
     assert_cause(done, r"step \d+: the policy's loss is nan: training has diverged, try a lower --lr")
     assert not summary.exists()
+    # the last checkpoint is of the update before
+    assert f"step {torch.load(saved, weights_only=True)['state']['episodes'] + 1}:" in done.stderr
 
 
 @pytest.mark.slow
