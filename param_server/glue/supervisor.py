@@ -208,7 +208,7 @@ class Supervisor:
             self.fail(End(**message["failed"]))
         else:
             with self.changed:
-                self.at[rank] = message["at"]
+                self.at[rank] = int(message["at"])
                 if message.get("can_lose"):
-                    self.can_lose_after = message["at"]
+                    self.can_lose_after = self.at[rank]
                 self.changed.notify_all()

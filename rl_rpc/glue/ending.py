@@ -4,6 +4,7 @@ Runs in every rank, and in the process that spawned the ranks. Whoever notices a
 which decides what the reason is, and tells all ranks.
 """
 
+import _thread
 import contextlib
 import dataclasses
 import os
@@ -110,14 +111,17 @@ def print_traceback(error):
 
 def within(seconds, call):
     """Make this call on another thread, and do not wait longer than `seconds` for it."""
+    made = threading.Event()
 
     def try_it():
         with contextlib.suppress(OSError, ValueError):  # a stream is closed, or cannot be written
             call()
+        made.set()
 
-    thread = threading.Thread(target=try_it, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    # A Thread's start() would wait without end for a thread that gets no memory. RuntimeError: no more threads.
+    with contextlib.suppress(RuntimeError):
+        _thread.start_new_thread(try_it, ())
+        made.wait(seconds)
 
 
 def print_error(text):

@@ -282,6 +282,18 @@ def test_every_rank_ends_whatever_goes_wrong_while_it_ends():
             link.close()
 
 
+def test_a_rank_that_gets_no_more_memory_ends():
+    """A limit such as `ulimit -v`. It cannot even start the thread that prints why it ends."""
+    with Job("rl_rpc", "terminals", [*JOBS["rl_rpc"]["long"], "--log_interval", "1"]) as job:
+        assert job.wait_for_text("Episode 3", 60)
+        observer = job.pid_of(2)
+        with open(f"/proc/{observer}/statm") as file:
+            in_use = int(file.read().split()[0]) * resource.getpagesize()
+        resource.prlimit(observer, resource.RLIMIT_AS, (in_use, resource.RLIM_INFINITY))
+        os.kill(job.pid_of(1), signal.SIGKILL)
+        assert job.wait(15) == [1, -signal.SIGKILL, 1], job.text()
+
+
 def test_many_connections_of_a_stranger_do_not_keep_a_rank_out():
     """Rank 0 runs out of open files, until the stranger closes its connections."""
     with Job("rl_rpc", "terminals", JOBS["rl_rpc"]["short"]) as job:

@@ -98,6 +98,14 @@ def test_a_line_without_an_end_is_cut_off(job):
     assert join(connect, 1).receive()["missing"] == [0, 2]
 
 
+@pytest.mark.parametrize("nonsense", [{"at": "here"}, {"at": None}, {"failed": 1}, 1])
+def test_a_rank_that_sends_nonsense_is_lost(job, nonsense):
+    _, connect = job
+    links = [join(connect, rank) for rank in range(3)]
+    links[1].send(nonsense)
+    assert wait_for(links[0], lambda state: state["end"])["end"]["rank"] == 1
+
+
 def test_all_go_on_when_the_last_has_come(job):
     _, connect = job
     links = [join(connect, rank) for rank in range(3)]
