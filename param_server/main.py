@@ -66,6 +66,10 @@ def parse_args(argv=None):
     add("--num_gpus", type=int, choices=[0, 1, 2], help=num_gpus)
     args = parser.parse_args(argv)
 
+    if args.dataset == "synthetic" and args.data_dir != parser.get_default("data_dir"):
+        parser.error(f"--data_dir {args.data_dir} is for --dataset mnist")
+    if args.checkpoint_every != parser.get_default("checkpoint_every") and not args.checkpoint and not args.rank:
+        parser.error("--checkpoint_every needs --checkpoint FILE")
     if args.max_staleness is not None and args.mode != "bounded":
         parser.error("--max_staleness is for --mode bounded")
     if args.max_staleness is None:

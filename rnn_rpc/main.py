@@ -60,6 +60,11 @@ def parse_args(argv=None):
 
     if args.vocabulary < 2:
         parser.error(f"--vocabulary {args.vocabulary}: a text of one word has nothing to learn")
+    for flag in ("vocabulary", "corpus_tokens"):
+        if args.corpus and vars(args)[flag] != parser.get_default(flag):
+            parser.error(f"--{flag} is for a generated text, and --corpus {args.corpus} is another one")
+    if args.tokens == "char" and not args.corpus:
+        parser.error("--tokens char is for --corpus FILE: a generated text consists of words")
     args.lr = args.lr or DEFAULT_LR[args.optimizer]
     flags.check_arguments(
         parser, args, min_world_size=2, max_world_size=3, roles=ROLES, must_match=MUST_MATCH, writer=TRAINER

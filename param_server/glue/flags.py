@@ -149,6 +149,8 @@ def _check_combinations(parser, args):
         parser.error("--max_restarts is for ranks that one process spawns; under torchrun, use torchrun --max-restarts")
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint FILE to go on from")
+    if args.rank is None and args.master_addr not in ("localhost", "127.0.0.1"):
+        parser.error(f"--master_addr {args.master_addr}: without --rank, all ranks start on this machine")
 
 
 def _choose_device(parser, args):

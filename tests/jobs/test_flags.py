@@ -86,6 +86,21 @@ def test_one_file_for_two_flags_is_refused(package, one, other, tmp_path, capsys
     assert_refused(package, flags, capsys, f"--{one}", f"--{other}", "the same file")
 
 
+@pytest.mark.parametrize(
+    "package, flags, words",
+    [
+        ("rl_rpc", ["--master_addr", "10.0.0.1"], ["--master_addr 10.0.0.1", "--rank"]),
+        ("rnn_rpc", ["--tokens", "char"], ["--tokens char", "--corpus"]),
+        ("rnn_rpc", ["--corpus", "text", "--vocabulary", "9"], ["--vocabulary", "generated text", "--corpus"]),
+        ("rnn_rpc", ["--corpus", "text", "--corpus_tokens", "9"], ["--corpus_tokens", "generated text", "--corpus"]),
+        ("param_server", ["--dataset", "synthetic", "--data_dir", "x"], ["--data_dir", "--dataset mnist"]),
+        ("param_server", ["--checkpoint_every", "9"], ["--checkpoint_every", "--checkpoint FILE"]),
+    ],
+)
+def test_a_flag_that_would_be_ignored_is_refused(package, flags, words, capsys):
+    assert_refused(package, flags, capsys, *words)
+
+
 def test_a_gif_does_not_replace_the_policy(tmp_path):
     (tmp_path / "policy.pt").write_text("a policy")
     done = run_script("rl_rpc/play.py", tmp_path / "policy.pt", "--gif", tmp_path / "policy.pt")
