@@ -88,9 +88,9 @@ all | rl | rnn | ddp | ps)
     [ -z "$failed" ] || { echo "These scenarios failed:$failed" >&2; exit 1; }
     ;;
 test)
-    case "${2:-} ${3:-}" in
-    " ") set -- -m "not slow" ;;
-    "full ") set -- ;;
+    case "${*:2}" in
+    "") set -- -m "not slow" ;;
+    full) set -- ;;
     "full learning" | "full jobs" | "full pages") set -- "tests/$3" ;;
     *) usage ;;
     esac
@@ -98,6 +98,7 @@ test)
     run_tests "$@"
     ;;
 bench)
+    [ $# -eq 1 ] || usage
     use_environment requirements.txt
     mkdir -p results
     for package in rl_rpc rnn_rpc ddp_rpc param_server; do

@@ -455,7 +455,7 @@ def say(line):
 def read(folder):
     """Return the recorded processes. The "bars" of each are {number: event of Chrome's trace format, but in ns}."""
     processes = {}
-    for path in sorted(pathlib.Path(folder).rglob("*.jsonl")):
+    for path in sorted(pathlib.Path(folder).rglob("*.[0-9][0-9][0-9][0-9].jsonl")):
         name, number, _ = path.name.rsplit(".", 2)
         process = processes.setdefault(name, {"bars": {}})
         process["full"] = int(number) > 1

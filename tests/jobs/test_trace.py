@@ -230,6 +230,7 @@ def test_ranks_in_terminals_record_into_one_folder(tmp_path, pair):
     with Program("tools/trace.py", *command, cold=True, env={"RANK": 0}) as rank0:
         rank1 = run_trace(*command, env={"RANK": 1})
         assert (rank1.returncode, rank1.stdout, rank0.wait(60)) == (0, "rank 1 is done\n", 0), rank0.text()
+    (tmp_path / "calls" / "data.jsonl").write_text("[1]\n")  # a user's file
     done = run_trace(tmp_path / "all.json", tmp_path / "calls")
     assert done.returncode == 0 and re.search("worker1 -> worker0: increment +5 +[0-9]", done.stderr), done.stderr
     assert calls_of(events_in(tmp_path / "all.json")) == {("worker1", "worker0", "increment"): 5}
