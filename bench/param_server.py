@@ -151,7 +151,7 @@ def finish(process):
 
 def same_work(args):
     """Return the flags that are the same for all variants, so that they do the same work."""
-    data = ["--dataset", args.dataset, "--data_dir", args.data_dir]
+    data = ["--dataset", args.dataset, *(["--data_dir", args.data_dir] if args.dataset == "mnist" else [])]
     return [*data, "--batch_size", args.batch_size, "--max_batches", args.max_batches]
 
 
