@@ -205,6 +205,7 @@ def find_place(environ=os.environ):
     The flags are those of QUARTET, some of which a launcher may leave out, and "launcher", its name. Raises ValueError,
     with one line for the user, if the variables of the environment are incomplete or wrong.
     """
+    variables = {name: name for name in QUARTET}  # which of the environment's is which
     if "RANK" in environ or "WORLD_SIZE" in environ:
         if missing := [name for name in QUARTET if not environ.get(name)]:
             raise ValueError(f"the environment sets some of {', '.join(QUARTET)}, but not {', '.join(missing)}")
@@ -212,23 +213,28 @@ def find_place(environ=os.environ):
     # Checked before Slurm, because mpirun starts its ranks through a Slurm step of its own, with one task per host.
     elif "OMPI_COMM_WORLD_RANK" in environ:
         launcher = "Open MPI"
-        environ = environ | {"RANK": environ["OMPI_COMM_WORLD_RANK"], "WORLD_SIZE": environ["OMPI_COMM_WORLD_SIZE"]}
+        variables |= {"RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE"}
     # A batch script and an interactive shell have SLURM_PROCID=0 too. Only a step with several tasks starts ranks.
-    elif "SLURM_STEP_ID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+    elif "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         launcher = "Slurm"
-        port = 15000 + (int(environ["SLURM_JOB_ID"]) + int(environ["SLURM_STEP_ID"])) % 10000
-        meeting = {"MASTER_ADDR": _first_host(environ["SLURM_STEP_NODELIST"]), "MASTER_PORT": port}
-        environ = meeting | environ | {"RANK": environ["SLURM_PROCID"], "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"]}
+        variables |= {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
+        job, step = (_value(environ, name, non_negative_int) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        host, port = _first_host(environ["SLURM_STEP_NODELIST"]), 15000 + (job + step) % 10000
+        environ = {"MASTER_ADDR": host, "MASTER_PORT": port} | environ
     else:
         return {}
     place = {"launcher": launcher}
     for name, kind in QUARTET.items():
-        try:
-            if environ.get(name):
-                place[name.lower()] = kind(environ[name])
-        except argparse.ArgumentTypeError as error:
-            raise ValueError(f"the environment sets {name}, but {error}") from None
+        if environ.get(variables[name]):
+            place[name.lower()] = _value(environ, variables[name], kind)
     return place
+
+
+def _value(environ, variable, kind):
+    try:
+        return kind(environ[variable])
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"the environment sets {variable}, but {error}") from None
 
 
 def with_underscores(word):

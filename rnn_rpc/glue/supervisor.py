@@ -24,6 +24,7 @@ from glue.ending import BEAT_SECONDS, KNOWN_AFTER_SECONDS, LOST_AFTER_SECONDS, E
 
 DONE = 10**9  # the number of the last barrier
 MAX_LENGTH = 1 << 22  # of a message, in bytes; who sends more is none of ours
+MOST_STRANGERS = 100  # when there are more, the oldest one is closed
 ENDED = "its process has ended"
 
 
@@ -96,6 +97,7 @@ class Supervisor:
         self.must_match, self.job, self.listener, self.spawned = must_match, job, listener, spawned
         self.changed = threading.Condition()
         self.joined = {}  # rank -> its message {"join": ...}
+        self.strangers = {}  # Link -> None, oldest first, of connections that have not said who they are
         self.links = {}  # rank -> its Link, while it is connected
         self.at = dict.fromkeys(range(world_size), 0)  # rank -> the number of the barrier where it is, or was last
         self.can_lose_after = float("inf")  # the number of the barrier after which the job can lose ranks other than 0
@@ -150,13 +152,24 @@ class Supervisor:
         while self.listener.fileno() >= 0:
             try:
                 connection, _ = self.listener.accept()
-                threading.Thread(target=self._serve, args=(Link(connection),), daemon=True).start()
+                link = Link(connection)
+                with self.changed:
+                    threading.Thread(target=self._serve, args=(link,), daemon=True).start()
+                    self.strangers[link] = None
+                    if len(self.strangers) > MOST_STRANGERS:  # RPC needs open files, too
+                        oldest = next(iter(self.strangers))
+                        del self.strangers[oldest]
+                        oldest.close()
             except (OSError, RuntimeError):  # closed; or there are too many open files or threads just now
                 time.sleep(0.1)
 
     def _serve(self, link):
         with contextlib.suppress(Exception), contextlib.closing(link):
-            message = link.receive()  # if this is no rank of ours, one of these exceptions
+            try:
+                message = link.receive()  # if this is no rank of ours, one of these exceptions
+            finally:
+                with self.changed:
+                    self.strangers.pop(link, None)
             if why := self._refuse(message["join"], message, link):
                 link.send(self.state() | {"end": vars(End(None, f"refused, because {why}", again=False, status=2))})
             else:

@@ -294,23 +294,25 @@ def test_a_rank_that_gets_no_more_memory_ends():
         assert job.wait(15) == [1, -signal.SIGKILL, 1], job.text()
 
 
-def test_many_connections_of_a_stranger_do_not_keep_a_rank_out():
-    """Rank 0 runs out of open files, until the stranger closes its connections."""
-    with Job("rl_rpc", "terminals", JOBS["rl_rpc"]["short"]) as job:
+@pytest.mark.parametrize(("room", "stay"), [(20, False), (400, True)])  # RPC needs about 150
+def test_many_connections_of_a_stranger_do_not_keep_a_rank_out(room, stay):
+    """Rank 0 runs out of open files until the stranger closes them. If they stay open, it keeps only 100 of them."""
+    with Job("rl_rpc", "terminals", JOBS["rl_rpc"]["short"]) as job, contextlib.ExitStack() as connections:
         agent = job.pid_of(0)
         os.kill(job.pid_of(1), signal.SIGSTOP)
         wait_for_listener(int(job.port))
         plain = resource.prlimit(agent, resource.RLIMIT_NOFILE)
         used = len(os.listdir(f"/proc/{agent}/fd"))
-        resource.prlimit(agent, resource.RLIMIT_NOFILE, (used + 20, plain[1]))
-        with contextlib.ExitStack() as stack:
-            for _ in range(60):
-                stack.enter_context(socket.create_connection(("127.0.0.1", int(job.port))))
+        resource.prlimit(agent, resource.RLIMIT_NOFILE, (used + room, plain[1]))
+        for _ in range(2 * room):
+            connections.enter_context(socket.create_connection(("127.0.0.1", int(job.port))))
+        if not stay:
             deadline = time.monotonic() + 10
-            while len(os.listdir(f"/proc/{agent}/fd")) < used + 20:
+            while len(os.listdir(f"/proc/{agent}/fd")) < used + room:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
-        resource.prlimit(agent, resource.RLIMIT_NOFILE, plain)
+            connections.close()
+            resource.prlimit(agent, resource.RLIMIT_NOFILE, plain)
         os.kill(job.pid_of(1), signal.SIGCONT)
         assert job.wait(60) == [0, 0, 0], job.text()
 
