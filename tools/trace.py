@@ -80,7 +80,7 @@ def parse(words, command):
     parser.add_argument("file", nargs="?", metavar="FILE", help="what is written: .png or .json")
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="with recordings, which are drawn")
     parser.add_argument("--into", metavar="FOLDER", help="record into this folder, and draw nothing")
-    window_help = "milliseconds since the first recorded call: what the picture shows"
+    window_help = "what the picture shows, in milliseconds as in the .json (they begin with torch's own calls)"
     parser.add_argument("--window", nargs=2, type=float, metavar=("FROM", "TO"), help=window_help)
     args = parser.parse_args(words)
     if command:
@@ -440,6 +440,9 @@ def report(folder, path, window):
     for process in processes:
         if process["full"]:
             say(f"{process['name']} recorded too many bars; the last {len(process['bars']):,} are kept")
+    if window and not any(bar["ts"] < 1e3 * window[1] and end_of(bar) > 1e3 * window[0] for bar in made):
+        first, last = made[0]["ts"], max(map(end_of, made))
+        say(f"no call is in --window {window[0]:g} {window[1]:g}: they are from {first / 1e3:.0f} to {last / 1e3:.0f}")
     try:
         write(path, lay_out(processes, bars) + arrows(calls), window)
     except OSError as error:

@@ -234,7 +234,9 @@ def test_ranks_in_terminals_record_into_one_folder(tmp_path, pair):
     done = run_trace(tmp_path / "all.json", tmp_path / "calls")
     assert done.returncode == 0 and re.search("worker1 -> worker0: increment +5 +[0-9]", done.stderr), done.stderr
     assert calls_of(events_in(tmp_path / "all.json")) == {("worker1", "worker0", "increment"): 5}
-    assert run_trace("--window", 0, 50, tmp_path / "part.png", tmp_path / "calls").returncode == 0
+    for begin, empty in ((0, False), (1_000_000, True)):
+        done = run_trace("--window", begin, begin + 1_000_000, tmp_path / "part.png", tmp_path / "calls")
+        assert done.returncode == 0 and ("no call is in --window" in done.stderr) == empty, done.stderr
     assert (tmp_path / "part.png").read_bytes().startswith(b"\x89PNG")
 
 
