@@ -10,7 +10,6 @@ import sys
 import time
 
 import pytest
-from PIL import Image
 
 from helpers import PACKAGES, PAGES, ROOT, package_on_path
 from jobs import Job, free_port
@@ -47,15 +46,6 @@ def test_the_forty_lines_run_and_print_what_the_page_shows(tmp_path):
     assert done.returncode == 0, done.stderr
     assert masked(done.stdout) == masked(output)
     assert masked(output).count("P1 another") == 4 and "P0 main" in masked(output)
-
-
-def test_the_moving_picture_is_as_wide_as_the_page_and_small():
-    """`tools/draw_pictures.py moving` makes it. GitHub would shrink a wider picture, and its letters too."""
-    (path,) = re.findall(r"\((\S+\.gif)\)", README)
-    with Image.open(ROOT / path) as picture:
-        assert picture.width == 830 and picture.n_frames > 100
-        assert picture.info["loop"] == 0  # for ever
-    assert (ROOT / path).stat().st_size < 600_000
 
 
 def test_which_rank_is_what():
@@ -122,11 +112,6 @@ def test_a_file_that_is_named_is_there():
     others |= {"parameter_server.py", "rpc_parameter_server.py"}  # files of the published code
     for path in [*PAGES, *code]:
         assert set(re.findall(r"\b\w+\.py\b", path.read_text())) <= ours | others, path
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent in (ROOT, ROOT / "docs")], ids=lambda p: p.name)
-def test_the_pages_are_within_one_hop_of_the_readme(page):
-    assert page.name == "README.md" or f"({page.relative_to(ROOT)})" in README
 
 
 # ------------------------------------------------------------------------------------------------------- CONTRIBUTING

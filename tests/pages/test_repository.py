@@ -89,7 +89,6 @@ def test_what_github_reads_fits_its_schema(file, schema):
 
 def test_every_job_of_the_workflow_installs_and_runs_what_is_there():
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"]
-    assert sorted(jobs) == ["nightly", "released"]
     assert jobs["released"]["strategy"]["matrix"]["python"][0] == "3.10"  # in quotes; the number would be read as 3.1
     for job in jobs.values():
         commands = " ".join(step.get("run", "") for step in job["steps"])

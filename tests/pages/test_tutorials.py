@@ -27,7 +27,6 @@ def test_every_package_has_its_tutorial_and_the_same_without_rpc():
 @pytest.mark.parametrize("path", [*PROGRAMS, PRIMER], ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_a_program_in_one_file_needs_nothing_but_libraries(path):
     text = path.read_text()
-    assert [line for line in text.splitlines() if len(line) > 100] == []
     imported = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -36,11 +35,6 @@ def test_a_program_in_one_file_needs_nothing_but_libraries(path):
             assert node.level == 0
             imported.add(node.module.partition(".")[0])
     assert imported <= LIBRARIES | set(sys.stdlib_module_names)
-    if path.name == "single.py":
-        # Only the docstring may contain the word.
-        assert "rpc" not in text.partition('"""')[2].partition('"""')[2]
-    else:
-        assert all(call in text for call in ("mp.spawn(", "rpc.init_rpc(", "rpc.shutdown("))
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -114,22 +108,11 @@ def flags_of_ranks(path, *flags):
     return [[*own, *flags, "--rank", rank] for rank in range(size)]
 
 
-@pytest.mark.parametrize("path", STARTS)
-def test_both_names_of_loopback_are_treated_alike(path):
-    assert (ROOT / path).read_text().count('    if args.master_addr in ("localhost", "127.0.0.1"):\n') == 1
-
-
 @on_a_host
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("path", "master"),
-    [
-        ("rl_rpc/elastic.py", "localhost"),  # which the test above does not start
-        ("rl_rpc/tutorial.py", "127.0.0.1"),
-        ("ddp_rpc/tutorial.py", "127.0.0.1"),  # with a process group
-    ],
-)
-@pytest.mark.draw(1)
+@pytest.mark.parametrize("path", STARTS)
+@pytest.mark.parametrize("master", ["localhost", "127.0.0.1"])
+@pytest.mark.draw(2)
 def test_ranks_in_terminals_listen_on_loopback_and_do_not_poll(path, master, tmp_path):
     with TwoHosts() as hosts:
         commands = [(0, path, flags) for flags in flags_of_ranks(path, "--master_addr", master)]
