@@ -418,7 +418,7 @@ ROWS = [(path, flags, row) for path, rows in EFFECTS.items() for flags, row in r
     ("path", "flags", "row"),
     [pytest.param(*each, id=f"{each[0]} {each[1]}") for each in ROWS if not isinstance(each[2], ShownBy)],
 )
-@pytest.mark.draw(30)
+@pytest.mark.draw(24)
 def test_a_flag_has_its_effect(path, flags, row):
     if isinstance(row, Fails):
         run = Run(path, flags)
@@ -434,7 +434,7 @@ COMPARED = [(path, row) for path, _, row in ROWS if isinstance(row, Shows) and r
 
 
 @pytest.mark.parametrize(("path", "base"), sorted({(path, row.base) for path, row in COMPARED}))
-@pytest.mark.draw(6)
+@pytest.mark.draw(4)
 def test_what_is_compared_is_the_same_in_a_second_run(path, base):
     """Otherwise it would differ without the flag, too."""
     old, again = plain_run(path, base), Run(path, base)
@@ -452,7 +452,7 @@ def programs_with_flags():
 
 
 @pytest.mark.parametrize("path", programs_with_flags())
-@pytest.mark.draw(8)
+@pytest.mark.draw(6)
 def test_the_table_has_every_flag(path):
     """argparse lists each flag on a line of its own, with other spellings behind it."""
     listed = re.findall(r"^  (--\w+)", run_script(path, "--help").stdout, re.M)
@@ -466,7 +466,7 @@ def test_the_tests_that_the_table_names_exist(row):
 
 
 @pytest.mark.parametrize("path", [path for path, rows in EFFECTS.items() if PLACE in rows.values()])
-@pytest.mark.draw(5)
+@pytest.mark.draw(4)
 def test_a_rank_goes_where_the_flags_say(path):
     """The test listens there, so the rank that the flags ask for connects to it. No other rank is started."""
     with socket.create_server(("127.0.0.3", 0)) as listener:

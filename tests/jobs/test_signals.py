@@ -65,6 +65,7 @@ def interrupt(way, number, target, seconds, flags=()):
     "number, target, seconds",
     [(signal.SIGINT, "group", 0.0), (signal.SIGTERM, "parent", 0.9), (signal.SIGHUP, "parent", 1.9)],
 )
+@pytest.mark.draw(1)
 def test_a_starting_process_leaves_at_once(number, target, seconds):
     interrupt("spawned", number, target, seconds)
 
@@ -113,6 +114,7 @@ def test_a_working_job_ends_quietly_and_keeps_the_checkpoint(package, way, targe
     assert os.listdir(tmp_path) == ["checkpoint.pt"], "a half-written file is left"
 
 
+@pytest.mark.slow
 def test_a_job_that_nohup_has_started_outlives_its_terminal():
     """A terminal that is closed sends SIGHUP to all processes. Other signals end the job as ever."""
     flags = [*JOBS["rl_rpc"]["long"], "--log_interval", "1"]

@@ -8,7 +8,6 @@ import resource
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -20,7 +19,7 @@ import torch
 from helpers import PACKAGES, ROOT, assert_one_line_error, package_on_path
 from jobs import JOBS, Job, executed_traps, fill_with_traps, free_port, left_in
 from processes import children_of, forked, session_members
-from programs import Program, run_main, start_main
+from programs import Program, run_main, run_script, start_main
 
 LAST_RANK = {package: len(facts["names"]) - 1 for package, facts in JOBS.items()}
 
@@ -134,9 +133,7 @@ def watch_sockets(package, way, tmp_path):
     assert sampler.seen <= SocketSampler.LOOPBACK, sampler.seen
 
 
-@pytest.mark.parametrize(
-    "package", ["rl_rpc", "ddp_rpc", *(pytest.param(p, marks=pytest.mark.slow) for p in ("rnn_rpc", "param_server"))]
-)
+@pytest.mark.parametrize("package", RL_AND_SLOWLY_THE_OTHERS)
 @pytest.mark.draw(1)
 def test_a_spawned_run_is_quiet_listens_on_loopback_only_and_leaves_nothing(package, tmp_path):
     watch_sockets(package, "spawned", tmp_path)
@@ -252,6 +249,7 @@ echo 32768 60999 > /proc/sys/net/ipv4/ip_local_port_range
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a network of its own")
 def test_a_rank_that_waits_does_not_take_itself_for_rank_0(tmp_path):
     """If nobody listens at a port from which connections are made, the system may connect a socket to itself.
@@ -546,9 +544,9 @@ except RuntimeError as error:
 """
 
 
-def test_torch_prints_no_traceback_when_a_peer_dies_in_shutdown():
-    command = [sys.executable, "-c", PEER_LOST_IN_SHUTDOWN]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+def test_torch_prints_no_traceback_when_a_peer_dies_in_shutdown(tmp_path):
+    (tmp_path / "program.py").write_text(PEER_LOST_IN_SHUTDOWN)
+    done = run_script(tmp_path / "program.py", cwd=ROOT)
     assert (done.stdout, done.stderr) == ("raised EOF: end of file\n", "")
 
 

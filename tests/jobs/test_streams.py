@@ -73,6 +73,7 @@ def test_a_rank_that_cannot_write_its_last_line_ends(way, how, tmp_path):
             process.kill()
 
 
+@pytest.mark.slow
 def test_no_rank_is_left_when_the_starting_process_is_killed_and_nobody_reads():
     """Here the reader of its output is gone, too. test_signals.py has the same with a reader."""
     read, write = os.pipe()

@@ -75,6 +75,7 @@ def run_trace(*words, **how):
 # ------------------------------------------------------------------------------------------ what a recording contains
 
 
+@pytest.mark.slow
 def test_both_sides_of_every_rpc_of_a_job_are_recorded(tmp_path):
     path, summary = tmp_path / "all.json", tmp_path / "summary.json"
     done = run_traced(path, "rl_rpc", *RL, "--summary_json", summary)
@@ -201,6 +202,7 @@ def forty_lines():
     return re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
 
 
+@pytest.mark.slow
 def test_the_forty_lines_of_the_readme_are_drawn(tmp_path):
     (tmp_path / "forty.py").write_text(forty_lines())
     done = run_trace("step.png", "--", sys.executable, "forty.py", cwd=tmp_path)

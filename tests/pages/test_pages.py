@@ -42,7 +42,7 @@ def test_the_forty_lines_run_and_print_what_the_page_shows(tmp_path):
     assert "from glue" not in program and len([line for line in program.splitlines() if line]) <= 40
     (tmp_path / "forty.py").write_text(program.replace("29500", str(free_port())))
     # Unbuffered, as on a terminal, where lines appear in the order of printing.
-    done = run_script(tmp_path / "forty.py", env={"PYTHONUNBUFFERED": "1"}, cold=True)
+    done = run_script(tmp_path / "forty.py", env={"PYTHONUNBUFFERED": "1"})
     assert done.returncode == 0, done.stderr
     assert masked(done.stdout) == masked(output)
     assert masked(output).count("P1 another") == 4 and "P0 main" in masked(output)

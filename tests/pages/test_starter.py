@@ -68,6 +68,7 @@ def test_when_a_worker_is_killed_the_other_one_does_its_work(tmp_path):
     assert "loss 0.9524 with learning rate 0.002" in out and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_method_is_shown_with_the_worker_and_the_line(tmp_path):
     with Starter(tmp_path, ("weights = torch.zeros(50)", "weights = torch.zeros(51)")) as starter:
         status, out, err = starter.end()

@@ -115,6 +115,7 @@ def torchs_own():
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symptom", TORCH)
 def test_what_torch_says(symptom, torchs_own):
     text, message = torchs_own[symptom], message_of(symptom)
@@ -170,13 +171,6 @@ def taken_port(_):
         return output_of("rl_rpc", "--world_size", 2, "--rank", 0, "--master_port", other.getsockname()[1])
 
 
-@makes("is not rank 0 (agent)")
-def a_stranger_listens(_):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        flags = ["--world_size", 2, "--rank", 1, "--master_port", other.getsockname()[1], "--join_timeout", 1]
-        return output_of("rl_rpc", *flags)
-
-
 @makes("Name or service not known")
 def no_such_host(_):
     return output_of(
@@ -229,6 +223,13 @@ def test_what_a_command_says(symptom, tmp_path):
 @makes("rank 1 (observer1), rank 2 (observer2) did not come")
 def no_observers(_):
     return output_of("rl_rpc", "--world_size", 3, "--rank", 0, "--master_port", free_port(), "--join_timeout", 1)
+
+
+@makes("is not rank 0 (agent)")
+def a_stranger_listens(_):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        flags = ["--world_size", 2, "--rank", 1, "--master_port", other.getsockname()[1], "--join_timeout", 1]
+        return output_of("rl_rpc", *flags)
 
 
 @makes("it was started with seed 7")

@@ -87,13 +87,9 @@ def listeners_of(hosts, commands, text, folder, env=({}, {})):
     return {address for address, port in listeners.tcp if port not in (PORT, PORT + 1)}, listeners.unix
 
 
-# The programs have the same lines for this, so the quick tests run only one of them.
-OTHERS = [path for path in STARTS if path not in ("rl_rpc/tutorial.py", "rl_rpc/elastic.py")]  # elastic spawns nothing
-SPAWNED = ["rl_rpc/tutorial.py", *(pytest.param(path, marks=pytest.mark.slow) for path in OTHERS)]
-
-
 @on_a_host
-@pytest.mark.parametrize("path", SPAWNED)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path in STARTS if path != "rl_rpc/elastic.py"])  # which spawns nothing
 @pytest.mark.draw(1)
 def test_spawned_ranks_listen_on_loopback_and_do_not_poll(path, tmp_path):
     """The name of the host resolves to 127.0.1.1, and there torch would listen by default."""

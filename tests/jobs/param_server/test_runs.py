@@ -117,6 +117,7 @@ def test_a_trainers_num_gpus_is_not_ignored(tmp_path, digits):
     assert rank0.result(60).returncode == 1
 
 
+@pytest.mark.slow
 def test_measuring_and_saving_change_neither_updates_nor_weights(tmp_path, digits):
     """A measurement falls between two updates, after as many batches of each trainer, so not after 8 of 30."""
     flags = (*from_files(digits), "--mode", "sync", "--world_size", 4, "--batch_size", 16, "--max_batches", 10)

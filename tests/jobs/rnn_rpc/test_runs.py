@@ -42,6 +42,7 @@ def test_a_run_prints_that_it_learns(tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_text_that_stdout_cannot_show_does_not_lose_the_result(tmp_path):
     (tmp_path / "text").write_text("été à la mer, hiver à la ville; " * 200)
     flags = ["--corpus", tmp_path / "text", "--epochs", 1, "--generate", 40, "--summary_json", tmp_path / "s.json"]

@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from helpers import ROOT
-from programs import run_script
+from jobs import free_port
+from programs import Program, run_script
 from tutorials import changed, copied_alone, run_in_terminals, run_spawned
 
 # Inserted at the end of a trainer: it saves what it has trained. (The table is saved when all trainers have finished.)
@@ -134,8 +135,9 @@ def test_a_trainer_says_on_which_device_it_is_when_gpus_are_asked_for(monkeypatc
     for gpus, wanted, devices in [(0, 2, ["cpu"] * 3), (2, 2, ["cuda:0", "cuda:1", "cuda:1"]), (2, 0, ["cpu"] * 3)]:
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert [str(tutorial.get_device(rank, wanted)) for rank in range(3)] == devices
-    done = run_spawned("ddp_rpc/tutorial.py", "--world_size", 3, "--num_gpus", 1)
-    assert done.stdout.startswith("Trainer 0 uses cpu\nTraining done for epoch 0: ") and done.returncode == 0
+    flags = ("--world_size", 3, "--num_gpus", 1, "--master_port", free_port())
+    with Program("ddp_rpc/tutorial.py", *flags, env={"PYTHONUNBUFFERED": "1"}) as program:
+        assert program.wait_for_text("^Trainer 0 uses cpu\nTraining done for epoch 0: "), program.text()
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ FLAGS = ("--dataset", "synthetic", "--no_dropout", "--batch_size", 8)
 
 @pytest.mark.parametrize(
     "mode",
-    ["remote", "bounded", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("replica", "sync", "overlap"))],
+    ["bounded", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("remote", "replica", "sync", "overlap"))],
 )
 @pytest.mark.draw(3)
 def test_every_update_of_concurrent_trainers_is_right(tmp_path, mode):

@@ -10,7 +10,7 @@ from programs import run_main, run_traced
 
 oracle = load_oracle("rl_rpc")
 MODES = oracle.MODES
-EPISODES = 15
+EPISODES = 10
 SLOW = pytest.mark.slow
 
 
@@ -48,7 +48,7 @@ def calls_in_steps(path, name):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Run three observers for fifteen episodes in each mode; return {mode: (lines, checkpoint)}."""
+    """Run three observers for ten episodes in each mode; return {mode: (lines, checkpoint)}."""
     folder = tmp_path_factory.mktemp("runs")
     return {mode: play(folder, mode) for mode in MODES}
 
@@ -65,7 +65,7 @@ def test_every_mode_is_the_single_process_loop(runs, reference, mode):
 
 
 def test_all_modes_play_and_learn_the_same_with_three_observers(runs):
-    """The weights are equal to the bit after 15 episodes. A single different action would have changed them."""
+    """The weights are equal to the bit after 10 episodes. A single different action would have changed them."""
     lines, expected = runs["step"]
     assert len(lines) == EPISODES and expected["env_steps"] > EPISODES * 3 * 8
     for mode in MODES[1:]:

@@ -84,6 +84,7 @@ def reinforce(episodes, observers, batch, steps=NUM_STEPS):
 
 @pytest.mark.parametrize(("observers", "episodes"), [(1, 3), (3, 1), pytest.param(3, 2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("batch", [True, False])
+@pytest.mark.draw(3)
 def test_batch_page_is_the_plain_loop(batch, observers, episodes):
     agent = make_agent(observers, batch)
     for _ in range(episodes):
