@@ -9,6 +9,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 import sampling
 from helpers import package_on_path
+from programs import warm_process
 
 # If the tests run in the background, the shell makes them ignore SIGINT, and nohup makes them ignore SIGHUP. Every job
 # that they start would inherit this.
@@ -24,6 +25,12 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 os.environ["OMP_NUM_THREADS"] = "1"
 
 ENVIRONMENT = dict(os.environ)
+
+
+def pytest_configure(config):
+    """Start the warm process that all processes of pytest-xdist use, while they collect the tests."""
+    if config.getoption("numprocesses", None) and os.environ.get("COLD") != "1":
+        os.environ["WARM_PROCESS"] = warm_process()
 
 
 def pytest_report_header(config):

@@ -165,17 +165,26 @@ def start_main(package, *flags, **how):
 
 @functools.cache
 def warm_process():
-    """Start warm.py once; return the address at which it waits. If a test runs tests, these use the same process."""
+    """Start warm.py once; return the address at which it will wait.
+
+    If a test runs tests, these use the same process, and so do all processes of pytest-xdist (conftest.py).
+    """
     if "WARM_PROCESS" in os.environ:
         return os.environ["WARM_PROCESS"]
     address = os.path.join(tempfile.mkdtemp(), "warm")
     command = [sys.executable, str(ROOT / "tests" / "harness" / "warm.py"), address]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout.readline() == "warm\n"
-    warm_process.process = process  # keep the Popen, so that its stdin stays open until this process ends
+    # Keep the Popen, so that its stdin stays open until this process ends.
+    warm_process.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     return address
+
+
+def connect_to_warm_process():
+    deadline = time.monotonic() + 120  # it loads torch
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            return multiprocessing.connection.Client(warm_process(), "AF_UNIX")
+        time.sleep(0.05)
+    raise AssertionError("tests/harness/warm.py does not listen")
 
 
 class WarmProcess:
@@ -183,7 +192,7 @@ class WarmProcess:
 
     def __init__(self, args, out, err, environ, cwd, room):
         self.args, self.returncode = args, None
-        self.connection = multiprocessing.connection.Client(warm_process(), "AF_UNIX")
+        self.connection = connect_to_warm_process()
         request = {"argv": args[1:], "cwd": str(cwd or os.getcwd()), "environ": environ, "room": room and str(room)}
         request["environ"]["WARM_PROCESS"] = warm_process()
         self.connection.send(request | {"stdout": out, "stderr": err})

@@ -130,8 +130,7 @@ def main():
     wake.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    listener = multiprocessing.connection.Listener(sys.argv[1], "AF_UNIX")
-    print("warm", flush=True)
+    listener = multiprocessing.connection.Listener(sys.argv[1], "AF_UNIX", backlog=16)
     waiting = {}  # process id of a command -> the connection to which its exit status is sent
     while True:
         ready = multiprocessing.connection.wait([listener._listener._socket, woken, sys.stdin.fileno()])
