@@ -48,7 +48,7 @@ class PretendTensor(torch.Tensor):
         return self.detach()
 
     @data.setter
-    def data(self, other):  # used by flat_weights.py, with a tensor of the same shape and type
+    def data(self, other):  # vector_to_parameters sets it, to a tensor of the same shape and type
         self.elem = other.elem
 
     def __repr__(self):

@@ -1,6 +1,5 @@
 """Which launcher has started this process, and with which rank (flags.py)."""
 
-import contextlib
 import os
 
 import pytest
@@ -93,32 +92,21 @@ def test_that_is_what_the_parser_decides(package, monkeypatch):
                 assert starts_ranks([word], {}) == (args.rank is None), word
 
 
-@contextlib.contextmanager
-def environment(changes):
-    before = dict(os.environ)
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 @pytest.mark.parametrize("missing", QUARTET)
 def test_a_part_of_the_quartet_is_refused_by_name(missing, capsys):
     half = {name: value for name, value in QUARTET.items() if name != missing}
     if missing in ("RANK", "WORLD_SIZE"):
         half = {name: value for name, value in half.items() if name != "MASTER_ADDR"}
-    with environment(half):
-        assert_refused("rl_rpc", [], capsys, f"{missing}", "environment")
+    os.environ |= half  # conftest.py restores the environment
+    assert_refused("rl_rpc", [], capsys, f"{missing}", "environment")
 
 
 @pytest.mark.parametrize(
     "name, value", [("RANK", "-1"), ("RANK", "a"), ("MASTER_PORT", "99999"), ("MASTER_PORT", "abc")]
 )
 def test_a_wrong_variable_is_refused_by_name(name, value, capsys):
-    with environment(QUARTET | {name: value}):
-        assert_refused("rl_rpc", [], capsys, f"the environment sets {name}, but {value!r} is not")
+    os.environ |= QUARTET | {name: value}
+    assert_refused("rl_rpc", [], capsys, f"the environment sets {name}, but {value!r} is not")
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"])
@@ -132,7 +120,8 @@ def test_a_wrong_variable_without_a_launcher_is_ignored():
 
 
 def test_flags_come_first_and_the_choice_is_said(capsys):
-    with package_on_path("rl_rpc"), environment(QUARTET):
+    os.environ |= QUARTET
+    with package_on_path("rl_rpc"):
         import main
 
         args = main.parse_args([])

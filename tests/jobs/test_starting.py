@@ -1,6 +1,7 @@
 """How jobs start and end in every package (launch.py, job.py): ports, sockets, joining, restarts, --check."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import tempfile
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -58,22 +60,10 @@ def test_no_mode_writes_to_stderr(package, mode):
 # ---------------------------------------------------------------------------------------------------- sockets and ports
 
 
-def listening_inodes():
-    """Return {socket inode: local address in hex} of all TCP sockets of this machine that listen."""
-    found = {}
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError), open(table) as file:
-            for line in list(file)[1:]:
-                fields = line.split()
-                if fields[3] == "0A":
-                    found[fields[9]] = fields[1].partition(":")[0]
-    return found
-
-
 class SocketSampler(threading.Thread):
     """A thread that records, until it is stopped, on which addresses the processes of a job listen."""
 
-    LOOPBACK = frozenset({"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"})
+    LOOPBACK = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
 
     def __init__(self, sessions):
         super().__init__(daemon=True)
@@ -81,15 +71,10 @@ class SocketSampler(threading.Thread):
 
     def run(self):
         while not self.stopping.wait(0.05):  # not more often, because it slows the job
-            listening = listening_inodes()
-            for session in self.sessions:
-                for pid in session_members(session):
-                    with contextlib.suppress(OSError):
-                        for descriptor in os.listdir(f"/proc/{pid}/fd"):
-                            with contextlib.suppress(OSError):
-                                link = os.readlink(f"/proc/{pid}/fd/{descriptor}")
-                                if link.startswith("socket:[") and link[8:-1] in listening:
-                                    self.seen.add(listening[link[8:-1]])
+            for pid in itertools.chain(*map(session_members, self.sessions)):
+                with contextlib.suppress(psutil.Error, OSError):  # it has ended
+                    sockets = psutil.Process(pid).net_connections("tcp")
+                    self.seen |= {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
             self.samples += 1
 
     def stop(self):

@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from helpers import load_bench
 from programs import run_script
 
 TORCH_FORMS = ["function by name", "RRef as argument", "RRef proxy"]
@@ -54,22 +53,3 @@ def test_every_way_to_call_has_its_row(tmp_path):
     for way, why in numbers["not installed"].items():
         row = rf"^{way} +not installed \({re.escape(why)}\)$"
         assert len(re.findall(row, done.stdout, re.M)) == len(PAYLOADS)
-
-
-def test_as_many_calls_are_under_way_as_the_window_says():
-    open_calls = set()
-    most = 0
-
-    class Call:
-        def wait(self):
-            open_calls.remove(self)
-
-    def send(payload):
-        nonlocal most
-        call = Call()
-        open_calls.add(call)
-        most = max(most, len(open_calls))
-        return call
-
-    seconds = load_bench("calls").in_flight(8, send)("payload", 20)
-    assert len(seconds) == 20 and most == 8 and not open_calls

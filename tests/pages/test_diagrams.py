@@ -36,18 +36,10 @@ def diagrams():
         for diagram in re.findall(r"```mermaid\n(sequenceDiagram.*?)```", text, re.DOTALL):
             comment = re.search(r"^ *%% main\.py(.*)$", diagram, re.MULTILINE)
             flags = comment[1].split() if comment else []
-            quick = package == "rl_rpc" and not flags
-            name = f"{package} {' '.join(flags)}".strip()
-            yield pytest.param(package, flags, diagram, id=name, marks=[] if quick else pytest.mark.slow)
+            yield pytest.param(package, flags, diagram, id=f"{package} {' '.join(flags)}".strip())
 
 
-def test_each_package_has_a_diagram_of_its_tutorials_mode_and_of_another():
-    drawn = [param.values[:2] for param in diagrams()]
-    for package in PACKAGES:
-        assert drawn.count((package, [])) == 1
-        assert any(flags for found, flags in drawn if found == package), package
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("package, flags, diagram", [*diagrams()])
 @pytest.mark.draw(2)
 def test_a_diagram_in_a_readme_is_what_a_run_does(package, flags, diagram, tmp_path):

@@ -7,13 +7,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 
 from helpers import PACKAGES, PAGES, ROOT, package_on_path
-from jobs import Job, free_port
-from processes import children_of, command_of
+from jobs import free_port
 from programs import run_script
 
 README, CONCEPTS, RUNNING, CONTRIBUTING = (
@@ -58,19 +56,6 @@ def test_which_rank_is_what():
 
             args = main.parse_args(["--world_size", size])
             assert names == [main.worker_name(rank, args) for rank in range(int(size))], package
-
-
-@pytest.mark.slow
-def test_the_tree_of_processes():
-    with Job("rl_rpc", "spawned", ["--max_episodes", "1000000", "--reward_threshold", "1e9"], cold=True) as job:
-        deadline = time.monotonic() + 60
-        tree = {}
-        while tree.get("forkserver") != 3 and time.monotonic() < deadline:
-            time.sleep(0.05)
-            helpers = {pid: command_of(pid) for pid in children_of(job.processes[0].pid)}
-            kinds = ("resource_tracker", "forkserver")
-            tree = {kind: len(children_of(pid)) for kind in kinds for pid in helpers if kind in helpers[pid]}
-        assert tree == {"resource_tracker": 0, "forkserver": 3}
 
 
 # ------------------------------------------------------------------------------------------------------------ all pages

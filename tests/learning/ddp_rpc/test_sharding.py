@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -386,28 +385,6 @@ def test_trainers_on_cpus_and_gpus_are_refused_by_every_rank(rank):
         main.run_worker(rank, main.parse_args([]), job)
 
 
-def test_the_results_are_in_the_order_of_the_trainers(monkeypatch):
-    """The summary shows trainer 1's figures, also if another trainer has ended first."""
-    futures = {"trainer1": torch.futures.Future(), "trainer2": torch.futures.Future()}
-    futures["trainer2"].set_result("figures of trainer 2")
-    threading.Timer(0.2, futures["trainer1"].set_result, ["figures of trainer 1"]).start()
-
-    def finish(_, results):
-        raise ValueError(", ".join(results))  # it ends run_master
-
-    monkeypatch.setattr(main.Progress, "finish", finish)
-    run_master(monkeypatch, "figures of trainer 1, figures of trainer 2", rpc_async=lambda to, *_, **__: futures[to])
-
-
-def run_master(monkeypatch, error, rpc_async, remote=lambda *_, **__: None, args=None, devices=("cpu",) * 4):
-    """Run the master's rank in a job without other ranks; assert that it raises a ValueError with this text."""
-    stand_ins = {"init_rpc": lambda *_, **__: None, "RRef": lambda _: "rref", "rpc_async": rpc_async, "remote": remote}
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(main.rpc, name, stand_in)
-    with pytest.raises(ValueError, match=error):
-        main.run_worker(2, args or main.parse_args([]), FakeJob(devices=devices))
-
-
 @pytest.mark.parametrize(
     ("setting", "value"), [("num_embeddings", 10), ("embedding_dim", 8), ("targets", "random"), ("seed", 2)]
 )
@@ -427,11 +404,15 @@ def test_nothing_remote_is_configured_by_a_whole_command_line(monkeypatch):
     def send(to, function, args=(), kwargs=None, timeout=None):
         sent.extend([*args, *(kwargs or {}).values()])
         done = torch.futures.Future()
-        done.set_exception(ValueError("enough"))
+        done.set_exception(ValueError("enough"))  # it ends the master
         return done
 
     args = main.parse_args([])
-    run_master(monkeypatch, "enough", send, send, args, devices=("cuda:0", "cuda:1", "cpu", "cuda:3"))
+    stand_ins = {"init_rpc": lambda *_, **__: None, "RRef": lambda _: "rref", "rpc_async": send, "remote": send}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(main.rpc, name, stand_in)
+    with pytest.raises(ValueError, match="enough"):
+        main.run_worker(2, args, FakeJob(devices=("cuda:0", "cuda:1", "cpu", "cuda:3")))
     assert {"cuda:0", "cuda:1", "cuda:3"} <= {value for value in sent if isinstance(value, str)}
     assert args not in sent
     (plan,) = {id(value): value for value in sent if isinstance(value, SimpleNamespace)}.values()

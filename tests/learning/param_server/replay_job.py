@@ -1,10 +1,9 @@
 """A job for test_replay.py: main.py on a few images, with a slow trainer. Rank 0 records each update and replays it.
 
-    python tests/learning/param_server/replay_job.py IMAGES FORWARD [main.py's own flags]
+    python tests/learning/param_server/replay_job.py IMAGES [main.py's own flags]
 
 The replay computes each gradient again in one thread, from the recorded weights of its version and the images of its
-batch, and then the update, with torch's SGD. FORWARD: "ours", or "published" for the tutorial's forward pass in mode
-`remote`, which uses the shared weights.
+batch, and then the update, with torch's SGD.
 """
 
 import json
@@ -25,7 +24,7 @@ from glue import launch
 from net import Net
 from ranks import worker_name
 
-IMAGES, FORWARD = int(sys.argv[1]), sys.argv[2]
+IMAGES = int(sys.argv[1])
 SLOW_TRAINER, PAUSE = 1, 0.05
 updates = []  # in rank 0, for each: its epoch, its gradients (batch, images, version), and the weights after it
 saved = []  # in rank 0, for each checkpoint: (updates, batches left)
@@ -64,12 +63,6 @@ class SlowlyClonedNet(Net):
             yield each
 
 
-class PublishedServer(remote.ParameterServer):
-    def forward(self, trainer, inp):
-        self.forwards[trainer] = (len(inp), self.coordinator.updates)
-        return self.model(inp)
-
-
 def weights_of(net):
     return torch.cat([param.detach().reshape(-1).clone() for _, param in net.named_parameters()])
 
@@ -106,8 +99,6 @@ def run_worker(rank, args, job):
         coordinator.Coordinator = RecordingCoordinator
         main.Progress = RecordingProgress
         remote.Net = SlowlyClonedNet
-        if FORWARD == "published":
-            remote.ParameterServer = PublishedServer
         plain, first = RecordingCoordinator.lead, []
         RecordingCoordinator.lead = lambda self: (first.append(weights_of(self.server.model)), plain(self))
     main.run_worker(rank, args, job)
@@ -117,4 +108,4 @@ def run_worker(rank, args, job):
 
 
 if __name__ == "__main__":
-    launch.launch(run_worker, main.parse_args(sys.argv[3:]), worker_name)
+    launch.launch(run_worker, main.parse_args(sys.argv[2:]), worker_name)
