@@ -51,7 +51,7 @@ class Worker:
 
     def work(self, lr):
         """Train a linear model with this learning rate, and return its loss."""
-        generator = torch.Generator().manual_seed(2)  # made here, as two calls that share one would mix its numbers
+        generator = torch.Generator().manual_seed(2)  # one for each call, or two calls would share its numbers
         weights = torch.zeros(50)
         for _ in range(4000):
             batch = torch.randint(1000, (8,), generator=generator)
@@ -66,7 +66,7 @@ class Worker:
 
 
 def run_worker(name, rank, folder):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process, and the leader is enough
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: only the leader reacts
     threading.Thread(target=end_with_the_leader, daemon=True).start()
     torch.set_num_threads(1)  # the workers share the cores of one machine
     join(name, rank, folder)
@@ -80,15 +80,15 @@ def end_with_the_leader():
 
 def join(name, rank, folder):
     """Become a member of the group. Returns when all processes have called this."""
-    warnings.filterwarnings("ignore", "You are using a Backend")  # torch itself does this
+    warnings.filterwarnings("ignore", "You are using a Backend")  # about torch's own code
     # Whoever can connect to a process can run code in it. So listen on this machine's loopback interface only.
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.update(TP_SOCKET_IFNAME=loopback, GLOO_SOCKET_IFNAME=loopback)
-    # Use TCP ("uv"). torch's default, shared memory, keeps a core busy in every process. `_transports` and `_channels`
-    # are private arguments of torch.
+    # Use TCP ("uv"). torch's default, shared memory, keeps a core busy in every process. "basic" sends a tensor along
+    # with its message; the other channels are for GPUs and shared memory. Both arguments are private to torch.
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     options.init_method = f"file://{folder}/store"  # how the processes find each other, without any port
-    faulthandler.dump_traceback_later(START_TIMEOUT, exit=True)  # do not wait forever for one that never comes
+    faulthandler.dump_traceback_later(START_TIMEOUT, exit=True)  # ends this process if one never comes
     rpc.init_rpc(name, rank=rank, world_size=1 + WORKERS, rpc_backend_options=options)
     faulthandler.cancel_dump_traceback_later()
 
@@ -157,12 +157,14 @@ def main(folder):
             try:
                 print(f"{name} has done {workers[name].rpc_sync(timeout=TIMEOUT).tasks_done()} tasks")
             except RuntimeError as error:
+                if not is_lost(error):
+                    raise
                 print(f"{name} is lost: {error}")
                 processes.pop(name).kill()
         complete = len(processes) == WORKERS
     finally:
-        # A graceful shutdown waits until every process has called it. A lost one never will. After any other
-        # shutdown, Python ends the workers that are left, because they are daemons.
+        # A graceful shutdown waits until every process has called it, which a lost one never will. So if one is
+        # lost, do not wait. Then Python ends the other workers, because they are daemons.
         rpc.shutdown(graceful=complete, timeout=TIMEOUT)
 
 

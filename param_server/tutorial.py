@@ -220,7 +220,8 @@ def run_training_loop(rank, num_gpus, train_loader, test_loader):
             if i % 5 == 0:
                 print(f"Rank {rank} training batch {i} loss {loss.item()}", flush=True)
             dist_autograd.backward(cid, [loss])
-            # Ensure that gradients have arrived. Only once, as this sends them all (difference 4).
+            # Check that the gradients are on the server. Only in the first step, because the
+            # answer contains all of them (difference 4).
             if i == 0:
                 gradients = net.param_server_rref.rpc_sync().get_dist_gradients(cid)
                 assert len(gradients) == len(param_rrefs)

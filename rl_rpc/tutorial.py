@@ -32,7 +32,7 @@ from torch.distributions import Categorical
 
 AGENT_NAME = "agent"
 OBSERVER_NAME = "obs{}"
-warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself does this
+warnings.filterwarnings("ignore", message="You are using a Backend")  # about torch's own code
 
 
 class Policy(nn.Module):
@@ -83,9 +83,9 @@ class Observer:
 class Agent:
     def __init__(self, world_size, gamma, seed):
         self.ob_rrefs = []
-        # A reference to this object. An observer gets it in place of a copy of the agent, and its
-        # rpc_sync().method() makes the method run here. How torch counts references, so that an
-        # object lives as long as one of them: https://pytorch.org/docs/stable/rpc/rref.html
+        # A reference to this object. Observers get the reference, not a copy of the agent.
+        # agent_rref.rpc_sync().method() runs the method here. The object lives as long as there is
+        # a reference to it in any process: https://pytorch.org/docs/stable/rpc/rref.html
         self.agent_rref = RRef(self)
         self.rewards = {}
         self.saved_log_probs = {}

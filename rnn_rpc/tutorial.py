@@ -11,8 +11,8 @@ Split the model into submodules, make each in the process where it should live, 
 RRef. The model then reads like one on several GPUs of one machine, where a tensor goes to the next
 layer by `Tensor.to(device)`. Here it goes there as the argument of a call.
 
-Part 2 of PyTorch's tutorial "Getting Started with Distributed RPC Framework" (both texts, and the
-code of 2025-08). "Difference 7" is number 7 in docs/differences/rnn_rpc.md.
+Part 2 of PyTorch's tutorial "Getting Started with Distributed RPC Framework" (both editions
+of its text, and its code of 2025-08). "Difference 7" is number 7 in docs/differences/rnn_rpc.md.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from torch import nn, optim
 from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import RRef
 
-warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself does this
+warnings.filterwarnings("ignore", message="You are using a Backend")  # about torch's own code
 # This hides a remark of DistributedOptimizer, that the GIL may slow down the class SGD below.
 logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
 
-# Shapes: T time steps, B streams (parts of the text, read side by side), E and H vector sizes,
-# V words. In the tutorial's names: batch, nindices, ninp, nhid, ntoken.
+# Shapes, with the tutorial's names: T time steps (`batch`), B streams, which are parts of the text
+# read side by side (`nindices`), E and H vector sizes (`ninp`, `nhid`), V words (`ntoken`).
 
 
 class EmbeddingTable(nn.Module):
@@ -121,9 +121,9 @@ class RNNModel(nn.Module):
 
 
 class SGD(optim.SGD):
-    """The same as optim.SGD. It has to be a subclass. Instead of torch's own class,
-    DistributedOptimizer would use a functional version, which prints a warning about TorchScript in
-    every process that owns a parameter (difference 8)."""
+    """The same as optim.SGD, but a subclass. If DistributedOptimizer got optim.SGD itself, it would
+    use a functional version of it, which prints a warning about TorchScript in every process that
+    owns a parameter (difference 8)."""
 
 
 def run_trainer():
@@ -144,8 +144,8 @@ def run_trainer():
 
     criterion = torch.nn.CrossEntropyLoss()
 
-    # The text: each word is the sum, modulo 10, of the word before the last and a random number.
-    # Of these numbers, 0 is the most likely. No model can foresee them.
+    # The text: each word is the sum, modulo 10, of the word two places before it and a random
+    # number. Of these numbers, 0 is the most likely. No model can foresee them.
     prob = torch.softmax(-torch.arange(float(ntoken)), dim=0)
     lowest = torch.exp(-(prob * prob.log()).sum())  # perplexity is exp(loss): here exp(entropy)
 
