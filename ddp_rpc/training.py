@@ -1,7 +1,7 @@
-"""The training of one trainer, from its first evaluation to its last: what the master calls in each of them.
+"""What the master calls in each trainer: the training, from the first evaluation to the last.
 
-It stands here and not in main.py, because RPC sends a function by the name of its module and its own name. main.py is
-`__main__` in a rank that was started with it, and something else in one that another program has started.
+It is not in main.py, because RPC sends a function as the name of its module and its own name. The module of main.py is
+called `__main__` only in a rank that was started with main.py, and not in one that another program has started.
 """
 
 import collections
@@ -17,10 +17,11 @@ from glue.seeds import seed_for
 
 
 def run_trainer(trainer_class, emb_rrefs, rank, device, plan, progress_rref, epochs_before, fc_state):
-    """Train, together with the other trainers; return this trainer's figures. Source: tutorial, _run_trainer.
+    """Train, together with the other trainers; return a dict with this trainer's results. Source: tutorial,
+    _run_trainer.
 
-    In each trainer, on an RPC thread. `trainer_class`: the Trainer of the mode; `plan`: the flags on which all ranks
-    agree. A resumed run begins after `epochs_before` epochs, with `fc_state`.
+    Runs in each trainer, on an RPC thread. `trainer_class`: the Trainer of the mode; `plan`: the flags on which all
+    ranks agree. A resumed run begins after `epochs_before` epochs, with `fc_state`.
     """
     device = torch.device(device)
     if device.type == "cuda":

@@ -75,14 +75,14 @@ class HybridModel(torch.nn.Module):
 
 
 class SGD(optim.SGD):
-    """The optimizer. It has to be a subclass. Instead of optim.SGD itself, DistributedOptimizer
+    """The optimizer. It has to be a subclass. If DistributedOptimizer got optim.SGD itself, it
     would use a version that takes no lock, and the trainers' updates could overlap (difference
     20)."""
 
 
 def _retrieve_embedding_parameters(emb_rref):
-    """Return RRefs to the table's parameters. Runs on the server. It only reads, so without a
-    lock."""
+    """Return RRefs to the table's parameters. Runs on the server, and needs no lock, because it
+    only reads."""
     param_rrefs = []
     for param in emb_rref.local_value().parameters():
         param_rrefs.append(RRef(param))
@@ -103,7 +103,7 @@ def _run_trainer(emb_rref, rank, num_gpus):
         torch.cuda.set_device(device)  # of this thread: a new thread begins on GPU 0
     model = HybridModel(emb_rref, device)
 
-    # DistributedOptimizer takes an RRef to each parameter: first to those of the table.
+    # DistributedOptimizer takes a list with an RRef to each parameter. These are the table's.
     model_parameter_rrefs = rpc.rpc_sync("ps", _retrieve_embedding_parameters, args=(emb_rref,))
     # Parameters of this process need RRefs, too.
     for param in model.parameters():
@@ -147,13 +147,13 @@ def _run_trainer(emb_rref, rank, num_gpus):
                 # the gradients of the layer that it wraps (difference 14).
                 opt.step(context_id)
 
-                # No zero_grad() is needed. The next iteration opens a new context, and its step()
-                # puts the gradients of that context in the place of these.
+                # No zero_grad() is needed, because the next step() overwrites .grad with the
+                # gradients of its own context.
             total_loss += loss.item() * len(target)
             correct += (output.argmax(dim=1) == target).sum().item()
             bags += len(target)
-        # Each batch is new, and is counted before the model learns from it. So nothing that the
-        # model has memorized counts in this accuracy.
+        # Each batch is new, and its answers are counted before the model learns from it. So what
+        # the model has memorized does not raise this accuracy.
         result = f"loss {total_loss / bags:.3f}, accuracy {correct / bags:.3f} (guessing: 0.125)"
         print(f"Training done for epoch {epoch}: {result}", flush=True)
 
@@ -167,8 +167,9 @@ def run_worker(rank, args):
     random.seed(args.seed + rank)
     num_trainers = args.world_size - 2
 
-    # init_rpc and init_process_group use two ports, as in the tutorial, because each of them starts
-    # a store in rank 0. MASTER_PORT is the port of the process group.
+    # As in the tutorial, init_rpc and init_process_group use two ports. (One would do here, because
+    # the same process is rank 0 of both.) MASTER_PORT is the port of the process group.
+
     # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
     # all ranks are slow if there are few cores. "basic" sends a tensor along with its message. By
     # default torch also opens channels for GPUs. They are not used here, but they can end the

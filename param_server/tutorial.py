@@ -126,14 +126,14 @@ class ParameterServer(nn.Module):
         return {name: grads[param].to("cpu") for name, param in params if param in grads}
 
     def get_param_rrefs(self):
-        """Return an RRef to each parameter, for DistributedOptimizer. It only reads, so without a
-        lock."""
+        """Return an RRef to each parameter, for DistributedOptimizer. It needs no lock, because it
+        only reads."""
         param_rrefs = [rpc.RRef(param) for param in self.model.parameters()]
         return param_rrefs
 
 
-# The one server of this process, and a lock. It is held while the server is made, and while the
-# weights are cloned or changed.
+# The one server of this process, and a lock. The lock is held while the server is made, and while
+# the weights are cloned or changed.
 param_server = None
 global_lock = threading.Lock()
 
@@ -148,11 +148,12 @@ def get_parameter_server(num_gpus=0):
 
 
 class SGD(optim.SGD):
-    """The optimizer. The server has one for each trainer. It has to be a subclass. Instead of
-    optim.SGD, DistributedOptimizer would use a version whose step takes no lock (difference 9)."""
+    """The optimizer. The server has one for each trainer. It has to be a subclass. If
+    DistributedOptimizer got optim.SGD itself, it would use a version whose step takes no lock
+    (difference 9)."""
 
     def step(self):
-        # DistributedOptimizer takes a lock, so that there is one step at a time. Ours also keeps
+        # DistributedOptimizer already allows only one step at a time. global_lock also keeps
         # forward() from cloning during a step.
         with global_lock:
             super().step()
@@ -303,7 +304,7 @@ def parse_args():
     parser = argparse.ArgumentParser(description="Parameter-Server RPC based training")
     parser.add_argument("--world_size", type=int, default=4, help="ranks: server and trainers (4)")
     parser.add_argument("--rank", type=int, help="start only this rank; 0 is the server")
-    parser.add_argument("--num_gpus", type=int, default=0, choices=(0, 1, 2), help="at most (0)")
+    parser.add_argument("--num_gpus", type=int, default=0, choices=(0, 1, 2), help="how many (0)")
     parser.add_argument("--master_addr", default="localhost", help="host of rank 0 (localhost)")
     parser.add_argument("--master_port", type=int, default=29500, help="a free port on it (29500)")
     parser.add_argument("--seed", type=int, default=1, help="of all random numbers (1)")

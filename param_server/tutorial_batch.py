@@ -1,6 +1,6 @@
-"""A parameter server that waits: each trainer sends the gradients of one batch and gets the model
-after the next update, and that update uses a gradient of every trainer. With --no_batch the server
-makes an update of each gradient by itself.
+"""A parameter server that waits for all trainers. Each trainer sends the gradients of one batch.
+When all have come, the server makes one update with their mean, and answers with the new model.
+With --no_batch, it makes a separate update for each gradient.
 
     python tutorial_batch.py                            # starts a server and five trainers here
     python tutorial_batch.py --no_batch                 # the same without batching
@@ -69,7 +69,7 @@ class BatchUpdateParameterServer:
     @staticmethod
     @rpc.functions.async_execution
     def update_and_fetch_model(ps_rref, grads):
-        """Add a trainer's gradients. Return a Future of the model after the update with them.
+        """Add a trainer's gradients. Return a Future of the model after the update that has them.
 
         Because of async_execution, RPC answers the trainer when the Future has its value. Until
         then the trainer waits, but it occupies no thread of the server.
@@ -186,7 +186,8 @@ def run_worker(rank, args):
     seconds = None
     if rank == 0:
         seconds = run_ps([f"trainer{r}" for r in range(1, args.world_size)], args)
-    # A trainer comes here immediately. It serves the server's call until all ranks are here.
+    # A trainer comes here immediately, and waits for all ranks. Meanwhile one of its RPC threads
+    # runs what the server has called.
     rpc.shutdown()
     return seconds
 
