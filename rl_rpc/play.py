@@ -39,13 +39,13 @@ def load_policy(path):
 
     It executes no code from the file. It raises UserError for a file that main.py has not written.
     """
-    settings, state = checkpoint.load(path, "rl_rpc")
-    env_id = settings.get("env_id")
+    saved = checkpoint.load(path, "rl_rpc")
+    env_id = saved["settings"].get("env_id")
     if not isinstance(env_id, str) or ":" in env_id:  # gymnasium would import the module of "module:Name-v0"
         raise UserError(f"{path} names no environment that is safe to make: {env_id!r}")
     try:
         policy = Policy(*sizes(make_env(env_id)))
-        policy.load_state_dict(state["policy"])
+        policy.load_state_dict(saved["state"]["policy"])
     except (KeyError, RuntimeError, TypeError) as error:
         raise UserError(f"{path} has no policy for {env_id}") from error
     return policy, env_id

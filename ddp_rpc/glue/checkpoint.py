@@ -65,18 +65,9 @@ def save(path, scenario, settings, state):
     `state` consists of tensors, numbers, strings, lists and dicts. `settings`, {name: value}, are those settings that
     a run must share with this one if it is to resume from the checkpoint.
     """
-    state = _on_cpu(state)
     content = io.BytesIO()  # if the disk is full, torch's own writer does not report that as the reason
     torch.save({"scenario": scenario, "job": job_id, "settings": settings, "state": state}, content)
     write_aside(path, lambda file: file.write(content.getbuffer()))
-
-
-def _on_cpu(state):
-    if isinstance(state, dict):  # or a Counter, which remains one
-        return type(state)({name: _on_cpu(value) for name, value in state.items()})
-    if isinstance(state, (list, tuple)):
-        return type(state)(map(_on_cpu, state))
-    return state.cpu() if isinstance(state, torch.Tensor) else state
 
 
 def resume(args, scenario, settings):
@@ -90,7 +81,7 @@ def resume(args, scenario, settings):
     if not args.resume and not args.restarts:
         return None
     try:
-        saved = _read(path, scenario)
+        saved = load(path, scenario)
     except UserError:
         if args.resume:
             raise
@@ -108,15 +99,11 @@ def resume(args, scenario, settings):
 
 
 def load(path, scenario):
-    """Return (settings, state) of a checkpoint, as they were given to save(). No code from the file is executed.
+    """Return what save() has written, a dict with "settings" and "state". No code from the file is executed.
 
-    Raises UserError if the file is missing or damaged, or if it is a checkpoint of another scenario.
+    All tensors are on the CPU. Raises UserError if the file is missing or damaged, or if it is a checkpoint of another
+    scenario.
     """
-    saved = _read(path, scenario)
-    return saved["settings"], saved["state"]
-
-
-def _read(path, scenario):
     try:
         with open(path, "rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about files of other formats; the error below covers them

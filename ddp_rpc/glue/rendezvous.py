@@ -8,7 +8,6 @@ torchrun's own store.) RPC and process groups meet in a store of their own, in t
 import json
 import os
 import socket
-import struct
 import time
 
 import psutil
@@ -115,8 +114,8 @@ def _connect(host, port):
         connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
         if connection.getsockname() == connection.getpeername():
             # Nobody listens at this port yet, and the system has chosen it for this end of the connection too.
-            # Closed in the usual way, the connection would keep the port from rank 0 for a minute.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            # Without this option, it would keep the port from rank 0 for a minute after it is closed.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             connection.close()
             raise ConnectionError
         return connection

@@ -95,16 +95,12 @@ def best_transport(ranks_here):
 
 
 def share_cores(workers):
-    """Set the number of intra-op threads to this process's share of the cores.
+    """Set the number of intra-op threads to this process's share of the cores, unless OMP_NUM_THREADS sets it.
 
-    `workers`: how many processes on this host compute at the same time. OMP_NUM_THREADS, if the user has set it,
-    replaces the number of cores.
+    `workers`: how many processes on this host compute at the same time.
     """
-    # torchrun sets it to 1 in every rank.
-    wanted = "" if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get("OMP_NUM_THREADS", "")
-    first = wanted.partition(",")[0].strip()  # "2,1" is a list for nested regions
-    cores = int(first) if first.isdecimal() else usable_cores()
-    torch.set_num_threads(max(1, cores // workers))
+    if "OMP_NUM_THREADS" not in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun sets it to 1
+        torch.set_num_threads(max(1, usable_cores() // workers))
 
 
 def keep_freed_memory():

@@ -3,7 +3,7 @@
 Importing this file adds the device "pretend:0" to this process. Tensors on it compute on the CPU, so the numbers are
 the same. But like tensors on a GPU, they raise an error if they are used in one operator together with a CPU tensor,
 or if their numpy array is requested. They also raise an error if they are pickled, which happens to everything that is
-sent by RPC or written to a checkpoint, or if they are given to a collective that Gloo lacks on a GPU.
+sent by RPC, or if they are given to a collective that Gloo lacks on a GPU. torch.save writes them as CPU tensors.
 
 Import it before the first backward() of the process, because autograd then counts the devices and starts a thread for
 each. (Imports of a test file are early enough, because pytest imports all test files before it runs a test.)  It needs
@@ -132,6 +132,14 @@ BY_HAND = {
 def tensor_by_copy(data, *, device=None, make=torch.tensor, **keywords):
     """Create the tensor on the CPU and copy it. Tests use this instead of torch.tensor, which calls no operator."""
     return make(data, **keywords).to(device)
+
+
+def save(content, *where, save=torch.save, **how):
+    """Write what torch.load(..., map_location="cpu") would read, if the tensors were on a GPU."""
+    save(pytree.tree_map_only(PretendTensor, lambda tensor: tensor.elem, content), *where, **how)
+
+
+torch.save = save
 
 
 class DeviceModule:

@@ -49,11 +49,22 @@ def test_auto_takes_shared_memory_only_with_two_cores_for_each_rank(cores, ranks
     assert host.best_transport(ranks_here) == transport
 
 
-@pytest.mark.parametrize("setting, workers, threads", [("2,1", 1, 2), ("4", 2, 2), ("1", 2, 1), ("all", 1, 3)])
-def test_threads_follow_omp_num_threads(setting, workers, threads, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", setting)
-    monkeypatch.setattr(host, "usable_cores", lambda: 3)
-    chosen = []
-    monkeypatch.setattr(host.torch, "set_num_threads", chosen.append)
+@pytest.mark.parametrize(
+    "environ, workers, chosen",
+    [
+        ({}, 1, [7]),
+        ({}, 2, [3]),
+        ({}, 9, [1]),
+        ({"OMP_NUM_THREADS": "5"}, 2, []),  # which OpenMP has read
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 2, [3]),  # which torchrun has set
+    ],
+)
+def test_workers_share_the_cores_unless_omp_num_threads_is_set(environ, workers, chosen, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(host, "usable_cores", lambda: 7)
+    found = []
+    monkeypatch.setattr(host.torch, "set_num_threads", found.append)
     host.share_cores(workers)
-    assert chosen == [threads]
+    assert found == chosen

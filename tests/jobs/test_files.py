@@ -38,7 +38,7 @@ def load(path):
     with package_on_path("rl_rpc"):
         from glue import checkpoint
 
-        return checkpoint.load(path, "rl_rpc")[1]
+        return checkpoint.load(path, "rl_rpc")["state"]
 
 
 @pytest.mark.slow

@@ -93,10 +93,3 @@ def test_weights_that_are_sent_from_the_device_are_caught(run_agent, monkeypatch
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor)
     with pytest.raises(TypeError, match="it must travel by way of the CPU"):
         run_agent(pretend_device.DEVICE, "rollout", "--max_episodes", "1")
-
-
-def test_a_checkpoint_of_device_tensors_is_caught(tmp_path):
-    """glue.checkpoint copies tensors to the CPU before it saves them. This test saves one without this copy."""
-    policy = oracle.make_learner(device=pretend_device.DEVICE).policy
-    with pytest.raises(TypeError, match="was pickled"):
-        torch.save(policy.state_dict(), tmp_path / "policy.pt")
