@@ -597,7 +597,7 @@ def title_of(processes, call):
 LANES = ("main thread", "calls in flight", "RPC thread", "answers owed")  # the groups of a process's lanes, from above
 NO_THREAD = {"async": LANES[1], "remote": LANES[1], "held": LANES[3]}  # kinds of bars during which no thread waits
 COLORS = {"waiting": "#c6dbec", "working": "#1d5b8c", "backward": "#7aa6c8"}  # of bars
-STATES = {"backward": "backward", "run": "working", "step": "working", "work": "working"}  # by a bar's name or kind
+STATES = {"run": "working", "step": "working", "work": "working"}  # by a bar's kind
 MESSAGE_COLORS = ("#000000", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # of calls and answers, by the caller
 MOST_CALLS = 60  # in one picture
 
@@ -757,7 +757,8 @@ def lane_of(event):
 
 def state_of(bar):
     """Return what the thread does during this bar: a key of COLORS."""
-    return STATES.get(bar["name"]) or STATES.get(bar["cat"], "waiting")
+    # The name of a call is the program's: its function may be called "backward", too.
+    return "backward" if (bar["cat"], bar["name"]) == ("work", "backward") else STATES.get(bar["cat"], "waiting")
 
 
 if RECORDS:
