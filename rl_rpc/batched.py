@@ -13,7 +13,7 @@ import torch
 import torch.distributed.rpc as rpc
 
 import packed
-from policy import DTYPE, draw
+from policy import draw
 
 
 class Observer(packed.Observer):  # in an observer, on an RPC thread
@@ -68,8 +68,7 @@ class Agent(packed.Agent):  # in the agent
         # Without the lock: all of them wait, so the next batch cannot be complete before they are answered.
         states_BD = np.stack([state for state, _ in batch.values()])
         with torch.no_grad():
-            policy = self.learner.policy
-            probs_BA = policy(torch.as_tensor(states_BD, dtype=DTYPE, device=policy.device))
+            probs_BA = self.learner.policy(states_BD)
         for (ob_id, (state, future)), probs in zip(batch.items(), probs_BA.tolist(), strict=True):
             action = draw(probs, self.generators[ob_id])
             self.trajectories[ob_id].states.append(state)

@@ -99,10 +99,9 @@ def log_probabilities(policy, trajectories):
     The tutorial keeps the log-probability of each step, with a graph of its own, until the episode ends. Here one
     forward pass computes all of them from the states and actions, which any process may have played.
     """
-    states = np.concatenate([trajectory.states for trajectory in trajectories])
-    states_TD = torch.as_tensor(states, dtype=DTYPE, device=policy.device)
-    actions_T = torch.tensor([a for trajectory in trajectories for a in trajectory.actions], device=policy.device)
-    return -F.cross_entropy(policy.scores(states_TD), actions_T, reduction="none")
+    scores_TA = policy.scores(np.concatenate([trajectory.states for trajectory in trajectories]))
+    actions = [action for trajectory in trajectories for action in trajectory.actions]
+    return -F.cross_entropy(scores_TA, torch.tensor(actions, device=scores_TA.device), reduction="none")
 
 
 def normalised_returns(trajectories, gamma):

@@ -16,7 +16,7 @@ from environment import make_env
 from glue import UserError
 from glue.seeds import seed_for
 from open_calls import OpenCalls
-from policy import DTYPE, draw
+from policy import draw
 from reinforce import Trajectory, reinforce_loss
 
 
@@ -97,7 +97,7 @@ class Agent:  # in the agent
         """Store the state (D,) and return an action for it, an int."""
         trajectory = self.trajectory_of(ob_id)
         with torch.no_grad():
-            probs_A = self.learner.policy(torch.as_tensor(state, dtype=DTYPE, device=self.learner.policy.device))
+            probs_A = self.learner.policy(state)
         action = draw(probs_A.tolist(), self.generators[ob_id])
         trajectory.states.append(state)
         trajectory.actions.append(action)
