@@ -15,9 +15,8 @@ Trainer = replica.Trainer
 class ParameterServer(replica.ParameterServer):  # in server1, on RPC threads
     """Delays the answers to trainers that are ahead, and so these trainers."""
 
-    def __init__(self, coordinator, plan, device):
-        super().__init__(coordinator, plan, device)
-        self.max_staleness = plan.max_staleness
+    def __init__(self, plan, device):
+        super().__init__(plan, device)
         self.waiting = {}  # {trainer: Future of the answer to its push}
 
     # With async_execution the answer is sent when the returned Future is complete. No RPC thread waits for it.
@@ -35,9 +34,9 @@ class ParameterServer(replica.ParameterServer):  # in server1, on RPC threads
     def answer_those_who_may_continue(self):
         """No deadlock: the slowest trainer never waits, and nobody waits for a trainer that has no batches left."""
         with self.lock:
-            at_work = self.coordinator.assignments.at_work()
-            done = self.coordinator.assignments.done
-            last = min((done[trainer] for trainer in at_work), default=0) + self.max_staleness
+            at_work = self.assignments.at_work()
+            done = self.assignments.done
+            last = min((done[trainer] for trainer in at_work), default=0) + self.plan.max_staleness
             go_on = [trainer for trainer in self.waiting if trainer not in at_work or done[trainer] <= last]
             answers = [self.waiting.pop(trainer) for trainer in go_on]
             current = self.pull() if answers else None
@@ -45,6 +44,8 @@ class ParameterServer(replica.ParameterServer):  # in server1, on RPC threads
             answer.set_result(current)
 
     def on_lost(self, trainer):
+        words = super().on_lost(trainer)
         with self.lock:
             self.waiting.pop(trainer, None)
         self.answer_those_who_may_continue()  # some may have waited for the lost trainer only
+        return words

@@ -1,7 +1,7 @@
-"""The Coordinator, in rank 0: it deals batches, and when all trainers wait, it saves a checkpoint and evaluates.
+"""What rank 0 does in every mode: it deals batches, and when all trainers have done theirs, it evaluates and saves.
 
-It is the same in all modes. lead() is the loop of the whole job, on rank 0's main thread. Everything else is called by
-others, on other threads, and only changes data under a lock.
+Each mode's ParameterServer is a Coordinator that has weights. lead() is the loop of the whole job, on rank 0's main
+thread. Everything else is called by others, on other threads, and only changes data under a lock.
 """
 
 import collections
@@ -17,150 +17,100 @@ from evaluation import get_accuracy
 from glue import UserError
 from glue.report import check_finite
 
-# The attributes of a Coordinator that are in a checkpoint:
-STATE = ("epoch", "updates", "unmeasured", "images_applied", "stale", "accuracy")
+# The attributes of a Coordinator that are in a checkpoint, besides the states of its model and its optimizer:
+STATE = ("epoch", "batch", "updates", "images_applied", "stale", "accuracy")
 
-coordinator = None  # of this process, if it is rank 0
-
-
-def make_coordinator(*values):
-    global coordinator
-    coordinator = Coordinator(*values)
-    return coordinator
-
-
-def get_coordinator():
-    return coordinator
+param_server = None  # the ParameterServer of this process, if it is rank 0; main.py sets it
 
 
 def get_parameter_server():
-    return coordinator.server
+    return param_server
 
 
 class Coordinator:  # in rank 0
-    """Leads one job. `server`, which main.py sets, is the mode's ParameterServer; `progress` prints and saves."""
+    """Leads one job. A mode's ParameterServer adds `model`, its `optimizer`, and the calls that train them."""
 
-    def __init__(self, plan, evaluations, checkpoint_every, test_digits):
-        """`checkpoint_every`: updates between two checkpoints, or None; `test_digits`: images and labels."""
+    def __init__(self, plan):
         self.plan = plan
-        self.evaluations = evaluations
-        self.checkpoint_every = checkpoint_every
-        self.test_digits = test_digits
-        self.server = None
-        self.progress = None
-        # The one lock of rank 0. It guards what follows, and the server's weights. Notified when lead() may go on.
+        self.progress = None  # prints and saves; main.py sets it
+        # The one lock of rank 0. It guards what follows, and the weights, but is not held during a forward or backward
+        # pass. Notified when lead() may go on.
         # Never wait for an RPC while holding it: answers arrive on the threads that also serve calls. If calls that
         # wait for this lock blocked all of them, the answer could not arrive, and nobody would release the lock.
-        self.changed = threading.Condition()
+        self.lock = threading.Condition()
         self.assignments = Assignments(range(1, plan.world_size))
-        self.waiting = {}  # {trainer: Future of its next assignment}
+        self.idle = {}  # {trainer: Future of its next assignment}
         self.batches_per_epoch = None  # in the whole training set; the trainers know it
         self.epoch = 0  # number of epochs that are done
+        self.batch = 0  # number of batches of this epoch that are done
         self.updates = 0
-        self.unmeasured = 0  # batches that were applied since the last evaluation
-        self.saved_at = 0  # `updates` at the last checkpoint
-        self.images_applied = []  # number of images applied to the weights, for each epoch
+        self.images_applied = collections.Counter()  # {epoch: number of images applied to the weights}
         self.stale = collections.Counter()  # {staleness: number of gradients that had it}
         self.accuracy = None
 
-    def lead(self):
-        """Deal and wait, evaluate and save, epoch by epoch. Between two deals all trainers wait, so nothing changes."""
-        left = self.progress.start()  # numbers of the batches left of an epoch that was begun, or None
+    def lead(self, evaluations, test_digits):
+        """Train and evaluate until the work is done. `evaluations`: per epoch; `test_digits`: (images, labels)."""
+        plan = self.plan
+        self.progress.start()
         self.wait_for_trainers()
-        while self.epoch < self.plan.epochs:
-            self.begin_epoch(left)
-            while self.left():
-                if self.unmeasured >= self.batches_in_part():
-                    self.evaluate()
-                    self.progress.within_epoch()
-                started = time.perf_counter()
-                self.deal()
-                self.wait_for_trainers()
-                self.progress.seconds += time.perf_counter() - started
-                self.check_weights()
-                if self.checkpoint_every and self.updates - self.saved_at >= self.checkpoint_every:
-                    self.save(self.left())  # before the evaluation, which a restart then repeats
-            self.evaluate()
-            self.epoch += 1
-            self.progress.after_epoch()
-            self.save(None)
-            left = None
+        trainers = plan.world_size - 1
+        batches = min(self.batches_per_epoch, plan.max_batches * trainers or self.batches_per_epoch)
+        # Whole rounds, in which each trainer does a batch: so in `sync` an evaluation falls between two updates.
+        rounds = math.ceil(batches / (evaluations * trainers))
+        while self.epoch < plan.epochs:
+            end = min(self.batch + rounds * trainers, batches)
+            self.train(range(self.batch, end))
+            self.evaluate(*test_digits)
+            self.batch = end
+            if end == batches:
+                self.epoch += 1
+                self.batch = 0
+            self.progress.after_evaluation()  # saves: all trainers are idle, so the checkpoint is of one moment
         self.answer({})  # None for all: the work is done
 
-    def wait_for_trainers(self):
-        """Return when all living trainers wait for batches."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.assignments.living <= self.waiting.keys())
-
-    def begin_epoch(self, left):
-        """Begin an epoch, or, after a restart, go on with the batches that are `left` of it."""
+    def train(self, batches):
+        """Have these batches of the epoch done; return when all trainers are idle again."""
         plan = self.plan
-        self.server.set_learning_rate(plan.lr * 0.1 ** (self.epoch // plan.lr_step) if plan.lr_step else plan.lr)
-        with self.changed:
-            if left is None:
-                left = range(self.batches_in_epoch())
-                self.images_applied.append(0)
-            self.assignments.begin(left)
+        lr = plan.lr * 0.1 ** (self.epoch // plan.lr_step) if plan.lr_step else plan.lr
+        self.optimizer.param_groups[0]["lr"] = lr
+        started = time.perf_counter()
+        while batches:
+            with self.lock:
+                self.assignments.deal(batches)
+                dealt = {trainer: (self.epoch, numbers.copy()) for trainer, numbers in self.assignments.dealt.items()}
+            self.answer(dealt)
+            batches = self.wait_for_trainers()  # those of lost trainers
+        self.progress.seconds += time.perf_counter() - started
 
-    def batches_in_epoch(self):
-        """Return how many batches the trainers do together in an epoch. --max_batches is for each trainer."""
-        most = self.plan.max_batches * (self.plan.world_size - 1)
-        return min(self.batches_per_epoch, most or self.batches_per_epoch)
-
-    def batches_in_part(self):
-        """Return after how many batches the accuracy is measured."""
-        return math.ceil(self.batches_in_epoch() / self.evaluations)
-
-    def left(self):
-        with self.changed:  # a trainer may be lost at any moment
+    def wait_for_trainers(self):
+        """Wait until all living trainers are idle; return the numbers of the dealt batches that are not done."""
+        with self.lock:
+            # Without any trainer this waits until the job ends this process.
+            self.lock.wait_for(lambda: self.idle and self.assignments.living <= self.idle.keys())
             return self.assignments.left()
 
-    def deal(self):
-        """Deal batches up to the next evaluation or checkpoint, and answer the waiting trainers."""
-        with self.changed:
-            trainers = len(self.assignments.living)
-            # Whole rounds, in which each trainer does a batch: so in `sync` an evaluation falls between two updates.
-            rounds = math.ceil((self.batches_in_part() - self.unmeasured) / trainers)
-            batches = rounds * trainers
-            if self.checkpoint_every:
-                updates = max(1, self.checkpoint_every - (self.updates - self.saved_at))
-                batches = min(batches, updates * self.server.gradients_in_update())
-            self.assignments.deal(batches)
-            dealt = {trainer: (self.epoch, batches.copy()) for trainer, batches in self.assignments.dealt.items()}
-        self.answer(dealt)
-
     def answer(self, assignments):
-        """Answer all waiting trainers. `assignments`: {trainer: its next one}."""
-        with self.changed:
-            waiting, self.waiting = self.waiting, {}
-        for trainer, future in waiting.items():  # outside the lock, because this sends messages
+        """Answer all idle trainers. `assignments`: {trainer: its next one}."""
+        with self.lock:
+            idle, self.idle = self.idle, {}
+        for trainer, future in idle.items():  # outside the lock, because this sends messages
             future.set_result(assignments.get(trainer))
 
-    def evaluate(self):
-        self.accuracy = get_accuracy(self.server.model, *self.test_digits)
-        self.unmeasured = 0
-        self.progress.after_evaluation()
-
-    def check_weights(self):
-        for name, weights in self.server.model.named_parameters():
+    def evaluate(self, images, labels):
+        for name, weights in self.model.named_parameters():
             check_finite(weights.sum(), f"sum of the weights {name}", self.updates)
+        self.accuracy = get_accuracy(self.model, images, labels)
 
-    def save(self, left):
-        self.progress.save(self.state_dict(left))
-        self.saved_at = self.updates
-
-    def state_dict(self, left):
-        """`left`: as in begin_epoch."""
-        progress = {name: getattr(self, name) for name in STATE} | {"left": left}
-        return {"progress": progress} | self.server.state_dict()
+    def state_dict(self):
+        progress = {name: getattr(self, name) for name in STATE}
+        return {"progress": progress, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state):
-        """Load a checkpoint; return the batches left of the epoch that was begun, or None."""
         for name in STATE:
             setattr(self, name, state["progress"][name])
-        self.saved_at = self.updates
-        self.server.load_state_dict(state)
-        return state["progress"]["left"]
+        self.model.load_state_dict(state["model"])  # in place
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.param_groups[0]["momentum"] = self.plan.momentum  # a resumed run may have another one
 
     # Trainers call the next two methods, on RPC threads.
 
@@ -168,21 +118,21 @@ class Coordinator:  # in rank 0
     def next_assignment(self, trainer, batches_per_epoch):
         """Answer with (epoch, numbers of the batches to do) when lead() deals them, or with None: the work is done.
 
-        Because of async_execution, trainers that wait block no RPC thread. An epoch's number is from 0.
+        Because of async_execution, idle trainers block no RPC thread. An epoch's number is from 0.
         """
         answer = torch.futures.Future()
-        with self.changed:
+        with self.lock:
             self.refuse_if_lost(trainer)
             self.batches_per_epoch = batches_per_epoch
-            self.waiting[trainer] = answer
-            self.changed.notify()
+            self.idle[trainer] = answer
+            self.lock.notify()
         return answer
 
     def record_loss(self, trainer, batch, loss):
-        with self.changed:
+        with self.lock:
             self.progress.loss(trainer, batch, loss)
 
-    # The server calls the next two, under the lock.
+    # The ParameterServer calls the next two, under the lock.
 
     def refuse_if_lost(self, trainer):
         """Raise an error if the job goes on without this trainer. It may only have been stopped for a while."""
@@ -196,9 +146,8 @@ class Coordinator:  # in rank 0
         """
         for trainer, images, version in gradients:
             self.assignments.strike(trainer)
-            self.images_applied[-1] += images
+            self.images_applied[self.epoch] += images
             self.stale[self.updates - version] += 1
-            self.unmeasured += 1
             self.progress.after_step(images)
         self.updates += 1
 
@@ -206,9 +155,8 @@ class Coordinator:  # in rank 0
 
     def on_lost(self, trainer):
         """Go on without a trainer (--on_lost continue); return a few words about its batches."""
-        with self.changed:  # so, between two updates; after this, none of its gradients is applied
+        with self.lock:  # so, between two updates; after this, none of its gradients is applied
             left = self.assignments.lose(trainer)
-            self.waiting.pop(trainer, None)
-            self.changed.notify()
-        self.server.on_lost(trainer)
+            self.idle.pop(trainer, None)
+            self.lock.notify()
         return f"batches of this epoch that go to the others: {left}" if left else ""

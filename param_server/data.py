@@ -34,7 +34,7 @@ FILES = {
 def load_digits(dataset, data_dir, seed, train):
     """Return (images (N, 28, 28) uint8, labels (N,) int64) of --dataset.
 
-    Raise UserError, with one line for the user, if they are missing or damaged.
+    Raises UserError, with one line for the user, if they are missing or damaged.
     """
     if dataset == "synthetic":
         return draw_digits(20_000 if train else 4_000, seed_for(seed, "train" if train else "test"))

@@ -20,11 +20,11 @@ import torch
 import torch.distributed.rpc as rpc
 
 import bounded
+import coordinator
 import overlap
 import remote
 import replica
 import sync
-from coordinator import make_coordinator
 from data import Batches, load_digits
 from glue import flags, launch
 from glue.host import share_cores
@@ -56,10 +56,8 @@ def parse_args(argv=None):
     add("--no_dropout", action="store_true", help="train without dropout, to compare runs")
     log_interval = "print a loss every N batches of a trainer"
     add("--log_interval", type=flags.positive_int, default=100, metavar="N", help=log_interval)
-    evaluations = "accuracy measurements per epoch; trainers wait meanwhile, after equally many batches each"
+    evaluations = "per epoch, measure the accuracy and write the checkpoint N times; trainers wait meanwhile"
     add("--evaluations", type=flags.positive_int, default=1, metavar="N", help=evaluations)
-    every = "updates between two checkpoints; all trainers wait meanwhile"
-    add("--checkpoint_every", type=flags.positive_int, default=500, metavar="N", help=every)
     staleness = "bounded: how many pushes a trainer may be ahead of the slowest (default: 4)"
     add("--max_staleness", type=flags.non_negative_int, metavar="S", help=staleness)
     num_gpus = "remote: GPUs for the network; 0 means --device cpu, 1 --device cuda; 2: it is split over two"
@@ -68,8 +66,6 @@ def parse_args(argv=None):
 
     if args.dataset == "synthetic" and args.data_dir != parser.get_default("data_dir"):
         parser.error(f"--data_dir {args.data_dir} is for --dataset mnist")
-    if args.checkpoint_every != parser.get_default("checkpoint_every") and not args.checkpoint and not args.rank:
-        parser.error("--checkpoint_every needs --checkpoint FILE")
     if args.max_staleness is not None and args.mode != "bounded":
         parser.error("--max_staleness is for --mode bounded")
     if args.max_staleness is None:
@@ -98,21 +94,19 @@ def run_worker(rank, args, job):
     # the rank in which it happens, and no RPC can time out during a download.
     digits = load_digits(args.dataset, args.data_dir, args.seed, train=rank > 0)
     if rank == 0:
-        checkpoint_every = args.checkpoint_every if args.checkpoint else None
-        coordinator = make_coordinator(plan, args.evaluations, checkpoint_every, digits)
-        coordinator.server = mode.ParameterServer(coordinator, plan, job.device)
-        coordinator.progress = Progress(args, coordinator, RESUME_KEYS)
+        server = coordinator.param_server = mode.ParameterServer(plan, job.device)
+        server.progress = Progress(args, server, RESUME_KEYS)
     job.wait_for_all()
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
-    job.on_lost(coordinator.on_lost if rank == 0 else None)
+    job.on_lost(server.on_lost if rank == 0 else None)
     if rank == 0:
-        coordinator.lead()  # RPC threads serve the trainers meanwhile
+        server.lead(args.evaluations, digits)  # RPC threads serve the trainers meanwhile
     else:
         batches = Batches(*digits, args.batch_size, args.seed, job.device)
         mode.Trainer(rank, plan, job.device).train(batches, args.log_interval)
     job.wait_for_all()
     if rank == 0:
-        coordinator.progress.finish(job.lost)
+        server.progress.finish(job.lost)
     rpc.shutdown(graceful=args.on_lost == "stop")  # a graceful shutdown would wait for lost ranks too
 
 

@@ -17,7 +17,7 @@ from torch import nn, optim
 from torch.distributed.optim import DistributedOptimizer
 from torch.func import functional_call
 
-from coordinator import get_coordinator, get_parameter_server
+from coordinator import Coordinator, get_parameter_server
 from glue.report import Meter, check_finite
 from glue.seeds import seed_for
 from net import Net, devices_of
@@ -33,11 +33,11 @@ class Trainer:  # in a trainer
         self.opt = DistributedOptimizer(ServerSGD, self.net.get_global_param_rrefs(), trainer=rank)
 
     def train(self, batches, log_interval):
-        """Train until the Coordinator has no more batches."""
+        """Train until the server has no more batches."""
         meter = Meter()
-        coordinator = rpc.remote(SERVER, get_coordinator)
+        server = self.net.param_server_rref
         # timeout=0: no time limit, because this call waits for the slowest trainer and for the evaluation.
-        while assignment := coordinator.rpc_sync(timeout=0).next_assignment(self.rank, batches.per_epoch):
+        while assignment := server.rpc_sync(timeout=0).next_assignment(self.rank, batches.per_epoch):
             for batch, data, target in batches.of(*assignment):
                 # In each process that takes part, the context keeps this batch's gradients apart from those of all
                 # other batches. So this loop needs no zero_grad, and gradients of different trainers are not added up.
@@ -48,7 +48,7 @@ class Trainer:  # in a trainer
                     dist_autograd.backward(context_id, [loss])  # continues on the server, behind the RPC
                     self.opt.step(context_id)
                 if (meter.steps - 1) % log_interval == 0:
-                    coordinator.rpc_sync().record_loss(self.rank, batch, loss.item())
+                    server.rpc_sync().record_loss(self.rank, batch, loss.item())
 
 
 class TrainerNet(nn.Module):  # in a trainer
@@ -72,7 +72,7 @@ class TrainerNet(nn.Module):  # in a trainer
         return output.to(self.device)
 
 
-class ParameterServer:  # in server1, on RPC threads
+class ParameterServer(Coordinator):  # in server1, on RPC threads
     """The network, its one optimizer, and the lock that protects the weights. Source: tutorial, ParameterServer.
 
     The tutorial's version fails with two trainers: "one of the variables needed for gradient computation has been
@@ -81,15 +81,12 @@ class ParameterServer:  # in server1, on RPC threads
     never changed. Autograd records the cloning, so the backward pass continues through it to the real parameters.
     """
 
-    def __init__(self, coordinator, plan, device):
-        self.coordinator = coordinator
-        # Held while weights are cloned or changed. Not held during a forward or backward pass, or a wait for an RPC.
-        self.lock = coordinator.changed
+    def __init__(self, plan, device):
+        super().__init__(plan)
         num_gpus = 2 if plan.num_gpus == 2 else int(device.type == "cuda")
         self.input_device, _ = devices_of(num_gpus)
         torch.manual_seed(seed_for(plan.seed, "net"))
         self.model = Net(num_gpus=num_gpus)
-        self.momentum = plan.momentum
         self.optimizer = optim.SGD(self.model.parameters(), lr=plan.lr, momentum=plan.momentum)
         # functional_call replaces a module's parameters by a snapshot for the time of a call. If all RPC threads shared
         # one module, they would replace each other's snapshots: no error, but the model would never learn. So each
@@ -108,9 +105,9 @@ class ParameterServer:  # in server1, on RPC threads
     def forward(self, trainer, inp):
         """Return log-probabilities (B, 10) for images (B, 1, 28, 28)."""
         with self.lock:  # only the cloning needs it
-            self.coordinator.refuse_if_lost(trainer)
+            self.refuse_if_lost(trainer)
             snapshot = {name: param.clone() for name, param in self.model.named_parameters()}
-            self.forwards[trainer] = (len(inp), self.coordinator.updates)
+            self.forwards[trainer] = (len(inp), self.updates)
         # Dropout is torch's. Its random numbers come from one generator, which all RPC threads of this process share,
         # so a run with several trainers cannot be repeated, unless it has --no_dropout.
         output = functional_call(self.layers_of[trainer], snapshot, (inp.to(self.input_device),))
@@ -120,12 +117,12 @@ class ParameterServer:  # in server1, on RPC threads
         """Update the weights with the gradients that torch has put into `param.grad`. ServerSGD.step calls it."""
         with self.lock:
             try:
-                self.coordinator.refuse_if_lost(trainer)
+                self.refuse_if_lost(trainer)
                 self.verify_gradients(trainer)
                 self.optimizer.step()
             finally:  # sets each grad to None, so that verify_gradients notices a gradient that is missing next time
                 self.optimizer.zero_grad()
-            self.coordinator.count_update([(trainer, *self.forwards[trainer])])
+            self.count_update([(trainer, *self.forwards[trainer])])
 
     def verify_gradients(self, trainer):
         """Raise an error if a gradient is missing, infinite or NaN.
@@ -135,26 +132,7 @@ class ParameterServer:  # in server1, on RPC threads
         for name, param in self.model.named_parameters():
             if param.grad is None:
                 raise RuntimeError(f"rank {trainer}'s backward pass produced no gradient for {name}")
-            check_finite(param.grad.sum(), f"sum of rank {trainer}'s gradient for {name}", self.coordinator.updates + 1)
-
-    # The Coordinator calls the rest: on_lost at any time, the others when all trainers wait.
-
-    def set_learning_rate(self, lr):
-        self.optimizer.param_groups[0]["lr"] = lr
-
-    def gradients_in_update(self):
-        return 1
-
-    def on_lost(self, trainer):
-        """Nothing to do: no other trainer waits for this one."""
-
-    def state_dict(self):
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def load_state_dict(self, state):
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.optimizer.param_groups[0]["momentum"] = self.momentum  # a resumed run may have another one
+            check_finite(param.grad.sum(), f"sum of rank {trainer}'s gradient for {name}", self.updates + 1)
 
 
 class ServerSGD:  # in server1, on RPC threads

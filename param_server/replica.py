@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import optim
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from coordinator import get_coordinator, get_parameter_server
+from coordinator import Coordinator, get_parameter_server
 from glue.report import Meter, check_finite
 from glue.seeds import seed_for
 from net import Net
@@ -43,12 +43,11 @@ class Trainer:  # in a trainer
         self.seed = plan.seed
         self.device = device
         self.net = Net().to(device).train(not plan.no_dropout)
-        self.coordinator_rref = rpc.remote(SERVER, get_coordinator)
         self.server_rref = rpc.remote(SERVER, get_parameter_server)
         self.version = None  # of the weights in `net`
 
     def train(self, batches, log_interval):
-        """Train until the Coordinator has no more batches."""
+        """Train until the server has no more batches."""
         meter = Meter()
         while assignment := self.next_assignment(batches.per_epoch):
             epoch, _ = assignment
@@ -61,13 +60,12 @@ class Trainer:  # in a trainer
                     loss.backward()
                     self.push(len(target))
                 if (meter.steps - 1) % log_interval == 0:
-                    self.coordinator_rref.rpc_sync().record_loss(self.rank, batch, loss.item())
+                    self.server_rref.rpc_sync().record_loss(self.rank, batch, loss.item())
 
     def next_assignment(self, batches_per_epoch):
         """Wait for batches to do, and get the current weights; return (epoch, numbers of the batches) or None."""
         # timeout=0: no time limit, because this call waits for the slowest trainer and for the evaluation.
-        coordinator = self.coordinator_rref.rpc_sync(timeout=0)
-        assignment = coordinator.next_assignment(self.rank, batches_per_epoch)
+        assignment = self.server_rref.rpc_sync(timeout=0).next_assignment(self.rank, batches_per_epoch)
         self.load(self.server_rref.rpc_sync().pull())  # others may have pushed since this trainer's last answer
         return assignment
 
@@ -89,19 +87,17 @@ class Trainer:  # in a trainer
         vector_to_parameters(weights_P.to(self.device), self.net.parameters())
 
 
-class ParameterServer:  # in server1, on RPC threads
+class ParameterServer(Coordinator):  # in server1, on RPC threads
     """The weights, and the SGD that updates them with each push."""
 
-    def __init__(self, coordinator, plan, device):
-        self.coordinator = coordinator
-        self.lock = coordinator.changed  # held while weights are read or changed
+    def __init__(self, plan, device):
+        super().__init__(plan)
         torch.manual_seed(seed_for(plan.seed, "net"))
         self.model = Net().to(device)
         # All weights as one tensor, of which the model's parameters become views. So the optimizer's step in place
         # changes the model, too, and the answer to a push is one tensor.
         self.weights_P = parameters_to_vector(self.model.parameters()).detach()
         vector_to_parameters(self.weights_P, self.model.parameters())
-        self.momentum = plan.momentum
         self.optimizer = optim.SGD([self.weights_P], lr=plan.lr, momentum=plan.momentum)
 
     # Trainers call the next two methods, several at once.
@@ -110,7 +106,7 @@ class ParameterServer:  # in server1, on RPC threads
         """Return (version, weights (P,))."""
         with self.lock:
             # A copy, because an update would change the weights while RPC may still be sending them.
-            return self.coordinator.updates, self.weights_P.to("cpu", copy=True)
+            return self.updates, self.weights_P.to("cpu", copy=True)
 
     def push(self, push):
         """Update the weights with the gradient of a Push; return (version, weights (P,)) after it."""
@@ -123,30 +119,11 @@ class ParameterServer:  # in server1, on RPC threads
 
     def verify(self, push):
         """Raise an error if this push is of a lost trainer, or if its gradient is infinite or NaN."""
-        self.coordinator.refuse_if_lost(push.trainer)
-        check_finite(push.gradient_P.sum(), f"sum of rank {push.trainer}'s gradient", self.coordinator.updates + 1)
+        self.refuse_if_lost(push.trainer)
+        check_finite(push.gradient_P.sum(), f"sum of rank {push.trainer}'s gradient", self.updates + 1)
 
     def update(self, pushes, gradient_P):
         """Update the weights with the gradient of these pushes."""
         self.weights_P.grad = gradient_P.to(self.weights_P.device)
         self.optimizer.step()
-        self.coordinator.count_update([(push.trainer, push.images, push.version) for push in pushes])
-
-    # The Coordinator calls the rest: on_lost at any time, the others when all trainers wait.
-
-    def set_learning_rate(self, lr):
-        self.optimizer.param_groups[0]["lr"] = lr
-
-    def gradients_in_update(self):
-        return 1
-
-    def on_lost(self, trainer):
-        """Nothing to do: no other trainer waits for this one."""
-
-    def state_dict(self):
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def load_state_dict(self, state):
-        self.model.load_state_dict(state["model"])  # in place, so the views stay views
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.optimizer.param_groups[0]["momentum"] = self.momentum  # a resumed run may have another one
+        self.count_update([(push.trainer, push.images, push.version) for push in pushes])

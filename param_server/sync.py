@@ -15,8 +15,8 @@ Trainer = replica.Trainer
 class ParameterServer(replica.ParameterServer):  # in server1, on RPC threads
     """Collects a push of each trainer that is at work, then makes the update and answers all of them."""
 
-    def __init__(self, coordinator, plan, device):
-        super().__init__(coordinator, plan, device)
+    def __init__(self, plan, device):
+        super().__init__(plan, device)
         self.waiting = {}  # {trainer: (its Push, the Future of the answer)} since the last update
 
     # With async_execution the answer is sent when the returned Future is complete. No RPC thread waits for it.
@@ -33,7 +33,7 @@ class ParameterServer(replica.ParameterServer):  # in server1, on RPC threads
     def update_if_complete(self):
         """If no push is missing, make the update and answer."""
         with self.lock:
-            at_work = self.coordinator.assignments.at_work()
+            at_work = self.assignments.at_work()
             if not at_work or not at_work <= self.waiting.keys():
                 return
             # By rank, so that the sums below are the same to the last bit in whatever order the trainers came.
@@ -44,10 +44,9 @@ class ParameterServer(replica.ParameterServer):  # in server1, on RPC threads
         for answer in answers:  # outside the lock, because this sends messages
             answer.set_result((version, weights_P))
 
-    def gradients_in_update(self):
-        return len(self.coordinator.assignments.living)
-
     def on_lost(self, trainer):
+        words = super().on_lost(trainer)
         with self.lock:
             self.waiting.pop(trainer, None)
         self.update_if_complete()  # the lost trainer may have been the last one missing
+        return words

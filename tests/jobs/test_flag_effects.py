@@ -254,7 +254,6 @@ EFFECTS = {
         "--no_dropout": differs(values_of("loss")),
         "--log_interval 3": equals(steps_of("loss"), [1, 4]),  # updates
         "--evaluations 2": equals(steps_of("test accuracy"), [3, 6]),
-        "--checkpoint_every": ShownBy("tests/learning/param_server/test_replay.py", REPLAY),
         "--max_staleness": ShownBy("tests/learning/param_server/test_replay.py", REPLAY),
         "--num_gpus": ShownBy("tests/jobs/param_server/test_runs.py", "test_a_trainers_num_gpus_is_not_ignored"),
     },

@@ -94,7 +94,6 @@ def test_one_file_for_two_flags_is_refused(package, one, other, tmp_path, capsys
         ("rnn_rpc", ["--corpus", "text", "--vocabulary", "9"], ["--vocabulary", "generated text", "--corpus"]),
         ("rnn_rpc", ["--corpus", "text", "--corpus_tokens", "9"], ["--corpus_tokens", "generated text", "--corpus"]),
         ("param_server", ["--dataset", "synthetic", "--data_dir", "x"], ["--data_dir", "--dataset mnist"]),
-        ("param_server", ["--checkpoint_every", "9"], ["--checkpoint_every", "--checkpoint FILE"]),
     ],
 )
 def test_a_flag_that_would_be_ignored_is_refused(package, flags, words, capsys):

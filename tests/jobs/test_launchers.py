@@ -48,7 +48,7 @@ def test_the_place_that_a_launcher_gives(environ, found):
     "words, environ, all_ranks",
     [
         ([], {}, True),
-        (["--checkpoint", "c.pt", "--checkpoint-every=5", "--hidden_dim", "8"], {}, True),
+        (["--checkpoint", "c.pt", "--batch-size=5", "--hidden_dim", "8"], {}, True),
         (["--rank", "0"], {}, False),
         (["--rank=1"], {}, False),
         (["--check"], {}, True),

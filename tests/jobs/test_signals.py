@@ -99,8 +99,8 @@ def test_at_any_moment_from_the_first_instruction_on(way, moment):
 @pytest.mark.draw(3)
 def test_a_working_job_ends_quietly_and_keeps_the_checkpoint(package, way, target, number, tmp_path):
     checkpoint = tmp_path / "checkpoint.pt"
-    every = ["--checkpoint_every", "5"] if package == "param_server" else []
-    with Job(package, way, [*JOBS[package]["long"], "--checkpoint", str(checkpoint), *every]) as job:
+    short_epochs = ["--max_batches", "5"] if package == "param_server" else []
+    with Job(package, way, [*JOBS[package]["long"], "--checkpoint", str(checkpoint), *short_epochs]) as job:
         job.wait_for_file(checkpoint, 90)
         if target == "group":
             os.killpg(job.processes[0].pid, number)

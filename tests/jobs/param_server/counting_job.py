@@ -8,8 +8,8 @@ in the update). The counts are sent as gradients, and do not depend on the count
 
 FAULTS: RANK:KIND:SECONDS,..., with the seconds since training began. KIND is SIGKILL, SIGSTOP, exception, or "nap" (the
 rank is stopped until the others have lost it, then continued). With 0:evaluation:0 rank 0 is killed when it begins its
-first evaluation, unless the job was restarted. With 0:slow:0 rank 0 takes long to find out which batches are left, as
-it does for a checkpoint, so that trainers are lost meanwhile. PAUSE: seconds per batch.
+second evaluation, unless the job was restarted. With 0:slow:0 rank 0 takes long to find out which batches are left, so
+that trainers are lost meanwhile. PAUSE: seconds per batch.
 """
 
 import os
@@ -75,8 +75,10 @@ def count(net, images, labels):
 count.before = torch.zeros(IMAGES)
 
 
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
+def count_and_die(*evaluated):
+    if count.before.any():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return count(*evaluated)
 
 
 class SlowDict(dict):
@@ -87,8 +89,8 @@ class SlowDict(dict):
 
 
 class SlowAssignments(assignments.Assignments):
-    def deal(self, count):
-        super().deal(count)
+    def deal(self, batches):
+        super().deal(batches)
         self.dealt = SlowDict(self.dealt)
 
 
@@ -114,7 +116,7 @@ def run_worker(rank, args, job):
         module.Net = CountingNet
     kind, at = FAULTS.get(rank, ("", 0)) if not args.restarts else ("", 0)
     if kind == "evaluation":
-        coordinator.get_accuracy = die
+        coordinator.get_accuracy = count_and_die
     elif kind == "slow":
         coordinator.Assignments = SlowAssignments
     elif kind:

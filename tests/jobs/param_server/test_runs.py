@@ -124,7 +124,7 @@ def test_measuring_and_saving_change_neither_updates_nor_weights(tmp_path, digit
     plain, measured = tmp_path / "plain.pt", tmp_path / "measured.pt"
     done = run_main("param_server", *flags, "--checkpoint", plain)
     assert done.returncode == 0, done.stderr
-    more = ("--evaluations", 4, "--checkpoint_every", 4, "--summary_json", tmp_path / "s.json")
+    more = ("--evaluations", 4, "--summary_json", tmp_path / "s.json")
     done = run_main("param_server", *flags, "--checkpoint", measured, *more)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^Epoch 1, update (\d+): Accuracy", done.stdout, re.M) == ["3", "6", "9"]
@@ -140,7 +140,7 @@ def test_measuring_and_saving_change_neither_updates_nor_weights(tmp_path, digit
 def test_more_callers_than_rpc_threads_and_checkpoints_end_without_a_hang(tmp_path, mode):
     """If trainers that wait blocked the server's RPC threads, none would be left for those that they wait for."""
     flags = ("--mode", mode, "--world_size", 9, "--batch_size", 8, "--max_batches", 20)
-    flags = (*flags, "--lr", 0.003, "--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 2)
+    flags = (*flags, "--lr", 0.003, "--checkpoint", tmp_path / "c.pt", "--evaluations", 4)
     done = run_script("tests/jobs/param_server/few_threads_job.py", *DRAWN, *flags, timeout=120)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert updates_in(tmp_path / "c.pt") == (20 if mode == "sync" else 160)
@@ -234,12 +234,12 @@ def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path, digits, mo
     flags = (*from_files(digits), *flags, "--batch_size", 8, "--max_batches", 60)
     unbroken, broken = tmp_path / "unbroken.pt", tmp_path / "broken.pt"
     assert run_main("param_server", *flags, "--checkpoint", unbroken).returncode == 0
-    flags = (*flags, "--checkpoint", broken, "--checkpoint_every", 7)
+    flags = (*flags, "--checkpoint", broken, "--evaluations", 8)
     process = start_main("param_server", *flags)
     wait_for(broken.exists, process)
     process.kill()
     at = updates_in(broken)
-    assert at % 7 == 0 and at < 60
+    assert at % 8 == 0 and at < 60
     resumed = run_main("param_server", *flags, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert f"Going on after update {at}, with 0 of 1 epochs done." in resumed.stdout
@@ -254,11 +254,10 @@ def test_an_epoch_goes_on_with_fewer_or_more_trainers(tmp_path, few_digits, worl
     """Two trainers are killed in the middle of an epoch; one or four continue it. Each image is applied once."""
     checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
     flags = (*from_files(few_digits), "--mode", "replica", "--checkpoint", checkpoint)
-    process = start_main("param_server", *flags, "--world_size", 3, "--checkpoint_every", 10)
+    process = start_main("param_server", *flags, "--world_size", 3, "--evaluations", 10)
     wait_for(checkpoint.exists, process)
     process.kill()
-    left = torch.load(checkpoint, weights_only=True)["state"]["progress"]["left"]
-    assert 0 < len(left) < 3_200 // 32
+    assert 0 < torch.load(checkpoint, weights_only=True)["state"]["progress"]["batch"] < 3_200 // 32
     resumed = run_main(
         "param_server", *flags, "--resume", "--world_size", world_size, "--summary_json", summary, timeout=200
     )
@@ -305,7 +304,7 @@ def kill_a_trainer_when_training(process, trainer, checkpoint, delay=0.0):
 def test_a_lost_trainer_ends_the_job_with_status_1(tmp_path, digits):
     checkpoint = tmp_path / "c.pt"
     flags = (*from_files(digits), "--mode", "sync", "--world_size", 3)
-    flags = (*flags, "--checkpoint", checkpoint, "--checkpoint_every", 5)
+    flags = (*flags, "--checkpoint", checkpoint, "--evaluations", 30)
     process = start_main("param_server", *flags)
     kill_a_trainer_when_training(process, 1, checkpoint)
     done = process.result(40)
@@ -317,7 +316,7 @@ def test_a_lost_trainer_ends_the_job_with_status_1(tmp_path, digits):
 def test_a_killed_trainer_comes_back_with_max_restarts(tmp_path, digits):
     checkpoint, summary = tmp_path / "c.pt", tmp_path / "s.json"
     flags = (*from_files(digits), "--mode", "sync", "--world_size", 5, "--lr", 0.1, "--seed", 3)
-    flags = (*flags, "--max_batches", 75, "--max_restarts", 1, "--checkpoint", checkpoint, "--checkpoint_every", 4)
+    flags = (*flags, "--max_batches", 75, "--max_restarts", 1, "--checkpoint", checkpoint, "--evaluations", 15)
     process = start_main("param_server", *flags, "--summary_json", summary)
     random_ = random.Random("sync")
     kill_a_trainer_when_training(process, random_.randint(1, 4), checkpoint, delay=random_.uniform(0, 2))

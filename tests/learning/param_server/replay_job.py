@@ -27,7 +27,7 @@ from ranks import worker_name
 IMAGES = int(sys.argv[1])
 SLOW_TRAINER, PAUSE = 1, 0.05
 updates = []  # in rank 0, for each: its epoch, its gradients (batch, images, version), and the weights after it
-saved = []  # in rank 0, for each checkpoint: (updates, batches left)
+saved = []  # in rank 0, for each checkpoint: (updates, batches of the epoch that are done)
 
 
 def load_a_few(*which, **part):
@@ -41,17 +41,27 @@ class SlowBatches(data.Batches):
             yield batch
 
 
-class RecordingCoordinator(coordinator.Coordinator):
-    def count_update(self, gradients):
+def record(server):
+    """Have the updates of this class of servers recorded; return a list that gets the weights before the first one."""
+    lead, count_update, first = server.lead, server.count_update, []
+
+    def recorded_lead(self, *how):
+        first.append(weights_of(self.model))
+        lead(self, *how)
+
+    def recorded_count_update(self, gradients):
         batches = [(self.assignments.dealt[trainer][0], *which) for trainer, *which in gradients]
-        super().count_update(gradients)
-        updates.append((self.epoch, batches, weights_of(self.server.model)))
+        count_update(self, gradients)
+        updates.append((self.epoch, batches, weights_of(self.model)))
+
+    server.lead, server.count_update = recorded_lead, recorded_count_update
+    return first
 
 
 class RecordingProgress(progress.Progress):
-    def save(self, state):
-        super().save(state)
-        saved.append((state["progress"]["updates"], state["progress"]["left"]))
+    def after_evaluation(self):
+        super().after_evaluation()
+        saved.append((self.server.updates, self.server.batch))
 
 
 class SlowlyClonedNet(Net):
@@ -96,11 +106,9 @@ def run_worker(rank, args, job):
     if rank == SLOW_TRAINER:
         main.Batches = SlowBatches
     if rank == 0:
-        coordinator.Coordinator = RecordingCoordinator
+        first = record(coordinator.Coordinator)
         main.Progress = RecordingProgress
         remote.Net = SlowlyClonedNet
-        plain, first = RecordingCoordinator.lead, []
-        RecordingCoordinator.lead = lambda self: (first.append(weights_of(self.server.model)), plain(self))
     main.run_worker(rank, args, job)
     if rank == 0:
         order = [(epoch, gradients) for epoch, gradients, _ in updates]

@@ -12,7 +12,8 @@ import pytest
 from programs import run_script
 
 JOB = "tests/learning/param_server/replay_job.py"
-TRAINERS, BATCHES, EPOCHS, EVERY = 3, 23, 2, 10
+TRAINERS, BATCHES, EPOCHS = 3, 23, 2
+DONE = (9, 18, 23)  # batches at the evaluations of an epoch, which are after whole rounds
 FLAGS = ("--dataset", "synthetic", "--no_dropout", "--batch_size", 8)
 
 
@@ -25,15 +26,7 @@ def test_every_update_of_concurrent_trainers_is_right(tmp_path, mode):
     """With momentum, --lr_step, checkpoints, a smaller last batch, and a last round with a batch too few."""
     flags = (*FLAGS, "--mode", mode, "--world_size", TRAINERS + 1, "--epochs", EPOCHS, "--lr_step", 1)
     flags = (*flags, "--lr", 0.02, "--momentum", 0.5, "--log_interval", 1000)
-    flags = (
-        *flags,
-        "--checkpoint",
-        tmp_path / "c.pt",
-        "--checkpoint_every",
-        EVERY,
-        "--summary_json",
-        tmp_path / "s.json",
-    )
+    flags = (*flags, "--evaluations", 3, "--checkpoint", tmp_path / "c.pt", "--summary_json", tmp_path / "s.json")
     flags = (*flags, "--max_staleness", 0) if mode == "bounded" else flags
     done = run_script(JOB, 8 * BATCHES - 2, *flags, timeout=200)
     assert done.returncode == 0, done.stderr
@@ -62,13 +55,8 @@ def test_every_update_of_concurrent_trainers_is_right(tmp_path, mode):
     if mode == "sync":  # two trainers make the last update of an epoch, because one batch is missing
         assert [len(gradients) for _, gradients in updates] == [*[TRAINERS] * 7, TRAINERS - 1] * EPOCHS
 
-    per_epoch = len(updates) // EPOCHS
-    expected = [[*range(EVERY, per_epoch + 1, EVERY), per_epoch] for _ in range(EPOCHS)]
-    assert [at for at, _ in record["saved"]] == [
-        epoch * per_epoch + at for epoch in range(EPOCHS) for at in expected[0]
-    ]
-    for at, left in record["saved"]:  # a checkpoint knows which batches are left
-        done_before = [
-            batch for epoch, grads in updates[:at] for batch, _, _ in grads if epoch == (at - 1) // per_epoch
-        ]
-        assert left is None or sorted(done_before + left) == [*range(BATCHES)]
+    # A checkpoint knows how many batches of the epoch are done; 0 is the beginning of the next epoch.
+    assert [done for _, done in record["saved"]] == [done % BATCHES for done in DONE] * EPOCHS
+    for number, (at, _) in enumerate(record["saved"]):
+        of_epoch = [batch for epoch, grads in updates[:at] for batch, _, _ in grads if epoch == number // len(DONE)]
+        assert sorted(of_epoch) == [*range(DONE[number % len(DONE)])]

@@ -28,14 +28,11 @@ def arguments(*flags):
 def make_server(mode, *flags, device="cpu"):
     """Return the ParameterServer of a mode whose two trainers have many batches to do."""
     args = arguments("--mode", mode, "--world_size", 3, *flags)
-    leader = coordinator.make_coordinator(args, 1, None, None)
-    leader.server = main.MODES[mode].ParameterServer(leader, args, torch.device(device))
-    leader.progress = progress.Progress(args, leader, main.RESUME_KEYS)
-    leader.progress.start()
-    leader.batches_per_epoch = 100
-    leader.begin_epoch(None)
-    leader.deal()
-    return leader.server
+    server = main.MODES[mode].ParameterServer(args, torch.device(device))
+    server.progress = progress.Progress(args, server, main.RESUME_KEYS)
+    server.progress.start()
+    server.assignments.deal(range(100))
+    return server
 
 
 @pytest.fixture
@@ -55,7 +52,7 @@ class TutorialServer(remote.ParameterServer):
     """The published forward pass: it uses the shared weights, which other trainers' steps change."""
 
     def forward(self, trainer, inp):
-        self.forwards[trainer] = (len(inp), self.coordinator.updates)
+        self.forwards[trainer] = (len(inp), self.updates)
         return self.model(inp)
 
 
@@ -225,30 +222,35 @@ def test_weights_are_read_and_changed_only_under_the_lock(mode):
         _, weights = server.pull()
         for trainer in (1, 2):
             server.push(replica.Push(trainer, 0, 4, torch.ones_like(weights)))
-    assert server.coordinator.updates > 0 and len(used) > 5 and all(used)
+    assert server.updates > 0 and len(used) > 5 and all(used)
 
 
 @pytest.mark.parametrize("mode", ["replica", "sync"])
 def test_batches_are_dealt_and_taken_back_only_under_the_lock(mode):
-    leader = make_server(mode).coordinator
-    used = note_lock(leader, leader.changed, "assignments", "waiting")
-    answers = [leader.next_assignment(trainer, 100) for trainer in (1, 2)]
-    leader.begin_epoch(None)
-    leader.deal()
-    assert all(answer.done() for answer in answers) and len(leader.left()) == 100
-    leader.on_lost(2)
-    assert len(used) > 10 and all(used)
+    server = make_server(mode)
+    used = note_lock(server, server.lock, "assignments", "idle")
+    answers = [server.next_assignment(trainer, 100) for trainer in (1, 2)]
+    leading = threading.Thread(target=server.train, args=[range(100)], daemon=True)
+    leading.start()
+    assert [answer.wait() for answer in answers] == [(0, [*range(0, 100, 2)]), (0, [*range(1, 100, 2)])]
+    server.on_lost(2)
+    assert server.next_assignment(1, 100).wait() == (0, [*range(100)])  # it had done none of its own either
+    with server.lock:
+        for _ in range(100):
+            server.assignments.strike(1)
+    server.next_assignment(1, 100)
+    leading.join(60)
+    assert not leading.is_alive() and len(used) > 10 and all(used)
 
 
-@pytest.mark.parametrize(("checkpoint_every", "dealt"), [(10, 10), (None, 22)])
-def test_a_resumed_run_saves_and_measures_when_it_is_due(checkpoint_every, dealt):
-    """Batches are dealt up to the next checkpoint or evaluation. One was at update 26, the next will be after 26."""
-    saved, resumed = (make_server("replica").coordinator for _ in range(2))
-    saved.updates, saved.unmeasured = 30, 4
-    resumed.checkpoint_every, resumed.evaluations = checkpoint_every, 4
-    resumed.begin_epoch(resumed.load_state_dict(saved.state_dict(left=[*range(30, 100)])))
-    resumed.deal()
-    assert sorted([*resumed.assignments.dealt[1], *resumed.assignments.dealt[2]]) == [*range(30, 30 + dealt)]
+def test_a_resumed_run_measures_when_it_is_due():
+    """Batches are dealt up to the next evaluation. With 13 rounds of two trainers, they are at 26, 52, 78 and 100."""
+    saved, resumed = make_server("replica"), make_server("replica")
+    saved.batch = 26
+    resumed.load_state_dict(saved.state_dict())
+    answers = [resumed.next_assignment(trainer, 100) for trainer in (1, 2)]
+    threading.Thread(target=resumed.lead, args=(4, None), daemon=True).start()
+    assert [answer.wait() for answer in answers] == [(0, [*range(26, 52, 2)]), (0, [*range(27, 52, 2)])]
 
 
 @pytest.mark.parametrize("mode", ["remote", "replica"])
@@ -259,7 +261,7 @@ def test_a_resumed_run_has_the_momentum_of_its_own_flag(mode):
 
 
 def test_nobody_is_waited_for_when_the_only_trainer_that_works_is_lost():
-    leader, asked = make_server("replica").coordinator, threading.Event()
+    leader, asked = make_server("replica"), threading.Event()
 
     class Living(set):
         def __le__(self, others):  # called under the lock, so on_lost() comes when the thread waits
@@ -282,7 +284,7 @@ def test_nobody_is_waited_for_when_the_only_trainer_that_works_is_lost():
 def test_a_late_step_of_a_lost_trainer_is_refused_and_its_gradient_is_gone(server):
     data, target = batch(1)
     F.nll_loss(server.forward(1, data), target).backward()
-    server.coordinator.on_lost(1)
+    server.on_lost(1)
     before = server.model.fc2.bias.clone()
     with pytest.raises(ValueError, match="rank 1 was lost; its batches go to other trainers"):
         server.apply_gradients(1)
@@ -295,12 +297,12 @@ def test_a_late_step_of_a_lost_trainer_is_refused_and_its_gradient_is_gone(serve
 def test_a_late_push_of_a_lost_trainer_is_refused(mode):
     server = make_server(mode)
     _, weights = server.pull()
-    server.coordinator.on_lost(2)
+    server.on_lost(2)
     with pytest.raises(ValueError, match="rank 2 was lost; its batches go to other trainers"):
         server.push(replica.Push(2, 0, 4, torch.ones_like(weights)))
     assert torch.equal(server.pull()[1], weights)
     with pytest.raises(ValueError, match="rank 2 was lost"):
-        server.coordinator.next_assignment(2, 100)
+        server.next_assignment(2, 100)
 
 
 # ------------------------------------------------------------------------- flags and names
@@ -314,9 +316,8 @@ def test_each_of_the_largest_seeds_has_its_own_weights(mode):
 
 def test_a_server_is_made_by_its_own_process_and_callers_only_find_it():
     """A caller's arguments cannot configure it."""
-    for get in (coordinator.get_parameter_server, coordinator.get_coordinator):
-        with pytest.raises(TypeError):
-            get(arguments())
+    with pytest.raises(TypeError):
+        coordinator.get_parameter_server(arguments())
 
 
 def test_the_defaults_are_the_tutorials_but_for_two():
