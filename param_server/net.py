@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+# For --num_gpus 0, 1 and 2: the device of the convolutions, and that of the linear layers.
+DEVICES = [("cpu", "cpu"), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")]
+
 
 class Net(nn.Module):
     """Images (B, 1, 28, 28), normalised float32 -> log-probabilities (B, 10). Source: tutorial, Net.
@@ -17,7 +20,7 @@ class Net(nn.Module):
 
     def __init__(self, num_gpus=0):
         super().__init__()
-        first, rest = devices_of(num_gpus)
+        first, rest = DEVICES[num_gpus]
         # Made on the CPU, then moved: so the same seed gives the same weights on every device.
         self.conv1 = nn.Conv2d(1, 32, 3, 1).to(first)
         self.conv2 = nn.Conv2d(32, 64, 3, 1).to(first)
@@ -36,8 +39,3 @@ class Net(nn.Module):
         x = x.to(self.fc1.weight.device)  # with two GPUs: from cuda:0 to cuda:1
         x = self.dropout2(F.relu(self.fc1(x)))  # (B, 128)
         return F.log_softmax(self.fc2(x), dim=1)
-
-
-def devices_of(num_gpus):
-    """Return (device of the convolutions, device of the linear layers)."""
-    return [torch.device(name) for name in [("cpu", "cpu"), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")][num_gpus]]

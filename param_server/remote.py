@@ -20,7 +20,7 @@ from torch.func import functional_call
 from coordinator import Coordinator, get_parameter_server
 from glue.report import Meter, check_finite
 from glue.seeds import seed_for
-from net import Net, devices_of
+from net import Net
 from ranks import SERVER
 
 
@@ -84,9 +84,9 @@ class ParameterServer(Coordinator):  # in server1, on RPC threads
     def __init__(self, plan, device):
         super().__init__(plan)
         num_gpus = 2 if plan.num_gpus == 2 else int(device.type == "cuda")
-        self.input_device, _ = devices_of(num_gpus)
         torch.manual_seed(seed_for(plan.seed, "net"))
         self.model = Net(num_gpus=num_gpus)
+        self.input_device = self.model.conv1.weight.device
         self.optimizer = optim.SGD(self.model.parameters(), lr=plan.lr, momentum=plan.momentum)
         # functional_call replaces a module's parameters by a snapshot for the time of a call. If all RPC threads shared
         # one module, they would replace each other's snapshots: no error, but the model would never learn. So each

@@ -5,6 +5,7 @@ The Report is in the one process of a job that reports its result, a Meter in ea
 
 import contextlib
 import json
+import math
 import sys
 import threading
 import time
@@ -44,7 +45,7 @@ class Report:
         values.append(float(value))
 
     def close(self, plot, xlabel, floor=None, **figures):
-        """Write --plot and --summary_json, with the scenario's own `figures` and all curves. Returns the summary.
+        """Write --plot and --summary_json, with the scenario's own `figures` and all curves.
 
         `plot`: {label of the vertical axis: {name of a curve: its text in the legend}}; each axis gets a panel.
         `floor`: (label, value), drawn as a horizontal line in the last of these panels: a known bound or target.
@@ -60,7 +61,6 @@ class Report:
             write_aside(args.summary_json, lambda file: file.write(content.encode()))
         if args.plot:
             write_aside(args.plot, lambda file: self._draw(file, plot, xlabel, floor))
-        return summary
 
     def _draw(self, file, plot, xlabel, floor):
         from matplotlib.figure import Figure  # a second to import, so only when asked for
@@ -115,13 +115,13 @@ def staleness_figures(counts):
     return {"staleness_mean": round(mean, 3), "staleness_max": max(counts, default=0)}
 
 
-def check_finite(value, what, step, at_most=float("inf")):
+def check_finite(value, what, step, at_most=math.inf):
     """Return `value` as a number; raise UserError if it shows that training has diverged.
 
     `value` is a number or a tensor with one element; `what`: its name for the user; `at_most`: the largest value of a
     training that has not diverged.
     """
     value = value.item() if isinstance(value, torch.Tensor) else value
-    if not abs(value) <= at_most or value in (float("inf"), float("-inf")):  # `not <=` is true for NaN as well
+    if not math.isfinite(value) or abs(value) > at_most:
         raise UserError(f"step {step}: the {what} is {value:g}: training has diverged, try a lower --lr")
     return value

@@ -38,9 +38,8 @@ job.start_cuda, job.devices_of = start_pretend, pretend_devices_of
 torch.tensor = functools.partial(pretend_device.tensor_by_copy, make=torch.tensor)
 if PACKAGE == "param_server":  # in mode `remote` the server's devices come from --num_gpus
     import net
-    import remote
 
-    net.devices_of = remote.devices_of = lambda num_gpus: [torch.device(pretend_device.DEVICE)] * 2
+    net.DEVICES = [(pretend_device.DEVICE, pretend_device.DEVICE)]
 
 if __name__ == "__main__":
     arguments = package_main.parse_args([*sys.argv[2:], "--device", "cpu"])

@@ -21,7 +21,7 @@ from programs import run_script
 oracle = load_oracle("param_server")
 test_server = load_module(ROOT / "tests" / "learning" / "param_server" / "test_server.py")
 full_precision = oracle.full_precision  # a fixture
-remote, replica = test_server.remote, test_server.replica
+replica = test_server.replica
 pytestmark = pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING))
 DONE, STEPS = 5, 10
 SYNTHETIC = argparse.Namespace(dataset="synthetic", seed=1)
@@ -58,8 +58,7 @@ FLAGS = ("--no_dropout", "--momentum", 0.8, "--lr", 0.01)
 
 def remote_state(device, monkeypatch):
     """Make two updates of a server with momentum, a new server from its state, and another update."""
-    monkeypatch.setattr(remote, "devices_of", lambda num_gpus: [torch.device(device)] * 2)
-    monkeypatch.setattr(test_server.net, "devices_of", remote.devices_of)
+    monkeypatch.setattr(test_server.net, "DEVICES", [(device, device)])
 
     def update(server, step):
         data, target = test_server.batch(step)
