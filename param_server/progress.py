@@ -41,23 +41,23 @@ class Progress:  # in rank 0
 
     def after_evaluation(self):
         """Print the accuracy, and, at the end of an epoch, the figures of the run; write the checkpoint."""
-        job = self.server
-        self.report.scalar("test accuracy", job.accuracy, job.updates)
-        if job.batch:
-            self.report.say(f"Epoch {job.epoch + 1}, update {job.updates}: Accuracy {job.accuracy:.4f}")
+        server = self.server
+        self.report.scalar("test accuracy", server.accuracy, server.updates)
+        if server.batch:
+            self.report.say(f"Epoch {server.epoch + 1}, update {server.updates}: Accuracy {server.accuracy:.4f}")
         else:
-            figures = report.staleness_figures(job.stale)
+            figures = report.staleness_figures(server.stale)
             staleness = f"staleness mean {figures['staleness_mean']:.2f} max {figures['staleness_max']}"
             speed = f"{self.images / self.seconds:,.0f} images/s, " if self.images else ""
             self.report.say(
-                f"Epoch {job.epoch}: Accuracy {job.accuracy:.4f}, {speed}{job.updates} updates, {staleness}"
+                f"Epoch {server.epoch}: Accuracy {server.accuracy:.4f}, {speed}{server.updates} updates, {staleness}"
             )
         if self.args.checkpoint:
-            checkpoint.save(self.args.checkpoint, "param_server", self.settings, job.state_dict())
+            checkpoint.save(self.args.checkpoint, "param_server", self.settings, server.state_dict())
 
     def finish(self, lost):
         """Write the summary and the picture, if the command line asks for them."""
-        job = self.server
+        server = self.server
         self.bar.close()
         self.report.close(
             plot={
@@ -66,10 +66,10 @@ class Progress:  # in rank 0
             },
             xlabel="updates of the weights",
             dataset=self.args.dataset,
-            test_accuracy=job.accuracy,
-            updates=job.updates,
+            test_accuracy=server.accuracy,
+            updates=server.updates,
             lost=sorted(lost),
             images_per_second=round(self.images / self.seconds, 1) if self.images else None,
-            images_applied=list(job.images_applied.values()),  # of each epoch
-            **report.staleness_figures(job.stale),
+            images_applied=list(server.images_applied.values()),  # of each epoch
+            **report.staleness_figures(server.stale),
         )
