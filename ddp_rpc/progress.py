@@ -22,8 +22,7 @@ class Progress:  # in the master
 
     def start(self):
         """With --resume, load the checkpoint. The run that wrote it may have had another number of servers."""
-        state = checkpoint.resume(self.args, "ddp_rpc", self.settings)
-        if state:
+        if state := checkpoint.resume(self.args, "ddp_rpc", self.settings):
             self.epochs_before = state["epoch"]
             self.fc_state = state["fc"]
             scatter_table(state["table"], self.emb_rrefs)

@@ -20,8 +20,7 @@ class Progress:  # in the agent
     def start(self):
         """With --resume, load the checkpoint. Print when this run will end."""
         learner = self.learner
-        state = checkpoint.resume(self.args, "rl_rpc", self.settings)
-        if state:
+        if state := checkpoint.resume(self.args, "rl_rpc", self.settings):
             try:
                 learner.load_state_dict(state)
             except (KeyError, RuntimeError, ValueError) as error:  # for example, the policy had another number of units
