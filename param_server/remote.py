@@ -86,7 +86,7 @@ class ParameterServer(Coordinator):  # in server1, on RPC threads
         num_gpus = 2 if plan.num_gpus == 2 else int(device.type == "cuda")
         torch.manual_seed(seed_for(plan.seed, "net"))
         self.model = Net(num_gpus=num_gpus)
-        self.input_device = self.model.conv1.weight.device
+        self.input_device = next(self.model.parameters()).device
         self.optimizer = optim.SGD(self.model.parameters(), lr=plan.lr, momentum=plan.momentum)
         # functional_call replaces a module's parameters by a snapshot for the time of a call. If all RPC threads shared
         # one module, they would replace each other's snapshots: no error, but the model would never learn. So each
