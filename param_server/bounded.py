@@ -13,7 +13,7 @@ Trainer = replica.Trainer
 
 
 class ParameterServer(replica.ParameterServer):  # in server1, on RPC threads
-    """Delays the answers to trainers that are ahead, and so these trainers."""
+    """Delays the answers to trainers that are ahead, so that they wait."""
 
     def __init__(self, plan, device):
         super().__init__(plan, device)
@@ -32,7 +32,10 @@ class ParameterServer(replica.ParameterServer):  # in server1, on RPC threads
         return answer
 
     def answer_those_who_may_continue(self):
-        """No deadlock: the slowest trainer never waits, and nobody waits for a trainer that has no batches left."""
+        """Answer the trainers that are not too far ahead.
+
+        No deadlock: the slowest trainer never waits, and nobody waits for a trainer that has no batches left.
+        """
         with self.lock:
             at_work = self.assignments.at_work()
             done = self.assignments.done

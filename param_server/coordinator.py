@@ -33,14 +33,14 @@ class Coordinator:  # in rank 0
     def __init__(self, plan):
         self.plan = plan
         self.progress = None  # prints and saves; main.py sets it
-        # The one lock of rank 0. It guards what follows, and the weights, but is not held during a forward or backward
-        # pass. Notified when lead() may go on.
+        # The one lock of rank 0. It guards the attributes below and the weights, but is not held during a forward or
+        # backward pass. It is a Condition, because lead() also waits on it until others notify it.
         # Never wait for an RPC while holding it: answers arrive on the threads that also serve calls. If calls that
         # wait for this lock blocked all of them, the answer could not arrive, and nobody would release the lock.
         self.lock = threading.Condition()
         self.assignments = Assignments(range(1, plan.world_size))
         self.idle = {}  # {trainer: Future of its next assignment}
-        self.batches_per_epoch = None  # in the whole training set; the trainers know it
+        self.batches_per_epoch = None  # in the training set; the trainers, who have the images, say how many
         self.epoch = 0  # number of epochs that are done
         self.batch = 0  # number of batches of this epoch that are done
         self.updates = 0
@@ -55,7 +55,7 @@ class Coordinator:  # in rank 0
         self.wait_for_trainers()
         trainers = plan.world_size - 1
         batches = min(self.batches_per_epoch, plan.max_batches * trainers or self.batches_per_epoch)
-        # Whole rounds, in which each trainer does a batch: so in `sync` an evaluation falls between two updates.
+        # Deal whole rounds (one batch for each trainer), so that in `sync` an evaluation falls between two updates.
         rounds = math.ceil(batches / (evaluations * trainers))
         while self.epoch < plan.epochs:
             end = min(self.batch + rounds * trainers, batches)
@@ -118,7 +118,7 @@ class Coordinator:  # in rank 0
     def next_assignment(self, trainer, batches_per_epoch):
         """Answer with (epoch, numbers of the batches to do) when lead() deals them, or with None: the work is done.
 
-        Because of async_execution, idle trainers block no RPC thread. An epoch's number is from 0.
+        Because of async_execution, idle trainers block no RPC thread. Epochs are numbered from 0.
         """
         answer = torch.futures.Future()
         with self.lock:
@@ -140,9 +140,9 @@ class Coordinator:  # in rank 0
             raise UserError(f"rank {trainer} was lost; its batches go to other trainers")
 
     def count_update(self, gradients):
-        """Count an update. `gradients`: (trainer, images, version) of each gradient in it, which is of one batch.
+        """Count an update. `gradients`: (trainer, images, version) of each gradient in it.
 
-        Its version is the number of updates when the weights were read from which it was computed.
+        A gradient is of one batch. `version` is the number of updates that the weights had when the trainer read them.
         """
         for trainer, images, version in gradients:
             self.assignments.strike(trainer)
@@ -155,7 +155,7 @@ class Coordinator:  # in rank 0
 
     def on_lost(self, trainer):
         """Go on without a trainer (--on_lost continue); return a few words about its batches."""
-        with self.lock:  # so, between two updates; after this, none of its gradients is applied
+        with self.lock:  # between two updates: from now on, no gradient of this trainer is applied
             left = self.assignments.lose(trainer)
             self.idle.pop(trainer, None)
             self.lock.notify()

@@ -1,7 +1,7 @@
 """Mode `overlap`: `replica`, but a push travels while its trainer computes the next batch.
 
-So a trainer does not wait for the network, and its gradients are staler: they come from weights that lack at least its
-own last push. Read replica.py first. Here is what differs.
+So a trainer seldom waits for an answer. But its gradients are staler, because the weights that it computes with do not
+contain its own last push yet. Read replica.py first. Here is what differs.
 """
 
 import replica
@@ -15,7 +15,7 @@ class Trainer(replica.Trainer):  # in a trainer
         self.answer = None  # Future of the answer to the last push, until it is loaded
 
     def push(self, images):
-        """Push the gradient of a batch; load the answer to the push before it, and return at once."""
+        """Load the answer to the previous push, and then push this gradient without waiting."""
         push = self.take_gradient(images)
         self.load_answer()  # it was under way while this gradient was computed
         self.answer = self.server_rref.rpc_async(timeout=0).push(push)
@@ -26,5 +26,5 @@ class Trainer(replica.Trainer):  # in a trainer
         self.answer = None
 
     def next_assignment(self, batches_per_epoch):
-        self.load_answer()  # otherwise the batch of this push might be dealt again
+        self.load_answer()  # a batch whose push is not applied yet would be dealt again
         return super().next_assignment(batches_per_epoch)

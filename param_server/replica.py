@@ -30,7 +30,7 @@ class Push:
     """What a trainer sends to the server: the gradient of one batch of `images` images."""
 
     trainer: int
-    version: int  # of the weights from which it was computed: the number of updates when they were read
+    version: int  # number of updates that the weights had when this trainer read them
     images: int
     gradient_P: torch.Tensor
 
@@ -94,8 +94,8 @@ class ParameterServer(Coordinator):  # in server1, on RPC threads
         super().__init__(plan)
         torch.manual_seed(seed_for(plan.seed, "net"))
         self.model = Net().to(device)
-        # All weights as one tensor, of which the model's parameters become views. So the optimizer's step in place
-        # changes the model, too, and the answer to a push is one tensor.
+        # All weights in one tensor. The model's parameters become views of it, so the model changes when the optimizer
+        # changes this tensor in place. And the answer to a push is a single tensor.
         self.weights_P = parameters_to_vector(self.model.parameters()).detach()
         vector_to_parameters(self.weights_P, self.model.parameters())
         self.optimizer = optim.SGD([self.weights_P], lr=plan.lr, momentum=plan.momentum)
@@ -113,7 +113,7 @@ class ParameterServer(Coordinator):  # in server1, on RPC threads
         with self.lock:
             self.verify(push)
             self.update([push], push.gradient_P)
-            return self.pull()
+            return self.pull()  # which takes the lock once more; one thread may do that
 
     # The next two methods are called under the lock.
 

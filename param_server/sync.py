@@ -22,7 +22,7 @@ class ParameterServer(replica.ParameterServer):  # in server1, on RPC threads
     # With async_execution the answer is sent when the returned Future is complete. No RPC thread waits for it.
     @rpc.functions.async_execution
     def push(self, push):
-        """Answer with (version, weights (P,)) after the update that has this push."""
+        """Answer with (version, weights (P,)) after the update that includes this push."""
         answer = torch.futures.Future()
         with self.lock:
             self.verify(push)
