@@ -135,7 +135,7 @@ class Coordinator:  # in rank 0
     # The ParameterServer calls the next two, under the lock.
 
     def refuse_if_lost(self, trainer):
-        """Raise an error if the job goes on without this trainer. It may only have been stopped for a while."""
+        """Raise an error if the job goes on without this trainer. (If it was only stopped, it may still call.)"""
         if trainer not in self.assignments.living:
             raise UserError(f"rank {trainer} was lost; its batches go to other trainers")
 

@@ -66,7 +66,7 @@ class Trainer:  # in a trainer
         """Wait for batches to do, and get the current weights; return (epoch, numbers of the batches) or None."""
         # timeout=0: no time limit, because this call waits for the slowest trainer and for the evaluation.
         assignment = self.server_rref.rpc_sync(timeout=0).next_assignment(self.rank, batches_per_epoch)
-        self.load(self.server_rref.rpc_sync().pull())  # others may have pushed since this trainer's last answer
+        self.load(self.server_rref.rpc_sync().pull())  # others may have pushed since the server last answered
         return assignment
 
     def push(self, images):

@@ -1,7 +1,8 @@
 """Mode `sync`: `replica`, but an update is the mean of one gradient of each trainer.
 
-So a trainer waits for all others after each batch. T trainers make the updates of one process whose batches are T times
-as large, and a run with the same --seed repeats exactly. Read replica.py first. Here is what differs.
+So a trainer waits for all others after each batch. Without dropout, T trainers make the same updates as one process
+with batches that are T times as large. A run with the same --seed repeats exactly. Read replica.py first. Here is what
+differs.
 """
 
 import torch

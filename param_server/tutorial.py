@@ -126,8 +126,8 @@ class ParameterServer(nn.Module):
         return {name: grads[param].to("cpu") for name, param in params if param in grads}
 
     def get_param_rrefs(self):
-        """Return an RRef to each parameter, for DistributedOptimizer. It needs no lock, because it
-        only reads."""
+        """Return an RRef to each parameter, for DistributedOptimizer. This only reads, so it needs
+        no lock."""
         param_rrefs = [rpc.RRef(param) for param in self.model.parameters()]
         return param_rrefs
 
