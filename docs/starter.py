@@ -88,7 +88,7 @@ def join(name, rank, folder):
     # with its message; the other channels are for GPUs and shared memory. Both arguments are private to torch.
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     options.init_method = f"file://{folder}/store"  # how the processes find each other, without any port
-    faulthandler.dump_traceback_later(START_TIMEOUT, exit=True)  # ends this process if one never comes
+    faulthandler.dump_traceback_later(START_TIMEOUT, exit=True)  # ends this process if another never comes
     rpc.init_rpc(name, rank=rank, world_size=1 + WORKERS, rpc_backend_options=options)
     faulthandler.cancel_dump_traceback_later()
 
