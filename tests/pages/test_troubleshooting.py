@@ -402,10 +402,17 @@ def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
     record = ("--into", tmp_path / "calls", "--", sys.executable, tmp_path / "hang.py")
     with contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(Program("tools/trace.py", *record, rank, cold=True)) for rank in (0, 1)]
-        assert ranks[1].wait_for_text("client_active_calls': '1', 'agent.server_active_calls': '1'", 90)
-        os.kill(int(re.search(r"^process (\d+)$", ranks[1].output(), re.MULTILINE)[1]), signal.SIGUSR1)
-        assert ranks[1].wait_for_text(r"line \d+ in <module>", 30)
-        dump = ranks[1].errors()
+        for rank in ranks:
+            assert rank.wait_for_text("client_active_calls': '1', 'agent.server_active_calls': '1'", 90)
+        pids = [int(re.search(r"^process (\d+)$", rank.output(), re.MULTILINE)[1]) for rank in ranks]
+        for count in range(1, 20):  # until the RPC thread has come to the lock
+            os.kill(pids[1], signal.SIGUSR1)
+            assert ranks[1].wait_for_text(rf"(?s)(line \d+ in <module>.*){{{count}}}", 30)
+            dump = ranks[1].errors().split("in <module>")[count - 1] + "in <module>"
+            if "in add" in dump:
+                break
+        for pid in pids:  # so that neither sees the other one die, which would end its call
+            os.kill(pid, signal.SIGSTOP)
     (table,) = re.findall(r"^```text\n(RPCs, median.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     assert run_script("tools/trace.py", tmp_path / "hang.png", tmp_path / "calls", cold=True).stderr == table
     lines = text.splitlines()
