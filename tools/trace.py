@@ -440,9 +440,10 @@ def report(folder, path, window):
     for process in processes:
         if process["full"]:
             say(f"{process['name']} recorded too many bars; the last {len(process['bars']):,} are kept")
-    if window and not any(bar["ts"] < 1e3 * window[1] and end_of(bar) > 1e3 * window[0] for bar in made):
-        first, last = made[0]["ts"], max(map(end_of, made))
-        say(f"no call is in --window {window[0]:g} {window[1]:g}: they are from {first / 1e3:.0f} to {last / 1e3:.0f}")
+    window = window and [1e3 * milliseconds for milliseconds in window]
+    if window and not any(is_within(bar, *window) for bar in made):
+        times = [*window, min(bar["ts"] for bar in made), max(map(end_of, made))]
+        say("no call is in --window {:g} {:g}: they are from {:.0f} to {:.0f}".format(*(time / 1e3 for time in times)))
     try:
         write(path, lay_out(processes, bars) + arrows(calls), window)
     except OSError as error:
@@ -502,6 +503,11 @@ def arrange(processes):
 
 def end_of(bar):
     return bar["ts"] + bar.get("dur", 0)
+
+
+def is_within(bar, start, end):
+    """Return whether a part of this bar is between the two times."""
+    return bar["ts"] < end and end_of(bar) > start
 
 
 def is_finished(bar):
@@ -607,7 +613,7 @@ def write(path, events, window):
         with open(path, "w") as file:
             file.write('{"traceEvents": [\n' + ",\n".join(map(json.dumps, events)) + "\n]}\n")
     else:
-        draw(path, events, window and [1e3 * milliseconds for milliseconds in window])
+        draw(path, events, window)
 
 
 def lay_out(processes, bars):
@@ -707,7 +713,7 @@ def draw_period(axes, events, start, end):
 
     Lanes that only wait are left out, and so are torch's internal RPCs.
     """
-    bars = [bar for bar in events if bar["ph"] == "X" and bar["ts"] < end and end_of(bar) > start]
+    bars = [bar for bar in events if bar["ph"] == "X" and is_within(bar, start, end)]
     bars = [bar for bar in bars if not bar["name"].startswith(OF_TORCH)]
     heads = {event["id"]: event for event in events if event["ph"] == "f"}
     messages = [(tail, heads[tail["id"]]) for tail in events if tail["ph"] == "s" and start <= tail["ts"] < end]

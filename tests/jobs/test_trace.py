@@ -226,6 +226,11 @@ def test_the_calls_of_a_killed_rank_are_in_the_file(tmp_path, pair):
     assert re.search(r"worker1 -> worker0: never +1 +1 unanswered\n", done.stderr), done.stderr
 
 
+@pytest.mark.parametrize("name", ["run", "step", "work", "backward"])
+def test_a_call_is_drawn_as_waiting_whatever_its_function_is_called(name):
+    assert trace.state_of({"cat": "sync", "name": name}) == "waiting"
+
+
 @pytest.mark.slow
 def test_ranks_in_terminals_record_into_one_folder(tmp_path, pair):
     command = ("--into", tmp_path / "calls", "--", sys.executable, *pair, "short")
