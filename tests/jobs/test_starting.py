@@ -270,8 +270,7 @@ def test_a_rank_that_gets_no_more_memory_ends():
     with Job("rl_rpc", "terminals", [*JOBS["rl_rpc"]["long"], "--log_interval", "1"]) as job:
         assert job.wait_for_text("Episode 3", 60)
         observer = job.pid_of(2)
-        with open(f"/proc/{observer}/statm") as file:
-            in_use = int(file.read().split()[0]) * resource.getpagesize()
+        in_use = psutil.Process(observer).memory_info().vms
         resource.prlimit(observer, resource.RLIMIT_AS, (in_use, resource.RLIM_INFINITY))
         os.kill(job.pid_of(1), signal.SIGKILL)
         assert job.wait(15) == [1, -signal.SIGKILL, 1], job.text()
