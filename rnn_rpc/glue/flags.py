@@ -207,16 +207,17 @@ def find_place(environ=os.environ):
     """
     variables = {name: name for name in QUARTET}  # which of the environment's is which
     if "RANK" in environ or "WORLD_SIZE" in environ:
-        if missing := [name for name in QUARTET if not environ.get(name)]:
-            raise ValueError(f"the environment sets some of {', '.join(QUARTET)}, but not {', '.join(missing)}")
+        _require(environ, *QUARTET)
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment (RANK, WORLD_SIZE, ...)"
     # Checked before Slurm, because mpirun starts its ranks through a Slurm step of its own, with one task per host.
     elif "OMPI_COMM_WORLD_RANK" in environ:
         launcher = "Open MPI"
+        _require(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
         variables |= {"RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE"}
     # A batch script and an interactive shell have SLURM_PROCID=0 too. Only a step with several tasks starts ranks.
     elif "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         launcher = "Slurm"
+        _require(environ, "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NODELIST")
         variables |= {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
         job, step = (_value(environ, name, non_negative_int) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
         host, port = _first_host(environ["SLURM_STEP_NODELIST"]), 15000 + (job + step) % 10000
@@ -228,6 +229,11 @@ def find_place(environ=os.environ):
         if environ.get(variables[name]):
             place[name.lower()] = _value(environ, variables[name], kind)
     return place
+
+
+def _require(environ, *names):
+    if missing := [name for name in names if not environ.get(name)]:
+        raise ValueError(f"the environment sets some of {', '.join(names)}, but not {', '.join(missing)}")
 
 
 def _value(environ, variable, kind):

@@ -13,6 +13,7 @@ with package_on_path("rl_rpc"):
 
 QUARTET = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"}
 STEP = {"SLURM_STEP_ID": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3", "SLURM_JOB_ID": "4711"}
+IN_SLURM = STEP | {"SLURM_STEP_NODELIST": "n1"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}
 
 
@@ -92,13 +93,18 @@ def test_that_is_what_the_parser_decides(package, monkeypatch):
                 assert starts_ranks([word], {}) == (args.rank is None), word
 
 
-@pytest.mark.parametrize("missing", QUARTET)
-def test_a_part_of_the_quartet_is_refused_by_name(missing, capsys):
-    half = {name: value for name, value in QUARTET.items() if name != missing}
-    if missing in ("RANK", "WORLD_SIZE"):
-        half = {name: value for name, value in half.items() if name != "MASTER_ADDR"}
-    os.environ |= half  # conftest.py restores the environment
-    assert_refused("rl_rpc", [], capsys, f"{missing}", "environment")
+@pytest.mark.parametrize(
+    "missing, whole",
+    [
+        *((name, QUARTET) for name in QUARTET),
+        *((name, IN_SLURM) for name in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_NODELIST")),
+        ("OMPI_COMM_WORLD_SIZE", OPEN_MPI),
+    ],
+)
+def test_a_missing_variable_is_named(missing, whole, capsys):
+    # conftest.py restores the environment
+    os.environ |= {name: value for name, value in whole.items() if name != missing}
+    assert_refused("rl_rpc", [], capsys, f"but not {missing} ")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +117,7 @@ def test_a_wrong_variable_is_refused_by_name(name, value, capsys):
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"])
 def test_a_wrong_variable_of_slurm_is_refused_by_its_own_name(name, capsys):
-    os.environ |= STEP | {"SLURM_STEP_NODELIST": "n1", name: "x"}
+    os.environ |= IN_SLURM | {name: "x"}
     assert_refused("rl_rpc", [], capsys, f"the environment sets {name}, but 'x' is not")
 
 
