@@ -8,7 +8,8 @@
 
 A real program starts a fork server of its own, or a new Python for each rank (mp.spawn). Here all programs share one,
 so each rank adopts the process group, the output files and the environment variables of its program.
-Only programs.py starts this file, `warm.py SOCKET`, and it ends when its standard input is closed.
+Only programs.py starts this file, `warm.py SOCKET`. It ends when its standard input is closed, that is, with the tests,
+however they end. If a program still runs then, because the tests were killed, it is killed, too.
 """
 
 import contextlib
@@ -136,6 +137,9 @@ def main():
         ready = multiprocessing.connection.wait([listener._listener._socket, woken, sys.stdin.fileno()])
         if sys.stdin.fileno() in ready:
             listener.close()
+            for pid in waiting:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
             return os.rmdir(os.path.dirname(sys.argv[1]))  # the folder that helpers.py made for the socket
         if woken in ready:
             woken.recv(100)

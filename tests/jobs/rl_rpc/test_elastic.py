@@ -145,9 +145,11 @@ def test_elastic_observers_join_and_leave_and_the_agent_ends_the_job(terminals):
     assert terminals.errors(0) == "" and "lost" not in terminals.output(0)
 
 
-def test_elastic_alone_in_a_folder_ends_after_max_episodes(terminals, tmp_path):
+@pytest.mark.parametrize("limit", [("--max_episodes", 1), ("--seconds", 1)])
+def test_elastic_alone_in_a_folder_ends_at_its_limit(terminals, tmp_path, limit):
+    """After one update, because observers play for a second at least."""
     terminals.script = copied_alone(PATH, tmp_path)  # so it imports nothing of ours
-    terminals.start(0, "--max_episodes", 1)
+    terminals.start(0, *limit)
     terminals.start(1)
     assert [terminals.status(rank) for rank in (0, 1)] == [0, 0], terminals.everything()
     assert re.fullmatch(r"Waiting for .+\nobserver1 joined\nEpisode \d+\t.+\tobservers: 1\n", terminals.output(0))
