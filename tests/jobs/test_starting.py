@@ -142,10 +142,15 @@ def test_a_run_in_terminals_is_quiet_listens_on_loopback_only_and_leaves_nothing
 
 
 @pytest.mark.slow
-def test_torchrun_in_a_folder_with_files_named_like_ours(tmp_path):
-    """The tests above do this for the other ways to start. With RPC and a process group."""
+@pytest.mark.parametrize("env", [{}, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}])
+@pytest.mark.draw(1)
+def test_torchrun_in_a_folder_with_files_named_like_ours(env, tmp_path):
+    """The tests above do this for the other ways to start. With RPC and a process group.
+
+    torchrun may have no store for its ranks. Then rank 0 listens at the address and port that torchrun gives to all.
+    """
     fill_with_traps(tmp_path)
-    with Job("ddp_rpc", "torchrun", JOBS["ddp_rpc"]["short"], cwd=tmp_path) as job:
+    with Job("ddp_rpc", "torchrun", JOBS["ddp_rpc"]["short"], env=env, cwd=tmp_path) as job:
         assert job.wait(120) == [0], job.text()
         assert re.search(JOBS["ddp_rpc"]["done"], job.text()), job.text()
         assert executed_traps(tmp_path) == []
@@ -562,12 +567,3 @@ def test_a_rank_that_cannot_be_started_ends_the_job_at_once(files, ranks):
         assert "rl_rpc: cannot start all ranks: Too many open files" in done.stderr, done.stderr
         assert "Traceback" not in done.stderr, done.stderr
         assert left_in(temporary) == []
-
-
-@pytest.mark.slow
-def test_torchrun_without_a_store_for_its_ranks():
-    """Then rank 0 listens at the address and port that torchrun gives to all ranks."""
-    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with Job("rl_rpc", "torchrun", JOBS["rl_rpc"]["short"], env=env) as job:
-        assert job.wait(90) == [0], job.text()
-        assert "Greedy policy over" in job.text()

@@ -8,10 +8,7 @@ import pytest
 from jobs import JOBS, Job
 from two_hosts import ADDRESSES, DEVICES, TwoHosts, why_not
 
-FEW_EPISODES = ["--max_episodes", "8", "--eval_episodes", "1"]
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
-
-
 HERE = ["--master_addr", ADDRESSES[0]]
 
 
@@ -48,9 +45,3 @@ def test_a_cut_link_ends_the_job():
         assert set(statuses) == {1}, job.text()
         for rank, name in enumerate(JOBS[package]["names"]):
             assert re.search(rf"rank {rank} \({name}\): lost rank \d", job.text()), job.text()
-
-
-@pytest.mark.slow
-def test_a_slow_link_only_slows():
-    with TwoHosts(delay_ms=5) as hosts, Job("rl_rpc", "terminals", [*FEW_EPISODES, *HERE], hosts=hosts) as job:
-        assert set(job.wait(200)) == {0}, job.text()

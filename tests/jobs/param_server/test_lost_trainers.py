@@ -29,7 +29,7 @@ def test_the_mean_goes_on_without_one_that_fails():
 @pytest.mark.draw(1)
 def test_one_that_wakes_up_finds_itself_dropped(mode):
     # With this pause the others are still at work when it continues.
-    summary = lost_trainers.run_case(mode, {3: ("nap", 0.3)}, pause=0.05)
+    summary = lost_trainers.run_case(mode, {3: ("nap", 0.3)}, pause=0.03)
     assert summary["lost"] == [3]
 
 

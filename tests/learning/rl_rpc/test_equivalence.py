@@ -74,6 +74,7 @@ def test_all_modes_play_and_learn_the_same_with_three_observers(runs):
 
 
 @pytest.mark.parametrize("mode", ["batched", *(pytest.param(m, marks=SLOW) for m in ("step", "packed", "rollout"))])
+@pytest.mark.draw(2)
 def test_rpc_calls_by_mode(mode, tmp_path):
     """The number of RPCs of a run that the agent has made and served, without those that torch makes itself."""
     summary = tmp_path / "summary.json"
