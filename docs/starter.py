@@ -14,9 +14,15 @@ which train the model and return its loss:
     worker1 has done 6 tasks
     worker2 has done 6 tasks
 
-Then see what happens when things go wrong. Run it again and `kill -9` one of the two processes. The
-other worker goes on alone. (All this takes some seconds. To have more time, let a task make more than
-4000 steps.) Put a mistake into Worker.work, and the message names the worker and the line.
+Then see what happens when things go wrong. The program takes only some seconds, so put a
+`time.sleep(1)` into Worker.work first, to have more time.
+
+Run it again, and `kill -9` one of the two processes. The other worker goes on alone. torch prints
+warnings that a connection was closed.
+
+Then put a mistake into Worker.work. Each worker that meets it prints a traceback, and the leader ends
+with one more. Look there for `On WorkerInfo(` with the worker's name, and below it for the last line
+that is in your own file.
 """
 
 import faulthandler
@@ -32,6 +38,7 @@ import torch
 import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
 
+# The tasks. All of them are different, because each is the key of its result.
 RATES = [0.0001, 0.0002, 0.0003, 0.0006, 0.001, 0.002, 0.003, 0.006, 0.01, 0.02, 0.03, 0.06]
 WORKERS = 2
 START_TIMEOUT = 60  # seconds: by then all processes must have started
@@ -40,7 +47,10 @@ TIMEOUT = 30  # seconds for a call. No task may take longer, because a worker th
 
 class Worker:
     """Each worker process has one. The leader makes it, keeps an RRef to it, and calls its methods.
-    They run on RPC threads of the worker, and two of them may run at the same time."""
+    They run on RPC threads of the worker, and two of them may run at the same time.
+
+    If the worker dies, its Worker is lost. So return every result to the leader, and keep here only
+    what the next worker could make again."""
 
     def __init__(self):
         generator = torch.Generator().manual_seed(1)
@@ -120,6 +130,7 @@ def lead(tasks, processes, workers):
             print(f"{name} has done {task}", flush=True)
         except Exception as error:
             if not is_lost(error):
+                print(f"{name} has failed at {task}", flush=True)
                 raise  # a bug: it would happen in any worker
             print(f"{name} is lost, so another worker gets {task}: {error}", flush=True)
             todo.append(task)

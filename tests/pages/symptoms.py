@@ -210,6 +210,10 @@ def calls(rank):
         failed.to_here()
     except ValueError as error:
         note_event("`remote` runs fails", "a reason" in str(error))
+    note_error("Failed to create", lambda: rpc.remote("b", bytes.decode, args=(b"\xff",)).to_here())
+    of_list = RRef([1])
+    of_list.rpc_sync().append(2)
+    note_event("A list behind an RRef", of_list.to_here() == [1])
     torch.futures.wait_all([rpc.rpc_async("b", first), rpc.rpc_async("b", second)])
     note_event("Calls finish in another order", rpc.rpc_sync("b", get_finished) == ["second", "first"])
     SEEN["ValueError('closed')"] = repr(rpc.rpc_sync("b", reject))

@@ -64,6 +64,7 @@ def test_when_a_worker_is_killed_the_other_one_does_its_work(tmp_path):
         status, out, err = starter.end()
     assert status == 0, err
     assert "worker1 is lost" in out and "worker2 is lost" not in out
+    assert "RPC agent for leader encountered error when reading incoming request from worker1: " in err
     assert len(set(rates_in(out))) == len(rates_in(out)) == 12  # each one, and none of them twice
     assert "loss 0.9524 with learning rate 0.002" in out and "Traceback" not in err
 
