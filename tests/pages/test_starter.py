@@ -74,6 +74,7 @@ def test_a_mistake_in_a_method_is_shown_with_the_worker_and_the_line(tmp_path):
     with Starter(tmp_path, ("weights = torch.zeros(50)", "weights = torch.zeros(51)")) as starter:
         status, out, err = starter.end()
     assert status == 1 and "is lost" not in out
+    assert re.search(r"^worker\d has failed at 0\.0\d+$", out, re.MULTILINE)
     assert re.search(r"On WorkerInfo\(id=\d, name=worker\d\):", err)
     line = 1 + read_whole(starter.path).splitlines().index(
         "            residuals = self.x[batch] @ weights - self.y[batch]"
