@@ -17,9 +17,9 @@ from tutorials import changed
 class Starter(Program):
     """A running copy of starter.py. At its end, everything that it has started must have ended, too."""
 
-    def __init__(self, folder, *changes, cold=False):
+    def __init__(self, folder, *changes):
         self.path = changed(shutil.copy(ROOT / "docs" / "starter.py", folder), *changes)
-        super().__init__(self.path, cwd=folder, cold=cold)
+        super().__init__(self.path, cwd=folder, cold=True)
 
     def pid_of(self, worker):
         """Wait until both workers have done something, and return the id of this worker's process."""
@@ -50,7 +50,7 @@ def rates_in(out):
 
 @pytest.mark.slow
 def test_both_workers_train_and_everybody_ends(tmp_path):
-    with Starter(tmp_path, cold=True) as starter:
+    with Starter(tmp_path) as starter:
         status, out, err = starter.end()
     assert (status, err) == (0, "")
     assert len(set(rates_in(out))) == len(rates_in(out)) == 12
@@ -120,7 +120,7 @@ def test_without_any_worker_the_program_fails(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_the_workers_end_with_the_leader(number, tmp_path):
-    with Starter(tmp_path, cold=True) as starter:  # only so it ends by the signal when it has shown the traceback
+    with Starter(tmp_path) as starter:
         starter.pid_of("worker1")
         if number == signal.SIGINT:
             os.killpg(starter.pid, number)  # as Ctrl-C does
