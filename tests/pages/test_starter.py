@@ -105,7 +105,8 @@ def test_a_worker_that_dies_when_the_work_is_done_costs_nothing(tmp_path):
     with Starter(tmp_path, (best, kill + best)) as starter:
         status, out, err = starter.end()
     assert status == 0, err
-    assert "loss 0.9524" in out and "worker1 is lost" in out and "worker2 has done 6 tasks" in out
+    assert "loss 0.9524" in out and "worker1 is lost" in out
+    assert re.search(r"^worker2 has done \d+ tasks$", out, re.MULTILINE)  # 6, or more if worker1 was slow
 
 
 @pytest.mark.slow
