@@ -50,7 +50,7 @@ class Worker:
     They run on RPC threads of the worker, and two of them may run at the same time.
 
     If the worker dies, its Worker is lost. So return every result to the leader, and keep here only
-    what the next worker could make again."""
+    what can be made again."""
 
     def __init__(self):
         generator = torch.Generator().manual_seed(1)

@@ -106,7 +106,8 @@ def test_a_worker_that_dies_when_the_work_is_done_costs_nothing(tmp_path):
         status, out, err = starter.end()
     assert status == 0, err
     assert "loss 0.9524" in out and "worker1 is lost" in out
-    assert re.search(r"^worker2 has done \d+ tasks$", out, re.MULTILINE)  # 6, or more if worker1 was slow
+    done = len(re.findall(r"^worker2 has done 0\.\d+$", out, re.MULTILINE))  # 6, or more if worker1 was slow
+    assert done >= 1 and f"worker2 has done {done} tasks" in out
 
 
 @pytest.mark.slow
