@@ -220,10 +220,8 @@ EFFECTS = {
         "--lr 0.5": differs(values_of("heldout/loss")),
         # Nobody can foresee classes that are drawn at random. There are eight of them.
         "--targets random": Shows(lambda new, old: new.summary["ceiling_accuracy"] < 0.2),
-        # The result is the same, but without it each step takes the time to add a gradient to all rows.
-        "--sparse": Shows(
-            lambda new, old: new.summary["batches_per_second"] > 3 * old.summary["batches_per_second"],
-            base="--num_embeddings 200000 --embedding_dim 64",
+        "--sparse": ShownBy(
+            "tests/learning/ddp_rpc/test_sharding.py", "test_the_flag_decides_whether_gradients_are_sparse"
         ),
         "--log_interval 1": Shows(  # of which the one point of the plain run is the mean
             lambda new, old: (

@@ -73,6 +73,26 @@ def test_rows_move_from_one_number_of_servers_to_another():
     assert torch.equal(whole_table(shards), rows)
 
 
+@pytest.mark.parametrize("words", [[], ["--sparse"]])
+def test_the_flag_decides_whether_gradients_are_sparse(monkeypatch, words):
+    """The results are the same, and a test does not compare times, so a run does not show whether the flag arrives."""
+    shards = []
+
+    def make_here(server, shard_class, args, keywords, timeout):
+        shards.append(shard_class(*args, **keywords))
+
+    def end_here(*args):
+        raise NotImplementedError
+
+    monkeypatch.setattr(oracle.shards.rpc, "remote", make_here)
+    monkeypatch.setattr(main, "Progress", end_here)
+    with pytest.raises(NotImplementedError):
+        main.run_master(main.parse_args(words), ["cpu"] * 4)
+    (shard,) = shards
+    shard(torch.tensor([3, 8]), torch.tensor([0])).sum().backward()
+    assert shard.weight.grad.is_sparse == bool(words)
+
+
 def test_a_sparse_step_leaves_the_other_rows_alone():
     (shard,) = make_shards(1, shard_class=pipelined.EmbeddingShard)
     before = shard.weight.detach().clone()
