@@ -14,11 +14,11 @@ which train the model and return its loss:
     worker1 has done 6 tasks
     worker2 has done 6 tasks
 
-Then see what happens when things go wrong. The program takes only some seconds, so put a
-`time.sleep(1)` into Worker.work first, to have more time.
+Then see what happens when things go wrong. The program takes only some seconds, so let Worker.work
+begin with `import time` and `time.sleep(5)` first, to have more time.
 
-Run it again, and `kill -9` one of the two processes. The other worker goes on alone. torch prints
-warnings that a connection was closed.
+Run it again. When it has printed the first result, `kill -9` one of the two processes in a second
+terminal. The other worker goes on alone. torch prints warnings that a connection was closed.
 
 Then put a mistake into Worker.work. Each worker that meets it prints a traceback, and the leader ends
 with one more. Look there for `On WorkerInfo(` with the worker's name, and below it for the last line
@@ -107,7 +107,7 @@ def lead(tasks, processes, workers):
     """Let the workers do all tasks. Return {task: result}. The processes of lost workers are removed."""
     todo = list(tasks)
     results = {}
-    idle = [*workers, *workers]  # each name twice, so a worker has two tasks, and never waits for the leader
+    idle = [*workers, *workers]  # each name twice: a worker does two tasks at once, on two of its RPC threads
     in_flight = 0
     answers = queue.SimpleQueue()
 
@@ -174,7 +174,7 @@ def main(folder):
                 processes.pop(name).kill()
         complete = len(processes) == WORKERS
     finally:
-        # A graceful shutdown waits until every process has called it, which a lost one never will. So if one is
+        # A graceful shutdown waits until every process has called it. A lost process never does, so if a worker is
         # lost, do not wait. Then Python ends the other workers, because they are daemons.
         rpc.shutdown(graceful=complete, timeout=TIMEOUT)
 

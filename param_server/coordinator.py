@@ -142,7 +142,8 @@ class Coordinator:  # in rank 0
     def count_update(self, gradients):
         """Count an update. `gradients`: (trainer, images, version) of each gradient in it.
 
-        A gradient is of one batch. `version` is the number of updates that the weights had when the trainer read them.
+        A gradient is of one batch. `version` is the number of updates that had been made when the trainer read the
+        weights.
         """
         for trainer, images, version in gradients:
             self.assignments.strike(trainer)

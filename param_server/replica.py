@@ -27,10 +27,10 @@ from ranks import SERVER
 
 @dataclass
 class Push:
-    """What a trainer sends to the server: the gradient of one batch of `images` images."""
+    """What a trainer sends to the server: the gradient of one batch, and how many images the batch had."""
 
     trainer: int
-    version: int  # number of updates that the weights had when this trainer read them
+    version: int  # number of updates that had been made when this trainer read the weights
     images: int
     gradient_P: torch.Tensor
 
@@ -113,7 +113,7 @@ class ParameterServer(Coordinator):  # in server1, on RPC threads
         with self.lock:
             self.verify(push)
             self.update([push], push.gradient_P)
-            return self.pull()  # which takes the lock once more; one thread may do that
+            return self.pull()  # which takes the lock again, as a Condition allows to the thread that has it
 
     # The next two methods are called under the lock.
 

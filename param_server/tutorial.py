@@ -222,7 +222,7 @@ def run_training_loop(rank, num_gpus, train_loader, test_loader):
                 print(f"Rank {rank} training batch {i} loss {loss.item()}", flush=True)
             dist_autograd.backward(cid, [loss])
             # Check that the gradients are on the server. Only in the first step, because the
-            # answer contains all of them (difference 4).
+            # answer is as large as the network (difference 4).
             if i == 0:
                 gradients = net.param_server_rref.rpc_sync().get_dist_gradients(cid)
                 assert len(gradients) == len(param_rrefs)
