@@ -21,8 +21,8 @@ import time
 import torch
 from torch import nn, optim
 
+from bytes_per_step import run_counted
 from common import interleave, places, run_main, table, use_package, write_json
-from wire import run_counted
 
 use_package("ddp_rpc")
 

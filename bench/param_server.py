@@ -17,8 +17,8 @@ import time
 import torch
 import torch.nn.functional as F
 
+from bytes_per_step import run_counted
 from common import interleave, places, run_main, table, use_package, write_json
-from wire import run_counted
 
 use_package("param_server")
 

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bytes_per_step import run_counted
 from common import interleave, places, run_main, table, use_package, write_json
-from wire import run_counted
 
 use_package("rnn_rpc")
 

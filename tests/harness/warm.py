@@ -140,7 +140,7 @@ def main():
             for pid in waiting:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
-            return os.rmdir(os.path.dirname(sys.argv[1]))  # the folder that helpers.py made for the socket
+            return os.rmdir(os.path.dirname(sys.argv[1]))  # the folder that programs.py made for the socket
         if woken in ready:
             woken.recv(100)
             for pid in list(waiting):

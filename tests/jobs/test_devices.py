@@ -201,7 +201,7 @@ FAILURES = {  # how the driver fails: (result of cuInit, version), and torch's m
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.draw(1)
-def test_a_driver_that_does_not_work_is_told_in_one_line(failure, stub_driver):
+def test_a_driver_that_does_not_work_is_reported_in_one_line(failure, stub_driver):
     (init, version), words = FAILURES[failure]
     done = run_main("rl_rpc", "--device", "cuda", env=stub_driver(init, version), cold=True)
     assert (done.returncode, done.stdout) == (2, "")

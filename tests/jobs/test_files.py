@@ -243,7 +243,7 @@ def test_a_symbolic_link_is_followed_and_not_replaced(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a small disk")
-def test_a_full_disk_is_told_in_one_line_and_keeps_the_last_good_checkpoint(tmp_path):
+def test_a_full_disk_is_reported_in_one_line_and_keeps_the_last_good_checkpoint(tmp_path):
     """The disk has 64 kB. The first checkpoint fits on it, but a second one beside it does not."""
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], capture_output=True)
     if mounted.returncode:

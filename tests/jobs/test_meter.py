@@ -1,4 +1,4 @@
-"""How a Meter times the steps of a training loop (report.py), and how their bytes are counted (bench/wire.py)."""
+"""How a Meter (report.py) times the steps of a training loop, and how bench/bytes_per_step.py counts their bytes."""
 
 import socket
 
@@ -8,7 +8,7 @@ from helpers import load_bench, package_on_path
 
 with package_on_path("rl_rpc"):
     from glue import report
-wire = load_bench("wire")
+bytes_per_step = load_bench("bytes_per_step")
 
 SENT = 10_000  # bytes
 
@@ -36,7 +36,7 @@ def exchange(connection):
 def test_a_meter_times_its_steps_and_their_bytes_can_be_counted(connection, monkeypatch):
     """Both ends are sockets of this process, so each byte counts twice: as sent and as received."""
     monkeypatch.setattr(report.Meter, "step", report.Meter.step)  # restores it after the test
-    counted = wire.count_steps(report.Meter)
+    counted = bytes_per_step.count_steps(report.Meter)
     meter = report.Meter(warm_up=1)
     for _ in range(4):
         with meter.step():

@@ -308,7 +308,7 @@ def test_many_connections_of_a_stranger_do_not_keep_a_rank_out(room, stay):
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_comes_is_waited_for_aloud_and_named():
+def test_ranks_say_that_they_wait_for_a_missing_one_and_name_it_at_join_timeout():
     port = free_port()
     flags = [*short("rl_rpc"), "--join_timeout", "6", "--master_port", port]
     ranks = [start_main("rl_rpc", *flags, "--rank", rank) for rank in (0, 1)]
@@ -321,7 +321,7 @@ def test_a_rank_that_never_comes_is_waited_for_aloud_and_named():
 
 
 @pytest.mark.slow
-def test_rank_0_that_never_comes_is_waited_for_aloud_and_named():
+def test_ranks_say_that_they_wait_for_rank_0_and_end_at_join_timeout():
     port = free_port()
     done = run_main("rl_rpc", "--world_size", 2, "--rank", 1, "--master_port", port, "--join_timeout", 4)
     assert_one_line_error(done, 1, "rank 0 (agent) did not come within --join_timeout 4 s", "--master_addr")

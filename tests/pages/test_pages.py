@@ -103,7 +103,7 @@ def test_a_file_that_is_named_is_there():
 
 
 def apply_worked_diff(folder):
-    """Copy rl_rpc, apply docs/contributing/hidden.diff to the copy as the page does; return the path of its main.py."""
+    """Copy rl_rpc and apply docs/contributing/add_a_flag.diff as the page does; return the path of its main.py."""
     (words,) = re.findall(r"^ {4}(git apply .*)$", CONTRIBUTING, re.MULTILINE)
     *command, diff = shlex.split(words)
     shutil.copytree(ROOT / "rl_rpc", folder / "rl_rpc", ignore=shutil.ignore_patterns("__pycache__"))

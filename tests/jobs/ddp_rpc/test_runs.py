@@ -9,7 +9,7 @@ from faults import copy_with_mistake
 from helpers import assert_one_line_error, load_bench
 from programs import run_main, run_script
 
-WIRE = load_bench("wire")
+BYTES = load_bench("bytes_per_step")
 
 SMALL = ("--batches", 20, "--epochs", 2)
 
@@ -84,6 +84,6 @@ def test_random_targets_cannot_be_learned(tmp_path):
 def test_what_travels_has_the_size_of_a_batch(tmp_path, mode):
     """The table has 64 MB. If its whole gradient were sent, there would be a thousand times as many bytes."""
     flags = ("--mode", mode, "--sparse", "--num_embeddings", 1_000_000, "--batches", 20, "--epochs", 1)
-    done = run_script("bench/wire.py", "ddp_rpc", *flags)
+    done = run_script("bench/bytes_per_step.py", "ddp_rpc", *flags)
     assert done.returncode == 0, done.stderr
-    assert 1_000 < WIRE.per_step(done.stdout) < 30_000
+    assert 1_000 < BYTES.per_step(done.stdout) < 30_000

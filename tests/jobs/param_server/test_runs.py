@@ -17,7 +17,7 @@ from jobs import free_port
 from processes import ranks_of
 from programs import run_main, run_script, start_main
 
-WIRE = load_bench("wire")
+BYTES = load_bench("bytes_per_step")
 DRAWN = ("--dataset", "synthetic")
 MODES = ("remote", "replica", "bounded", "sync", "overlap")
 
@@ -39,7 +39,7 @@ def run(*flags, timeout=150):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["replica", "remote"])
 @pytest.mark.draw(2, "learns")
-def test_a_run_learns_and_tells_its_figures(tmp_path, mode):
+def test_a_run_learns_and_reports_its_figures(tmp_path, mode):
     summary_file, curve = tmp_path / "summary.json", tmp_path / "curve.png"
     flags = ("--world_size", 3, "--max_batches", 200, "--lr", 0.05, "--log_interval", 50)
     done = run("--mode", mode, *flags, "--summary_json", summary_file, "--plot", curve)
@@ -69,9 +69,9 @@ def test_what_crosses_the_wire(few_digits):
     figures = {}
     for mode in ("remote", "replica"):
         flags = ("--mode", mode, *from_files(few_digits), "--world_size", 2, "--max_batches", 20)
-        done = run_script("bench/wire.py", "param_server", *flags)
+        done = run_script("bench/bytes_per_step.py", "param_server", *flags)
         assert done.returncode == 0, done.stderr
-        figures[mode] = WIRE.per_step(done.stdout)
+        figures[mode] = BYTES.per_step(done.stdout)
     tensors = 32 * (28 * 28 + 2 * 10) * 4  # images; log-probabilities and their gradients
     assert tensors < figures["remote"] < tensors + 30_000
     tensors = 2 * 1_199_882 * 4  # gradients to the server, weights back
@@ -138,7 +138,7 @@ def test_more_callers_than_rpc_threads_and_checkpoints_end_without_a_hang(tmp_pa
     """If trainers that wait blocked the server's RPC threads, none would be left for those that they wait for."""
     flags = ("--mode", mode, "--world_size", 9, "--batch_size", 8, "--max_batches", 20)
     flags = (*flags, "--lr", 0.003, "--checkpoint", tmp_path / "c.pt", "--evaluations", 4)
-    done = run_script("tests/jobs/param_server/few_threads_job.py", *DRAWN, *flags, timeout=120)
+    done = run_script("tests/jobs/param_server/more_trainers_than_threads_job.py", *DRAWN, *flags, timeout=120)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert updates_in(tmp_path / "c.pt") == (20 if mode == "sync" else 160)
 
@@ -182,7 +182,7 @@ def test_unusable_data_ends_the_whole_job_with_status_1(tmp_path):
     "mode", ["sync", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("remote", "overlap"))]
 )
 @pytest.mark.draw(1)
-def test_too_high_a_learning_rate_is_told(tmp_path, mode):
+def test_too_high_a_learning_rate_ends_the_run_in_one_line(tmp_path, mode):
     summary = tmp_path / "s.json"
     flags = ("--mode", mode, "--lr", "1e30", "--max_batches", 20, "--summary_json", summary)
     done = run_main("param_server", *DRAWN, *flags, timeout=100)

@@ -11,7 +11,7 @@ from helpers import load_bench, load_oracle
 from programs import run_script
 
 oracle = load_oracle("param_server")
-WIRE = load_bench("wire")
+BYTES = load_bench("bytes_per_step")
 full_precision = oracle.full_precision
 WEIGHTS = 1_199_882  # of the network: a push sends as many gradients, and gets as many weights
 FLAGS = ("--mode", "replica", "--world_size", 2)
@@ -22,11 +22,11 @@ def train(folder, steps, *flags):
     runs = []
 
     def run_counted(*words, timeout):
-        runs.append(run_script("bench/wire.py", *words, timeout=timeout))
+        runs.append(run_script("bench/bytes_per_step.py", *words, timeout=timeout))
         return runs[-1]
 
     losses, weights = oracle.distributed(folder, steps, *FLAGS, *flags, run=run_counted)
-    return losses[1], weights, WIRE.per_step(runs[-1].stdout)
+    return losses[1], weights, BYTES.per_step(runs[-1].stdout)
 
 
 def test_bfloat16_gradients(tmp_path):

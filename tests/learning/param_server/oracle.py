@@ -1,4 +1,4 @@
-"""What the tests of param_server compare with: the same training in one process."""
+"""What the tests of param_server compare with: the same training in one process. And servers to call directly."""
 
 import re
 
@@ -11,9 +11,16 @@ from helpers import package_on_path
 from programs import run_main, run_script
 
 with package_on_path("param_server"):
+    import coordinator
+    import evaluation
+    import main
+    import net
+    import progress
+    import ranks
+    import remote
+    import replica
     from data import Batches, load_digits
     from glue.seeds import seed_for
-    from net import Net
 
 STEPS = 20
 COMMON = ("--dataset", "synthetic", "--log_interval", "1", "--batch_size", "8")
@@ -32,8 +39,8 @@ def one_process(steps, batch_size, momentum=0.0, lr=0.03, seed=1, dtype=torch.fl
     updates, but from none before its epoch.
     """
     torch.manual_seed(seed_for(seed, "net"))
-    net = Net().to(dtype).eval()  # without dropout
-    past = [joined(net.parameters()).detach()]
+    model = net.Net().to(dtype).eval()  # without dropout
+    past = [joined(model.parameters()).detach()]
     weights_P = past[0].clone()
     losses = []
     optimizer = torch.optim.SGD([weights_P], lr=lr, momentum=momentum)
@@ -42,14 +49,14 @@ def one_process(steps, batch_size, momentum=0.0, lr=0.03, seed=1, dtype=torch.fl
         first = len(past) - 1
         optimizer.param_groups[0]["lr"] = lr * 0.1**epoch
         for _, data, target in batches.of(epoch, range(steps)):
-            vector_to_parameters(past[max(first, len(past) - 1 - late)], net.parameters())
-            loss = F.nll_loss(net(data.to(dtype)), target)
-            weights_P.grad = joined(torch.autograd.grad(loss, list(net.parameters())))
+            vector_to_parameters(past[max(first, len(past) - 1 - late)], model.parameters())
+            loss = F.nll_loss(model(data.to(dtype)), target)
+            weights_P.grad = joined(torch.autograd.grad(loss, list(model.parameters())))
             optimizer.step()
             past.append(weights_P.clone())
             losses.append(loss.item())
-    vector_to_parameters(weights_P, net.parameters())
-    return losses, net.state_dict()
+    vector_to_parameters(weights_P, model.parameters())
+    return losses, model.state_dict()
 
 
 def joined(tensors):
@@ -79,3 +86,26 @@ def assert_same_weights(weights, expected, tolerance=1e-6):
         torch.testing.assert_close(
             weights[name], expected[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+# ----------------------------------------------------------------------------------- servers, called in this process
+
+
+def arguments(*flags):
+    return main.parse_args(["--dataset", "synthetic", *map(str, flags)])
+
+
+def make_server(mode, *flags, device="cpu"):
+    """Return the ParameterServer of a mode whose two trainers have many batches to do."""
+    args = arguments("--mode", mode, "--world_size", 3, *flags)
+    server = main.MODES[mode].ParameterServer(args, torch.device(device))
+    server.progress = progress.Progress(args, server, main.RESUME_KEYS)
+    server.progress.start()
+    server.assignments.deal(range(100))
+    return server
+
+
+def batch(seed, size=4):
+    """Return (images [size, 1, 28, 28], labels [size]), which depend on the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 1, 28, 28, generator=generator), torch.randint(0, 10, (size,), generator=generator)

@@ -1,6 +1,5 @@
-"""param_server with its networks on the pretend device: both modes, dropout, checkpoint, resume, and two mistakes.
-
-The same for the programs in one file.
+"""param_server with its networks on the pretend device: two modes, checkpoint, resume, two mistakes, and the programs
+in one file.
 """
 
 import argparse
@@ -19,9 +18,8 @@ from jobs import free_port
 from programs import run_script
 
 oracle = load_oracle("param_server")
-test_server = load_module(ROOT / "tests" / "learning" / "param_server" / "test_server.py")
 full_precision = oracle.full_precision  # a fixture
-replica = test_server.replica
+net, replica = oracle.net, oracle.replica
 pytestmark = pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING))
 DONE, STEPS = 5, 10
 SYNTHETIC = argparse.Namespace(dataset="synthetic", seed=1)
@@ -58,10 +56,10 @@ FLAGS = ("--no_dropout", "--momentum", 0.8, "--lr", 0.01)
 
 def remote_state(device, monkeypatch):
     """Make two updates of a server with momentum, a new server from its state, and another update."""
-    monkeypatch.setattr(test_server.net, "DEVICES", [(device, device)])
+    monkeypatch.setattr(net, "DEVICES", [(device, device)])
 
     def update(server, step):
-        data, target = test_server.batch(step)
+        data, target = oracle.batch(step)
         output = server.forward(1, data)
         assert str(output.device) == "cpu"
         F.nll_loss(output, target).backward()
@@ -83,7 +81,7 @@ def replica_state(device, monkeypatch):
 def state_after(mode, made_on, update, device):
     state = None
     for steps in (2, 1):
-        server = test_server.make_server(mode, *FLAGS, device=made_on)
+        server = oracle.make_server(mode, *FLAGS, device=made_on)
         if state:
             server.load_state_dict(state)
         for step in range(steps):
@@ -109,9 +107,9 @@ def test_weights_that_are_sent_from_the_device_are_caught(monkeypatch):
 
 
 def test_images_that_stay_where_they_arrived_are_caught(monkeypatch):
-    net = test_server.net.Net().to(pretend_device.DEVICE)
+    model = net.Net().to(pretend_device.DEVICE)
     with pytest.raises(RuntimeError, match=r"were mixed|same device"):
-        net(test_server.batch(1)[0])
+        model(oracle.batch(1)[0])
 
 
 def losses_of(program, *flags):

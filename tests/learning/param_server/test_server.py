@@ -8,41 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from helpers import note_lock, package_on_path
+from helpers import load_oracle, note_lock
 
-with package_on_path("param_server"):
-    import coordinator
-    import evaluation
-    import main
-    import net
-    import progress
-    import ranks
-    import remote
-    import replica
-
-
-def arguments(*flags):
-    return main.parse_args(["--dataset", "synthetic", *map(str, flags)])
-
-
-def make_server(mode, *flags, device="cpu"):
-    """Return the ParameterServer of a mode whose two trainers have many batches to do."""
-    args = arguments("--mode", mode, "--world_size", 3, *flags)
-    server = main.MODES[mode].ParameterServer(args, torch.device(device))
-    server.progress = progress.Progress(args, server, main.RESUME_KEYS)
-    server.progress.start()
-    server.assignments.deal(range(100))
-    return server
+oracle = load_oracle("param_server")
+arguments, batch, make_server = oracle.arguments, oracle.batch, oracle.make_server
+coordinator, evaluation, main, net = oracle.coordinator, oracle.evaluation, oracle.main, oracle.net
+progress, ranks, remote, replica = oracle.progress, oracle.ranks, oracle.remote, oracle.replica
 
 
 @pytest.fixture
 def server():
     return make_server("remote", "--no_dropout")
-
-
-def batch(seed, size=4):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, 1, 28, 28, generator=generator), torch.randint(0, 10, (size,), generator=generator)
 
 
 # ------------------------------------------------------------------------- difference 1: the in-place bug

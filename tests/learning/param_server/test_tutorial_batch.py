@@ -238,7 +238,7 @@ def test_one_trainer_and_four_without_batching_in_terminals(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_measurement_is_told_and_drawn(tmp_path):
+def test_the_measurement_is_printed_and_drawn(tmp_path):
     flags = ("--world_size", 2, "--num_batches", 2, "--repeats", 1, "--plot", tmp_path / "batch.png")
     done = run_script("bench/param_batch.py", *flags, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")

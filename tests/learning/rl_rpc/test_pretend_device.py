@@ -1,8 +1,8 @@
 """rl_rpc with the agent's policy on the pretend device (tests/harness/pretend_device.py), which stands for a GPU.
 
 Every mode is tested, with checkpoint, resume and evaluation. main.run_agent runs in this process, with the observers of
-test_agent.py, whose arguments and results are pickled as RPC does it. Two tests run jobs of several processes, one of
-them tutorial_batch.py. (tutorial.py has no device, like the tutorial.)
+oracle.py, whose arguments and results are pickled as RPC does it. Two tests run jobs of several processes, one of them
+tutorial_batch.py. (tutorial.py has no device, like the tutorial.)
 """
 
 from types import SimpleNamespace

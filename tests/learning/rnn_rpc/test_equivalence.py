@@ -22,7 +22,7 @@ V, E, H, LAYERS, T, B = oracle.V, oracle.E, oracle.H, oracle.LAYERS, oracle.T, o
 SIZES, SGD, MODES = oracle.SIZES, oracle.SGD, oracle.MODES
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
 BENCH = load_bench("rnn_rpc")
-WIRE = load_bench("wire")
+BYTES = load_bench("bytes_per_step")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -107,7 +107,7 @@ def test_divergence_ends_the_run(tmp_path, mode, lr):
 
 
 def test_the_tutorials_sizes_run(tmp_path):
-    """Difference 17: the command in DIFFERENCES.md has 10 epochs of 5 batches, too few to learn anything."""
+    """Difference 17: the command in docs/differences has 10 epochs of 5 batches, too few to learn anything."""
     flags = "--vocabulary 10 --corpus_tokens 86 --embedding_dim 2 --hidden_dim 3 --num_layers 4 --dropout 0.5"
     flags += " --bptt 5 --batch_size 3 --epochs 10 --lr 0.05 --clip 0"
     assert flags in " ".join((ROOT / "docs" / "differences" / "rnn_rpc.md").read_text().replace("\\\n", "").split())
@@ -125,7 +125,7 @@ def test_bytes_on_the_wire_are_what_the_tensors_weigh(mode, monkeypatch):
     flags += ["--corpus_tokens", BENCH.text_length(20), "--mode", mode]
     computed = BENCH.payload_bytes(mode, 1000)
     monkeypatch.setattr(report.Meter, "step", report.Meter.step)  # restores it after the test
-    counted = WIRE.count_steps(report.Meter)
+    counted = BYTES.count_steps(report.Meter)
     train(*flags)
     assert len(counted) == 20 and computed < statistics.mean(counted) < 1.03 * computed + 30_000
 

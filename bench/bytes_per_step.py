@@ -1,6 +1,6 @@
 """Run a package's main.py, and count the bytes that each rank sends and receives over TCP in its training steps.
 
-    python bench/wire.py rnn_rpc --epochs 1
+    python bench/bytes_per_step.py rnn_rpc --epochs 1
 
 --transport tcp is added to the flags of main.py: with the other transports, tensors move through memory between
 processes of one host. Each rank that trains prints a line with its count.
@@ -57,7 +57,7 @@ def count_steps(meter_class):
 
 def run_counted(package, flags):
     """Run main.py with these flags; return its summary, and the bytes per step as a mean over the ranks that train."""
-    summary, out = run_script("bench/wire.py", [package, *flags])
+    summary, out = run_script("bench/bytes_per_step.py", [package, *flags])
     return summary, per_step(out)
 
 

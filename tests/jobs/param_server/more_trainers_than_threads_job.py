@@ -1,6 +1,6 @@
 """A job for test_runs.py: main.py with two RPC threads in each rank, so that there are more trainers than threads.
 
-python tests/jobs/param_server/few_threads_job.py --mode sync --world_size 9
+python tests/jobs/param_server/more_trainers_than_threads_job.py --mode sync --world_size 9
 """
 
 import functools
