@@ -91,7 +91,7 @@ test)
     case "${*:2}" in
     "") set -- -m "not slow" ;;
     full) set -- ;;
-    "full learning" | "full jobs" | "full pages") set -- "tests/$3" ;;
+    "full learning" | "full jobs" | "full pages") set -- "tests/$3" --drawn ;;
     *) usage ;;
     esac
     use_environment tests/requirements.txt

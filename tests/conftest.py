@@ -27,6 +27,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 ENVIRONMENT = dict(os.environ)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--drawn", action="store_true", help="take a part of the cases, although a folder is named")
+
+
 def pytest_configure(config):
     """Start the warm process that all processes of pytest-xdist use, while they collect the tests."""
     if config.getoption("numprocesses", None) and os.environ.get("COLD") != "1":
@@ -34,17 +38,17 @@ def pytest_configure(config):
 
 
 def pytest_report_header(config):
-    return sampling.drawn(config.args)
+    return sampling.drawn(config)
 
 
 def pytest_terminal_summary(terminalreporter, config):
     if terminalreporter.stats.get("failed"):
-        terminalreporter.write_line(sampling.drawn(config.args))
+        terminalreporter.write_line(sampling.drawn(config))
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have left out theirs
 def pytest_collection_modifyitems(config, items):
-    if not sampling.takes_all(config.args):
+    if not sampling.takes_all(config):
         left = sampling.left_out(items)
         config.hook.pytest_deselected(items=[*left])
         items[:] = [item for item in items if item not in left]

@@ -1,11 +1,11 @@
-"""A run of the tests takes only a part of each large matrix of cases, drawn from a seed that pytest prints.
+"""A run of all tests takes only a part of each large matrix of cases, drawn from a seed that pytest prints.
 
     @pytest.mark.draw(3)            # of the cases of this test, three
     @pytest.mark.draw(3, "ends")    # of the cases of all tests that say "ends", three
 
-CASES_SEED=4711 python -m pytest tests/jobs      # the same cases again
-ALL_CASES=1 python -m pytest tests/jobs          # all of them
-python -m pytest tests/jobs/test_signals.py      # if a file is named: all of its cases
+CASES_SEED=4711 ./run_all.sh test    # the same cases again
+ALL_CASES=1 ./run_all.sh test        # all of them
+python -m pytest tests/jobs          # all cases of the tests there, because they are named
 """
 
 import os
@@ -15,9 +15,13 @@ import random
 SEED = os.environ.setdefault("CASES_SEED", str(random.SystemRandom().randrange(10_000)))
 
 
-def takes_all(words):
-    """Return whether a run with these words on its command line takes all cases."""
-    return os.environ.get("ALL_CASES") == "1" or any(".py" in word for word in words)
+def takes_all(config):
+    """Return whether a run takes all cases: if the files or folders of its tests are named, as after a change.
+
+    run_all.sh adds --drawn where it names a folder only to run the tests in three parts.
+    """
+    named = config.args != config.getini("testpaths") and not config.getoption("drawn")
+    return named or os.environ.get("ALL_CASES") == "1"
 
 
 def left_out(tests):
@@ -34,8 +38,8 @@ def left_out(tests):
     return left
 
 
-def drawn(words):
+def drawn(config):
     """Return a line about this for pytest's header."""
-    if takes_all(words):
+    if takes_all(config):
         return "cases: all"
     return f"cases: a part of each matrix, drawn by CASES_SEED={SEED} (ALL_CASES=1 runs all)"
