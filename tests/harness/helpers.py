@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import importlib.util
+import math
+import random
 import re
 import sys
 import threading
@@ -42,6 +44,18 @@ def assert_refused(package, flags, capsys, *words):
         main.parse_args([str(flag) for flag in flags])
     (complaint,) = capsys.readouterr().err.splitlines()
     assert refused.value.code == 2 and all(word in complaint for word in words), complaint
+
+
+def write_noise(folder):
+    """Write MNIST's four files, with noise instead of digits. It depends on the folder's name."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    draw = random.Random(folder.name)
+    for name, count in (("train", 320), ("t10k", 64)):
+        for kind, sizes in (("images-idx3", [count, 28, 28]), ("labels-idx1", [count])):
+            head = bytes([0, 0, 8, len(sizes)]) + b"".join(size.to_bytes(4, "big") for size in sizes)
+            values = bytes(draw.choices(range(256 if len(sizes) == 3 else 10), k=math.prod(sizes)))
+            (raw / f"{name}-{kind}-ubyte").write_bytes(head + values)
 
 
 def note_lock(thing, lock, *names):

@@ -37,7 +37,8 @@ for quota in ("100000 100000", "50000 100000", "max 100000"):
 def test_usable_cores_respect_the_quota_of_a_container():
     """The process sees what docker and Kubernetes show to a container."""
     everywhere = len(os.sched_getaffinity(0))
-    assert everywhere > 1, "this machine has only one core: nothing is shown"
+    if everywhere == 1:
+        pytest.skip("this machine has only one core, which is also what a quota of one core gives")
     command = ["unshare", "--mount", sys.executable, "-c", QUOTAS]
     done = subprocess.run(command, cwd=ROOT / "rl_rpc", capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1", "1", str(everywhere)]

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+import sampling
 from jobs import free_port
 from programs import Program
 
@@ -18,16 +19,15 @@ SYNTHETIC = {"param_server/tutorial.py": ["--dataset", "synthetic", "--world_siz
 @pytest.mark.draw(2)
 def test_ranks_end_with_the_process_that_spawned_them(path):
     """Its ranks import torch during the first seconds, and torch asks for a signal at its death only afterwards."""
-    seed = random.SystemRandom().randrange(1000)
     with Program(path, "--master_port", free_port(), *SYNTHETIC.get(path, []), cold=True) as program:
         deadline = time.monotonic() + 60
         while len(program.members()) < 3:  # itself, and at least two that it has started
             assert program.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
-        time.sleep(random.Random(seed).uniform(0, 2))
+        time.sleep(random.Random(f"{sampling.SEED} {path}").uniform(0, 2))  # the moment of this run
         program.send_signal(signal.SIGKILL)
         program.wait()
         deadline = time.monotonic() + 45  # imports of torch on a busy machine
         while left := program.members():
-            assert time.monotonic() < deadline, (seed, left)
+            assert time.monotonic() < deadline, left
             time.sleep(0.05)

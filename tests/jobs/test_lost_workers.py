@@ -52,7 +52,7 @@ def test_a_stopped_worker_that_wakes_up_leaves_by_itself():
     with start("terminals", "--enough", "1000000") as job:
         wait_until_all_count(job)
         os.kill(job.processes[2].pid, signal.SIGSTOP)
-        assert job.wait_for_text(r"lost rank 2 \(worker2\): silent for", 30)
+        assert job.wait_for_text(r"lost rank 2 \(worker2\): silent for 8 s ", 30)
         os.kill(job.processes[2].pid, signal.SIGCONT)
         assert job.processes[2].wait(10) == 1
         assert "rank 2 (worker2): the others have gone on without it: silent for" in job.processes[2].text()

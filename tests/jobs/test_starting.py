@@ -67,7 +67,7 @@ class SocketSampler(threading.Thread):
 
     def __init__(self, sessions):
         super().__init__(daemon=True)
-        self.sessions, self.samples, self.seen, self.stopping = sessions, 0, set(), threading.Event()
+        self.sessions, self.seen, self.stopping = sessions, set(), threading.Event()
 
     def run(self):
         while not self.stopping.wait(0.05):  # not more often, because it slows the job
@@ -75,7 +75,6 @@ class SocketSampler(threading.Thread):
                 with contextlib.suppress(psutil.Error, OSError):  # it has ended
                     sockets = psutil.Process(pid).net_connections("tcp")
                     self.seen |= {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
-            self.samples += 1
 
     def stop(self):
         self.stopping.set()
@@ -113,7 +112,6 @@ def watch_sockets(package, way, tmp_path):
     while new & set(os.listdir("/dev/shm")) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not new & set(os.listdir("/dev/shm"))
-    assert sampler.samples > 20
     assert sampler.seen, "the sampler saw no listening socket at all: it does not work"
     assert sampler.seen <= SocketSampler.LOOPBACK, sampler.seen
 

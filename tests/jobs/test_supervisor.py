@@ -162,13 +162,14 @@ def test_the_job_does_not_go_on_without_a_rank_that_is_no_worker(job):
 
 
 def test_a_silent_rank_is_lost(job, monkeypatch):
+    """A rank that is alive has thirty times the time that it needs, so it is not lost on a busy machine."""
     monkeypatch.setattr(supervisor, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(supervisor, "LOST_AFTER_SECONDS", 0.3)
+    monkeypatch.setattr(supervisor, "LOST_AFTER_SECONDS", 1.5)
     _, connect = job
     links = [join(connect, rank) for rank in range(3)]
     with concurrent.futures.ThreadPoolExecutor() as threads:  # only a rank that listens is alive
         end, _ = threads.map(lambda link: wait_for(link, lambda state: state["end"])["end"], links[:2])
-    assert end["rank"] == 2 and end["why"].startswith("silent for")
+    assert end["rank"] == 2 and end["why"].startswith("silent for 2 s (")  # rounded
 
 
 def test_silence_is_counted_from_the_last_sign_of_life(monkeypatch):
@@ -205,13 +206,15 @@ def test_an_error_that_no_loss_has_caused_is_the_reason(job, monkeypatch):
     assert wait_for(links[2], lambda state: state["end"])["end"]["why"] == "RuntimeError: timed out"
 
 
-def test_a_rank_that_does_not_read_holds_up_nobody(job):
-    """The states are so long that the buffers of the system cannot hold all that it does not read."""
+def test_a_rank_that_does_not_read_holds_up_nobody(job, monkeypatch):
+    """The states are so long that the buffers of the system cannot hold all that it does not read.
+
+    Whoever waited until it reads would wait for longer than this test may take.
+    """
+    monkeypatch.setattr(supervisor, "LOST_AFTER_SECONDS", 1000)
     _, connect = job
     links = [join(connect, rank, host="h" * 20_000) for rank in range(3)]
-    started = time.monotonic()
     for number in range(1, 300):
         for link in links:
             link.send({"at": number})
         wait_for(links[0], lambda state, number=number: state["passed"] == number)
-    assert time.monotonic() - started < 5

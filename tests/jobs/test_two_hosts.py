@@ -28,7 +28,8 @@ def test_a_host_divides_its_cores_among_its_own_ranks(monkeypatch):
     """Of three ranks, one host has two and the other has one."""
     monkeypatch.delenv("OMP_NUM_THREADS")
     cores = len(os.sched_getaffinity(0))
-    assert cores > 1, "this machine has only one core: nothing is shown"
+    if cores == 1:
+        pytest.skip("this machine has only one core, which cannot be divided")
     with TwoHosts() as hosts, Job("rl_rpc", "terminals", ["--check", *HERE], hosts=hosts) as job:
         assert set(job.wait(120)) == {0}, job.text()
         shares = re.findall(r"(\d+) intra-op thread\(s\) in each of (\d)", job.text())

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from helpers import ROOT, load_module
+from helpers import ROOT, load_module, write_noise
 
 TEXT = (ROOT / "docs" / "MIGRATING.md").read_text()
 PROGRAMS = ROOT / "docs" / "migrating"
@@ -183,7 +183,7 @@ def test_two_trainers_learn_and_print_what_the_page_shows(library, tmp_path):
     assert float(re.search(r"^Accuracy ([\d.]+)", out, re.MULTILINE)[1]) > 0.95
 
 
-def losses_of_one_trainer(seed=1):
+def losses_of_one_trainer(seed):
     """Return every twentieth loss of the same training in one process."""
     tutorial = load_module(ROOT / "param_server" / "tutorial.py")
     args = argparse.Namespace(dataset="synthetic", seed=seed)
@@ -208,12 +208,20 @@ def losses_of_one_trainer(seed=1):
 @pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_one_trainer_has_the_losses_of_one_process(library, tmp_path):
-    flags = ("--dataset", "synthetic", "--world_size", 2)
+    flags = ("--dataset", "synthetic", "--world_size", 2, "--seed", 2)
     out = run(library, f"{library}_parameter_server.py", *flags, folder=tmp_path)
     (line,) = re.findall(r"^Rank 1 losses of every 20th batch: (.*)$", out, re.MULTILINE)
-    expected = losses_of_one_trainer()
+    expected = losses_of_one_trainer(seed=2)
     assert len(expected) == 7 and expected[-1] < 0.5
     assert [float(loss) for loss in line.split()] == pytest.approx(expected, abs=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_images_are_read_from_a_folder(library, tmp_path):
+    write_noise(tmp_path / "noise")
+    out = run(library, f"{library}_parameter_server.py", "--data_dir", "noise", folder=tmp_path)
+    assert re.search(r"^320 images in ", out, re.MULTILINE), out
 
 
 @pytest.mark.slow

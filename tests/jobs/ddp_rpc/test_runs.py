@@ -14,10 +14,10 @@ BYTES = load_bench("bytes_per_step")
 SMALL = ("--batches", 20, "--epochs", 2)
 
 
-def run(tmp_path, *flags, timeout=120):
-    """Run main.py; assert that it succeeds; return (stdout, summary)."""
+def run(tmp_path, *flags, program="ddp_rpc/main.py", timeout=120):
+    """Run main.py, or a changed copy; assert that it succeeds; return (stdout, summary)."""
     file = tmp_path / "summary.json"
-    done = run_main("ddp_rpc", *flags, "--summary_json", file, timeout=timeout)
+    done = run_script(program, *flags, "--summary_json", file, timeout=timeout)
     assert done.returncode == 0 and done.stderr == "", (done.stdout, done.stderr)
     return done.stdout, json.loads(file.read_text())
 
@@ -25,13 +25,14 @@ def run(tmp_path, *flags, timeout=120):
 @pytest.mark.slow
 def test_pipelined_learns_for_longer_than_an_rpc_may_take(tmp_path):
     """The training is one RPC, which would fail with a timeout. A line is printed for each epoch."""
-    ranks = ("--world_size", 5, "--num_servers", 2)
-    out, summary = run(tmp_path, "--mode", "pipelined", *ranks, "--epochs", 6, "--lr", 0.2, "--rpc_timeout", 2)
+    right = "    for epoch in range("
+    slow = copy_with_mistake("ddp_rpc", tmp_path, "training.py", right, f"    __import__('time').sleep(3)\n{right}")
+    flags = ("--mode", "pipelined", "--world_size", 5, "--num_servers", 2, "--epochs", 6, "--lr", 0.2)
+    out, summary = run(tmp_path, *flags, "--rpc_timeout", 2, program=slow)
     losses = [float(loss) for loss in re.findall(r"held-out loss (\S+)", out)]
     assert len(losses) == 7 and losses[-1] < 0.7 * losses[0]
     assert summary["heldout_accuracy"] > 0.5 > 0.2 > float(re.search(r"accuracy (\S+)", out)[1])
-    assert 6 * 200 * 2 / summary["batches_per_second"] > 2  # seconds of training
-    assert summary["ceiling_accuracy"] > 0 and summary["samples_per_second"] > 0
+    assert summary["ceiling_accuracy"] > 0 and summary["samples_per_second"] > 0 < summary["batches_per_second"]
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -290,9 +289,8 @@ def test_a_finished_run_goes_on_with_more_epochs_and_trainers_and_refuses_other_
 # ------------------------------------------------------------------------------------------------- lost ranks
 
 
-def kill_a_trainer_when_training(process, trainer, checkpoint, delay=0.0):
+def kill_a_trainer_when_training(process, trainer, checkpoint):
     wait_for(checkpoint.exists, process)  # written after the first updates, when all trainers are training
-    time.sleep(delay)  # a random time, from a seed
     with contextlib.suppress(ProcessLookupError, IndexError):
         os.kill(ranks_of(process.pid)[trainer], signal.SIGKILL)
 
@@ -315,8 +313,7 @@ def test_a_killed_trainer_comes_back_with_max_restarts(tmp_path, digits):
     flags = (*from_files(digits), "--mode", "sync", "--world_size", 5, "--lr", 0.1, "--seed", 3)
     flags = (*flags, "--max_batches", 75, "--max_restarts", 1, "--checkpoint", checkpoint, "--evaluations", 15)
     process = start_main("param_server", *flags, "--summary_json", summary)
-    random_ = random.Random("sync")
-    kill_a_trainer_when_training(process, random_.randint(1, 4), checkpoint, delay=random_.uniform(0, 2))
+    kill_a_trainer_when_training(process, 3, checkpoint)
     done = process.result(200)
     assert done.returncode == 0 and "Going on after update" in done.stdout, done
     figures = json.loads(summary.read_text())

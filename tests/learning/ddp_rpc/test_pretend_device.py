@@ -33,6 +33,12 @@ def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_
     assert oracle.largest_difference(found, (table, fc)) > 1e-3
 
 
+def test_the_table_may_stay_on_the_cpu():
+    flags = (*oracle.FLAGS, "--epochs", 1, "--world_size", 3, "--table_device", "cpu")
+    done = run_on_pretend_device("ddp_rpc", *flags)
+    assert done.returncode == 0 and "devices: pretend:0 cpu cpu\n" in done.stdout, (done.stdout, done.stderr)
+
+
 def make_shard(device=pretend_device.DEVICE):
     shard = pipelined.EmbeddingShard(0, 1, 30, 5, sparse=False, seed=3, device=device)
     shard.set_learning_rate(0.05)
