@@ -21,8 +21,9 @@ CONNECTION_TROUBLE = re.compile(
 )
 REMOTE_ERROR = re.compile(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\n")
 
-# All time limits of the glue, in seconds. A silent rank is named by the others after LOST_AFTER to LOST_AFTER + BEAT,
-# and they have ended GRACE later: within the 15 seconds that docs/RUNNING.md promises.
+# All time limits of the glue, in seconds, except those of --check (check.py). A silent rank is named by the others
+# after LOST_AFTER to LOST_AFTER + BEAT, and they have ended GRACE later: within the 15 seconds that docs/RUNNING.md
+# promises.
 BEAT_SECONDS = 1.0  # between two signs of life of a process
 LOST_AFTER_SECONDS = 8.0  # a process that has given no sign of life for so long is lost
 KNOWN_AFTER_SECONDS = 12.0  # after the first error that a loss has caused, the supervisor knows of the loss

@@ -223,7 +223,7 @@ class Job:
 
     def _interrupted(self, number):
         end = ending.interrupted(number)
-        if os.getppid() != self.parent and self.spawned:  # the signal comes from the system, as torch asks it to
+        if os.getppid() != self.parent and self.spawned:  # the kernel sent it: torch sets PR_SET_PDEATHSIG
             end = End(None, ending.FORK_SERVER_LOST)
         elif number == signal.SIGTERM and self.args.launcher == "torchrun" and self.link:
             # torchrun may have seen a rank die, but does not say which; the supervisor does.

@@ -8,7 +8,7 @@ that makes no RPCs, the main thread raises it where it waits for the other ranks
 
     exception, memory, remote    ValueError, MemoryError, KeyError
     sys.exit                     sys.exit(0), on the main thread only
-    served exit                  sys.exit(0), only in a function that this rank serves: see ending.py
+    served exit                  sys.exit(0), only in a function that this rank serves
     stop                         SIGSTOP to itself, when it has read that all ranks have done their work
     none                         no fault
 

@@ -1,6 +1,8 @@
 """A mistake in the code of a package: its traceback is printed once, in the rank where it was raised."""
 
+import os
 import re
+import signal
 
 import pytest
 
@@ -75,13 +77,23 @@ def test_mistake_on_the_main_thread_shows_its_traceback_once(package, way, flags
         assert re.search(rf'File ".*{name}", line \d+, in ', job.errors())
 
 
-def test_error_of_the_agent_is_not_blamed_on_observers(tmp_path):
-    name, right, wrong, rank = SERVED["rl_rpc"]
-    main = copy_with_mistake("rl_rpc", tmp_path, name, right, wrong)
+def test_error_of_the_agent_after_a_loss_is_not_blamed_on_observers(tmp_path):
+    """An observer is killed, and the others go on without it. Then the agent makes a mistake."""
+    name, right, wrong, _ = SERVED["rl_rpc"]
+    mark = tmp_path / "mark"
+    main = copy_with_mistake("rl_rpc", tmp_path, name, right, f"{wrong} if os.path.exists({str(mark)!r}) else {right}")
+    (tmp_path / "rl_rpc" / name).write_text("import os\n" + (tmp_path / "rl_rpc" / name).read_text())
     with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--on_lost", "continue"], script=main) as job:
+        assert job.wait_for_text("Episode 10", 60), job.text()
+        os.kill(job.pid_of(2), signal.SIGKILL)
+        assert job.wait_for_text(r"lost rank 2 \(observer2\): killed by SIGKILL", 20), job.text()
+        mark.touch()
         assert job.wait(60) == [1], job.text()
-        assert_traceback_printed_once(job, rank, name, wrong)
-        assert "lost rank 1" not in job.errors() and "lost rank 2" not in job.errors()
+        errors = job.errors()
+    cause = r"AttributeError: 'Trajectory' object has no attribute 'stats'"
+    assert errors.count("Traceback (most recent call last)") == 1, errors
+    assert re.search(rf"^rl_rpc: rank 0 \(agent\): {cause}", errors, re.MULTILINE), errors
+    assert "lost rank 1" not in errors, errors
 
 
 @pytest.mark.parametrize("on_lost", ["stop", "continue"])

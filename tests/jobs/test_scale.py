@@ -1,4 +1,4 @@
-"""Large groups on a small machine: they start, work and end (what that takes is in the README)."""
+"""Large groups on a small machine: they start, work and end."""
 
 import pytest
 

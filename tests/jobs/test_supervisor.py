@@ -75,6 +75,19 @@ def test_a_rank_with_other_flags_or_a_number_that_is_taken_is_refused(job):
     assert join(connect, 2).receive()["end"] is None
 
 
+def test_closing_the_supervisor_wakes_the_thread_that_accepts():
+    before = {*threading.enumerate()}
+    overseer = Supervisor(1, FLAGS, {"id": "j"}, socket.create_server(("127.0.0.1", 0)))
+    (accepting,) = {*threading.enumerate()} - before
+    stranger = socket.create_connection(overseer.listener.getsockname())
+    stranger.sendall(b"[]\n")
+    assert stranger.recv(1) == b""  # so the thread has accepted this connection, and waits for the next one
+    overseer.close()
+    accepting.join(10)
+    stranger.close()
+    assert not accepting.is_alive()
+
+
 GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", b'{"join": 1}\n', b"[]\n", b"\xff\xfe\n", b"", b"[" * 60_000 + b"\n"]
 
 
