@@ -9,6 +9,7 @@ the command hangs, end it with Ctrl-C: the table shows which calls were not answ
 
 If you start the ranks one by one, let each of them record into the same folder. Another command draws the folder. If
 the ranks are on several hosts, copy their folders into one; the calls show how much the clocks of the hosts differ.
+Take a new folder for each run of the job.
 
     python tools/trace.py --into calls -- python rl_rpc/main.py --world_size 2 --rank 0
     python tools/trace.py --into calls -- python rl_rpc/main.py --world_size 2 --rank 1
@@ -25,6 +26,7 @@ You can copy this file beside any program. It is read in this order: start the c
 the recordings, draw them.
 """
 
+import contextlib
 import functools
 import importlib.machinery
 import importlib.util
@@ -32,6 +34,7 @@ import itertools
 import json
 import operator
 import os
+import signal
 import socket
 import sys
 import threading
@@ -44,10 +47,9 @@ if not RECORDS:
     import argparse
     import bisect
     import collections
-    import contextlib
+    import multiprocessing
     import pathlib
     import shutil
-    import signal
     import statistics
     import subprocess
     import tempfile
@@ -56,14 +58,27 @@ if not RECORDS:
 # ---------------------------------------------------------------------------------------------- start the command
 
 
+# If one of these is sent to this process, it is meant for the command.
+SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+
+
 def main(words):
     at = words.index("--") if "--" in words else len(words)
     command = words[at + 1 :]
     args = parse(words[:at], command)
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # the command inherits that it is ignored, but no handler
+            signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that folders are removed
     if not command:
         sys.exit(report(args.folder, args.file, args.window))
     if args.into:
-        leave(run(command, args.into))
+        try:
+            status = run(command, args.run)
+            is_recorded(read(args.run, most=10))  # a process that cannot be recorded says so in its first lines
+        finally:
+            with contextlib.suppress(OSError):  # it is not empty
+                os.rmdir(args.run)
+        leave(status)
     with tempfile.TemporaryDirectory(prefix="trace-", ignore_cleanup_errors=True) as folder:
         status = run(command, folder)
         failed = report(folder, args.file, args.window)
@@ -91,11 +106,18 @@ def parse(words, command):
         parser.error("give a FILE or --into, and a command after `--`; or a FILE, and a FOLDER with recordings")
     if args.file and (why := why_not_written(args.file)):
         parser.error(f"{args.file}: {why}")
+    if args.window and not 0 <= args.window[0] < args.window[1] < float("inf"):
+        parser.error("--window {:g} {:g}: FROM must be less than TO, and not negative".format(*args.window))
     if args.folder and not os.path.isdir(args.folder):
         parser.error(f"{args.folder}: there is no such folder")
+    if args.folder and not recordings(args.folder):
+        parser.error(f"{args.folder}: there are no recordings in it")
     if args.into:
+        if os.pathsep in os.path.abspath(args.into):
+            parser.error(f"--into {args.into}: the path must not contain a colon, because PYTHONPATH cannot contain it")
         try:
             os.makedirs(args.into, exist_ok=True)
+            args.run = tempfile.mkdtemp(prefix="run-", dir=args.into)
         except OSError as error:
             parser.error(f"--into {args.into}: {error.strerror}")
     return args
@@ -120,26 +142,66 @@ def run(command, folder):
     Python imports a module `sitecustomize` when it starts, if it finds one on its path. So a copy of this file with
     that name, in a folder that stands first in PYTHONPATH, runs in every Python process that the command starts.
     """
-    terminated = []  # SIGTERM reaches only this process; a terminal sends Ctrl-C to the command as well
-    signal.signal(signal.SIGTERM, lambda number, _: terminated.append(number))
-    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # the command inherits that it is ignored, but no handler
-            signal.signal(number, lambda *_: None)
-    with tempfile.TemporaryDirectory(prefix="start-", dir=folder, ignore_cleanup_errors=True) as first:
+    signals = {number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # it comes when the command has ended
+    plain = signal.pthread_sigmask(signal.SIG_BLOCK, {*signals, signal.SIGCHLD})
+    restore = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK, plain)
+    with (
+        tempfile.TemporaryDirectory(prefix="start-", dir=folder, ignore_cleanup_errors=True) as first,
+        start_witness() as witness,
+    ):
         shutil.copyfile(__file__, os.path.join(first, "sitecustomize.py"))
         path = os.pathsep.join(filter(None, (os.path.abspath(first), os.environ.get("PYTHONPATH"))))
         try:
-            process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path})
+            process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, preexec_fn=restore)
         except OSError as error:
-            sys.exit(f"trace.py: {command[0]}: {error.strerror}")
-        signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
-        for number in terminated:
-            process.send_signal(number)
-        status = process.wait()
-    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)  # they end this process while it draws
-    return status
+            say(f"{command[0]}: {error.strerror}")
+            sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
+        while process.poll() is None:
+            number = signal.sigwait({*signals, signal.SIGCHLD})
+            if number in signals and not witness(number):
+                process.send_signal(number)
+    for number in signals:
+        take(number)  # if it has come since the command ended
+    restore()
+    return process.returncode
+
+
+@contextlib.contextmanager
+def start_witness():
+    """Start a process; yield a function that says whether this process has received a signal, too.
+
+    A terminal sends Ctrl-C to all processes of a group, so the command has received it already. A signal that this
+    process has received alone must be sent to the command. The witness tells one from the other.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            ours.close()
+            while True:
+                theirs.send(take(theirs.recv()))
+        finally:
+            os._exit(0)  # EOFError: the other side has ended
+    theirs.close()
+
+    def witness(number):
+        ours.send(number)
+        return ours.recv()
+
+    try:
+        yield witness
+    finally:
+        ours.close()
+        os.waitpid(pid, 0)
+
+
+def take(number):
+    """Return whether this signal, which is blocked, has come, and forget it."""
+    has_come = number in signal.sigpending()
+    if has_come:
+        signal.sigwait({number})
+    return has_come
 
 
 def leave(status):
@@ -186,7 +248,10 @@ class Hook:
         self.after = after
 
     def find_spec(self, name, path=None, target=None):
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name in self.after else None
+        if name not in self.after:
+            return None
+        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
         if spec and spec.loader:
             spec.loader.exec_module = functools.partial(self.execute, spec.loader.exec_module)
         return spec
@@ -208,7 +273,7 @@ class Recorder:
 
     def begin_recording(self):
         self.process = os.urandom(8)  # distinguishes this process from all others, on other hosts as well
-        self.file, self.files, self.lines = None, [], 0
+        self.file, self.paths, self.lines = None, [], 0
         self.lock = threading.RLock()  # a signal handler may make a call, while its thread is in write()
         # A call passes through several of the methods below, all on the thread that makes it. They exchange these
         # attributes: `call`, its (kind, callee's name); `sent`, its (kind, bar); and `awaited`, the bar of the call for
@@ -225,26 +290,40 @@ class Recorder:
         self.write({"end": bar, "ts": time.time_ns()})
 
     def write(self, line):
+        text = json.dumps(line).encode() + b"\n"
         try:
             with self.lock:
                 if self.lines % LINES == 0:
                     self.open_next_file()
+                elif not self.is_open():
+                    self.open()
                 self.lines += 1
-            os.write(self.file, json.dumps(line).encode() + b"\n")
+                os.write(self.file, text)
         except OSError as error:  # for example, the disk is full: the program must go on
             self.write = lambda line: None
             if os.path.isdir(self.folder):  # or the command has ended before this process
                 print(f"trace.py: process {os.getpid()} is not recorded any more: {error.strerror}", file=sys.stderr)
 
     def open_next_file(self):
-        name = f"{socket.gethostname()}-{os.getpid()}-{self.process.hex()}.{len(self.files):04}.jsonl"
-        path = os.path.join(self.folder, name)
-        self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        self.files.append((path, self.file))
+        if self.is_open():
+            os.close(self.file)
+        name = f"{socket.gethostname()}-{os.getpid()}-{self.process.hex()}.{len(self.paths):04}.jsonl"
+        self.paths.append(os.path.join(self.folder, name))
+        self.open()
         self.introduce()
-        for path, file in self.files[-3:-2]:
-            os.close(file)
+        for path in self.paths[-3:-2]:
             os.remove(path)
+
+    def open(self):
+        self.file = os.open(self.paths[-1], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self.opened = os.fstat(self.file)
+
+    def is_open(self):
+        """Return whether our file is still open. A program may close all descriptors, and use their numbers again."""
+        try:
+            return self.file is not None and os.path.samestat(os.fstat(self.file), self.opened)
+        except OSError:
+            return False
 
     def introduce(self):
         """Write who this process is. The last such line of a process counts."""
@@ -406,8 +485,13 @@ def put_around(owner, name, ours):
 def name_of(message):
     """Return the name of the function or method that a call runs, instead of the helper of torch that runs it."""
     func, args, _ = message
-    name, module = getattr(func, "__name__", str(func)), getattr(func, "__module__", None) or ""
-    if name.startswith("_local_invoke"):  # rref.rpc_sync().method(...) is _local_invoke(rref, "method", ...)
+    while isinstance(func, functools.partial):
+        func = func.func
+    name = getattr(func, "__name__", type(func).__name__)  # never str(func), which may be slow, or raise
+    module = getattr(func, "__module__", None) or ""
+    if (
+        module == "torch.distributed.rpc.rref_proxy"
+    ):  # rref.rpc_sync().method(...) is _local_invoke(rref, "method", ...)
         return args[1]
     return f"torch.{module.split('.')[2]}.{name}" if module.startswith("torch.distributed.") else name
 
@@ -421,18 +505,14 @@ UNFINISHED = " (unfinished)"  # so end the names of bars that had no end when th
 def report(folder, path, window):
     """Write the file, and print a table of the calls. Returns the exit status."""
     recorded = read(folder)
-    missing = sorted({process["cannot"] for process in recorded if "cannot" in process})
-    for why in missing:
-        say(f"nothing was recorded, because {why}")
+    complete = is_recorded(recorded)
     processes = arrange(recorded)
     bars = [bar for process in processes for bar in process["bars"].values()]
     bars.sort(key=lambda bar: (bar["ts"], -bar["dur"]))
     made = [bar for bar in bars if "to" in bar["args"] and not bar["name"].startswith(OF_TORCH)]
-    if not recorded:
-        say("no process of the command has imported torch, or Python was told to ignore this program (-I, -E, -S)")
-    elif not made and not missing:
-        say("no call of a Python function was recorded")
     if not made:
+        if complete:
+            say("no call of a Python function was recorded")
         return 0
     calls = match(bars)
     correct_times(processes, bars, calls)
@@ -452,20 +532,39 @@ def report(folder, path, window):
     return 0
 
 
+def is_recorded(recorded):
+    """Return whether these processes could be recorded, and say so if not."""
+    missing = sorted({process["cannot"] for process in recorded if "cannot" in process})
+    for why in missing:
+        say(f"nothing was recorded, because {why}")
+    if not recorded:
+        say("no process of the command has imported torch, or Python was told to ignore this program (-I, -E, -S)")
+    return bool(recorded and not missing)
+
+
 def say(line):
     print(f"trace.py: {line}", file=sys.stderr)
 
 
-def read(folder):
-    """Return the recorded processes. The "bars" of each are {number: event of Chrome's trace format, but in ns}."""
+def recordings(folder):
+    """Return the paths of the files that were recorded into this folder."""
+    return sorted(pathlib.Path(folder).rglob("*.[0-9][0-9][0-9][0-9].jsonl"))
+
+
+def read(folder, most=None):
+    """Return the recorded processes. The "bars" of each are {number: event of Chrome's trace format, but in ns}.
+
+    `most`: how many lines of each file are read.
+    """
     processes = {}
-    for path in sorted(pathlib.Path(folder).rglob("*.[0-9][0-9][0-9][0-9].jsonl")):
+    for path in recordings(folder):
         name, number, _ = path.name.rsplit(".", 2)
-        process = processes.setdefault(name, {"bars": {}})
+        process = processes.setdefault(name, {"bars": {}, "run": path.parent})
         process["full"] = int(number) > 1
-        for line in path.read_bytes().splitlines():
-            with contextlib.suppress(ValueError):  # the process was killed while it wrote this line
-                take_in(process, json.loads(line))
+        with path.open("rb") as file:
+            for line in itertools.islice(file, most):
+                with contextlib.suppress(ValueError):  # the process was killed while it wrote this line
+                    take_in(process, json.loads(line))
     return list(processes.values())
 
 
@@ -485,6 +584,11 @@ def arrange(processes):
     starts = {id(process): min(bar["ts"] for bar in process["bars"].values()) for process in processes}
     processes.sort(key=lambda process: (process.get("rank", len(processes)), starts[id(process)]))
     workers = [process.get("worker") for process in processes]
+    runs = collections.Counter(
+        worker for worker, _ in {(process.get("worker"), process["run"]) for process in processes}
+    )
+    if again := sorted(worker for worker, count in runs.items() if worker and count > 1):
+        say(f"several runs are drawn as if they were one ({', '.join(again)}): record each into a new folder")
     times = [end_of(bar) for process in processes for bar in process["bars"].values()] or [0]
     end = max(times) + (max(times) - min(times)) // 20  # of all unfinished bars: so nested ones are nested in the file
     for number, (process, worker) in enumerate(zip(processes, workers, strict=True)):

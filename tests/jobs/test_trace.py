@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import json
 import os
 import re
@@ -226,6 +227,33 @@ def test_the_calls_of_a_killed_rank_are_in_the_file(tmp_path, pair):
     assert re.search(r"worker1 -> worker0: never +1 +1 unanswered\n", done.stderr), done.stderr
 
 
+class Silent:
+    """Its objects cannot be formatted."""
+
+    def method(self):
+        pass
+
+    def __call__(self):
+        pass
+
+    def __repr__(self):
+        raise RuntimeError("not initialized yet")
+
+
+@pytest.mark.parametrize(
+    ("func", "name"),
+    [
+        (Silent().method, "method"),
+        (functools.partial(Silent().method, 1), "method"),
+        (functools.partial(functools.partial(forty_lines, 1), 2), "forty_lines"),
+        (Silent(), "Silent"),
+        (Silent, "Silent"),
+    ],
+)
+def test_a_call_is_named_without_formatting_what_is_called(func, name):
+    assert trace.name_of((func, (), {})) == name
+
+
 @pytest.mark.parametrize("name", ["run", "step", "work", "backward"])
 def test_a_call_is_drawn_as_waiting_whatever_its_function_is_called(name):
     assert trace.state_of({"cat": "sync", "name": name}) == "waiting"
@@ -245,6 +273,18 @@ def test_ranks_in_terminals_record_into_one_folder(tmp_path, pair):
         done = run_trace("--window", begin, begin + 1_000_000, tmp_path / "part.png", tmp_path / "calls")
         assert done.returncode == 0 and ("no call is in --window" in done.stderr) == empty, done.stderr
     assert (tmp_path / "part.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_runs_in_one_folder_are_noticed(tmp_path):
+    """Of one run, a worker may be there twice: it was started again."""
+    for run, pid in (("run-1", 1), ("run-1", 2), ("run-2", 3)):
+        (tmp_path / run).mkdir(exist_ok=True)
+        lines = [{"host": "h", "pid": pid, "main": 1, "worker": "worker1", "rank": 1}]
+        lines += [{"begin": 0, "ts": pid, "tid": 1, "cat": "sync", "name": "f", "args": {"to": "worker0", "call": "0"}}]
+        (tmp_path / run / f"h-{pid}-0.0000.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        done = run_trace(tmp_path / "all.json", tmp_path)
+        warned = "several runs are drawn as if they were one (worker1)" in done.stderr
+        assert done.returncode == 0 and warned == (run == "run-2"), done.stderr
 
 
 @pytest.mark.slow
@@ -301,13 +341,28 @@ def test_between_two_hosts_no_arrow_points_back_in_time(tmp_path):
         (["no/such/folder/t.json", "--", "true"], "that folder does not exist"),
         (["t.json", "no/such/folder"], "there is no such folder"),
         (["--into", "/proc/here", "--", "true"], "--into /proc/here: No such file or directory"),
+        (["t.json", "/proc/self/fdinfo"], "/proc/self/fdinfo: there are no recordings in it"),
+        (["--into", "/proc/self", "--", "true"], "--into /proc/self: No such file or directory"),
+        (["--into", "/tmp/a:b", "--", "true"], "--into /tmp/a:b: the path must not contain a colon"),
+        (["--window", "5", "2", "t.json", "--", "true"], "--window 5 2: "),
+        (["--window", "-1", "nan", "t.json", "--", "true"], "--window -1 nan: "),
         (["t.json"], "give a FILE"),
         (["--into", "x", "t.json", "--", "true"], "give a FILE"),
     ],
 )
 def test_wrong_command_lines_are_refused(words, why):
     done = run_trace(*words)
-    assert done.returncode == 2 and why in done.stderr
+    assert done.returncode == 2 and why in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "why"),
+    [("no-such-command", 127, "No such file or directory"), ("/etc/passwd", 126, "Permission denied")],
+)
+def test_a_command_that_cannot_be_started_has_the_status_that_a_shell_gives(command, status, why, tmp_path):
+    done = run_trace("--into", tmp_path / "calls", "--", command)
+    assert (done.returncode, done.stderr) == (status, f"trace.py: {command}: {why}\n")
+    assert os.listdir(tmp_path / "calls") == []
 
 
 def test_a_program_ends_as_it_does_without_being_recorded(tmp_path):
@@ -323,24 +378,100 @@ def test_a_program_ends_as_it_does_without_being_recorded(tmp_path):
         assert os.listdir(tmp_path) == ["program.py"]
 
 
-def test_a_program_in_which_nothing_can_be_recorded_runs_on(tmp_path):
-    """A torch without the functions that are replaced, and a Python that ignores its environment."""
-    for folder in ("torch", "torch/distributed", "torch/distributed/rpc"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "__init__.py").write_text("__version__ = '99'")
-    (tmp_path / "program.py").write_text(f"""import sys
-sys.path.insert(0, {str(tmp_path)!r})
-import torch.distributed.rpc
-print("ran on with torch", torch.__version__)""")
-    for flags, why in (
+# A torch without the functions that are replaced. Its module rpc is where only a finder of the program finds it.
+FAKE_TORCH = {
+    "torch/__init__.py": "__version__ = '99'",
+    "torch/autograd/__init__.py": "",
+    "torch/autograd/profiler.py": """
+class record_function:
+    def __init__(self, name):
+        self.name = name
+    def __enter__(self):
+        pass
+    def __exit__(self, *_):
+        pass
+""",
+    "torch/distributed/__init__.py": "",
+    "elsewhere.py": "",
+    "program.py": """
+import importlib.util, os, sys
+here = os.path.dirname(os.path.abspath(__file__))
+class Finder:
+    def find_spec(name, path, target=None):
+        if name == "torch.distributed.rpc":
+            return importlib.util.spec_from_file_location(name, os.path.join(here, "elsewhere.py"))
+sys.meta_path.append(Finder)
+import torch.autograd.profiler, torch.distributed.rpc
+print("ran on with torch", torch.__version__)
+os.closerange(3, 256)
+with open(os.path.join(here, "mine"), "w"), torch.autograd.profiler.record_function("step"):
+    pass
+""",
+}
+
+
+@pytest.fixture
+def fake_torch(tmp_path):
+    """Return the path of a program with a torch of its own."""
+    for name, text in FAKE_TORCH.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path / "program.py"
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
         ([], "nothing was recorded, because torch 99 has no torch.distributed.rpc.api._enable_rpc_profiler"),
         (
             ["-I"],
             "no process of the command has imported torch, or Python was told to ignore this program (-I, -E, -S)",
         ),
-    ):
-        done = run_trace(tmp_path / "t.json", "--", sys.executable, *flags, tmp_path / "program.py")
+    ],
+)
+@pytest.mark.parametrize("where", [["t.json"], ["--into", "calls"]])
+def test_a_program_in_which_nothing_can_be_recorded_runs_on(where, flags, why, fake_torch):
+    """A torch without the functions that are replaced, and a Python that ignores its environment."""
+    add_path = f"import sys; sys.path.insert(0, {str(fake_torch.parent)!r}); import program"
+    for _ in range(2):  # what was recorded before does not count
+        done = run_trace(*where, "--", sys.executable, *flags, "-c", add_path, cwd=fake_torch.parent)
         assert (done.returncode, done.stdout, done.stderr) == (0, "ran on with torch 99\n", f"trace.py: {why}\n")
+
+
+def test_a_program_that_closes_all_descriptors_gets_no_lines_into_its_own_files(tmp_path, fake_torch):
+    done = run_trace("--into", "calls", "--", sys.executable, fake_torch, cwd=tmp_path)
+    assert done.returncode == 0 and (tmp_path / "mine").read_text() == "", done.stderr
+    (recording,) = (tmp_path / "calls").rglob("*.jsonl")
+    assert [line["name"] for line in map(json.loads, recording.read_text().splitlines()) if "begin" in line] == [
+        "step 1"
+    ]
+
+
+SIGNALLED = """
+import signal, sys
+SIGNALS = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
+signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+print("ready", flush=True)
+while (number := signal.sigwait(SIGNALS)) != signal.SIGTERM:
+    print(signal.Signals(number).name, flush=True)
+sys.exit(7)
+"""
+
+
+def test_a_signal_reaches_the_command_once_whether_all_processes_get_it_or_the_tool_alone(tmp_path):
+    """A terminal sends Ctrl-C to all processes of a group. Others send a signal to the process that they started."""
+    signals = [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2]
+    (tmp_path / "program.py").write_text(SIGNALLED)
+    expected = "ready\n"
+    with Program("tools/trace.py", tmp_path / "t.json", "--", sys.executable, tmp_path / "program.py", cold=True) as on:
+        assert on.wait_for_text(expected)
+        for number in signals:
+            for send in (os.kill, os.killpg):
+                send(on.pid, number)
+                expected += f"{number.name}\n"
+                assert on.wait_for_text(expected)
+        on.send_signal(signal.SIGTERM)
+        assert on.wait() == 7 and on.output() == expected, on.text()
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -362,6 +493,19 @@ def test_an_interrupted_job_leaves_its_picture(number, status, tmp_path):
 
 
 @pytest.mark.slow
+def test_ctrl_c_while_it_draws_leaves_no_recording_behind(tmp_path, pair):
+    """It draws into a pipe that nobody reads."""
+    os.mkfifo(tmp_path / "all.json")
+    (tmp_path / "tmp").mkdir()
+    command = (tmp_path / "all.json", "--", sys.executable, *pair, "short")
+    with Program("tools/trace.py", *command, cold=True, env={"TMPDIR": tmp_path / "tmp"}) as program:
+        assert program.wait_for_text("RPCs, median milliseconds")
+        program.send_signal(signal.SIGINT)
+        assert program.wait(20) == 128 + signal.SIGINT and "Traceback" not in program.errors(), program.text()
+    assert not any(tmp_path.glob("tmp/trace-*"))
+
+
+@pytest.mark.slow
 def test_a_program_runs_on_when_the_disk_is_full(tmp_path, pair):
     """The disk counts as full for the file of rank 1 only."""
     done = run_trace(tmp_path / "all.json", "--", sys.executable, *pair, "full")
@@ -379,7 +523,7 @@ def test_a_recording_is_bounded_and_its_end_is_kept(tmp_path, pair):
     copy = changed(copied_alone("tools/trace.py", tmp_path), ("LINES = 200_000", "LINES = 100"))
     done = run_script(copy, "--into", tmp_path / "calls", "--", sys.executable, *pair, "long", cold=True)
     assert done.returncode == 0, done.stderr
-    assert len(os.listdir(tmp_path / "calls")) == 4  # two files of each rank
+    assert len(list((tmp_path / "calls").rglob("*.jsonl"))) == 4  # two files of each rank
     done = run_script(copy, tmp_path / "all.json", tmp_path / "calls", cold=True)
     kept = re.findall(r"worker(\d) recorded too many bars; the last (\d+) are kept", done.stderr)
     assert [rank for rank, _ in kept] == ["0", "1"] and all(50 <= int(count) <= 100 for _, count in kept), done.stderr
