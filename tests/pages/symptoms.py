@@ -333,7 +333,7 @@ def own_rref(rank):
     if rank == 1:
         time.sleep(60)
     rref = rpc.remote("a", time.sleep, args=(0.3,), timeout=0.1)
-    note_event("`to_here()` waits for ever", still_waits(lambda: rref.to_here(timeout=0.5), 2))
+    note_event("`to_here()` waits forever", still_waits(lambda: rref.to_here(timeout=0.5), 2))
 
 
 def unused_result(rank):
@@ -474,7 +474,7 @@ def run_scene(scene, rank, port, answers):
     scene(rank)
     if rank == 0:
         answers.send(SEEN)
-    os._exit(0)  # after some scenes shutdown would wait for ever
+    os._exit(0)  # after some scenes shutdown would wait forever
 
 
 def start_scene(scene):

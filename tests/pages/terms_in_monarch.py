@@ -162,4 +162,4 @@ if __name__ == "__main__":
     for check in checks:
         check()
         print(check.__name__, flush=True)
-    os._exit(0)  # an actor of the last check waits for ever
+    os._exit(0)  # an actor of the last check waits forever
