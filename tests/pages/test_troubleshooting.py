@@ -383,7 +383,7 @@ def test_every_entry_is_caused_or_says_that_it_is_not():
 
 @pytest.mark.slow
 def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
-    """The dump of faulthandler, whose places py-spy's dump names too, torch's counts, and the table of tools/trace.py."""
+    """The dump of faulthandler (py-spy's names the same places), torch's counts, and the table of tools/trace.py."""
     (program,) = re.findall(r"^```python\n(import faulthandler.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     (timer,) = re.findall(r"^```python\n(threading.Timer.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     init = next(line for line in program.splitlines(True) if "rpc.init_rpc" in line)
