@@ -38,7 +38,7 @@ class Coordinator:  # in rank 0
         # Never wait for an RPC while holding it: answers arrive on the threads that also serve calls. If calls that
         # wait for this lock blocked all of them, the answer could not arrive, and nobody would release the lock.
         self.lock = threading.Condition()
-        self.assignments = Assignments(range(1, plan.world_size))
+        self.assignments = Assignments(range(plan.num_servers, plan.world_size))
         self.idle = {}  # {trainer: Future of its next assignment}
         self.batches_per_epoch = None  # in the training set; the trainers, who have the images, say how many
         self.epoch = 0  # number of epochs that are done
@@ -53,7 +53,7 @@ class Coordinator:  # in rank 0
         plan = self.plan
         self.progress.start()
         self.wait_for_trainers()
-        trainers = plan.world_size - 1
+        trainers = plan.world_size - plan.num_servers
         batches = min(self.batches_per_epoch, plan.max_batches * trainers or self.batches_per_epoch)
         # Deal whole rounds (one batch for each trainer), so that in `sync` an evaluation falls between two updates.
         rounds = math.ceil(batches / (evaluations * trainers))
@@ -71,8 +71,7 @@ class Coordinator:  # in rank 0
     def train(self, batches):
         """Have these batches of the epoch done; return when all trainers are idle again."""
         plan = self.plan
-        lr = plan.lr * 0.1 ** (self.epoch // plan.lr_step) if plan.lr_step else plan.lr
-        self.optimizer.param_groups[0]["lr"] = lr
+        self.set_learning_rate(plan.lr * 0.1 ** (self.epoch // plan.lr_step) if plan.lr_step else plan.lr)
         started = time.perf_counter()
         while batches:
             with self.lock:
@@ -81,6 +80,9 @@ class Coordinator:  # in rank 0
             self.answer(dealt)
             batches = self.wait_for_trainers()  # those of lost trainers
         self.progress.seconds += time.perf_counter() - started
+
+    def set_learning_rate(self, lr):
+        self.optimizer.param_groups[0]["lr"] = lr
 
     def wait_for_trainers(self):
         """Wait until all living trainers are idle; return the numbers of the dealt batches that are not done."""

@@ -6,10 +6,10 @@
 
 --mode remote (the tutorial's): the network runs on the server. Trainers send images and get predictions.
 --mode replica: each trainer computes with a copy of the network. It pushes gradients and gets new weights.
---mode bounded, sync, overlap: replica with one idea more.
+--mode bounded, sync, overlap, sharded: replica with one idea more.
 
 Read this file, then remote.py, which has both sides of a step's calls; then replica.py, which is another pattern, and
-the three that build on it. All get their batches from coordinator.py, which you need not open to follow a step.
+the four that build on it. All get their batches from coordinator.py, which you need not open to follow a step.
 """
 
 import glue.before_torch  # noqa: F401  (must be the first import; its docstring has the reason)
@@ -24,20 +24,29 @@ import coordinator
 import overlap
 import remote
 import replica
+import sharded
 import sync
 from data import Batches, load_digits
 from glue import flags, launch
 from glue.host import share_cores
 from progress import Progress
-from ranks import ROLES, worker_name
+from ranks import roles, worker_name
 
-MODES = {"remote": remote, "replica": replica, "bounded": bounded, "sync": sync, "overlap": overlap}
+MODES = {
+    "remote": remote,
+    "replica": replica,
+    "bounded": bounded,
+    "sync": sync,
+    "overlap": overlap,
+    "sharded": sharded,
+}
 # Flags that must be equal in all ranks, when ranks are started one by one:
 MUST_MATCH = (
     *("dataset", "epochs", "max_batches", "batch_size", "lr", "lr_step", "momentum", "no_dropout", "max_staleness"),
-    "num_gpus",
+    *("num_servers", "num_gpus"),
 )
-RESUME_KEYS = ("seed", "mode", "dataset", "batch_size", "max_batches")  # flags that a resumed run must not change
+# Flags that a resumed run must not change:
+RESUME_KEYS = ("seed", "mode", "num_servers", "dataset", "batch_size", "max_batches")
 
 
 def parse_args(argv=None):
@@ -60,48 +69,62 @@ def parse_args(argv=None):
     add("--evaluations", type=flags.positive_int, default=1, metavar="N", help=evaluations)
     staleness = "bounded: how many pushes a trainer may be ahead of the slowest (default: 4)"
     add("--max_staleness", type=flags.non_negative_int, metavar="S", help=staleness)
+    servers = "sharded: servers that share the weights (default: 2)"
+    add("--num_servers", type=flags.positive_int, metavar="M", help=servers)
     num_gpus = "remote: GPUs for the network; 0 means --device cpu, 1 --device cuda; 2: it is split over two"
     add("--num_gpus", type=int, choices=[0, 1, 2], help=num_gpus)
     args = parser.parse_args(argv)
 
     if args.dataset == "synthetic" and args.data_dir != parser.get_default("data_dir"):
         parser.error(f"--data_dir {args.data_dir} is for --dataset mnist")
-    if args.max_staleness is not None and args.mode != "bounded":
-        parser.error("--max_staleness is for --mode bounded")
-    if args.max_staleness is None:
-        args.max_staleness = 4
+    for flag, mode in (("max_staleness", "bounded"), ("num_servers", "sharded"), ("num_gpus", "remote")):
+        if vars(args)[flag] is not None and args.mode != mode:
+            parser.error(f"--{flag} is for --mode {mode}")
+    if args.mode == "sharded" and args.on_lost == "continue":
+        parser.error("--on_lost continue: in --mode sharded, only some servers may have a lost trainer's last gradient")
+    args.max_staleness = 4 if args.max_staleness is None else args.max_staleness
+    args.num_servers = args.num_servers or (2 if args.mode == "sharded" else 1)
     if args.num_gpus is not None:
-        if args.mode != "remote":
-            parser.error(f"--num_gpus is for --mode remote; with --mode {args.mode} use --device cuda")
         if args.device == "cuda" and args.num_gpus == 0:
             parser.error("--num_gpus 0 and --device cuda contradict each other")
         args.device = "cuda" if args.num_gpus else "cpu"
     device_ranks = [0] if args.mode == "remote" else None  # in `remote` the whole network is on the server
-    flags.check_arguments(parser, args, min_world_size=2, roles=ROLES, must_match=MUST_MATCH, device_ranks=device_ranks)
+    flags.check_arguments(
+        parser,
+        args,
+        min_world_size=args.num_servers + 1,
+        roles=roles(args.num_servers),
+        must_match=MUST_MATCH,
+        device_ranks=device_ranks,
+    )
     if args.num_gpus == 2 and torch.cuda.device_count() < 2 and args.rank in (None, 0):
         parser.error(f"--num_gpus 2: torch sees {torch.cuda.device_count()} CUDA GPU here")
     return args
 
 
 def run_worker(rank, args, job):
-    """Run one rank, the server or a trainer. Source: tutorial, run_parameter_server and run_worker."""
+    """Run one rank, a server or a trainer. Source: tutorial, run_parameter_server and run_worker."""
     mode = MODES[args.mode]
     plan = SimpleNamespace(**args.must_match)  # what all ranks agree on
     # At most as many threads compute at once as there are trainers: in `remote` one RPC thread of the server for each
     # trainer, in the other modes the trainers' own main threads.
-    share_cores(min(job.ranks_here, args.world_size - 1))
+    share_cores(min(job.ranks_here, args.world_size - args.num_servers))
     # The server is made and all data is read before RPC begins. So no call arrives too early, an error is reported by
     # the rank in which it happens, and no RPC can time out during a download.
-    digits = load_digits(args.dataset, args.data_dir, args.seed, train=rank > 0)
+    is_trainer = rank >= args.num_servers
+    if rank == 0 or is_trainer:
+        digits = load_digits(args.dataset, args.data_dir, args.seed, train=is_trainer)
     if rank == 0:
         server = coordinator.param_server = mode.ParameterServer(plan, job.device)
         server.progress = Progress(args, server, RESUME_KEYS)
+    elif not is_trainer:
+        sharded.shard = sharded.Shard(rank, plan, job.device)
     job.wait_for_all()
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
     job.on_lost(server.on_lost if rank == 0 else None)
     if rank == 0:
         server.lead(args.evaluations, digits)  # RPC threads serve the trainers meanwhile
-    else:
+    elif is_trainer:
         batches = Batches(*digits, args.batch_size, args.seed, job.device)
         mode.Trainer(rank, plan, job.device).train(batches, args.log_interval)
     job.wait_for_all()

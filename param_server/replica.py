@@ -2,7 +2,7 @@
 
 This does not extend remote.py but is another pattern, so read it by itself, in the order of a step: Trainer.train and
 Trainer.push (in a trainer), ParameterServer.push (in server1), Trainer.load. No trainer waits for another one. Modes
-`bounded`, `sync` and `overlap` are this one with one idea more each.
+`bounded`, `sync`, `overlap` and `sharded` are this one with one idea more each.
 The forward and the backward pass are local, so there is no distributed autograd and no DistributedOptimizer: a gradient
 is an argument of a call. A message is as large as the weights. (In mode `remote` it is as large as a batch.)
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
@@ -66,8 +66,11 @@ class Trainer:  # in a trainer
         """Wait for batches to do, and get the current weights; return (epoch, numbers of the batches) or None."""
         # timeout=0: no time limit, because this call waits for the slowest trainer and for the evaluation.
         assignment = self.server_rref.rpc_sync(timeout=0).next_assignment(self.rank, batches_per_epoch)
-        self.load(self.server_rref.rpc_sync().pull())  # others may have pushed since the server last answered
+        self.pull()  # others may have pushed since the server last answered
         return assignment
+
+    def pull(self):
+        self.load(self.server_rref.rpc_sync().pull())
 
     def push(self, images):
         """Push the gradient of a batch, and get the weights that the server has afterwards."""
