@@ -1,10 +1,10 @@
 """Mode `sharded`: `replica`, but the weights are shared out among several servers.
 
-In `replica` all trainers send to one server, so its network connection is the first that is full. Here each of several
-servers (--num_servers) has a range of the weights. It gets this range of each gradient, and does not know of the others.
-So each may serve two trainers in a different order, and the weights that a trainer gets may contain a push in one range
-and not yet in another. Read replica.py first. Here is what differs.
-Source: Li et al., as for replica.py, section 4 (there a server also takes over the range of one that dies).
+In `replica` all trainers send to one server, so its network connection is the first that is full. Here there are
+several servers (--num_servers), and each has a range of the weights. A server gets its range of each gradient, and does
+not know of the others. So each may serve two trainers in a different order, and the weights that a trainer gets may
+contain a push in one range and not yet in another. Read replica.py first. Here is what differs.
+Source: Li et al., as for replica.py. (There, several servers keep each range, so that one of them may die.)
 
 Shapes: R weights in the range of one server. tensor_split makes ranges whose lengths differ by at most one weight.
 """

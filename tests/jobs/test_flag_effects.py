@@ -271,6 +271,10 @@ EFFECTS = {
         "--log_interval 3": equals(steps_of("loss"), [1, 4]),  # updates
         "--evaluations 2": equals(steps_of("test accuracy"), [3, 6]),
         "--max_staleness": ShownBy("tests/learning/param_server/test_replay.py", REPLAY),
+        "--num_servers 3": Shows(
+            lambda new, old: len(new.state["shards"]) == 2,  # besides the first server
+            base="--mode sharded --world_size 4",
+        ),
         "--num_gpus": ShownBy("tests/jobs/param_server/test_runs.py", "test_a_trainers_num_gpus_is_not_ignored"),
     },
     "rl_rpc/play.py": {

@@ -94,6 +94,8 @@ def test_one_file_for_two_flags_is_refused(package, one, other, tmp_path, capsys
         ("rnn_rpc", ["--corpus", "text", "--vocabulary", "9"], ["--vocabulary", "generated text", "--corpus"]),
         ("rnn_rpc", ["--corpus", "text", "--corpus_tokens", "9"], ["--corpus_tokens", "generated text", "--corpus"]),
         ("param_server", ["--dataset", "synthetic", "--data_dir", "x"], ["--data_dir", "--dataset mnist"]),
+        ("param_server", ["--num_servers", "2"], ["--num_servers", "--mode sharded"]),
+        ("param_server", ["--mode", "sharded", "--on_lost", "continue"], ["--on_lost continue", "--mode sharded"]),
     ],
 )
 def test_a_flag_that_would_be_ignored_is_refused(package, flags, words, capsys):

@@ -205,19 +205,26 @@ def updates_in(checkpoint):
     return torch.load(checkpoint, weights_only=True)["state"]["progress"]["updates"]
 
 
+def optimizers(state):
+    """Return the states of all servers' optimizers."""
+    return [state["optimizer"], *state.get("shards", [])]
+
+
 def assert_same_weights(checkpoint, expected_checkpoint, tolerance):
     weights, expected = (torch.load(f, weights_only=True)["state"] for f in (checkpoint, expected_checkpoint))
     for name in expected["model"]:
         torch.testing.assert_close(weights["model"][name], expected["model"][name], rtol=0, atol=tolerance)
-    for place, state in expected["optimizer"]["state"].items():
-        if state.get("momentum_buffer") is not None:
-            found = weights["optimizer"]["state"][place]["momentum_buffer"]
-            torch.testing.assert_close(found, state["momentum_buffer"], rtol=0, atol=tolerance)
+    for found, optimizer in zip(optimizers(weights), optimizers(expected), strict=True):
+        for place, state in optimizer["state"].items():
+            if state.get("momentum_buffer") is not None:
+                momentum = found["state"][place]["momentum_buffer"]
+                torch.testing.assert_close(momentum, state["momentum_buffer"], rtol=0, atol=tolerance)
 
 
 RESUMED = {  # mode: (flags, tolerance of the weights)
     "remote": (("--world_size", 2, "--no_dropout"), 1e-6),
     "sync": (("--mode", "sync", "--world_size", 4, "--momentum", 0.5), 0),
+    "sharded": (("--mode", "sharded", "--num_servers", 3, "--world_size", 4, "--momentum", 0.5), 0),
 }
 
 
