@@ -109,6 +109,7 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machin
         ("param_server", [*PS, "--mode", "sync", "--world_size", 4], "Accuracy"),
         ("param_server", [*PS, "--mode", "bounded"], "Accuracy"),
         ("param_server", [*PS, "--mode", "overlap"], "Accuracy"),
+        ("param_server", [*PS, "--mode", "sharded", "--world_size", 4], "Accuracy"),
         ("rl_rpc", ["--mode", "async", "--world_size", 3, "--max_episodes", 6, "--eval_episodes", 1], "Greedy policy"),
         pytest.param("param_server", [*PS, "--mode", "remote", "--num_gpus", 2], "Accuracy", marks=TWO_GPUS),
     ],

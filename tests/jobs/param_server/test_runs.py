@@ -18,7 +18,7 @@ from programs import run_main, run_script, start_main
 
 BYTES = load_bench("bytes_per_step")
 DRAWN = ("--dataset", "synthetic")
-MODES = ("remote", "replica", "bounded", "sync", "overlap")
+MODES = ("remote", "replica", "bounded", "sync", "overlap", "sharded")
 
 
 def from_files(folder):
@@ -81,7 +81,8 @@ def test_what_crosses_the_wire(few_digits):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.draw(2)
 def test_four_trainers_in_every_mode(mode, digits, tmp_path):
-    flags = ("--mode", mode, "--world_size", 5, "--max_batches", 8, "--summary_json", tmp_path / "s.json")
+    ranks = 4 + (2 if mode == "sharded" else 1)
+    flags = ("--mode", mode, "--world_size", ranks, "--max_batches", 8, "--summary_json", tmp_path / "s.json")
     done = run_main("param_server", *flags, *from_files(digits), timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     summary = json.loads((tmp_path / "s.json").read_text())
