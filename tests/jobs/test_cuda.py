@@ -64,27 +64,45 @@ def falls(numbers):
     return len(numbers) >= 2 and numbers[-1] < numbers[0]
 
 
-# For each program: its flags, the figures that it prints, and what must be true of them.
-ONE_FILE = {
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine does not have two CUDA GPUs")
+DIGITS = ["--dataset", "synthetic", "--num_gpus"]
+# For each run of a program: its flags, the figures that it prints, what must be true of them, and what else it prints.
+ONE_FILE = [
     # It has a job with batching and one without for each world size, here only 2.
-    "rl_rpc/tutorial_batch.py": (["--num_episode", 2, "--world_size", 2], r"Last reward: (\S+)", bool),
-    "rnn_rpc/tutorial.py": ([], r"perplexity (\S+)", falls),
-    "ddp_rpc/tutorial.py": (["--num_gpus", 1], r"loss (\S+),", falls),
-    "param_server/tutorial.py": (["--dataset", "synthetic", "--num_gpus", 1], r"loss (\S+)", falls),
-    "param_server/tutorial_batch.py": (["--world_size", 3], r"(?:Loss|guessing:) ([\d.]+)", lambda n: n[0] < n[1]),
-}
+    ("rl_rpc/tutorial_batch.py", ["--num_episode", 2, "--world_size", 2], r"Last reward: (\S+)", bool, ""),
+    ("rnn_rpc/tutorial.py", [], r"perplexity (\S+)", falls, ""),
+    ("ddp_rpc/tutorial.py", ["--num_gpus", 1], r"loss (\S+),", falls, "Trainer 0 uses cuda:0"),
+    pytest.param(
+        "ddp_rpc/tutorial.py", ["--num_gpus", 2], r"loss (\S+),", falls, "Trainer 1 uses cuda:1", marks=TWO_GPUS
+    ),
+    ("param_server/tutorial.py", [*DIGITS, 1], r"loss (\S+)", falls, "Putting rest of layers on cuda:0"),
+    pytest.param(
+        "param_server/tutorial.py",
+        [*DIGITS, 2],
+        r"loss (\S+)",
+        falls,
+        "Putting rest of layers on cuda:1",
+        marks=TWO_GPUS,
+    ),
+    (
+        "param_server/tutorial_batch.py",
+        ["--world_size", 3],
+        r"(?:Loss|guessing:) ([\d.]+)",
+        lambda numbers: numbers[0] < numbers[1],
+        "",
+    ),
+]
 
 
-@pytest.mark.parametrize("program", ONE_FILE)
-def test_a_program_in_one_file_computes_on_the_gpu(program):
+@pytest.mark.parametrize("program, flags, figures, as_expected, says", ONE_FILE)
+def test_a_program_in_one_file_computes_on_the_gpu(program, flags, figures, as_expected, says):
     """Random numbers of a GPU are others than those of a CPU, so the figures cannot be compared digit by digit."""
-    flags, figures, as_expected = ONE_FILE[program]
     with Program(program, "--master_port", free_port(), *flags) as running:
         used = set()
         while running.poll() is None:
             used |= on_a_gpu() & set(running.members())
         done = running.result()
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, "") and says in done.stdout, (done.stdout, done.stderr)
     assert as_expected([float(figure) for figure in re.findall(figures, done.stdout)]), done.stdout
     assert used, "none of its processes was on a GPU"
 
@@ -98,7 +116,6 @@ def test_a_program_that_is_given_no_gpu_takes_none(program):
 
 DDP = ["--epochs", 2, "--batches", 20]
 PS = ["--dataset", "synthetic", "--max_batches", 5]
-TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine does not have two CUDA GPUs")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +128,6 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machin
         ("param_server", [*PS, "--mode", "overlap"], "Accuracy"),
         ("param_server", [*PS, "--mode", "sharded", "--world_size", 4], "Accuracy"),
         ("rl_rpc", ["--mode", "async", "--world_size", 3, "--max_episodes", 6, "--eval_episodes", 1], "Greedy policy"),
-        pytest.param("param_server", [*PS, "--mode", "remote", "--num_gpus", 2], "Accuracy", marks=TWO_GPUS),
     ],
 )
 def test_several_ranks_that_compute(package, flags, says):

@@ -13,7 +13,6 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "ddp_rpc"))
 import torch
 import torch.multiprocessing as mp
-from torch.utils import _pytree as pytree
 
 import pretend_device
 
@@ -22,18 +21,6 @@ program = importlib.import_module(PROGRAM)
 EPOCHS = 2
 program.range = lambda stop: range(EPOCHS if stop == 100 else stop)
 program.get_device = lambda number, num_gpus: torch.device(pretend_device.DEVICE)  # it takes only CUDA
-run_on_device = pretend_device.run
-
-
-def run(operator, *args, **keywords):
-    """Let DDP's collectives through: Gloo takes tensors of a GPU, too."""
-    if operator._schema.name.startswith("c10d::"):
-        args, keywords = pytree.tree_map(pretend_device.to_cpu, (args, keywords))
-        return operator(*args, **keywords)
-    return run_on_device(operator, *args, **keywords)
-
-
-pretend_device.run = run
 make_model = program.HybridModel.__init__
 
 

@@ -12,6 +12,7 @@ from helpers import load_oracle
 oracle = load_oracle("param_server")
 full_precision, STEPS = oracle.full_precision, oracle.STEPS
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine does not have two CUDA GPUs")
 TWO_EPOCHS = ("--epochs", 2, "--lr_step", 1)
 MOMENTUM = ("--momentum", 0.8, "--lr", 0.01)
 
@@ -41,6 +42,12 @@ def cuda(mode):
         ),
         cuda("remote"),
         cuda("replica"),
+        pytest.param(
+            ("--mode", "remote", "--device", "cuda", "--num_gpus", 2),
+            {},
+            id="remote on two GPUs",
+            marks=[pytest.mark.cuda, TWO_GPUS],
+        ),
     ],
 )
 @pytest.mark.draw(4)
