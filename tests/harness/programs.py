@@ -1,4 +1,4 @@
-"""How tests start a program of this repository: there is only this way.
+"""How tests start a program of this repository.
 
     with Program("rl_rpc/main.py", "--world_size", 3) as running:
         running.wait_for_text("Episode 10", 60)

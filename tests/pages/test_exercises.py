@@ -3,7 +3,6 @@
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 import pytest.__main__
@@ -65,9 +64,7 @@ def test_a_check_fails_at_the_start_and_passes_with_the_solution(name, tmp_path)
 
 def command(root, *words):
     """Run the command of ./run_all.sh exercise WORDS. Return (status, output)."""
-    done = subprocess.run(
-        [sys.executable, "tools/exercise.py", *words], cwd=root, stdout=subprocess.PIPE, text=True, timeout=120
-    )
+    done = run_script(root / "tools" / "exercise.py", *words, cwd=root)
     return done.returncode, done.stdout
 
 

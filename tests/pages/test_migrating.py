@@ -12,7 +12,6 @@ import importlib
 import os
 import pickle
 import re
-import signal
 import subprocess
 import sys
 
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from helpers import ROOT, load_module, write_noise
+from programs import run_script
 
 TEXT = (ROOT / "docs" / "MIGRATING.md").read_text()
 PROGRAMS = ROOT / "docs" / "migrating"
@@ -142,18 +142,10 @@ def python_with(library):
 
 def run(library, program, *flags, folder):
     """Run a program in an empty folder, in the library's Python; return what it prints."""
-    path = PROGRAMS / program  # `program` itself, if it is an absolute path
-    command = [python_with(library), str(path), *map(str, flags)]
-    environ = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with open(folder / "out", "w+") as out, open(folder / "err", "w+") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, cwd=folder, env=environ, start_new_session=True)
-        try:
-            status = process.wait(240)
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # all of its processes have ended
-                os.killpg(process.pid, signal.SIGKILL)
-    assert status == 0, (folder / "err").read_text()
-    return (folder / "out").read_text()
+    how = {"by": [python_with(library)], "env": {"PYTHONUNBUFFERED": "1"}, "cwd": folder}
+    done = run_script(PROGRAMS / program, *flags, timeout=240, **how)  # PROGRAMS does not count before a whole path
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def masked(text):

@@ -8,6 +8,8 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "ddp_rpc"))
+import torch
+
 import hogwild
 import main
 from glue import launch
@@ -25,6 +27,7 @@ class RecordingShard(hogwild.EmbeddingShard):
 def run_worker(rank, args, job):
     hogwild.EmbeddingShard = RecordingShard
     main.run_worker(rank, args, job)
+    assert not torch.distributed.is_initialized()  # as a process group
     if rank == args.world_size - 1:  # the server
         for (bags, graph), times in sorted(seen.items()):
             print(f"{times} lookups of {bags} bags {'with' if graph else 'without'} a graph", flush=True)

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import load_oracle, note_lock, package_on_path
+from helpers import load_oracle, note_lock
 
 oracle = load_oracle("rl_rpc")
 begin, learn, make_agent, make_learner = oracle.begin, oracle.learn, oracle.make_agent, oracle.make_learner
@@ -263,16 +262,6 @@ def test_an_episode_of_one_step_leaves_the_policy_finite():
     learn(learner, [trajectory_of(1)])
     for weight in learner.policy.parameters():
         assert torch.isfinite(weight).all()
-
-
-def test_importing_main_parses_and_seeds_and_starts_nothing(monkeypatch):
-    """In the tutorial, argparse runs at import, and also mp.spawn (texts) or the seeding (published code)."""
-    monkeypatch.setattr(sys, "argv", ["something_else.py", "--no_such_flag"])
-    monkeypatch.setattr(torch.multiprocessing, "spawn", None)
-    before = torch.random.get_rng_state(), threading.active_count()
-    with package_on_path("rl_rpc"):
-        import main  # noqa: F401
-    assert torch.equal(before[0], torch.random.get_rng_state()) and threading.active_count() == before[1]
 
 
 def test_ranks_must_agree_on_the_environment():
