@@ -11,6 +11,7 @@ import sys
 import sysconfig
 
 import pytest
+from matplotlib.figure import Figure
 
 from helpers import ROOT, load_module
 from jobs import JOBS, free_port
@@ -257,6 +258,14 @@ def test_a_call_is_named_without_formatting_what_is_called(func, name):
 @pytest.mark.parametrize("name", ["run", "step", "work", "backward"])
 def test_a_call_is_drawn_as_waiting_whatever_its_function_is_called(name):
     assert trace.state_of({"cat": "sync", "name": name}) == "waiting"
+
+
+def test_a_bar_that_began_before_the_picture_does_not_hide_the_name_of_the_next():
+    axes = Figure().subplots()
+    times = {"run_trainer": (-5.0, 30e3), "forward": (0.0, 9e3), "step": (10e3, 9e3)}
+    bars = [{"pid": 0, "tid": 0, "cat": "run", "name": name, "ts": ts, "dur": dur} for name, (ts, dur) in times.items()]
+    trace.draw_bars(axes, bars, {(0, 0): 0}, 0.0, 20e3)
+    assert {text.get_text().strip() for text in axes.texts} == {"forward", "step"}
 
 
 @pytest.mark.slow
