@@ -53,11 +53,14 @@ class Coordinator:  # in rank 0
         plan = self.plan
         self.progress.start()
         self.wait_for_trainers()
-        trainers = plan.world_size - plan.num_servers
-        batches = min(self.batches_per_epoch, plan.max_batches * trainers or self.batches_per_epoch)
-        # Deal whole rounds (one batch for each trainer), so that in `sync` an evaluation falls between two updates.
-        rounds = math.ceil(batches / (evaluations * trainers))
+        most = plan.max_batches * (plan.world_size - plan.num_servers)
+        batches = min(self.batches_per_epoch, most or self.batches_per_epoch)
         while self.epoch < plan.epochs:
+            with self.lock:
+                trainers = len(self.assignments.living)
+            # Deal whole rounds, one batch for each trainer. So in `sync` no update has fewer gradients because of an
+            # evaluation after it: measuring often and measuring once make the same updates.
+            rounds = math.ceil(batches / (evaluations * trainers))
             end = min(self.batch + rounds * trainers, batches)
             self.train(range(self.batch, end))
             self.evaluate(*test_digits)

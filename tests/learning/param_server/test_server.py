@@ -227,6 +227,15 @@ def test_a_resumed_run_measures_when_it_is_due():
     assert [answer.wait() for answer in answers] == [(0, [*range(26, 52, 2)]), (0, [*range(27, 52, 2)])]
 
 
+def test_after_a_loss_measuring_cuts_no_update_either():
+    """Of three trainers, two are left. With 30 batches and four evaluations, both get as many before the first one."""
+    server = make_server("sync", "--world_size", 4)
+    server.on_lost(3)
+    answers = [server.next_assignment(trainer, 30) for trainer in (1, 2)]
+    threading.Thread(target=server.lead, args=(4, None), daemon=True).start()
+    assert [answer.wait() for answer in answers] == [(0, [0, 2, 4, 6]), (0, [1, 3, 5, 7])]
+
+
 @pytest.mark.parametrize("mode", ["remote", "replica"])
 def test_a_resumed_run_has_the_momentum_of_its_own_flag(mode):
     saved, resumed = make_server(mode, "--momentum", 0.5), make_server(mode, "--momentum", 0.9)
