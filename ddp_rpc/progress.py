@@ -23,9 +23,10 @@ class Progress:  # in the master
     def start(self):
         """With --resume, load the checkpoint. The run that wrote it may have had another number of servers."""
         if state := checkpoint.resume(self.args, "ddp_rpc", self.settings):
-            self.epochs_before = state["epoch"]
-            self.fc_state = state["fc"]
-            scatter_table(state["table"], self.emb_rrefs)
+            with checkpoint.going_on_from(self.args.checkpoint):
+                self.epochs_before = state["epoch"]
+                self.fc_state = state["fc"]
+                scatter_table(state["table"], self.emb_rrefs)
             self.report.say(f"Going on after epoch {self.epochs_before}.")
             if self.epochs_before >= self.args.epochs:
                 self.report.say(report.NOTHING_LEFT)

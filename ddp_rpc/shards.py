@@ -11,6 +11,8 @@ import torch.distributed.rpc as rpc
 import torch.nn.functional as F
 from torch import nn
 
+from glue import checkpoint
+
 # nn.EmbeddingBag draws its first values from N(0, 1). With a learning rate of 0.05 the updates are so small beside
 # these values that training would take very long.
 INITIAL_STD = 0.1
@@ -37,6 +39,10 @@ class Shard(nn.EmbeddingBag):  # on a server
 
     def state_dict(self):
         return {name: value.cpu() for name, value in super().state_dict().items()}
+
+    def load_state_dict(self, state):
+        with checkpoint.going_on_from():
+            super().load_state_dict(state)
 
 
 def create_table(shard_class, servers, num_embeddings, embedding_dim, *, sparse, seed):

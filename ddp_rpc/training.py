@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from clicks import ClickLog
 from evaluation import check_replicas, draw_heldout, evaluate
+from glue import checkpoint
 from glue.report import Meter, check_finite
 from glue.seeds import seed_for
 
@@ -30,7 +31,8 @@ def run_trainer(trainer_class, emb_rrefs, rank, device, plan, progress_rref, epo
     trainer = trainer_class(emb_rrefs, plan.embedding_dim, device)
     model = trainer.model
     if fc_state is not None:
-        model.fc.module.load_state_dict(fc_state)
+        with checkpoint.going_on_from():
+            model.fc.module.load_state_dict(fc_state)
     log = ClickLog(plan.num_embeddings, plan.embedding_dim, seed_for(plan.seed, "teacher"), plan.targets)
     heldout = draw_heldout(log, plan.seed)
     meter = Meter()

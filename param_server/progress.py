@@ -1,6 +1,6 @@
 """What a run prints and writes: losses, accuracy, a progress bar, curves, checkpoints, and the result. In rank 0."""
 
-from glue import UserError, checkpoint, report
+from glue import checkpoint, report
 
 
 class Progress:  # in rank 0
@@ -19,10 +19,8 @@ class Progress:  # in rank 0
     def start(self):
         """With --resume, load the checkpoint."""
         if state := checkpoint.resume(self.args, "param_server", self.settings):
-            try:
+            with checkpoint.going_on_from(self.args.checkpoint):
                 self.server.load_state_dict(state)
-            except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-                raise UserError(f"cannot go on from {self.args.checkpoint}: {error}") from error
             epoch, epochs = self.server.epoch, self.args.epochs
             self.report.say(f"Going on after update {self.server.updates}, with {epoch} of {epochs} epochs done.")
             if epoch >= epochs:

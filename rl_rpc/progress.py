@@ -3,7 +3,7 @@
 import math
 import statistics
 
-from glue import UserError, checkpoint, report
+from glue import checkpoint, report
 
 
 class Progress:  # in the agent
@@ -21,10 +21,8 @@ class Progress:  # in the agent
         """With --resume, load the checkpoint. Print when this run will end."""
         learner = self.learner
         if state := checkpoint.resume(self.args, "rl_rpc", self.settings):
-            try:
+            with checkpoint.going_on_from(self.args.checkpoint):
                 learner.load_state_dict(state)
-            except (KeyError, RuntimeError, ValueError) as error:  # for example, the policy had another number of units
-                raise UserError(f"cannot go on from {self.args.checkpoint}: {error}") from error
             average = f"{learner.running_reward:.2f}"
             self.report.say(f"Going on after episode {learner.episodes}, with an average reward of {average}.")
             if learner.solved or learner.episodes >= self.args.max_episodes:

@@ -11,6 +11,7 @@ import torch.distributed.rpc as rpc
 import torch.nn.functional as F
 from torch import nn
 
+from glue import checkpoint
 from glue.seeds import seed_for
 
 
@@ -106,6 +107,10 @@ class RemoteLayer(nn.Module):  # on a server, on RPC threads
 
     def state_dict(self):
         return {name: value.cpu() for name, value in super().state_dict().items()}
+
+    def load_state_dict(self, state):
+        with checkpoint.going_on_from():
+            super().load_state_dict(state)
 
 
 class EmbeddingTable(RemoteLayer):  # on a server, on RPC threads

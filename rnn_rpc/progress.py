@@ -30,7 +30,8 @@ class Progress:  # in the trainer
                 f"A model that uses only the last word cannot get below {corpus.bigram_floor:.3f}."
             )
         if state := checkpoint.resume(self.args, "rnn_rpc", self.settings):
-            self.trainer.load_state_dict(state)
+            with checkpoint.going_on_from(self.args.checkpoint):
+                self.trainer.load_state_dict(state)
             perplexity = f"{self.trainer.heldout:.3f}"
             self.report.say(f"Going on after epoch {self.trainer.epoch}, with a held-out perplexity of {perplexity}.")
             if self.trainer.epoch >= self.args.epochs:

@@ -98,6 +98,16 @@ def resume(args, scenario, settings):
     return saved["state"]
 
 
+@contextlib.contextmanager
+def going_on_from(path="the checkpoint"):
+    """Raise UserError if the block cannot load a state, because the code has changed since it was saved."""
+    try:
+        yield
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).replace("\n\t", " ")  # torch lists what does not fit on lines of their own
+        raise UserError(f"cannot go on from {path}: {reason}") from error
+
+
 def load(path, scenario):
     """Return what save() has written, a dict with "settings" and "state". No code from the file is executed.
 

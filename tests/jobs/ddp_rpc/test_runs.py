@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import torch
 
 from faults import copy_with_mistake
 from helpers import assert_one_line_error, load_bench
@@ -62,6 +63,19 @@ def test_divergence_ends_the_run_in_one_line_and_writes_nothing(tmp_path, mode):
     done = run_main("ddp_rpc", *SMALL, "--mode", mode, "--lr", 1e9, *writes)
     assert_one_line_error(done, 1, "): step ", "loss is ", "diverged", "--lr")
     assert done.stderr.count("diverged") == 1 and not any(file.exists() for file in files), done.stderr
+
+
+@pytest.mark.parametrize("part", ["table", "fc"])
+def test_a_checkpoint_of_another_network_is_refused_in_one_line(tmp_path, part):
+    """The table is on a server, `fc` in the trainers."""
+    flags = ("--batches", 2, "--epochs", 1, "--checkpoint", tmp_path / "c.pt")
+    run(tmp_path, *flags)
+    content = torch.load(tmp_path / "c.pt", weights_only=True)
+    other = torch.nn.Linear(24, 8).state_dict()
+    content["state"][part] = other if part == "fc" else torch.zeros(100, 24)
+    torch.save(content, tmp_path / "c.pt")
+    done = run_main("ddp_rpc", *flags, "--resume")
+    assert_one_line_error(done, 1, "cannot go on from", "size mismatch for weight")
 
 
 def test_trainers_whose_replicas_differ_fail(tmp_path):

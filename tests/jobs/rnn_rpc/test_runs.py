@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+import torch
 
 from helpers import assert_one_line_error, assert_refused, package_on_path
 from programs import run_main, run_script
@@ -77,6 +78,18 @@ def test_a_diverging_run_ends_with_one_line(tmp_path):
     done = run_main("rnn_rpc", *flags, "--summary_json", tmp_path / "summary.json")
     assert_one_line_error(done, 1, "rnn_rpc: rank 1 (trainer): step ", "the loss is ", "--lr")
     assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.parametrize("layer, parameter", [("rnn", "bias_hh_l0"), ("decoder", "decoder.bias")])
+def test_a_checkpoint_of_another_network_is_refused_in_one_line(tmp_path, layer, parameter):
+    """The LSTM is in the trainer, the decoder on a server."""
+    flags = ("--corpus_tokens", 5_000, "--epochs", 1, "--checkpoint", tmp_path / "c.pt")
+    assert run_main("rnn_rpc", *flags).returncode == 0
+    content = torch.load(tmp_path / "c.pt", weights_only=True)
+    content["state"]["model"][layer][parameter] = torch.zeros(5)
+    torch.save(content, tmp_path / "c.pt")
+    done = run_main("rnn_rpc", *flags, "--resume")
+    assert_one_line_error(done, 1, "cannot go on from", f"size mismatch for {parameter}")
 
 
 @pytest.mark.parametrize(
