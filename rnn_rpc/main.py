@@ -112,9 +112,9 @@ def run_trainer(args, devices):
         trainer.heldout = math.exp(heldout_loss)
         progress.after_epoch()
 
-    if args.generate:
-        progress.report.say(corpus.spell(trainer.generate(args.generate)))
     progress.finish(meter)
+    if args.generate:  # after the files are written, because perhaps nobody reads stdout any more
+        progress.report.say(corpus.spell(trainer.generate(args.generate)))
 
 
 def read_text(args):

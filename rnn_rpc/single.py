@@ -3,7 +3,7 @@ adds. Both print the same lines, with nearly the same numbers: here one random g
 weights, there each process draws its own.
 
     python single.py
-    CUDA_VISIBLE_DEVICES= python single.py    # hides the GPUs, so that all stays on the CPU
+    CUDA_VISIBLE_DEVICES= python single.py    # hides CUDA GPUs: all stays on the CPU
 
 Part 2 of PyTorch's tutorial "Getting Started with Distributed RPC Framework", without RPC.
 "Difference 7" is number 7 in docs/differences/rnn_rpc.md.

@@ -4,7 +4,7 @@ the optimizer work across both processes.
 
     python tutorial.py              # starts both ranks on this machine
     python tutorial.py --rank 0     # starts only rank 0; --rank 1 in another terminal
-    CUDA_VISIBLE_DEVICES= python tutorial.py    # hides the GPUs, so that all stays on the CPU
+    CUDA_VISIBLE_DEVICES= python tutorial.py    # hides CUDA GPUs: all stays on the CPU
 
 Why RPC? It is for a model that is too large for one machine. (This one would fit, but shows how.)
 Split the model into submodules, make each in the process where it should live, and reach it by its

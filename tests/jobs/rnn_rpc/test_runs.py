@@ -2,13 +2,15 @@
 
 import json
 import math
+import os
 import re
+import signal
 
 import pytest
 import torch
 
 from helpers import assert_one_line_error, assert_refused, package_on_path
-from programs import run_main, run_script
+from programs import run_main, run_script, start_main
 
 with package_on_path("rnn_rpc"):
     import corpus
@@ -44,12 +46,24 @@ def test_a_run_prints_that_it_learns(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_text_that_stdout_cannot_show_does_not_lose_the_result(tmp_path):
+@pytest.mark.parametrize("reader", ["of ASCII", "gone"])
+@pytest.mark.draw(1)
+def test_a_text_that_stdout_cannot_show_does_not_lose_the_result(tmp_path, reader):
+    """It is generated at the end. The second reader leaves before, as `main.py | head -3` does."""
     (tmp_path / "text").write_text("été à la mer, hiver à la ville; " * 200)
-    flags = ["--corpus", tmp_path / "text", "--epochs", 1, "--generate", 40, "--summary_json", tmp_path / "s.json"]
-    done = run_main("rnn_rpc", *flags, env={"PYTHONIOENCODING": "ascii"}, cold=True)
-    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "s.json").exists()
-    assert "\\xe9" in done.stdout or "\\xe0" in done.stdout, done.stdout
+    flags = ["--corpus", tmp_path / "text", "--epochs", 1, "--generate", 400, "--summary_json", tmp_path / "s.json"]
+    if reader == "of ASCII":
+        done = run_main("rnn_rpc", *flags, env={"PYTHONIOENCODING": "ascii"}, cold=True)
+        assert (done.returncode, done.stderr) == (0, ""), done
+        assert "\\xe9" in done.stdout or "\\xe0" in done.stdout, done.stdout
+    else:
+        reader, writer = os.pipe()
+        with start_main("rnn_rpc", *flags, stdout=writer) as process:
+            os.close(writer)
+            with open(reader) as out:
+                assert any(EPOCH.match(line) for line in out)
+            assert (process.wait(60), process.errors()) == (128 + signal.SIGPIPE, "")
+    assert (tmp_path / "s.json").exists()
 
 
 @pytest.mark.parametrize(
