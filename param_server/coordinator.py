@@ -1,7 +1,7 @@
-"""What rank 0 does in every mode: it deals batches, and when all trainers have done theirs, it evaluates and saves.
+"""What server1 does in every mode: it deals batches, and when all trainers have done theirs, it evaluates and saves.
 
-Each mode's ParameterServer is a Coordinator that has weights. lead() is the loop of the whole job, on rank 0's main
-thread. Everything else is called by others, on other threads, and only changes data under a lock.
+Each mode's ParameterServer is a Coordinator that has weights. lead() is the loop of the whole job, on server1's main
+thread. The methods at the end are called on other threads, and only change data under a lock.
 """
 
 import collections
@@ -20,21 +20,22 @@ from glue.report import check_finite
 # The attributes of a Coordinator that are in a checkpoint, besides the states of its model and its optimizer:
 STATE = ("epoch", "batch", "updates", "images_applied", "stale", "accuracy")
 
-param_server = None  # the ParameterServer of this process, if it is rank 0; main.py sets it
+param_server = None  # the ParameterServer of this process, if it is server1; main.py sets it
 
 
 def get_parameter_server():
     return param_server
 
 
-class Coordinator:  # in rank 0
+class Coordinator:  # in server1
     """Leads one job. A mode's ParameterServer adds `model`, its `optimizer`, and the calls that train them."""
 
     def __init__(self, plan):
         self.plan = plan
         self.progress = None  # prints and saves; main.py sets it
-        # The one lock of rank 0. It guards the attributes below and the weights, but is not held during a forward or
-        # backward pass. It is a Condition, because lead() also waits on it until others notify it.
+        # The one lock of server1. It guards the attributes below and the weights, but is not held during a forward or
+        # backward pass. It is a Condition, because lead() also waits on it until others notify it. While all trainers
+        # are idle, lead() evaluates, saves and counts epochs without it: nothing else changes then.
         # Never wait for an RPC while holding it: answers arrive on the threads that also serve calls. If calls that
         # wait for this lock blocked all of them, the answer could not arrive, and nobody would release the lock.
         self.lock = threading.Condition()
@@ -47,6 +48,7 @@ class Coordinator:  # in rank 0
         self.images_applied = collections.Counter()  # {epoch: number of images applied to the weights}
         self.stale = collections.Counter()  # {staleness: number of gradients that had it}
         self.accuracy = None
+        self.seconds = 0.0  # in which the trainers worked, since the start of this process
 
     def lead(self, evaluations, test_digits):
         """Train and evaluate until the work is done. `evaluations`: per epoch; `test_digits`: (images, labels)."""
@@ -82,7 +84,7 @@ class Coordinator:  # in rank 0
                 dealt = {trainer: (self.epoch, numbers.copy()) for trainer, numbers in self.assignments.dealt.items()}
             self.answer(dealt)
             batches = self.wait_for_trainers()  # those of lost trainers
-        self.progress.seconds += time.perf_counter() - started
+        self.seconds += time.perf_counter() - started
 
     def set_learning_rate(self, lr):
         self.optimizer.param_groups[0]["lr"] = lr
@@ -134,15 +136,14 @@ class Coordinator:  # in rank 0
         return answer
 
     def record_loss(self, trainer, batch, loss):
-        with self.lock:
-            self.progress.loss(trainer, batch, loss)
+        self.progress.loss(trainer, batch, loss)
 
     # The ParameterServer calls the next two, under the lock.
 
     def refuse_if_lost(self, trainer):
         """Raise an error if the job goes on without this trainer. (If it was only stopped, it may still call.)"""
         if trainer not in self.assignments.living:
-            raise UserError(f"rank {trainer} was lost; its batches go to other trainers")
+            raise UserError(f"trainer{trainer} was lost; its batches go to the others")
 
     def count_update(self, gradients):
         """Count an update. `gradients`: (trainer, images, version) of each gradient in it.

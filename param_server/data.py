@@ -1,6 +1,6 @@
 """MNIST as one tensor, the batches of each epoch, and digits drawn by the program for machines without MNIST.
 
-Runs in the trainers, which read the training images, and in rank 0, which reads the test images.
+Runs in the trainers, which read the training images, and in server1, which reads the test images.
 
 A DataLoader with torchvision's dataset decodes and normalises each image again in every epoch, which takes 1.7 ms for a
 batch of 32. In this file the data set is one uint8 tensor (47 MB). A batch is indexed and normalised in 0.05 ms.

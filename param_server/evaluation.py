@@ -1,4 +1,4 @@
-"""The accuracy on the test images. In rank 0, on its main thread, while all trainers wait."""
+"""The accuracy on the test images. In server1, on its main thread, while all trainers wait."""
 
 import torch
 

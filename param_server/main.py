@@ -41,10 +41,8 @@ MODES = {
     "sharded": sharded,
 }
 # Flags that must be equal in all ranks, when ranks are started one by one:
-MUST_MATCH = (
-    *("dataset", "epochs", "max_batches", "batch_size", "lr", "lr_step", "momentum", "no_dropout", "max_staleness"),
-    *("num_servers", "num_gpus"),
-)
+MUST_MATCH = ("dataset", "epochs", "max_batches", "batch_size", "lr", "lr_step", "momentum", "no_dropout")
+MUST_MATCH += ("max_staleness", "num_servers", "num_gpus")
 # Flags that a resumed run must not change:
 RESUME_KEYS = ("seed", "mode", "num_servers", "dataset", "batch_size", "max_batches")
 

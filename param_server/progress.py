@@ -1,10 +1,10 @@
-"""What a run prints and writes: losses, accuracy, a progress bar, curves, checkpoints, and the result. In rank 0."""
+"""What a run prints and writes: losses, accuracy, a progress bar, curves, checkpoints, and the result. In server1."""
 
 from glue import checkpoint, report
 
 
-class Progress:  # in rank 0
-    """The output of one run. The Coordinator calls start(), after_step() and after_evaluation(), main.py finish()."""
+class Progress:  # in server1
+    """The output of one run. main.py calls finish(), the Coordinator all the other methods."""
 
     def __init__(self, args, server, resume_keys):
         """`resume_keys`: flags that must be equal in a run that continues from a checkpoint of this one."""
@@ -12,9 +12,7 @@ class Progress:  # in rank 0
         self.server = server
         self.report = report.Report("param_server", args)
         self.settings = {key: vars(args)[key] for key in resume_keys}
-        # Since the start of this process:
-        self.images = 0  # applied to the weights
-        self.seconds = 0.0  # in which the trainers worked
+        self.images = 0  # applied to the weights since the start of this process
 
     def start(self):
         """With --resume, load the checkpoint."""
@@ -33,9 +31,10 @@ class Progress:  # in rank 0
         self.bar.update(images)
 
     def loss(self, trainer, batch, loss):
-        """Print the loss of one batch, in the tutorial's words."""
-        self.report.say(f"Rank {trainer} training batch {batch} loss {loss}")
-        self.report.scalar("loss", loss, self.server.updates)
+        """Print the loss of one batch, in the tutorial's words. Several trainers may report one at the same time."""
+        self.report.say(f"Rank {trainer} training batch {batch} loss {loss}")  # without the lock: it may have to wait
+        with self.server.lock:
+            self.report.scalar("loss", loss, self.server.updates)
 
     def after_evaluation(self):
         """Print the accuracy, and, at the end of an epoch, the figures of the run; write the checkpoint."""
@@ -46,7 +45,7 @@ class Progress:  # in rank 0
         else:
             figures = report.staleness_figures(server.stale)
             staleness = f"staleness mean {figures['staleness_mean']:.2f} max {figures['staleness_max']}"
-            speed = f"{self.images / self.seconds:,.0f} images/s, " if self.images else ""
+            speed = f"{self.images / server.seconds:,.0f} images/s, " if self.images else ""
             self.report.say(
                 f"Epoch {server.epoch}: Accuracy {server.accuracy:.4f}, {speed}{server.updates} updates, {staleness}"
             )
@@ -67,7 +66,7 @@ class Progress:  # in rank 0
             test_accuracy=server.accuracy,
             updates=server.updates,
             lost=sorted(lost),
-            images_per_second=round(self.images / self.seconds, 1) if self.images else None,
+            images_per_second=round(self.images / server.seconds, 1) if self.images else None,
             images_applied=list(server.images_applied.values()),  # of each epoch
             **report.staleness_figures(server.stale),
         )

@@ -29,12 +29,12 @@ class Trainer:  # in a trainer
 
     def __init__(self, rank, plan, device):
         self.rank = rank
-        self.net = TrainerNet(rank, device)
+        self.net = TrainerNet(rank)  # `device` is the CPU here, because the network is on the server
         self.opt = DistributedOptimizer(ServerSGD, self.net.get_global_param_rrefs(), trainer=rank)
 
     def train(self, batches, log_interval):
         """Train until the server has no more batches."""
-        meter = Meter()
+        meter = Meter()  # counts the steps, and marks them for tools/trace.py; the Coordinator takes the time
         server = self.net.param_server_rref
         # timeout=0: no time limit, because this call waits for the slowest trainer and for the evaluation.
         while assignment := server.rpc_sync(timeout=0).next_assignment(self.rank, batches.per_epoch):
@@ -44,7 +44,6 @@ class Trainer:  # in a trainer
                 with meter.step(), dist_autograd.context() as context_id:
                     model_output = self.net(data)
                     loss = F.nll_loss(model_output, target)
-                    check_finite(loss, "loss", meter.steps + 1)
                     dist_autograd.backward(context_id, [loss])  # continues on the server, behind the RPC
                     self.opt.step(context_id)
                 if (meter.steps - 1) % log_interval == 0:
@@ -54,10 +53,9 @@ class Trainer:  # in a trainer
 class TrainerNet(nn.Module):  # in a trainer
     """A network whose forward pass is a remote call. Source: tutorial, TrainerNet."""
 
-    def __init__(self, rank, device):
+    def __init__(self, rank):
         super().__init__()
         self.rank = rank
-        self.device = device
         # An RRef is a reference to an object in another process. The object lives as long as there is an RRef to it.
         self.param_server_rref = rpc.remote(SERVER, get_parameter_server)
 
@@ -67,9 +65,7 @@ class TrainerNet(nn.Module):  # in a trainer
 
     def forward(self, x):
         """Return the server's log-probabilities (B, 10) for images (B, 1, 28, 28)."""
-        # RPC's CUDA support is beta, so tensors travel on the CPU. Autograd follows cpu() and to().
-        output = self.param_server_rref.rpc_sync().forward(self.rank, x.cpu())
-        return output.to(self.device)
+        return self.param_server_rref.rpc_sync().forward(self.rank, x)
 
 
 class ParameterServer(Coordinator):  # in server1, on RPC threads
@@ -103,7 +99,10 @@ class ParameterServer(Coordinator):  # in server1, on RPC threads
         return [rpc.RRef(param) for param in self.model.parameters()]
 
     def forward(self, trainer, inp):
-        """Return log-probabilities (B, 10) for images (B, 1, 28, 28)."""
+        """Return log-probabilities (B, 10) for images (B, 1, 28, 28).
+
+        Both travel on the CPU, because RPC's CUDA support is beta. Autograd follows to() and cpu().
+        """
         with self.lock:  # only the cloning needs it
             self.refuse_if_lost(trainer)
             snapshot = {name: param.clone() for name, param in self.model.named_parameters()}

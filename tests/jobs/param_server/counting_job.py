@@ -8,8 +8,8 @@ in the update). The counts are sent as gradients, and do not depend on the count
 
 FAULTS: RANK:KIND:SECONDS,..., with the seconds since training began. KIND is SIGKILL, SIGSTOP, exception, or "nap" (the
 rank is stopped until the others have lost it, then continued). With 0:evaluation:0 rank 0 is killed when it begins its
-second evaluation, unless the job was restarted. With 0:slow:0 rank 0 takes long to find out which batches are left, so
-that trainers are lost meanwhile. PAUSE: seconds per batch.
+second evaluation, unless the job was restarted. With 0:slow:0 rank 0 takes long to find out which batches are left, and
+to save, so that trainers are lost meanwhile. PAUSE: seconds per batch.
 """
 
 import os
@@ -30,7 +30,7 @@ import data
 import main
 import remote
 import replica
-from glue import launch, supervisor
+from glue import checkpoint, launch, supervisor
 from ranks import worker_name
 
 IMAGES, PAUSE, LOST_AFTER = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
@@ -94,6 +94,11 @@ class SlowAssignments(assignments.Assignments):
         self.dealt = SlowDict(self.dealt)
 
 
+def slow_save(*what, save=checkpoint.save):
+    time.sleep(0.1)
+    save(*what)
+
+
 def begin_fault(kind, seconds):
     def happen():
         if kind == "exception":
@@ -118,7 +123,7 @@ def run_worker(rank, args, job):
     if kind == "evaluation":
         coordinator.get_accuracy = count_and_die
     elif kind == "slow":
-        coordinator.Assignments = SlowAssignments
+        coordinator.Assignments, checkpoint.save = SlowAssignments, slow_save
     elif kind:
         plain = job.on_lost
 
