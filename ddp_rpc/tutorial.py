@@ -100,7 +100,10 @@ def _run_trainer(emb_rref, rank, num_gpus):
     if num_gpus:
         print(f"Trainer {rank} uses {device}", flush=True)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread: a new thread begins on GPU 0
+        # Of this thread: a new thread begins on GPU 0. The step of the linear layer runs on another
+        # thread, but uses only tensors of this GPU, and torch itself changes to their GPU for each
+        # operation. (This is from torch's source, and has not been run.)
+        torch.cuda.set_device(device)
     model = HybridModel(emb_rref, device)
 
     # DistributedOptimizer takes a list with an RRef to each parameter. These are the table's.

@@ -38,7 +38,7 @@ class Net(nn.Module):
         print(f"Putting first 2 convs on {device}")
         self.conv1 = nn.Conv2d(1, 32, 3, 1).to(device)
         self.conv2 = nn.Conv2d(32, 64, 3, 1).to(device)
-        # Put the rest of the network on the second GPU, if there is one.
+        # With two GPUs, the linear layers are on the other one.
         device = get_device(1, num_gpus)
         print(f"Putting rest of layers on {device}")
         self.dropout1 = nn.Dropout2d(0.25).to(device)
@@ -54,7 +54,7 @@ class Net(nn.Module):
 
         x = self.dropout1(x)
         x = torch.flatten(x, 1)  # (B, 9216)
-        # Move the tensor to the next device, if necessary.
+        # The linear layers may be on another device than the convolutions.
         next_device = next(self.fc1.parameters()).device
         x = x.to(next_device)
 
@@ -88,7 +88,7 @@ def run_training_loop(num_gpus, train_loader, test_loader):
 def get_accuracy(test_loader, model):
     model.eval()
     correct_sum = 0
-    # Use a GPU to evaluate, if possible.
+    # Answers are compared on the first GPU, if the network uses one.
     device = get_device(0, model.num_gpus)
     with torch.no_grad():
         for data, target in test_loader:

@@ -251,7 +251,7 @@ def parse_args():
 
 if __name__ == "__main__":  # RPC sends functions by name: every rank finds them in this file
     args = parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # such small operations are slower with more threads
     torch.manual_seed(args.rank)
     logging.getLogger("torch.distributed.rpc").setLevel(logging.CRITICAL)
     name = f"observer{args.rank}" if args.rank else "agent"

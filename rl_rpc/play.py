@@ -60,10 +60,14 @@ def main(argv=None):
     try:
         policy, env_id = load_policy(args.policy)
         env = make_env(env_id, render_mode="rgb_array" if args.gif else None)
+
+        def keep_frame():
+            if args.gif:
+                frames.append(env.render())
+
         for episode in range(1, args.episodes + 1):
             seed = seed_for(args.seed, "play", episode)
-            draw = (lambda: frames.append(env.render())) if args.gif else None
-            reward = play_episode(env, Actor(policy).act_greedily, seed, on_step=draw)
+            reward = play_episode(env, Actor(policy).act_greedily, seed, on_step=keep_frame)
             print(f"Episode {episode}\tReward: {reward:.2f}", flush=True)
         if args.gif:
             write_gif(args.gif, frames, fps=env.metadata.get("render_fps", 30))

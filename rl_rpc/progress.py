@@ -68,7 +68,7 @@ class Progress:  # in the agent
         """
         learner = self.learner
         staleness = {}
-        if self.args.mode == "async":
+        if hasattr(self.agent, "staleness"):  # a mode that learns from episodes of older weights
             staleness = report.staleness_figures(self.agent.staleness)
             mean = staleness["staleness_mean"]
             most = staleness["staleness_max"]

@@ -52,7 +52,7 @@ class Observer:
             # do it
             state, reward, terminated, truncated, _ = self.env.step(action)
 
-            # report the reward to the agent
+            # tell it what this has earned
             agent.report_reward(self.id, reward)
 
             # the pole has fallen, or has stood for 500 steps

@@ -71,7 +71,7 @@ class Observer:
             # do it
             state, reward, terminated, truncated, _ = self.env.step(action)
 
-            # Report the reward to the agent, and wait for the answer. Without waiting, two reports
+            # Tell it what this has earned, and wait for the answer. Without waiting, two such calls
             # could run on two threads of the agent, and be stored in the wrong order.
             agent_rref.rpc_sync().report_reward(self.id, reward)
 
@@ -126,7 +126,8 @@ class Agent:
             # there is no time limit, because an episode may take longer than the default of 60 s.
             futs.append(ob_rref.rpc_async(timeout=0).run_episode(self.agent_rref))
 
-        # wait until all observers have finished this episode
+        # All episodes are needed before the agent learns, and no observer waits for another. So
+        # each Future completes, and they can be waited for in any order.
         for fut in futs:
             fut.wait()
 

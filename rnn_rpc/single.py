@@ -19,7 +19,7 @@ from torch import nn, optim
 
 
 class EmbeddingTable(nn.Module):
-    """Encoding layers of the RNNModel."""
+    """From the number of a word to its vector."""
 
     def __init__(self, ntoken, ninp, dropout):
         super().__init__()
@@ -35,7 +35,7 @@ class EmbeddingTable(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Decoding layers of the RNNModel."""
+    """From an output of the LSTM to a score for each word."""
 
     def __init__(self, ntoken, nhid, dropout):
         super().__init__()

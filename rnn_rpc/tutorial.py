@@ -39,7 +39,7 @@ logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
 
 
 class EmbeddingTable(nn.Module):
-    """Encoding layers of the RNNModel.
+    """From the number of a word to its vector.
 
     This object and the Decoder live on `ps`, where the methods that the trainer calls run on RPC
     threads (16 by default). Several could run at the same time. But no lock is needed here, because
@@ -64,7 +64,7 @@ class EmbeddingTable(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Decoding layers of the RNNModel."""
+    """From an output of the LSTM to a score for each word."""
 
     def __init__(self, ntoken, nhid, dropout):
         super().__init__()
