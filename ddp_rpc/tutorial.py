@@ -102,7 +102,7 @@ def _run_trainer(emb_rref, rank, num_gpus):
     if device.type == "cuda":
         # Of this thread: a new thread begins on GPU 0. The step of the linear layer runs on another
         # thread, but uses only tensors of this GPU, and torch itself changes to their GPU for each
-        # operation. (This is from torch's source, and has not been run.)
+        # operation. (This is from torch's source, and has not been run on several GPUs.)
         torch.cuda.set_device(device)
     model = HybridModel(emb_rref, device)
 
