@@ -7,7 +7,6 @@ import math
 import random
 import re
 import sys
-import threading
 
 import pytest
 
@@ -64,7 +63,7 @@ def note_lock(thing, lock, *names):
     A lock that is missing is noticed by no result, as long as only one thread at a time comes to these lines.
     """
     notes = []
-    is_held = lock._is_owned if isinstance(lock, threading.Condition) else lock.locked
+    is_held = lock._is_owned if hasattr(lock, "_is_owned") else lock.locked  # the first: an RLock, a Condition
 
     class Watched(type(thing)):
         def __getattribute__(self, name):

@@ -19,6 +19,7 @@ with package_on_path("param_server"):
     import ranks
     import remote
     import replica
+    import sharded
     from data import Batches, load_digits
     from glue.seeds import seed_for
 

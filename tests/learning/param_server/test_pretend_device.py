@@ -29,6 +29,7 @@ SYNTHETIC = argparse.Namespace(dataset="synthetic", seed=1)
 def test_a_run_that_goes_on_from_a_checkpoint_equals_one_process_on_the_cpu(tmp_path, mode):
     """Losses and weights equal those of the CPU to 1e-6. The checkpoint is from the plain loop."""
     settings = {"mode": mode, "dataset": "synthetic", "seed": 1, "batch_size": 8, "max_batches": STEPS}
+    settings["num_servers"] = 1
     progress = {"epoch": 0, "updates": DONE, "stale": Counter({0: DONE}), "accuracy": None, "batch": DONE}
     progress |= {"images_applied": Counter({0: DONE * 8})}
     _, weights = oracle.one_process(DONE, batch_size=8)

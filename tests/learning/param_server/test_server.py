@@ -14,6 +14,7 @@ oracle = load_oracle("param_server")
 arguments, batch, make_server = oracle.arguments, oracle.batch, oracle.make_server
 coordinator, evaluation, main, net = oracle.coordinator, oracle.evaluation, oracle.main, oracle.net
 progress, ranks, remote, replica = oracle.progress, oracle.ranks, oracle.remote, oracle.replica
+sharded = oracle.sharded
 
 
 @pytest.fixture
@@ -184,7 +185,7 @@ def test_a_push_that_is_not_finite_is_refused(mode, value):
 @pytest.mark.parametrize("mode", main.MODES)
 def test_weights_are_read_and_changed_only_under_the_lock(mode):
     """The trainers' calls run at the same time, but Python's own lock mostly hides it if this one is missing."""
-    server = make_server(mode)
+    server = make_server(mode, *(("--num_servers", 1) if mode == "sharded" else ()))
     if mode == "remote":
         used = note_lock(server, server.lock, "model", "optimizer", "forwards")
         data, target = batch(1)
@@ -197,6 +198,15 @@ def test_weights_are_read_and_changed_only_under_the_lock(mode):
         for trainer in (1, 2):
             server.push(replica.Push(trainer, 0, 4, torch.ones_like(weights)))
     assert server.updates > 0 and len(used) > 5 and all(used)
+
+
+def test_a_range_of_the_weights_is_read_and_changed_only_under_its_lock():
+    """In `sharded`, by a server that is not the first."""
+    shard = sharded.Shard(1, arguments("--mode", "sharded"), torch.device("cpu"))
+    used = note_lock(shard, shard.lock, "weights_R", "optimizer", "updates")
+    weights = shard.pull()
+    assert not torch.equal(shard.push(torch.ones_like(weights)), weights)
+    assert len(used) > 5 and all(used)
 
 
 @pytest.mark.parametrize("mode", ["replica", "sync"])
