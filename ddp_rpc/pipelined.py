@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 import hogwild
-from shards import split_by_shard
+from shards import Shard, split_by_shard
 
 
 class Trainer:  # in a trainer
@@ -33,7 +33,7 @@ class Trainer:  # in a trainer
         self.next_sums = None  # Futures of the sums of the batch to come, one for each server; None before an epoch
         self.gradient_BD = None  # the gradient of the previous batch's sums; None before an epoch
         for emb_rref in emb_rrefs:
-            emb_rref.rpc_sync(timeout=0).parameter_rrefs()  # only to wait until the server has made its shard
+            emb_rref.rpc_sync(timeout=0).wait_until_made()
 
     def set_learning_rate(self, lr):
         self.opt = optim.SGD(self.model.parameters(), lr=lr)
@@ -81,11 +81,16 @@ class Trainer:  # in a trainer
         ]
 
 
-class EmbeddingShard(hogwild.EmbeddingShard):  # on a server, on RPC threads
+class EmbeddingShard(Shard):  # on a server, on RPC threads
+    look_up = hogwild.EmbeddingShard.look_up  # for an evaluation
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.lock = threading.Lock()  # protects the update
         self.lookups = defaultdict(deque)  # trainer -> its sums (B, D) that wait for their gradients, the oldest first
+
+    def wait_until_made(self):
+        """Return. No method is called before the constructor has returned, which takes long for a large table."""
 
     def set_learning_rate(self, lr):
         self.optimizer = optim.SGD(self.parameters(), lr=lr)  # every trainer calls this; the last one made remains
