@@ -35,7 +35,7 @@ class Coordinator:  # in server1
         self.progress = None  # prints and saves; main.py sets it
         # The one lock of server1. It guards the attributes below and the weights, but is not held during a forward or
         # backward pass. It is a Condition, because lead() also waits on it until others notify it. While all trainers
-        # are idle, lead() evaluates, saves and counts epochs without it: nothing else changes then.
+        # are idle, lead() evaluates, saves and counts epochs without it: no other thread changes these then.
         # Never wait for an RPC while holding it: answers arrive on the threads that also serve calls. If calls that
         # wait for this lock blocked all of them, the answer could not arrive, and nobody would release the lock.
         self.lock = threading.Condition()

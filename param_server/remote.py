@@ -99,10 +99,7 @@ class ParameterServer(Coordinator):  # in server1, on RPC threads
         return [rpc.RRef(param) for param in self.model.parameters()]
 
     def forward(self, trainer, inp):
-        """Return log-probabilities (B, 10) for images (B, 1, 28, 28).
-
-        Both travel on the CPU, because RPC's CUDA support is beta. Autograd follows to() and cpu().
-        """
+        """Return log-probabilities (B, 10) for images (B, 1, 28, 28), all on the CPU: RPC's CUDA support is beta."""
         with self.lock:  # only the cloning needs it
             self.refuse_if_lost(trainer)
             snapshot = {name: param.clone() for name, param in self.model.named_parameters()}
