@@ -1,16 +1,20 @@
 """A pretend accelerator, with which a machine without a GPU can test that every tensor is on the right device.
 
-Importing this file adds the device "pretend:0" to this process. Tensors on it compute on the CPU, so the numbers are
-the same. But like tensors on a GPU, they raise an error if they are used in one operator together with a CPU tensor,
-or if their numpy array is requested. They also raise an error if they are pickled, which happens to everything that is
-sent by RPC, or if they are given to a collective that Gloo lacks on a GPU. torch.save writes them as CPU tensors.
+Importing this file adds the devices "pretend:0" and "pretend:1" to this process. Tensors on them compute on the CPU, so
+the numbers are the same. But like tensors on a GPU, they raise an error if they are used in one operator together with
+a tensor of another device, or if their numpy array is requested. They also raise an error if they are pickled, which
+happens to everything that is sent by RPC, or if they are given to a collective that Gloo lacks on a GPU. torch.save
+writes them as CPU tensors.
 
 Import it before the first backward() of the process, because autograd then counts the devices and starts a thread for
 each. (Imports of a test file are early enough, because pytest imports all test files before it runs a test.)  It needs
 an experimental part of torch. If torch does not have it, MISSING says so, and the device does not exist.
 
-It does not support sparse tensors, a second device (autograd would only find one), streams, a torch.Generator of its
-own (it uses the CPU's), and torch.tensor(..., device=...), for which tensor_by_copy can be used.
+Autograd has a thread for each device of a machine, and finds only one of these two. So backward() through pretend:1
+works only within one_thread(), and not in the RPC threads of a distributed backward pass.
+
+It does not support sparse tensors, streams, a torch.Generator of its own (it uses the CPU's), and
+torch.tensor(..., device=...), for which tensor_by_copy can be used.
 """
 
 import torch
@@ -23,7 +27,7 @@ try:
 except ImportError:
     MISSING = f"torch {torch.__version__} cannot add a device that is written in Python"
 
-DEVICE = "pretend:0"
+DEVICE, SECOND = "pretend:0", "pretend:1"
 # Operators that copy between devices.
 COPIES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from", "aten::_copy_from_and_resize"}
 
@@ -33,14 +37,14 @@ COLLECTIVES = {"c10d::broadcast_", "c10d::allreduce_", "c10d::allgather_"}
 
 
 class PretendTensor(torch.Tensor):
-    """A tensor whose device is DEVICE. `elem` is the CPU tensor with which it computes."""
+    """A tensor on one of the two devices. `elem` is the CPU tensor with which it computes."""
 
     @staticmethod
-    def __new__(cls, elem):
+    def __new__(cls, elem, device):
         layout = {"strides": elem.stride(), "storage_offset": elem.storage_offset()}
-        return torch.Tensor._make_wrapper_subclass(cls, elem.size(), dtype=elem.dtype, device=DEVICE, **layout)
+        return torch.Tensor._make_wrapper_subclass(cls, elem.size(), dtype=elem.dtype, device=device, **layout)
 
-    def __init__(self, elem):
+    def __init__(self, elem, device):
         self.elem = elem
 
     @property
@@ -49,6 +53,9 @@ class PretendTensor(torch.Tensor):
 
     @data.setter
     def data(self, other):  # vector_to_parameters sets it, to a tensor of the same shape and type
+        assert other.device == self.device, (
+            "Module.to() cannot move parameters from one of the two devices to the other"
+        )
         self.elem = other.elem
 
     def __repr__(self):
@@ -72,35 +79,46 @@ class PretendTensor(torch.Tensor):
 
 
 def run(operator, *args, **kwargs):
-    """Run an ATen operator that has a tensor on DEVICE among its arguments, or that creates one on DEVICE."""
+    """Run an ATen operator that has a tensor on one of the devices among its arguments, or that creates one there."""
     name, leaves = operator._schema.name, pytree.tree_leaves((args, kwargs))
     ours = [leaf for leaf in leaves if isinstance(leaf, PretendTensor)]
     others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, PretendTensor)]
-    if ours and name not in COPIES and any(tensor.dim() for tensor in others):  # numbers are allowed, as on a GPU
-        raise RuntimeError(f"{name}: tensors of the pretend device and of the CPU were mixed")
+    places = {tensor.device for tensor in ours} | {tensor.device for tensor in others if tensor.dim()}
+    if ours and name not in COPIES and len(places) > 1:  # numbers on the CPU are allowed, as on a GPU
+        raise RuntimeError(f"{name}: tensors of {' and '.join(map(str, places))} were mixed")
     if ours and name.startswith("c10d::") and name not in COLLECTIVES:
         raise TypeError(f"{name}: a tensor of the pretend device was given to a collective")
 
     if name == "aten::copy_":  # the result is on the device of the first argument
-        result_is_ours = isinstance(args[0], PretendTensor)
+        device = args[0].device
     elif kwargs.get("device") is not None:
-        result_is_ours = torch.device(kwargs["device"]) == torch.device(DEVICE)
+        device = torch.device(kwargs["device"])
     else:
-        result_is_ours = bool(ours)
+        device = ours[0].device if ours else torch.device("cpu")
 
     args, kwargs = pytree.tree_map(to_cpu, (args, kwargs))
     result = BY_HAND.get(name, operator)(*args, **kwargs)
     # An in-place operator returns one of its arguments. Return the caller's tensor object, not a new one.
     same = {id(tensor.elem): tensor for tensor in ours} | {id(tensor): tensor for tensor in others}
-    wrap = PretendTensor if result_is_ours else lambda tensor: tensor
-    return pytree.tree_map_only(torch.Tensor, lambda t: same[id(t)] if id(t) in same else wrap(t), result)
+
+    def found(tensor):
+        if id(tensor) in same or device.type != "pretend":
+            return same.get(id(tensor), tensor)
+        return PretendTensor(tensor, device)
+
+    return pytree.tree_map_only(torch.Tensor, found, result)
 
 
 def to_cpu(leaf):
-    """Return an operator's argument with DEVICE replaced by the CPU."""
+    """Return an operator's argument with these devices replaced by the CPU."""
     if isinstance(leaf, PretendTensor):
         return leaf.elem
-    return torch.device("cpu") if isinstance(leaf, torch.device) and leaf == torch.device(DEVICE) else leaf
+    return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "pretend" else leaf
+
+
+def one_thread():
+    """Return a context in which autograd runs backward() in the thread that calls it."""
+    return torch.autograd.set_multithreading_enabled(False)
 
 
 def lstm_cell(from_input, from_hidden, cell, input_bias=None, hidden_bias=None):

@@ -2,7 +2,8 @@
 
 python tests/learning/param_server/pretend_tutorial_job.py PROGRAM BATCHES [the program's own flags]
 
-Each trainer has BATCHES batches. Spawned ranks import this file again, so that every process has the device.
+Each trainer has BATCHES batches. single.py gets both pretended devices. Spawned ranks import this file again, so that
+every process has them.
 """
 
 import importlib
@@ -55,8 +56,10 @@ if __name__ == "__main__":
     arguments = program.parse_args()
     sys.argv = command  # spawned ranks read it above
     if PROGRAM == "single":
+        program.get_device = lambda number, num_gpus: program.torch.device("pretend", number)  # torch counts only one
         program.torch.manual_seed(arguments.seed)
-        program.run_worker(arguments)
+        with pretend_device.one_thread():
+            program.run_worker(arguments)
     else:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(arguments.master_port)
         mp.spawn(run_rank, (arguments,), nprocs=arguments.world_size)

@@ -56,8 +56,12 @@ FLAGS = ("--no_dropout", "--momentum", 0.8, "--lr", 0.01)
 
 
 def remote_state(device, monkeypatch):
-    """Make two updates of a server with momentum, a new server from its state, and another update."""
-    monkeypatch.setattr(net, "DEVICES", [(device, device)])
+    """Make two updates of a server with momentum, a new server from its state, and another update.
+
+    The convolutions are on `device`. If it is the pretend device, the linear layers are on the second one.
+    """
+    rest = pretend_device.SECOND if device == pretend_device.DEVICE else device
+    monkeypatch.setattr(net, "DEVICES", [(device, rest)])
 
     def update(server, step):
         data, target = oracle.batch(step)
@@ -66,7 +70,8 @@ def remote_state(device, monkeypatch):
         F.nll_loss(output, target).backward()
         server.apply_gradients(1)
 
-    return state_after("remote", "cpu", update, device)
+    with pretend_device.one_thread():
+        return state_after("remote", "cpu", update, {device, rest})
 
 
 def replica_state(device, monkeypatch):
@@ -76,10 +81,10 @@ def replica_state(device, monkeypatch):
         gradient_P = torch.randn(server.weights_P.shape, generator=torch.Generator().manual_seed(step))
         pickle.dumps(server.push(replica.Push(1, step, 4, gradient_P)))
 
-    return state_after("replica", device, update, device)
+    return state_after("replica", device, update, {device})
 
 
-def state_after(mode, made_on, update, device):
+def state_after(mode, made_on, update, devices):
     state = None
     for steps in (2, 1):
         server = oracle.make_server(mode, *FLAGS, device=made_on)
@@ -87,7 +92,7 @@ def state_after(mode, made_on, update, device):
             server.load_state_dict(state)
         for step in range(steps):
             update(server, step)
-        assert {str(param.device) for param in server.model.parameters()} == {device}
+        assert {str(param.device) for param in server.model.parameters()} == devices
         state = saved(server.state_dict())
     momentums = [each["momentum_buffer"] for each in state["optimizer"]["state"].values()]
     return [*state["model"].values(), *momentums]
@@ -108,15 +113,23 @@ def test_weights_that_are_sent_from_the_device_are_caught(monkeypatch):
 
 
 def test_images_that_stay_where_they_arrived_are_caught(monkeypatch):
-    model = net.Net().to(pretend_device.DEVICE)
+    model, images = net.Net().to(pretend_device.DEVICE), oracle.batch(1)[0]
     with pytest.raises(RuntimeError, match=r"were mixed|same device"):
-        model(oracle.batch(1)[0])
+        model(images)
 
 
-def losses_of(program, *flags):
+def test_layers_on_two_devices_without_a_move_between_them_are_caught(monkeypatch):
+    monkeypatch.setattr(net, "DEVICES", [(pretend_device.DEVICE, pretend_device.SECOND)])
+    model = net.Net()  # it moves the input of fc1, but not the one of fc2
+    model.fc2 = torch.nn.Linear(128, 10).to(pretend_device.DEVICE)
+    with pytest.raises(RuntimeError, match=r"tensors of pretend:. and pretend:. were mixed|same device"):
+        model(oracle.batch(1)[0].to(pretend_device.DEVICE))
+
+
+def losses_of(program, rest, *flags):
     done = run_script("tests/learning/param_server/pretend_tutorial_job.py", program, 6, *flags, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "Putting rest of layers on pretend:0" in done.stdout
+    assert "Putting first 2 convs on pretend:0" in done.stdout and f"Putting rest of layers on {rest}" in done.stdout
     assert len(re.findall(r"^Accuracy ", done.stdout, re.MULTILINE)) == 1
     return [
         float(loss) for loss in re.findall(r"training batch \d+ loss (\S+)", done.stdout, re.IGNORECASE)
@@ -125,9 +138,11 @@ def losses_of(program, *flags):
 
 @pytest.mark.slow
 def test_the_tutorial_and_the_same_without_rpc_train_on_a_device_as_on_the_cpu():
-    distributed, output = losses_of("tutorial", "--world_size", 2, "--master_port", free_port())
+    """tutorial.py has one device; single.py has two, because its backward pass is in the program's own thread."""
+    place = ("--world_size", 2, "--master_port", free_port())
+    distributed, output = losses_of("tutorial", pretend_device.DEVICE, *place)
     assert "weights on pretend:0" in output
-    single, _ = losses_of("single")
+    single, _ = losses_of("single", pretend_device.SECOND)
     tutorial = load_module(ROOT / "param_server" / "tutorial.py")
     digits = torch.utils.data.Subset(tutorial.load_digits(SYNTHETIC, train=True), range(6 * 32))
     order = torch.Generator().manual_seed(2)
