@@ -24,7 +24,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests" 
 
 import lost_trainers
 from faults import SIGNALS
-from jobs import Job
+from jobs import RunningJob
 
 RL_MODES = ("step", "packed", "batched", "rollout", "async")
 OBSERVERS, EPISODES = (1, 2, 3), {"rollout": 200, "async": 400}  # in the other modes 60
@@ -46,7 +46,7 @@ def run_rl_case(mode, faults):
         flags = ["--world_size", len(OBSERVERS) + 1, "--mode", mode, "--on_lost", "continue", "--transport", "uv"]
         flags += ["--max_episodes", episodes, "--reward_threshold", 1e9, "--log_interval", 1, "--eval_episodes", 1]
         flags += ["--summary_json", summary]
-        with Job("rl_rpc", "spawned", flags, fault=(0, "none", 0), cold=True) as job:
+        with RunningJob("rl_rpc", "spawned", flags, fault=(0, "none", 0), cold=True) as job:
             assert job.wait_for_text("Episode 3", 90), job.text()
             pids, began = {victim: job.pid_of(victim) for victim in faults}, time.monotonic()
             for victim, (kind, at) in sorted(faults.items(), key=lambda fault: fault[1][1]):

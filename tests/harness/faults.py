@@ -13,7 +13,7 @@ import time
 from fnmatch import fnmatch
 
 from helpers import NOISE
-from jobs import JOBS, WAYS, Job
+from jobs import JOBS, WAYS, RunningJob
 from processes import command_of
 from programs import ROOT
 
@@ -74,7 +74,7 @@ def run_case(package, way, rank, kind, moment, seconds, cold=False):
     rows = rows if moment == "end" else rows[:1]
     flags = [*facts["short" if moment == "end" else "long"], "--join_timeout", "20"]
     fault = (rank, kind, seconds) if kind not in SIGNALS else None if cold else (0, "none", 0)
-    with Job(package, way, flags, fault=fault, cold=cold or moment == "start") as job:
+    with RunningJob(package, way, flags, fault=fault, cold=cold or moment == "start") as job:
         dead, peers = let_die(job, rank, kind, moment, seconds, others)
         died_at = time.monotonic()
         while any(map(command_of, peers)):  # as long as one of the other ranks is running

@@ -77,7 +77,7 @@ def executed_traps(folder):
     return sorted(path.name.partition(".")[0] for path in folder.glob("*.executed"))
 
 
-class Job:
+class RunningJob:
     """All ranks of a main.py. Used as a context manager: nothing of the job is left after the block."""
 
     def __init__(

@@ -8,8 +8,8 @@ A program is a fork of a process that has loaded torch already (warm.py), becaus
 tests. With cold=True it is started as a user starts it, for tests of the start itself. The environment variable COLD=1
 makes every program cold, so that a run of all tests shows what a user gets.
 
-Job (jobs.py) starts all ranks of a main.py in one of three ways, and run_in_terminals (tutorials.py) those of a program
-in one file. Both start Programs.
+RunningJob (jobs.py) starts all ranks of a main.py in one of three ways, and run_in_terminals (tutorials.py) those of a
+program in one file. Both start Programs.
 """
 
 import contextlib

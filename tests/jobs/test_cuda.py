@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers import PACKAGES
-from jobs import JOBS, Job, free_port
+from jobs import JOBS, RunningJob, free_port
 from programs import Program, run_main, run_script
 
 DEVICE = "cuda"
@@ -33,7 +33,7 @@ LONG_RUNS = {
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_rank_killed_under_gpu_traffic_ends_the_job(package):
-    with Job(package, "spawned", [*JOBS[package]["long"], "--device", DEVICE], cold=True) as job:
+    with RunningJob(package, "spawned", [*JOBS[package]["long"], "--device", DEVICE], cold=True) as job:
         assert job.wait_for_text(JOBS[package]["training"], 120)
         os.kill(job.pid_of(len(job.names) - 1), signal.SIGKILL)
         killed = time.monotonic()

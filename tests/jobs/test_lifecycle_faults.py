@@ -6,7 +6,7 @@
 import pytest
 
 from faults import case_id, draw_case, run_case
-from jobs import JOBS, Job
+from jobs import JOBS, RunningJob
 
 QUICK = [
     ("rl_rpc", "spawned", 1, "SIGKILL", "training", 0.5),
@@ -41,7 +41,7 @@ def test_a_death_ends_the_job_more_cases(case):
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_as_it_leaves_is_not_waited_for():
     """The other ranks have ended with status 0, so only the starting process can notice it."""
-    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["short"], fault=(1, "stop", 0)) as job:
+    with RunningJob("rl_rpc", "spawned", JOBS["rl_rpc"]["short"], fault=(1, "stop", 0)) as job:
         assert job.wait(60) == [1], job.text()
         assert job.errors().startswith("rl_rpc: lost rank 1 (observer1): "), job.errors()
         assert not job.survivors()

@@ -6,14 +6,14 @@ import signal
 import pytest
 
 from helpers import ROOT, assert_refused
-from jobs import Job
+from jobs import RunningJob
 
 COUNTING = str(ROOT / "tests" / "harness" / "counting_main.py")
 GO_ON = ["--on_lost", "continue"]
 
 
 def start(way, *flags):
-    return Job("rl_rpc", way, [*GO_ON, *flags], script=COUNTING)
+    return RunningJob("rl_rpc", way, [*GO_ON, *flags], script=COUNTING)
 
 
 def wait_until_all_count(job):

@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from jobs import Job
+from jobs import RunningJob
 
 # For each package: the modes, flags with which the tensors of a step are large, and what is printed when memory has
 # settled, and some hundred steps later. A rank that kept one of these tensors of each step, such as a gradient or the
@@ -34,7 +34,7 @@ def memory_of(pid):
 @pytest.mark.draw(2)
 def test_no_rank_grows_with_its_steps(package, mode):
     _, flags, (begin, end) = RUNS[package]
-    with Job(package, "spawned", [*flags, "--mode", mode], env={"PYTHONUNBUFFERED": "1"}) as job:
+    with RunningJob(package, "spawned", [*flags, "--mode", mode], env={"PYTHONUNBUFFERED": "1"}) as job:
         ranks = [job.pid_of(rank) for rank in range(len(job.names))]
         assert job.wait_for_text(begin, 60), job.text()
         before = [memory_of(pid) for pid in ranks]

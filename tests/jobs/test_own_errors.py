@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from faults import copy_with_mistake
-from jobs import JOBS, Job
+from jobs import JOBS, RunningJob
 
 # For each package: a file, one of its lines, and what a reader might type instead; then the rank that runs this line.
 SERVED = {
@@ -41,14 +41,14 @@ def assert_traceback_printed_once(job, rank, name, wrong):
 def test_mistake_in_served_method_shows_its_traceback_once(package, tmp_path):
     name, right, wrong, rank = SERVED[package]
     main = copy_with_mistake(package, tmp_path, name, right, wrong)
-    with Job(package, "spawned", JOBS[package]["long"], script=main) as job:
+    with RunningJob(package, "spawned", JOBS[package]["long"], script=main) as job:
         assert job.wait(60) == [1], job.text()
         assert_traceback_printed_once(job, rank, name, wrong)
 
 
 def test_mistake_in_a_call_names_the_line_of_the_call(tmp_path):
     main = copy_with_mistake("rl_rpc", tmp_path, "step.py", "select_action(self.id, state)", "select_action(state)")
-    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], script=main) as job:
+    with RunningJob("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], script=main) as job:
         assert job.wait(60) == [1], job.text()
         assert re.search(
             r"missing 1 required positional argument: 'state' \(called from .*step.py, line \d+\)", job.errors()
@@ -69,7 +69,7 @@ def test_mistake_in_a_call_names_the_line_of_the_call(tmp_path):
 def test_mistake_on_the_main_thread_shows_its_traceback_once(package, way, flags, tmp_path):
     name, right, wrong, rank = MAIN_THREAD[package]
     main = copy_with_mistake(package, tmp_path, name, right, wrong)
-    with Job(package, way, [*JOBS[package]["long"], *flags], script=main) as job:
+    with RunningJob(package, way, [*JOBS[package]["long"], *flags], script=main) as job:
         statuses = job.wait(60)
         assert set(statuses) == {1}, job.text()
         if way != "torchrun":  # torchrun prints a report of its own
@@ -83,7 +83,7 @@ def test_error_of_the_agent_after_a_loss_is_not_blamed_on_observers(tmp_path):
     mark = tmp_path / "mark"
     main = copy_with_mistake("rl_rpc", tmp_path, name, right, f"{wrong} if os.path.exists({str(mark)!r}) else {right}")
     (tmp_path / "rl_rpc" / name).write_text("import os\n" + (tmp_path / "rl_rpc" / name).read_text())
-    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--on_lost", "continue"], script=main) as job:
+    with RunningJob("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--on_lost", "continue"], script=main) as job:
         assert job.wait_for_text("Episode 10", 60), job.text()
         os.kill(job.pid_of(2), signal.SIGKILL)
         assert job.wait_for_text(r"lost rank 2 \(observer2\): killed by SIGKILL", 20), job.text()
@@ -100,7 +100,7 @@ def test_error_of_the_agent_after_a_loss_is_not_blamed_on_observers(tmp_path):
 def test_call_that_cannot_be_sent_is_an_error_of_its_caller(on_lost, tmp_path):
     """torch does not raise it in the call, but from its Future, where it looks like an error of the observer."""
     main = copy_with_mistake("rl_rpc", tmp_path, "step.py", "(self.agent_rref, episode)", "(lambda: episode)")
-    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--on_lost", on_lost], script=main) as job:
+    with RunningJob("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--on_lost", on_lost], script=main) as job:
         assert job.wait(60) == [1], job.text()
         assert_traceback_printed_once(job, 0, "open_calls.py", "episode")
         assert "lost rank 1" not in job.errors() and "lost rank 2" not in job.errors()
@@ -113,7 +113,7 @@ def test_call_that_takes_too_long_shows_where_it_was_made(tmp_path):
     times = tmp_path / "rl_rpc" / "glue" / "ending.py"
     times.write_text(times.read_text().replace("KNOWN_AFTER_SECONDS = 12.0", "KNOWN_AFTER_SECONDS = 2.0"))
     flags = ["--world_size", "2", *JOBS["rl_rpc"]["long"], "--rpc_timeout", "1"]
-    with Job("rl_rpc", "spawned", flags, script=main) as job:
+    with RunningJob("rl_rpc", "spawned", flags, script=main) as job:
         assert job.wait(60) == [1], job.text()
         errors = job.errors()
     assert errors.count("Traceback (most recent call last)") == 1 and "in run_episode" in errors, errors

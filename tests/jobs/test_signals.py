@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers import NOISE
-from jobs import JOBS, Job, left_in
+from jobs import JOBS, RunningJob, left_in
 from processes import children_of, command_of, forked, ranks_of
 from programs import Program
 
@@ -43,7 +43,7 @@ def interrupt(way, number, target, seconds, flags=()):
     """
     ours = {"TMPDIR": tempfile.mkdtemp()}  # the default folder is used by other programs too
     flags, only = [*JOBS["rl_rpc"]["long"], *flags], [2] if way == "terminals" else None
-    with Job("rl_rpc", way, flags, env=ours, only=only, cold=True) as job:
+    with RunningJob("rl_rpc", way, flags, env=ours, only=only, cold=True) as job:
         (process,) = job.processes
         wait_until_it_handles_signals(process.pid)
         if seconds is None:
@@ -100,7 +100,7 @@ def test_at_any_moment_from_the_first_instruction_on(way, moment):
 def test_a_working_job_ends_quietly_and_keeps_the_checkpoint(package, way, target, number, tmp_path):
     checkpoint = tmp_path / "checkpoint.pt"
     short_epochs = ["--max_batches", "5"] if package == "param_server" else []
-    with Job(package, way, [*JOBS[package]["long"], "--checkpoint", str(checkpoint), *short_epochs]) as job:
+    with RunningJob(package, way, [*JOBS[package]["long"], "--checkpoint", str(checkpoint), *short_epochs]) as job:
         job.wait_for_file(checkpoint, 90)
         if target == "group":
             os.killpg(job.processes[0].pid, number)
@@ -132,7 +132,7 @@ def test_a_job_that_nohup_has_started_outlives_its_terminal():
 @pytest.mark.draw(1)
 def test_sigterm_under_torchrun_is_obeyed_within_three_seconds(target):
     """Slurm's scancel and Kubernetes send SIGTERM first."""
-    with Job("rl_rpc", "torchrun", JOBS["rl_rpc"]["long"]) as job:
+    with RunningJob("rl_rpc", "torchrun", JOBS["rl_rpc"]["long"]) as job:
         assert job.wait_for_text(JOBS["rl_rpc"]["training"], 90)
         ranks = [job.pid_of(rank) for rank in range(3)]
         pid = job.processes[0].pid if target == "torchrun" else ranks[1]
@@ -148,7 +148,7 @@ def test_sigterm_under_torchrun_is_obeyed_within_three_seconds(target):
 
 
 def test_a_killed_starting_process_takes_every_rank_with_it():
-    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], cold=True) as job:
+    with RunningJob("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], cold=True) as job:
         assert job.wait_for_text(JOBS["rl_rpc"]["training"], 60)
         assert job.pid_of(2)
         os.kill(job.processes[0].pid, signal.SIGKILL)
@@ -160,7 +160,7 @@ def test_a_killed_starting_process_takes_every_rank_with_it():
 @pytest.mark.slow
 def test_no_rank_is_left_when_the_starting_process_is_killed_while_a_rank_starts():
     """The rank is stopped before it has connected to the starting process, and goes on when that is gone."""
-    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], cold=True) as job:
+    with RunningJob("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], cold=True) as job:
         deadline = time.monotonic() + 60
         while not (ranks := ranks_of(job.processes[0].pid)):
             assert time.monotonic() < deadline
@@ -178,7 +178,7 @@ def test_no_rank_is_left_when_the_starting_process_is_killed_while_a_rank_starts
 @pytest.mark.slow
 def test_a_job_that_is_stopped_as_a_whole_goes_on():
     """As with Ctrl-Z and fg, or on a machine that is suspended: a rank that was stopped itself loses no other rank."""
-    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--log_interval", "1"], fault=(0, "none", 0)) as job:
+    with RunningJob("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--log_interval", "1"], fault=(0, "none", 0)) as job:
         assert job.wait_for_text(r"Episode \d+", 60)
         everybody = [pid for process in job.processes for pid in job.members(process)]
         for number in (signal.SIGSTOP, signal.SIGCONT):

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from helpers import PACKAGES, ROOT, assert_one_line_error, package_on_path
-from jobs import JOBS, Job, executed_traps, fill_with_traps, free_port, left_in
+from jobs import JOBS, RunningJob, executed_traps, fill_with_traps, free_port, left_in
 from processes import children_of, forked, session_members
 from programs import Program, run_main, run_script, start_main
 
@@ -94,7 +94,9 @@ def watch_sockets(package, way, tmp_path):
     results.mkdir()
     fill_with_traps(users_folder)
     flags = [*JOBS[package]["short"], "--summary_json", "../results/summary.json"]
-    with Job(package, way, flags, other_hostname=True, env={"TMPDIR": temporary}, cwd=users_folder, cold=True) as job:
+    with RunningJob(
+        package, way, flags, other_hostname=True, env={"TMPDIR": temporary}, cwd=users_folder, cold=True
+    ) as job:
         sampler = SocketSampler([process.pid for process in job.processes])
         sampler.start()
         statuses = job.wait(120)
@@ -148,7 +150,7 @@ def test_torchrun_in_a_folder_with_files_named_like_ours(env, tmp_path):
     torchrun may have no store for its ranks. Then rank 0 listens at the address and port that torchrun gives to all.
     """
     fill_with_traps(tmp_path)
-    with Job("ddp_rpc", "torchrun", JOBS["ddp_rpc"]["short"], env=env, cwd=tmp_path) as job:
+    with RunningJob("ddp_rpc", "torchrun", JOBS["ddp_rpc"]["short"], env=env, cwd=tmp_path) as job:
         assert job.wait(120) == [0], job.text()
         assert re.search(JOBS["ddp_rpc"]["done"], job.text()), job.text()
         assert executed_traps(tmp_path) == []
@@ -157,7 +159,7 @@ def test_torchrun_in_a_folder_with_files_named_like_ours(env, tmp_path):
 def test_all_ranks_are_forks_of_one_process_that_has_loaded_torch_and_the_package(tmp_path):
     """Python lists the modules that each process imports.  --checkpoint is used because it begins like --check."""
     flags = [*short("rl_rpc"), "--checkpoint", str(tmp_path / "checkpoint.pt")]
-    with Job("rl_rpc", "spawned", flags, env={"PYTHONPROFILEIMPORTTIME": "1"}, cwd=ROOT, cold=True) as job:
+    with RunningJob("rl_rpc", "spawned", flags, env={"PYTHONPROFILEIMPORTTIME": "1"}, cwd=ROOT, cold=True) as job:
         assert job.wait(60) == [0], job.text()
         loaded = re.findall(r"^import time: .*\| +(torch|step|torch\._dynamo)$", job.errors(), re.M)
     # The starting process and the fork server import them; the three ranks do not.
@@ -259,7 +261,7 @@ def test_every_rank_ends_whatever_goes_wrong_while_it_ends():
         from glue.supervisor import Link
 
         flags = main.parse_args(["--world_size", "3"]).must_match
-        with Job("rl_rpc", "terminals", [], only=[0, 1]) as job:
+        with RunningJob("rl_rpc", "terminals", [], only=[0, 1]) as job:
             assert job.wait_for_text("waiting for rank 2", 60)
             link = Link(socket.create_connection(("127.0.0.1", int(job.port))))
             link.send({"join": 2, "must_match": flags, "host": socket.gethostname(), "pid": 1, "gpus": 0})
@@ -270,7 +272,7 @@ def test_every_rank_ends_whatever_goes_wrong_while_it_ends():
 
 def test_a_rank_that_gets_no_more_memory_ends():
     """A limit such as `ulimit -v`. It cannot even start the thread that prints why it ends."""
-    with Job("rl_rpc", "terminals", [*JOBS["rl_rpc"]["long"], "--log_interval", "1"]) as job:
+    with RunningJob("rl_rpc", "terminals", [*JOBS["rl_rpc"]["long"], "--log_interval", "1"]) as job:
         assert job.wait_for_text("Episode 3", 60)
         observer = job.pid_of(2)
         in_use = psutil.Process(observer).memory_info().vms
@@ -282,7 +284,7 @@ def test_a_rank_that_gets_no_more_memory_ends():
 @pytest.mark.parametrize(("room", "stay"), [(20, False), (400, True)])  # RPC needs about 150
 def test_many_connections_of_a_stranger_do_not_keep_a_rank_out(room, stay):
     """Rank 0 runs out of open files until the stranger closes them. If they stay open, it keeps only 100 of them."""
-    with Job("rl_rpc", "terminals", JOBS["rl_rpc"]["short"]) as job, contextlib.ExitStack() as connections:
+    with RunningJob("rl_rpc", "terminals", JOBS["rl_rpc"]["short"]) as job, contextlib.ExitStack() as connections:
         agent = job.pid_of(0)
         os.kill(job.pid_of(1), signal.SIGSTOP)
         wait_for_listener(int(job.port))
@@ -363,7 +365,7 @@ def test_a_job_whose_name_becomes_known_late(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(LATE_NAME_SERVICE)
     env = {"PYTHONPATH": str(tmp_path), "NAME_IS_KNOWN": str(tmp_path / "known")}
     flags = [*JOBS["rl_rpc"]["short"], "--master_addr", "agent.svc"]
-    with Job("rl_rpc", "terminals", flags, env=env, cold=True) as job:
+    with RunningJob("rl_rpc", "terminals", flags, env=env, cold=True) as job:
         for process in job.processes:
             assert process.wait_for_text(": --master_addr agent.svc: Name or service not known", 30), job.text()
         (tmp_path / "known").touch()
@@ -439,7 +441,7 @@ def test_a_job_that_lost_a_rank_comes_back(package, way, tmp_path):
     }  # param_server: in tests/jobs/param_server/test_runs.py
     flags = [*lengths[package], "--checkpoint", str(checkpoint), "--summary_json", str(summary)]
     flags += ["--max_restarts", "1"] if way == "spawned" else []
-    with Job(package, way, flags, runner_flags=["--max-restarts", "1"]) as job:
+    with RunningJob(package, way, flags, runner_flags=["--max-restarts", "1"]) as job:
         assert job.wait_for_text(JOBS[package]["training"], 90)
         deadline = time.monotonic() + 60
         while not checkpoint.exists():
@@ -468,7 +470,7 @@ def test_without_a_checkpoint_of_its_own_it_starts_afresh_and_says_so(way, flags
     # The first checkpoint is written after 100 episodes, so not before the rank is killed.
     flags = [*flags, "--mode", "rollout", "--checkpoint", str(path), "--eval_episodes", "1"]
     flags += ["--log_interval", "100", "--reward_threshold", "1e9", "--max_episodes", "100"]
-    with Job("rl_rpc", way, flags, runner_flags=["--max-restarts", "1"] if way == "torchrun" else []) as job:
+    with RunningJob("rl_rpc", way, flags, runner_flags=["--max-restarts", "1"] if way == "torchrun" else []) as job:
         assert job.wait_for_text("This will run until", 60)
         os.kill(job.pid_of(1), signal.SIGKILL)
         assert job.wait(120) == [0], job.text()
@@ -480,7 +482,7 @@ def test_without_a_checkpoint_of_its_own_it_starts_afresh_and_says_so(way, flags
 def test_a_killed_fork_server_ends_the_job_or_restarts_it(tmp_path):
     """The system may kill it when memory runs out. It is killed twice, and one restart is allowed."""
     flags = ["--mode", "rollout", "--checkpoint", str(tmp_path / "c.pt"), "--max_restarts", "1"]
-    with Job("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], *flags], cold=True) as job:
+    with RunningJob("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], *flags], cold=True) as job:
         for started in (1, 2):
             deadline = time.monotonic() + 60
             while job.text().count("This will run until") < started:
@@ -506,7 +508,7 @@ def test_check_explains_the_machine():
 
 
 def test_check_measures_the_round_trip_of_each_pair():
-    with Job("rl_rpc", "terminals", ["--check"]) as job:
+    with RunningJob("rl_rpc", "terminals", ["--check"]) as job:
         assert job.wait(60) == [0, 0, 0], job.text()
         trips = re.findall(r"round trip +rank (\d) \(\w+\) to rank (\d) \(\w+\): ([\d.]+) ms", job.text())
     assert {(a, b) for a, b, _ in trips} == {(a, b) for a in "012" for b in "012" if a != b}

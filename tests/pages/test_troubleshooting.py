@@ -16,7 +16,7 @@ import torch
 
 import two_hosts
 from helpers import ROOT
-from jobs import JOBS, Job, free_port
+from jobs import JOBS, RunningJob, free_port
 from programs import Program, run_main, run_script, start_main, wait_for_text
 
 PAGE = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()
@@ -254,7 +254,7 @@ def stderr_of_ranks(*others):
 
 def rank_that_gets(number, way, rank):
     """Send a signal to one rank of a running job. Return what all ranks write to stderr."""
-    with Job("rl_rpc", way, JOBS["rl_rpc"]["long"]) as job:
+    with RunningJob("rl_rpc", way, JOBS["rl_rpc"]["long"]) as job:
         assert job.wait_for_text("Episode 10", 90)
         os.kill(job.pid_of(rank), number)
         job.wait(30)
@@ -273,7 +273,7 @@ def killed(_):
 
 @makes("lost rank 0 (agent): ValueError")
 def the_agent_fails(_):
-    with Job("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], fault=(0, "exception", 0)) as job:
+    with RunningJob("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], fault=(0, "exception", 0)) as job:
         job.wait(60)
         return job.errors()
 

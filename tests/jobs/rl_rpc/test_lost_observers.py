@@ -13,7 +13,7 @@ import torch
 
 from faults import copy_with_mistake
 from helpers import load_oracle
-from jobs import Job
+from jobs import RunningJob
 
 oracle = load_oracle("rl_rpc")
 make_agent = oracle.make_agent  # a fixture
@@ -144,7 +144,7 @@ def play_and_lose(tmp_path, way, mode, number, *, lost=(2,), episodes=60):
     summary = tmp_path / "summary.json"
     flags = ["--on_lost", "continue", "--mode", mode, "--max_episodes", str(episodes), "--log_interval", "1"]
     flags += ["--transport", "uv", "--eval_episodes", "1", "--summary_json", str(summary)]
-    with Job("rl_rpc", way, flags, fault=(0, "none", 0)) as job:
+    with RunningJob("rl_rpc", way, flags, fault=(0, "none", 0)) as job:
         assert job.wait_for_text("Episode 3", 90), job.text()
         for pid in [job.pid_of(rank) for rank in lost]:  # find all of them before the first is killed
             os.kill(pid, number)
@@ -185,7 +185,7 @@ def test_a_job_goes_on_without_an_observer(tmp_path, way, mode, number):
 def test_a_lost_observer_that_wakes_up_causes_no_traceback(mode):
     """It goes on with its episode, so it calls the agent, which has forgotten it."""
     flags = ["--on_lost", "continue", "--mode", mode, "--max_episodes", "1000000", "--reward_threshold", "1e9"]
-    with Job("rl_rpc", "terminals", [*flags, "--log_interval", "1"], fault=(0, "none", 0)) as job:
+    with RunningJob("rl_rpc", "terminals", [*flags, "--log_interval", "1"], fault=(0, "none", 0)) as job:
         assert job.wait_for_text("Episode 3", 90), job.text()
         os.kill(job.pid_of(2), signal.SIGSTOP)
         assert job.wait_for_text("lost rank 2", 30), job.text()
@@ -217,7 +217,7 @@ def test_an_error_in_the_agent_ends_the_job_and_names_it(tmp_path, mode):
     mistake = ("batched.py", "np.stack(", "np.stak(")
     main = copy_with_mistake("rl_rpc", tmp_path, *mistake)
     flags = ["--world_size", "4", "--mode", mode, "--on_lost", "continue", "--transport", "uv"]
-    with Job("rl_rpc", "spawned", flags, script=main) as job:
+    with RunningJob("rl_rpc", "spawned", flags, script=main) as job:
         assert job.wait(30) == [1], job.text()
         assert "rank 0 (agent): AttributeError: module 'numpy' has no attribute 'stak'" in job.errors()
         assert job.errors().count("Traceback") == 1 and "lost rank 1" not in job.errors(), job.text()
