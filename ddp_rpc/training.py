@@ -26,9 +26,8 @@ def run_trainer(trainer_class, emb_rrefs, rank, device, plan, progress_rref, epo
     """
     device = torch.device(device)
     if device.type == "cuda":
-        # Of this thread: a new thread begins on GPU 0, which is another trainer's. A DistributedOptimizer steps `fc` on
-        # another thread, but that needs no such line: the step uses tensors of this GPU only, and torch itself changes
-        # to their GPU for each operation. (This is from torch's source, and has not been run on several GPUs.)
+        # Of this thread: a new thread begins on GPU 0, which is another trainer's. (`fc` is stepped on another thread.
+        # That needs no such line, says torch's source: each operation changes to the GPU of its tensors. Unrun.)
         torch.cuda.set_device(device)
     torch.manual_seed(seed_for(plan.seed, "fc"))
     trainer = trainer_class(emb_rrefs, plan.embedding_dim, device)

@@ -60,8 +60,7 @@ class Coordinator:  # in server1
         while self.epoch < plan.epochs:
             with self.lock:
                 trainers = len(self.assignments.living)
-            # Deal whole rounds, one batch for each trainer. So in `sync` no update has fewer gradients because of an
-            # evaluation after it: measuring often and measuring once make the same updates.
+            # Whole rounds, one batch for each trainer: so in `sync` no update before an evaluation lacks a gradient.
             rounds = math.ceil(batches / (evaluations * trainers))
             end = min(self.batch + rounds * trainers, batches)
             self.train(range(self.batch, end))

@@ -489,9 +489,7 @@ def name_of(message):
         func = func.func
     name = getattr(func, "__name__", type(func).__name__)  # never str(func), which may be slow, or raise
     module = getattr(func, "__module__", None) or ""
-    if (
-        module == "torch.distributed.rpc.rref_proxy"
-    ):  # rref.rpc_sync().method(...) is _local_invoke(rref, "method", ...)
+    if module == "torch.distributed.rpc.rref_proxy":  # rref.rpc_sync().method() is _local_invoke(rref, "method")
         return args[1]
     return f"torch.{module.split('.')[2]}.{name}" if module.startswith("torch.distributed.") else name
 
