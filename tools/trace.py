@@ -142,9 +142,9 @@ def run(command, folder):
     Python imports a module `sitecustomize` when it starts, if it finds one on its path. So a copy of this file with
     that name, in a folder that stands first in PYTHONPATH, runs in every Python process that the command starts.
     """
-    signals = {number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
     signal.signal(signal.SIGCHLD, lambda *_: None)  # it comes when the command has ended
-    plain = signal.pthread_sigmask(signal.SIG_BLOCK, {*signals, signal.SIGCHLD})
+    awaited = {*SIGNALS, signal.SIGCHLD}  # blocked, so that sigwait() returns those, too, that are ignored
+    plain = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     restore = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK, plain)
     with (
         tempfile.TemporaryDirectory(prefix="start-", dir=folder, ignore_cleanup_errors=True) as first,
@@ -158,10 +158,10 @@ def run(command, folder):
             say(f"{command[0]}: {error.strerror}")
             sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
         while process.poll() is None:
-            number = signal.sigwait({*signals, signal.SIGCHLD})
-            if number in signals and not witness(number):
+            number = signal.sigwait(awaited)
+            if number in SIGNALS and not witness(number):
                 process.send_signal(number)
-    for number in signals:
+    for number in SIGNALS:
         take(number)  # if it has come since the command ended
     restore()
     return process.returncode

@@ -468,11 +468,15 @@ sys.exit(7)
 
 
 def test_a_signal_reaches_the_command_once_whether_all_processes_get_it_or_the_tool_alone(tmp_path):
-    """A terminal sends Ctrl-C to all processes of a group. Others send a signal to the process that they started."""
+    """A terminal sends Ctrl-C to all processes of a group. Others send a signal to the process that they started.
+
+    SIGINT is ignored at first, as in the background of a shell script. A program may wait for it nevertheless.
+    """
     signals = [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2]
     (tmp_path / "program.py").write_text(SIGNALLED)
     expected = "ready\n"
-    with Program("tools/trace.py", tmp_path / "t.json", "--", sys.executable, tmp_path / "program.py", cold=True) as on:
+    command = ("tools/trace.py", tmp_path / "t.json", "--", sys.executable, tmp_path / "program.py")
+    with Program(*command, by=["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable]) as on:
         assert on.wait_for_text(expected)
         for number in signals:
             for send in (os.kill, os.killpg):
