@@ -13,13 +13,14 @@ cd "$(dirname "$0")"
 
 # Use the active environment (venv or conda) if there is one, else .venv in this folder. Install the missing packages.
 use_environment() { # argument: a requirements file
-    local active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
-    if [ -n "$active" ] && [ -x "$active/bin/python" ]; then
+    local active
+    for active in "${VIRTUAL_ENV:-/none}" "${CONDA_PREFIX:-/none}" .venv; do
         python=$active/bin/python
-    else
+        [ ! -x "$python" ] || break
+    done
+    if [ ! -x "$python" ]; then
         python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or later is needed" >&2; exit 1; }
-        [ -x .venv/bin/python ] || python3 -m venv .venv
-        python=.venv/bin/python
+        python3 -m venv .venv
     fi
     echo "Installing the packages of $1 (the first time this takes some minutes) ..."
     "$python" -m pip install --quiet --disable-pip-version-check -r "$1"

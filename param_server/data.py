@@ -34,7 +34,8 @@ FILES = {
 def load_digits(dataset, data_dir, seed, train):
     """Return (images (N, 28, 28) uint8, labels (N,) int64) of --dataset.
 
-    Raises UserError, with one line for the user, if they are missing or damaged.
+    Raises UserError, with one line for the user, if they are missing, or are not such files. MNIST's files have no
+    checksum (only a .gz does), so a changed image is not noticed.
     """
     if dataset == "synthetic":
         return draw_digits(20_000 if train else 4_000, seed_for(seed, "train" if train else "test"))

@@ -71,7 +71,7 @@ def parse_args(argv=None):
     add("--num_servers", type=flags.positive_int, metavar="M", help=servers)
     num_gpus = "remote: GPUs for the network; 0 means --device cpu, 1 --device cuda; 2: it is split over two"
     add("--num_gpus", type=int, choices=[0, 1, 2], help=num_gpus)
-    args = parser.parse_args(argv)
+    args = parser.parse_args(argv, SimpleNamespace(device=None))  # None, if --device is not given
 
     if args.dataset == "synthetic" and args.data_dir != parser.get_default("data_dir"):
         parser.error(f"--data_dir {args.data_dir} is for --dataset mnist")
@@ -83,9 +83,11 @@ def parse_args(argv=None):
     args.max_staleness = 4 if args.max_staleness is None else args.max_staleness
     args.num_servers = args.num_servers or (2 if args.mode == "sharded" else 1)
     if args.num_gpus is not None:
-        if args.device == "cuda" and args.num_gpus == 0:
-            parser.error("--num_gpus 0 and --device cuda contradict each other")
-        args.device = "cuda" if args.num_gpus else "cpu"
+        device = "cuda" if args.num_gpus else "cpu"
+        if {device, args.device} == {"cpu", "cuda"}:
+            parser.error(f"--num_gpus {args.num_gpus} and --device {args.device} contradict each other")
+        args.device = device
+    args.device = args.device or parser.get_default("device")
     device_ranks = [0] if args.mode == "remote" else None  # in `remote` the whole network is on the server
     flags.check_arguments(
         parser,

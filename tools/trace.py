@@ -108,6 +108,9 @@ def parse(words, command):
         parser.error(f"{args.file}: {why}")
     if args.window and not 0 <= args.window[0] < args.window[1] < float("inf"):
         parser.error("--window {:g} {:g}: FROM must be less than TO, and not negative".format(*args.window))
+    named = [os.path.realpath(word.partition("=")[2] or word) for word in command]
+    if args.file and os.path.realpath(args.file) in named:
+        parser.error(f"{args.file}: the command names this file, too")
     if args.folder and not os.path.isdir(args.folder):
         parser.error(f"{args.folder}: there is no such folder")
     if args.folder and not recordings(args.folder):

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rpc import internal
 
-from glue import before_torch, checkpoint, ending
+from glue import before_torch, checkpoint, ending, say
 from glue.ending import End, leave_now
 from glue.host import best_transport, devices_of, share_cores, start_cuda, tensorpipe_options
-from glue.rendezvous import CannotJoin, Rendezvous
+from glue.rendezvous import LOST_START, CannotJoin, Rendezvous
 from glue.supervisor import DONE
 
 
@@ -110,7 +110,7 @@ class Job:
             self.host, port = self.link.connection.getpeername()
             if not self.host.startswith("127."):
                 own = f"{self.link.connection.getsockname()[0]} ({os.environ['TP_SOCKET_IFNAME']})"
-                print(f"Listening on {own}. RPC runs what peers send, unencrypted: trusted networks only.", flush=True)
+                say(f"Listening on {own}. RPC runs what peers send, unencrypted: trusted networks only.")
             threading.Thread(target=self._listen, daemon=True).start()
             with self.changed:
                 while missing := self.state["missing"]:
@@ -160,7 +160,7 @@ class Job:
             while self.state["passed"] < DONE:
                 self._take_in(self.link.receive())
         except Exception as error:  # it has ended, or is silent, or what it sends is no state
-            self._leave(End(None, f"lost the starting process: {error}") if self.spawned else End(0, str(error)))
+            self._leave(End(None, f"{LOST_START}: {error}") if self.spawned else End(0, str(error)))
 
     def _take_in(self, state):
         with self.changed:

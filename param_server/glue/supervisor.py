@@ -24,6 +24,7 @@ from glue.ending import BEAT_SECONDS, KNOWN_AFTER_SECONDS, LOST_AFTER_SECONDS, E
 
 DONE = 10**9  # the number of the last barrier
 MAX_LENGTH = 1 << 22  # of a message, in bytes; who sends more is none of ours
+MAX_LENGTH_OF_STRANGERS = 1 << 16  # of the first message, from whom it may come
 MOST_STRANGERS = 100  # when there are more, the oldest one is closed
 ENDED = "its process has ended"
 
@@ -34,7 +35,7 @@ class Link:
     def __init__(self, connection):
         self.connection = connection
         connection.settimeout(LOST_AFTER_SECONDS)  # for sendall(); receive() waits in its own way
-        self.received = bytearray()
+        self.received, self.max_length = bytearray(), MAX_LENGTH
         self.told = None  # the last state that was sent on it
         self.sending = threading.Lock()
         self.next_beat = time.monotonic() + BEAT_SECONDS
@@ -59,7 +60,7 @@ class Link:
                 line, _, self.received = self.received.partition(b"\n")
                 if line:
                     return json.loads(line)
-            if len(self.received) > MAX_LENGTH:
+            if len(self.received) > self.max_length:
                 raise ValueError("it has sent a line without an end")
             if time.monotonic() >= self.next_beat:
                 self.next_beat = time.monotonic() + BEAT_SECONDS
@@ -67,7 +68,7 @@ class Link:
             if not multiprocessing.connection.wait([self.connection], BEAT_SECONDS):
                 silent += BEAT_SECONDS
                 if silent >= LOST_AFTER_SECONDS:
-                    raise TimeoutError(f"silent for {silent:.0f} s (killed, stopped, or unreachable)")
+                    raise TimeoutError(f"silent for {silent:.0f} s (stopped, or unreachable)")
                 continue
             silent, part = 0.0, b""
             with contextlib.suppress(OSError):  # reset, or the kernel has given up on the other host
@@ -96,7 +97,7 @@ class Supervisor:
         """
         self.must_match, self.job, self.listener, self.spawned = must_match, job, listener, spawned
         self.changed = threading.Condition()
-        self.joined = {}  # rank -> its message {"join": ...}
+        self.joined = {}  # rank -> its "host", "pid" and number of "gpus"
         self.strangers = {}  # Link -> None, oldest first, of connections that have not said who they are
         self.links = {}  # rank -> its Link, while it is connected
         self.at = dict.fromkeys(range(world_size), 0)  # rank -> the number of the barrier where it is, or was last
@@ -153,6 +154,7 @@ class Supervisor:
             try:
                 connection, _ = self.listener.accept()
                 link = Link(connection)
+                link.max_length = MAX_LENGTH_OF_STRANGERS
                 with self.changed:
                     threading.Thread(target=self._serve, args=(link,), daemon=True).start()
                     self.strangers[link] = None
@@ -183,10 +185,12 @@ class Supervisor:
                 return f"it was started with {flag} {theirs.get(flag)}, and this job with {ours}"
         if type(rank) is not int or rank not in self.at:
             return f"this job has no rank {rank}"
+        about = {name: kind(message[name]) for name, kind in (("host", str), ("pid", int), ("gpus", int))}
         with self.changed:
             if first := self.joined.get(rank):
                 return f"this rank has joined already, as process {first['pid']} on {first['host']}"
-            self.joined[rank], self.links[rank] = message, link
+            self.joined[rank], self.links[rank] = about, link
+            link.max_length = MAX_LENGTH
             self.changed.notify_all()
         return None
 
@@ -218,7 +222,10 @@ class Supervisor:
 
     def _use(self, rank, message):
         if "failed" in message:
-            self.fail(End(**message["failed"]))
+            end = End(**message["failed"])
+            if end.rank not in (None, *self.at):
+                raise ValueError(f"it has named a rank {end.rank}")
+            self.fail(end)
         else:
             with self.changed:
                 self.at[rank] = int(message["at"])

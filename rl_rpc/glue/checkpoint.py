@@ -13,7 +13,7 @@ import zipfile
 
 import torch
 
-from glue import UserError
+from glue import UserError, say
 
 _writing = threading.Lock()
 
@@ -80,14 +80,9 @@ def resume(args, scenario, settings):
     path = args.checkpoint
     if not args.resume and not args.restarts:
         return None
-    try:
-        saved = load(path, scenario)
-    except UserError:
-        if args.resume:
-            raise
-        saved = {}  # after a restart: no file, or what an earlier job has left there
-    if not args.resume and saved.get("job") != job_id:
-        print("This job has saved no checkpoint yet: starting from the beginning.", flush=True)
+    saved = load(path, scenario) if args.resume or (path and os.path.isfile(path)) else {}
+    if not args.resume and saved.get("job") != job_id:  # no file, or what an earlier job has left there
+        say("This job has saved no checkpoint yet: starting from the beginning.")
         return None
     for name, value in settings.items():
         found = saved["settings"].get(name)

@@ -67,8 +67,9 @@ def of_exception(error, rank):
     """Return the End for an exception that was raised in this rank, or that a remote call brought back."""
     if isinstance(error, SystemExit):
         return End(rank, f"it called sys.exit({error.code!r}) before its work was done")
-    kind, why, place = type(error).__name__, str(error), ""
-    text = "".join(traceback.format_exception(error, chain=False))
+    details = traceback.TracebackException.from_exception(error)  # it has a text even if str(error) raises
+    kind, why, place = type(error).__name__, str(details), ""
+    text = "".join(details.format(chain=False))
     # A remote error reads "On WorkerInfo(...):\n<repr>\n<traceback>". If calls were nested, so is this.
     if remote := [*REMOTE_ERROR.finditer(text)]:
         rank = int(remote[-1][1])
@@ -96,7 +97,8 @@ def print_mistake(error):
 
     So not for an error that the user must correct, or that another rank has printed.
     """
-    known = isinstance(error, (UserError, BrokenPipeError)) or REMOTE_ERROR.search(str(error))
+    text = "".join(traceback.format_exception_only(error))
+    known = isinstance(error, (UserError, BrokenPipeError)) or REMOTE_ERROR.search(text)
     if isinstance(error, Exception) and not known:
         print_traceback(error)
 

@@ -18,7 +18,7 @@ import warnings
 
 import torch.multiprocessing as mp
 
-from glue import before_torch, check, checkpoint, ending
+from glue import before_torch, check, checkpoint, ending, say
 from glue.ending import BEAT_SECONDS, FORK_SERVER_LOST, GRACE_SECONDS, End, leave_now
 from glue.host import keep_freed_memory
 from glue.job import Job, full_names
@@ -55,9 +55,9 @@ def _run_rank(rank, run_worker, args, workers):
         run_worker(rank, args, job)
         job.leave()
         if rank == 0 and job.lost:
-            print(f"The job finished without {', '.join(job.names[lost] for lost in sorted(job.lost))}.")
+            say(f"The job finished without {', '.join(job.names[lost] for lost in sorted(job.lost))}.")
         if rank == 0 and args.restarts:
-            print(f"The job was restarted {args.restarts} time{'s' * (args.restarts > 1)}.")
+            say(f"The job was restarted {args.restarts} time{'s' * (args.restarts > 1)}.")
     except BaseException as error:  # SystemExit as well, because a rank that calls sys.exit has not done its work
         job.fail(error)
 
@@ -117,9 +117,11 @@ def _start(run_worker, args, workers, supervisor):
                 copies.callback(os.close, os.dup(supervisor.listener.fileno()))
         arguments, size = (run_worker, args, workers), args.world_size
         return mp.start_processes(_run_rank, arguments, size, join=False, start_method="forkserver").processes
+    except (EOFError, ConnectionError):
+        supervisor.fail(End(None, FORK_SERVER_LOST))
     except OSError as error:  # too many processes, or open files; the ranks that did start end by themselves
         supervisor.fail(End(None, f"cannot start all ranks: {error.strerror}", again=False))
-        return []
+    return []
 
 
 def _wait_for(processes, supervisor):

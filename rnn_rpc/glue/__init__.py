@@ -28,3 +28,13 @@ class UserError(ValueError):
     Its text is one line for the user, printed without a traceback, and --max_restarts does not start the job again.
     Any other exception is a mistake in the code, and its traceback is printed.
     """
+
+
+def say(text):
+    """Print a line on stdout. Raises UserError if that is not possible, for example because a disk is full."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # nobody reads it any more: see ending.py
+        raise
+    except OSError as error:
+        raise UserError(f"cannot write to stdout: {error.strerror}") from None

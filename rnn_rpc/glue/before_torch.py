@@ -105,6 +105,13 @@ def _leave_at_once(number, _frame):
     os._exit(128 + number)
 
 
+# If a stream is closed, as by `main.py >&-`, the next connection would get its number, and torch's messages would go
+# there. So the number is given to /dev/null, and the processes that this one starts inherit it.
+while (_number := os.open(os.devnull, os.O_RDWR)) < 3:
+    os.set_inheritable(_number, True)
+os.close(_number)
+sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")
+
 # When a rank dies, each RPC thread of the other ranks logs this from C++, with a stack. The glue prints one line
 # instead. torch reads this level when it is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")

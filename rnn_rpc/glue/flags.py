@@ -8,10 +8,11 @@ import argparse
 import contextlib
 import importlib.util
 import os
+import pathlib
 import re
 import sys
 
-from glue import PACKAGE
+from glue import PACKAGE, UserError, say
 from glue.checkpoint import is_file
 from glue.host import why_no_gpu
 
@@ -130,7 +131,11 @@ def check_arguments(
     said = [f"rank {args.rank} of {args.world_size}, started by {args.launcher}"] if args.launcher else []
     said += _choose_device(parser, args)
     if said and not (args.launcher == "torchrun" and args.rank):  # torchrun's ranks share one console
-        print(*said, sep="\n", flush=True)
+        try:
+            say("\n".join(said))
+        except (UserError, BrokenPipeError) as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # because Python writes it again when it ends
+            parser.exit(1, f"{PACKAGE}: {error}\n")
 
 
 def _check_size(parser, args, least, most, roles):
@@ -151,6 +156,8 @@ def _check_combinations(parser, args):
         parser.error("--resume needs --checkpoint FILE to go on from")
     if args.rank is None and args.master_addr not in ("localhost", "127.0.0.1"):
         parser.error(f"--master_addr {args.master_addr}: without --rank, all ranks start on this machine")
+    if args.rank is None and args.master_port != parser.get_default("master_port"):
+        parser.error(f"--master_port {args.master_port}: without --rank, the ranks meet at a port that is free")
 
 
 def _choose_device(parser, args):
@@ -170,7 +177,9 @@ WRITTEN = ("plot", "summary_json", "checkpoint", "save")  # the flags of the fil
 
 def _check_files(parser, args, writer):
     """Refuse a file that two flags name, and, in the process that will write them, files that cannot be written."""
-    flag_of = {}  # file -> the flag that names it
+    mnist = pathlib.Path(vars(args).get("data_dir") or "/nowhere")  # see param_server/data.py
+    inputs = (*mnist.glob("*-ubyte*"), *mnist.glob("MNIST/raw/*-ubyte*"))
+    flag_of = {os.path.realpath(path): "data_dir" for path in inputs}  # file -> the flag that names it
     for flag in ("corpus", "data_dir", *WRITTEN):
         path = vars(args).get(flag)
         if path and is_file(path) and (other := flag_of.setdefault(os.path.realpath(path), flag)) != flag:

@@ -13,9 +13,11 @@ import time
 import psutil
 import torch.distributed as dist
 
-from glue import PACKAGE, UserError, checkpoint
+from glue import PACKAGE, UserError, checkpoint, say
 from glue.ending import CONNECT_SECONDS, PRINT_AFTER_SECONDS, PRINT_EVERY_SECONDS
 from glue.supervisor import Link, Supervisor
+
+LOST_START = "lost the starting process"
 
 
 class CannotJoin(Exception):
@@ -44,7 +46,7 @@ class Rendezvous:
                 return self._try_to_join(gpus)
             except OSError as error:
                 if self.spawned:  # it listens already, or is gone
-                    raise CannotJoin("lost the starting process") from None
+                    raise CannotJoin(LOST_START) from None
                 self.wait_for(self.holder, f": {error}")
                 time.sleep(0.1)
 
@@ -54,7 +56,7 @@ class Rendezvous:
         if time.monotonic() > self.deadline:
             raise CannotJoin(f"{awaited} did not come within {limit}{why}")
         if time.monotonic() > self.print_at and not self.spawned:
-            print(f"{self.me}: waiting for {awaited}{why} ({limit})", flush=True)
+            say(f"{self.me}: waiting for {awaited}{why} ({limit})")
             self.print_at = time.monotonic() + PRINT_EVERY_SECONDS
 
     def _try_to_join(self, gpus):
@@ -67,10 +69,11 @@ class Rendezvous:
             state = link.receive()
         except ConnectionError:  # perhaps it is a proxy in front of a rank 0 that has not started yet
             raise ConnectionError(f"what listens at {where} has closed the connection") from None
-        except (TimeoutError, ValueError):  # it is silent, or sends no JSON
+        except (TimeoutError, ValueError, RecursionError):  # it is silent, or sends no JSON
             state = None
-        if not isinstance(state, dict) or "missing" not in state:
-            raise CannotJoin(f"what listens at {where} is not {self.holder} (choose another --master_port)")
+        if not isinstance(state, dict) or not state.keys() >= {"missing", "job", "passed", "lost", "end"}:
+            why = f"what listens at {where} is not {self.holder} (choose another --master_port)"
+            raise CannotJoin(LOST_START if self.spawned else why)
         return link, state
 
     def _find_supervisor(self):

@@ -13,7 +13,7 @@ import time
 import torch
 from tqdm import tqdm
 
-from glue import UserError
+from glue import UserError, say
 from glue.checkpoint import write_aside
 
 NOTHING_LEFT = "Nothing is left to do: the checkpoint is of a finished run."  # printed after "Going on after ..."
@@ -31,8 +31,8 @@ class Report:
 
     def say(self, text):
         """Print a line on stdout, above the progress bar if there is one."""
-        tqdm.write(text)
-        sys.stdout.flush()
+        with tqdm.external_write_mode():
+            say(text)
 
     def progress(self, total=None, unit="step"):
         """Return a tqdm progress bar, which prints nothing if stderr is not a terminal."""

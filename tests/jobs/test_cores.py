@@ -57,6 +57,7 @@ def test_auto_takes_shared_memory_only_with_two_cores_for_each_rank(cores, ranks
         ({}, 2, [3]),
         ({}, 9, [1]),
         ({"OMP_NUM_THREADS": "5"}, 2, []),  # which OpenMP has read
+        ({"OMP_NUM_THREADS": "all"}, 2, []),  # which it has read, too, and which it complains of
         ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 2, [3]),  # which torchrun has set
     ],
 )

@@ -10,7 +10,7 @@ with package_on_path("rl_rpc"):
     from glue.ending import End
 
 NAMES = ["rank 0 (agent)", "rank 1 (observer1)", "rank 2 (observer2)"]
-SILENT = "silent for 8 s (killed, stopped, or unreachable)"
+SILENT = "silent for 8 s (stopped, or unreachable)"
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,11 @@ KeyError: 'x'
 """
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise KeyError("no text")
+
+
 @pytest.mark.parametrize(
     "error, rank, why, again",
     [
@@ -49,6 +54,7 @@ KeyError: 'x'
         (RuntimeError("eof Exception raised from readLoop at x.cpp:1 frame #0: f"), 0, "RuntimeError: eof", True),
         (RuntimeError(REMOTE), 2, "KeyError: 'x'", True),
         (ValueError(REMOTE.replace("KeyError", "glue.UserError")), 2, "'x'", False),
+        (Unspeakable(), 0, "Unspeakable: <exception str() failed>", True),
         (SystemExit(0), 0, "it called sys.exit(0) before its work was done", True),
     ],
 )

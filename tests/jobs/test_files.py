@@ -159,15 +159,21 @@ def test_a_restart_takes_what_its_own_job_has_saved_and_nothing_else(tmp_path, m
         from glue import checkpoint
 
     def resumed(**how):
-        args = SimpleNamespace(checkpoint=path, **{"resume": False, "restarts": 0} | how)
+        args = SimpleNamespace(**{"checkpoint": path, "resume": False, "restarts": 0} | how)
         return checkpoint.resume(args, "rl_rpc", {})
 
+    for none in (path, None):
+        assert resumed(restarts=1, checkpoint=none) is None
+        assert capsys.readouterr().out == "This job has saved no checkpoint yet: starting from the beginning.\n"
     checkpoint.save(path, "rl_rpc", {}, {"episode": 3})
     assert resumed(restarts=1) == {"episode": 3} and resumed() is None
     monkeypatch.setattr(checkpoint, "job_id", checkpoint.new_job_id())
     assert resumed(restarts=1) is None
     assert capsys.readouterr().out == "This job has saved no checkpoint yet: starting from the beginning.\n"
     assert resumed(resume=True) == resumed(resume=True, restarts=1) == {"episode": 3}  # the user has asked for it
+    path.write_bytes(path.read_bytes()[:-100])  # perhaps all that is left of a long training: it is not replaced
+    with pytest.raises(ValueError, match=r"c\.pt is not a readable checkpoint"):
+        resumed(restarts=1)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -90,16 +90,27 @@ def test_one_file_for_two_flags_is_refused(package, one, other, tmp_path, capsys
     "package, flags, words",
     [
         ("rl_rpc", ["--master_addr", "10.0.0.1"], ["--master_addr 10.0.0.1", "--rank"]),
+        ("rl_rpc", ["--master_port", "1234"], ["--master_port 1234", "--rank"]),
         ("rnn_rpc", ["--tokens", "char"], ["--tokens char", "--corpus"]),
         ("rnn_rpc", ["--corpus", "text", "--vocabulary", "9"], ["--vocabulary", "generated text", "--corpus"]),
         ("rnn_rpc", ["--corpus", "text", "--corpus_tokens", "9"], ["--corpus_tokens", "generated text", "--corpus"]),
         ("param_server", ["--dataset", "synthetic", "--data_dir", "x"], ["--data_dir", "--dataset mnist"]),
         ("param_server", ["--num_servers", "2"], ["--num_servers", "--mode sharded"]),
         ("param_server", ["--mode", "sharded", "--on_lost", "continue"], ["--on_lost continue", "--mode sharded"]),
+        ("param_server", ["--num_gpus", "1", "--device", "cpu"], ["--num_gpus 1 and --device cpu contradict"]),
     ],
 )
 def test_a_flag_that_would_be_ignored_is_refused(package, flags, words, capsys):
     assert_refused(package, flags, capsys, *words)
+
+
+@pytest.mark.parametrize("below", ["", "MNIST/raw"])
+def test_a_run_does_not_replace_the_images_that_it_reads(below, tmp_path, capsys):
+    (tmp_path / below).mkdir(parents=True, exist_ok=True)
+    images = tmp_path / below / "train-images-idx3-ubyte"
+    images.write_text("images")
+    flags = ["--data_dir", tmp_path, "--checkpoint", images]
+    assert_refused("param_server", flags, capsys, "--data_dir", "--checkpoint", "the same file")
 
 
 def test_a_gif_does_not_replace_the_policy(tmp_path):

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -204,18 +205,32 @@ def listener():
         server.shutdown(socket.SHUT_RDWR)
 
 
-ANSWERS = {
+WRONG = [b"1", b"[]", b"null", b'{"error": "who are you?"}', b'{"missing": []}', b"[" * 100_000, b"GET"]
+ANSWERS = {answer[:20]: lambda connection, answer=answer: connection.sendall(answer + b"\n") for answer in WRONG} | {
     "echo": lambda connection: connection.sendall(connection.recv(10_000)),
-    "json": lambda connection: connection.sendall(b'{"error": "who are you?"}\n'),
-    "number": lambda connection: connection.sendall(b"1\n"),
     "silence": lambda connection: list(iter(lambda: connection.recv(10_000), b"")),  # reads all that comes
 }
 
 
-@pytest.mark.parametrize("answer", [*list(ANSWERS)[:-1], pytest.param("silence", **SLOW)])
-def test_what_answers_at_the_port_is_recognised(answer, listener):
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_what_answers_is_checked_before_it_is_believed(answer, listener, monkeypatch):
+    """A spawned rank knows who answers: the starting process, which may have been stopped."""
     port, answer_with = listener
     answer_with(ANSWERS[answer])
+    with package_on_path("rl_rpc"):
+        from glue import rendezvous, supervisor
+    monkeypatch.setattr(supervisor, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "LOST_AFTER_SECONDS", 0.3)
+    place = {"master_addr": "localhost", "master_port": port, "launcher": None, "must_match": {}, "join_timeout": 60}
+    for rank, said in ((1, rf"port {port} is not rank 0 \(agent\)"), (None, "^lost the starting process$")):
+        args = SimpleNamespace(rank=rank, **place)
+        with pytest.raises(rendezvous.CannotJoin, match=said):
+            rendezvous.Rendezvous(1, args, ["rank 0 (agent)", "rank 1 (observer1)"]).join(0)
+
+
+def test_what_answers_at_the_port_is_recognised(listener):
+    port, answer_with = listener
+    answer_with(ANSWERS["echo"])
     done = run_main("rl_rpc", "--world_size", 2, "--rank", 1, "--master_port", port, "--join_timeout", 60)
     assert_one_line_error(done, 1, f"rank 1 (observer1): what listens at 127.0.0.1 port {port} is not rank 0 (agent)")
     assert len(done.stderr.splitlines()) == 1
@@ -254,20 +269,13 @@ def test_a_rank_that_waits_does_not_take_itself_for_rank_0(tmp_path):
         assert both.wait(60) == 0, both.text()
 
 
-def test_every_rank_ends_whatever_goes_wrong_while_it_ends():
-    """Rank 2 is a stranger, who knows the flags of the job. It says that a rank has failed that does not exist."""
-    with package_on_path("rl_rpc"):
-        import main
-        from glue.supervisor import Link
-
-        flags = main.parse_args(["--world_size", "3"]).must_match
-        with RunningJob("rl_rpc", "terminals", [], only=[0, 1]) as job:
-            assert job.wait_for_text("waiting for rank 2", 60)
-            link = Link(socket.create_connection(("127.0.0.1", int(job.port))))
-            link.send({"join": 2, "must_match": flags, "host": socket.gethostname(), "pid": 1, "gpus": 0})
-            link.send({"failed": {"rank": 99, "why": "nonsense"}})
-            assert job.wait(15) == [1, 1], job.text()
-            link.close()
+def test_every_rank_ends_whatever_goes_wrong_while_it_ends(listener):
+    """What answers speaks as a supervisor does, and says that a rank is lost that does not exist."""
+    port, answer_with = listener
+    state = {"missing": [0], "job": {}, "passed": 0, "lost": [], "end": {"rank": 99, "why": "nonsense"}}
+    answer_with(lambda connection: connection.sendall(json.dumps(state).encode() + b"\n"))
+    done = run_main("rl_rpc", "--world_size", 2, "--rank", 1, "--master_port", port, timeout=15)
+    assert done.returncode == 1, done
 
 
 def test_a_rank_that_gets_no_more_memory_ends():
@@ -478,21 +486,30 @@ def test_without_a_checkpoint_of_its_own_it_starts_afresh_and_says_so(way, flags
         assert "Going on after" not in job.text()
 
 
+KILLED_AT_ITS_FIRST_FORK = """
+import os, signal, sys
+if "multiprocessing.forkserver" in " ".join(sys.orig_argv) and not os.path.exists(os.environ["KILLED"]):
+    def fork():
+        open(os.environ["KILLED"], "x")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.fork = fork
+"""
+
+
 @pytest.mark.slow
 def test_a_killed_fork_server_ends_the_job_or_restarts_it(tmp_path):
-    """The system may kill it when memory runs out. It is killed twice, and one restart is allowed."""
+    """The system may kill it when memory runs out: once while it starts the first rank, once during the work."""
+    (tmp_path / "sitecustomize.py").write_text(KILLED_AT_ITS_FIRST_FORK)
     flags = ["--mode", "rollout", "--checkpoint", str(tmp_path / "c.pt"), "--max_restarts", "1"]
-    with RunningJob("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], *flags], cold=True) as job:
-        for started in (1, 2):
-            deadline = time.monotonic() + 60
-            while job.text().count("This will run until") < started:
-                assert time.monotonic() < deadline, job.text()
-                time.sleep(0.05)
-            (fork_server,) = forked(children_of(job.processes[0].pid))
-            os.kill(fork_server, signal.SIGKILL)
+    env = {"PYTHONPATH": tmp_path, "KILLED": tmp_path / "killed"}
+    with RunningJob("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], *flags], env=env, cold=True) as job:
+        assert job.wait_for_text("This will run until", 60), job.text()
+        lost = "rl_rpc: the process from which the ranks are forked has ended\n"
+        assert job.processes[0].errors() == f"{lost}rl_rpc: restart 1 of 1\n", job.text()
+        (fork_server,) = forked(children_of(job.processes[0].pid))
+        os.kill(fork_server, signal.SIGKILL)
         assert job.wait(15) == [1], job.text()
-        assert "the process from which the ranks are forked has ended" in job.errors(), job.text()
-        assert "restart 1 of 1" in job.errors() and "lost rank" not in job.text()
+        assert job.errors().count(lost.strip()) == 2 and "lost rank" not in job.text(), job.text()
         assert not job.survivors()
 
 

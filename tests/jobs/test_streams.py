@@ -92,14 +92,40 @@ def test_no_rank_is_left_when_the_starting_process_is_killed_and_nobody_reads():
         process.kill()
 
 
-def test_a_job_whose_output_nobody_reads_any_more_ends_quietly():
-    """As in `main.py | head -1`. Other commands end in this case by SIGPIPE."""
+@pytest.mark.parametrize("package, flags", [("rl_rpc", ["--log_interval", 1]), ("ddp_rpc", ["--batches", 5])])
+@pytest.mark.draw(1)
+def test_a_job_whose_output_nobody_reads_any_more_ends_quietly(package, flags):
+    """As in `main.py | head -1`. Other commands end in this case by SIGPIPE. In ddp_rpc an RPC makes the rank print."""
     reader, writer = os.pipe()
-    with start("--log_interval", 1, stdout=writer) as process:
+    with start_main(package, *JOBS[package]["long"], *flags, cold=True, stdout=writer) as process:
         os.close(writer)
         assert os.read(reader, 1)
         os.close(reader)
         assert (process.wait(60), process.errors()) == (128 + signal.SIGPIPE, "")
+
+
+FULL = "cannot write to stdout: No space left on device"
+
+
+@pytest.mark.parametrize(
+    "package, redirection, flags, status, said",
+    [
+        ("rl_rpc", ">/dev/full", [], 1, FULL),
+        ("ddp_rpc", ">/dev/full", [], 1, FULL),
+        ("rl_rpc", ">/dev/full", ["--device", "auto"], 1, FULL),
+        ("rl_rpc", ">&-", [], 0, ""),
+        ("rl_rpc", ">&-", ["--rank", 0, "--join_timeout", 0.1], 1, "did not come within"),
+    ],
+)
+@pytest.mark.draw(2)
+def test_a_job_that_cannot_print_says_so_or_works_without(package, redirection, flags, status, said):
+    """Python itself prints nothing if stdout is closed."""
+    by = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable]
+    place = ["--master_port", free_port()] if "--rank" in flags else []
+    done = start_main(package, *JOBS[package]["short"], *flags, *place, by=by).result(60)
+    assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
+    assert all(said in line or "lost rank" in line for line in done.stderr.splitlines()), done.stderr
+    assert bool(done.stderr) == bool(said)
 
 
 def test_a_line_is_written_in_one_piece():

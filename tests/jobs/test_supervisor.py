@@ -89,6 +89,10 @@ def test_closing_the_supervisor_wakes_the_thread_that_accepts():
 
 
 GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", b'{"join": 1}\n', b"[]\n", b"\xff\xfe\n", b"", b"[" * 60_000 + b"\n"]
+GARBAGE += [  # who knows the flags of the job, but does not say who he is
+    b'{"join": 1, "must_match": {"seed": 1}, "pid": 1, "gpus": 0}\n',
+    b'{"join": 1, "must_match": {"seed": 1}, "host": "h", "pid": 1, "gpus": "two"}\n',
+]
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
@@ -102,17 +106,26 @@ def test_a_stranger_does_not_disturb_the_job(job, garbage):
 
 
 def test_a_line_without_an_end_is_cut_off(job):
-    _, connect = job
+    """A hundred strangers may be connected. What a rank sends may be longer, such as a long error."""
+    overseer, connect = job
     stranger = connect()
-    sent = 0
+    with overseer.changed:
+        assert overseer.changed.wait_for(lambda: overseer.strangers, 10)
+        (link,) = overseer.strangers
     with pytest.raises(ConnectionError):
-        while sent < 1 << 27:
-            sent += stranger.connection.send(b"x" * 100_000)
-    assert sent < 1 << 25, "this is what the buffers of the system hold"
-    assert join(connect, 1).receive()["missing"] == [0, 2]
+        while len(link.received) < 1 << 20:
+            stranger.connection.send(b"x" * 100_000)
+    assert len(link.received) <= 1 << 17
+    rank = join(connect, 1)
+    assert rank.receive()["missing"] == [0, 2]
+    rank.send({"failed": vars(End(1, "x" * 300_000))})
+    assert len(wait_for(rank, lambda state: state["end"])["end"]["why"]) == 300_000
 
 
-@pytest.mark.parametrize("nonsense", [{"at": "here"}, {"at": None}, {"failed": 1}, 1])
+NO_RANK = {"rank": 99, "why": "nonsense"}
+
+
+@pytest.mark.parametrize("nonsense", [{"at": "here"}, {"at": None}, {"failed": 1}, {"failed": NO_RANK}, 1])
 def test_a_rank_that_sends_nonsense_is_lost(job, nonsense):
     _, connect = job
     links = [join(connect, rank) for rank in range(3)]

@@ -348,6 +348,8 @@ def test_between_two_hosts_no_arrow_points_back_in_time(tmp_path):
     [
         (["t.svg", "--", "true"], "must end in .png or .json"),
         (["no/such/folder/t.json", "--", "true"], "that folder does not exist"),
+        (["t.png", "--", "true", "--plot", "./t.png"], "the command names this file, too"),
+        (["t.png", "--", "true", "--plot=t.png"], "the command names this file, too"),
         (["t.json", "no/such/folder"], "there is no such folder"),
         (["--into", "/proc/here", "--", "true"], "--into /proc/here: No such file or directory"),
         (["t.json", "/proc/self/fdinfo"], "/proc/self/fdinfo: there are no recordings in it"),

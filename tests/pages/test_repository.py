@@ -33,10 +33,10 @@ def test_every_copy_of_the_glue_has_the_same_bytes():
         assert [name for name in first if copy[name] != first[name]] == [], package
 
 
-def run_all(folder, *words, active="."):
+def run_all(folder, *words, active=".", conda=""):
     """Run run_all.sh where every python only notes its command line; return (status, these lines).
 
-    `active`: the active environment, below `folder`. The first python3 on PATH fails.
+    `active`, `conda`: the active environments, below `folder`. The first python3 on PATH fails.
     """
     log = folder / "log"
     (folder / "bin").mkdir(exist_ok=True)
@@ -46,6 +46,7 @@ def run_all(folder, *words, active="."):
         program.chmod(0o755)
     log.write_text("")
     env = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "VIRTUAL_ENV": str(folder / active)}
+    env |= {"CONDA_PREFIX": str(folder / conda)} if conda else {}
     done = subprocess.run([ROOT / "run_all.sh", *words], env=env, capture_output=True, text=True, timeout=60)
     return done.returncode, log.read_text().splitlines()
 
@@ -62,6 +63,8 @@ def test_run_all_installs_nothing_into_an_environment_that_is_not_active(tmp_pat
     """VIRTUAL_ENV names a folder that does not exist. So run_all.sh wants one of its own; here python3 makes none."""
     status, lines = run_all(tmp_path, "rl", active="gone")
     assert status == 1 and lines and all(line.startswith("python3 ") for line in lines), lines
+    status, lines = run_all(tmp_path, "rl", active="gone", conda=".")
+    assert status == 0 and any("main.py" in line for line in lines), lines
 
 
 @pytest.mark.parametrize("rule", [["check"], ["format", "--check"]], ids=" ".join)
