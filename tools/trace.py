@@ -104,13 +104,10 @@ def parse(words, command):
         complete = args.file and args.folder and not args.into
     if not complete:
         parser.error("give a FILE or --into, and a command after `--`; or a FILE, and a FOLDER with recordings")
-    if args.file and (why := why_not_written(args.file)):
+    if args.file and (why := why_not_written(args.file, command)):
         parser.error(f"{args.file}: {why}")
     if args.window and not 0 <= args.window[0] < args.window[1] < float("inf"):
         parser.error("--window {:g} {:g}: FROM must be less than TO, and not negative".format(*args.window))
-    named = [os.path.realpath(word.partition("=")[2] or word) for word in command]
-    if args.file and os.path.realpath(args.file) in named:
-        parser.error(f"{args.file}: the command names this file, too")
     if args.folder and not os.path.isdir(args.folder):
         parser.error(f"{args.folder}: there is no such folder")
     if args.folder and not recordings(args.folder):
@@ -126,7 +123,7 @@ def parse(words, command):
     return args
 
 
-def why_not_written(path):
+def why_not_written(path, command):
     folder = os.path.dirname(os.path.abspath(path))
     if not path.endswith((".png", ".json")):
         return "the name must end in .png or .json"
@@ -136,6 +133,8 @@ def why_not_written(path):
         return "that folder does not exist"
     if not os.access(folder, os.W_OK):
         return "this user may not write in that folder"
+    if os.path.realpath(path) in [os.path.realpath(word.partition("=")[2] or word) for word in command]:
+        return "the command names this file, too"
     return ""
 
 
