@@ -67,6 +67,21 @@ def one_process(num_trainers=1, stale_lookups=False, seed=1, epochs=SIZES["epoch
     return table, fc.state_dict()
 
 
+def heldout_figures(table, fc, seed=1):
+    """Return what a run that ends with this table and fc reports of all held-out bags."""
+    log = ClickLog(*table.shape, seed_for(seed, "teacher"))
+    totals = torch.zeros(3, dtype=torch.float64)
+    for ids, offsets, target in log.batches(
+        evaluation.HELDOUT_BATCHES, evaluation.HELDOUT_BAGS, seed_for(seed, "held-out")
+    ):
+        logits = F.linear(F.embedding_bag(ids, table, offsets, mode="sum"), fc["weight"], fc["bias"])
+        teacher = log.teacher_logits(ids, offsets)
+        right = [(each.argmax(dim=1) == target).double().mean() for each in (logits, teacher)]
+        totals += torch.stack([F.cross_entropy(logits, target).double(), *right])
+    names = ("heldout_loss", "heldout_accuracy", "ceiling_accuracy")
+    return dict(zip(names, (totals / evaluation.HELDOUT_BATCHES).tolist(), strict=True))
+
+
 def join(parts):
     """Join the batches of several trainers into one batch."""
     starts = torch.tensor([0, *[len(ids) for ids, _, _ in parts]]).cumsum(0)

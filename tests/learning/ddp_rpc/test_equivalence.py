@@ -13,9 +13,15 @@ distributed, largest_difference, one_process = oracle.distributed, oracle.larges
 
 @pytest.mark.parametrize(("trainers", "servers", "seed"), [(2, 2, 1), pytest.param(3, 1, 2, marks=pytest.mark.slow)])
 def test_sync_trainers_equal_one_process_on_the_joined_batch(tmp_path, trainers, servers, seed):
-    """This also shows that each trainer draws its own batches, and that the seed determines all random numbers."""
+    """This also shows that each trainer draws its own batches, and that the seed determines all random numbers.
+
+    Each trainer evaluates a part of the held-out bags. What is reported is of all of them.
+    """
+    file = tmp_path / "summary.json"
     sizes = ("--world_size", trainers + 1 + servers, "--num_servers", servers, "--seed", seed)
-    found = distributed(tmp_path, "--mode", "sync", "--sparse", *sizes)
+    found = distributed(tmp_path, "--mode", "sync", "--sparse", *sizes, "--summary_json", file)
+    figures, summary = oracle.heldout_figures(*found, seed), json.loads(file.read_text())
+    assert {name: summary[name] for name in figures} == pytest.approx(figures, abs=5e-4)  # four bags of 8,192
     assert largest_difference(found, one_process(trainers, seed=seed)) < 1e-5
     # The batches of trainer 0 alone give another result.
     assert largest_difference(found, one_process(1, seed=seed)) > 1e-3

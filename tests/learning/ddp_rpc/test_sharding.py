@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -200,17 +199,18 @@ def test_parameters_of_a_model_with_rrefs_are_those_that_are_here():
     assert with_remote_module.startswith("RemoteModule: ") and "not supported for RemoteModule" in with_remote_module
 
 
-def test_an_evaluation_builds_no_graph_on_the_servers_and_no_process_group_is_left():
+def test_an_evaluation_sees_one_table_and_builds_no_graph_and_no_process_group_is_left():
     """A trainer's torch.no_grad() has no effect on a server. The run has two evaluations, with one epoch between.
 
     The job fails if a rank has a process group when its work is done.
     """
-    flags = ("--world_size", 3, "--batches", 5, "--epochs", 1)
+    flags = ("--world_size", 4, "--batches", 5, "--epochs", 1)
     done = run_script("tests/learning/ddp_rpc/lookups_job.py", *flags)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-2:] == [
-        "5 lookups of 8 bags with a graph",
+    assert done.stdout.splitlines()[-3:] == [
+        "10 lookups of 8 bags with a graph",
         f"{2 * evaluation.HELDOUT_BATCHES} lookups of {evaluation.HELDOUT_BAGS} bags without a graph",
+        "2 tables in evaluations",
     ]
 
 
@@ -253,68 +253,11 @@ def test_the_teacher_knows_most_of_its_own_labels_and_nobody_knows_random_ones(t
 # ------------------------------------------------------------------------------------------------- the run's checks
 
 
-class RecordedTrainer:
-    """A model, and an RRef to a master, for trainer 0 of two trainers. Its attribute `order` records all calls."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, monkeypatch):
-        self.order, self.fc = [], SimpleNamespace(module=nn.Linear(2, 8))
-        self.grad_enabled = []
-        monkeypatch.setattr(main.dist, "barrier", lambda: self.order.append("barrier"))
-        monkeypatch.setattr(main.dist, "all_reduce", self.all_reduce)
-
-    def __call__(self, ids_I, offsets_B):
-        self.order.append("lookup")
-        self.grad_enabled.append(torch.is_grad_enabled())
-        return torch.zeros(len(offsets_B), 8)
-
-    def all_reduce(self, totals):
-        self.order.append("all_reduce")
-        totals += torch.tensor([20.0, 6.0, 9.0, 10.0])  # the other trainer's part: 10 bags, 6 of them right
-
-    def rpc_sync(self, timeout):
-        return SimpleNamespace(after_epoch=lambda *told: self.order.append(told))
-
-
-def test_an_evaluation_begins_when_all_have_stepped_and_sums_over_all_trainers(monkeypatch):
-    model = RecordedTrainer(monkeypatch)
-    log = ClickLog(100, 2, seed=1)
-    heldout = log.batches(2, 5, seed=2)
-    figures = evaluation.evaluate(model, log, heldout, step=3)
-    assert model.order == ["barrier", "lookup", "lookup", "all_reduce"] and model.grad_enabled == [False, False]
-    targets = torch.cat([target for _, _, target in heldout])
-    teacher = torch.cat([log.teacher_logits(ids, offsets) for ids, offsets, _ in heldout]).argmax(dim=1)
-    assert figures["heldout_loss"] == pytest.approx((10 * math.log(8) + 20) / 20)
-    assert figures["heldout_accuracy"] == (int((targets == 0).sum()) + 6) / 20  # argmax of equal logits is 0
-    assert figures["ceiling_accuracy"] == (int((targets == teacher).sum()) + 9) / 20
-
-
-def test_each_heldout_batch_is_one_trainers(monkeypatch):
-    log = ClickLog(100, 2, seed=1)
-    monkeypatch.setattr(evaluation.dist, "get_world_size", lambda: 3)
-    parts = []
-    for rank in range(3):
-        monkeypatch.setattr(evaluation.dist, "get_rank", lambda rank=rank: rank)
-        parts += [tuple(target.tolist()) for _, _, target in evaluation.draw_heldout(log, seed=1)]
-    assert len(parts) == len(set(parts)) == evaluation.HELDOUT_BATCHES
-
-
 def test_the_learning_rate_falls_in_the_second_half_in_a_straight_line():
     """It ends above 0, because with a learning rate of 0 the last epoch would have no effect."""
     rates = [training.learning_rate(SimpleNamespace(lr=0.5, epochs=4), epoch) for epoch in (1, 2, 3, 4)]
     assert rates == [0.5, 0.5, 0.375, 0.125]
     assert training.learning_rate(SimpleNamespace(lr=0.5, epochs=1), 1) == 0.5
-
-
-def test_nobody_steps_while_the_master_saves(monkeypatch):
-    """Trainer 0 calls the master. Then all trainers wait at a barrier, and continue together."""
-    model = RecordedTrainer(monkeypatch)
-    training.report_epoch(model, 0, 3, {"loss": 1.0}, 2.0, model)
-    told, barrier = model.order
-    assert told[:3] == (3, {"loss": 1.0}, 2.0) and set(told[3]) == {"weight", "bias"} and barrier == "barrier"
-    training.report_epoch(model, 1, 3, {"loss": 1.0}, 2.0, model)
-    assert model.order == [told, "barrier", "barrier"]
 
 
 def test_the_masters_figures_are_of_all_trainers_and_of_this_run_alone(tmp_path, capsys):
