@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
-from glue import UserError
+from glue import UserError, say
 from glue.seeds import seed_for
 
 MEAN, STD = 0.1307, 0.3081  # of MNIST's training images, scaled to 0..1; the tutorial uses the same
@@ -104,7 +104,7 @@ def _download_if_missing(folder):
             if not complete():
                 from torchvision.datasets import MNIST
 
-                print(f"Downloading MNIST to {folder}", flush=True)
+                say(f"Downloading MNIST to {folder}")
                 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                     MNIST(folder, download=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: torchvision, if no mirror answers
