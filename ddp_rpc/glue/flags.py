@@ -177,7 +177,7 @@ WRITTEN = ("plot", "summary_json", "checkpoint", "save")  # the flags of the fil
 
 def _check_files(parser, args, writer):
     """Refuse a file that two flags name, and, in the process that will write them, files that cannot be written."""
-    mnist = pathlib.Path(vars(args).get("data_dir") or "/nowhere")  # see param_server/data.py
+    mnist = pathlib.Path(vars(args).get("data_dir", "/nowhere"))  # its files: see param_server/data.py
     inputs = (*mnist.glob("*-ubyte*"), *mnist.glob("MNIST/raw/*-ubyte*"))
     flag_of = {os.path.realpath(path): "data_dir" for path in inputs}  # file -> the flag that names it
     for flag in ("corpus", "data_dir", *WRITTEN):

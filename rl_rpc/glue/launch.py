@@ -117,7 +117,7 @@ def _start(run_worker, args, workers, supervisor):
                 copies.callback(os.close, os.dup(supervisor.listener.fileno()))
         arguments, size = (run_worker, args, workers), args.world_size
         return mp.start_processes(_run_rank, arguments, size, join=False, start_method="forkserver").processes
-    except (EOFError, ConnectionError):
+    except (EOFError, ConnectionError):  # the fork server was killed, perhaps because memory is full
         supervisor.fail(End(None, FORK_SERVER_LOST))
     except OSError as error:  # too many processes, or open files; the ranks that did start end by themselves
         supervisor.fail(End(None, f"cannot start all ranks: {error.strerror}", again=False))

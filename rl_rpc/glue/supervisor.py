@@ -24,7 +24,7 @@ from glue.ending import BEAT_SECONDS, KNOWN_AFTER_SECONDS, LOST_AFTER_SECONDS, E
 
 DONE = 10**9  # the number of the last barrier
 MAX_LENGTH = 1 << 22  # of a message, in bytes; who sends more is none of ours
-MAX_LENGTH_OF_STRANGERS = 1 << 16  # of the first message, from whom it may come
+MAX_LENGTH_OF_STRANGERS = 1 << 16  # of the first message, which says who has connected
 MOST_STRANGERS = 100  # when there are more, the oldest one is closed
 ENDED = "its process has ended"
 
