@@ -47,7 +47,8 @@ def run_trainer(trainer_class, emb_rrefs, rank, device, plan, progress_rref, epo
         trainer.set_learning_rate(learning_rate(plan, epoch))
         # The seed depends on the rank, so each trainer draws different batches.
         batches = log.batches(plan.batches, plan.batch_bags, seed_for(plan.seed, "clicks", rank, epoch))
-        # After the barrier the learning rate is set in all processes, and all trainers have drawn their batches.
+        # After the barrier the learning rate is set in all processes, all trainers have drawn their batches, and the
+        # master has saved. Until then no trainer changes the table or `fc`, so a checkpoint is of one moment.
         dist.barrier()
         for batch, next_batch in itertools.pairwise([*batches, None]):
             with meter.step():
@@ -72,9 +73,7 @@ def learning_rate(plan, epoch):
 
 
 def report_epoch(progress_rref, rank, epoch, figures, seconds, model):
-    """trainer1 sends the results of an epoch to the master. The other trainers wait."""
+    """trainer1 sends the results of an epoch to the master, which saves them."""
     if rank == 0:
         fc_state = {name: tensor.cpu() for name, tensor in model.fc.module.state_dict().items()}
         progress_rref.rpc_sync(timeout=0).after_epoch(epoch, figures, seconds, fc_state)
-    # No trainer changes the table or `fc` while the master writes the checkpoint, so all its parts are of one moment.
-    dist.barrier()
