@@ -34,10 +34,11 @@ def test_every_copy_of_the_glue_has_the_same_bytes():
 
 
 def run_all(folder, *words, active=".", conda=""):
-    """Run run_all.sh where every python only notes its command line; return (status, these lines).
+    """Run a copy of run_all.sh where every python only notes its command line; return (status, these lines).
 
     `active`, `conda`: the active environments, below `folder`. The first python3 on PATH fails.
     """
+    shutil.copy(ROOT / "run_all.sh", folder)  # beside the original there may be a .venv, which is right to use
     log = folder / "log"
     (folder / "bin").mkdir(exist_ok=True)
     for name, status in (("python", 0), ("python3", 1)):
@@ -47,7 +48,7 @@ def run_all(folder, *words, active=".", conda=""):
     log.write_text("")
     env = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "VIRTUAL_ENV": str(folder / active)}
     env |= {"CONDA_PREFIX": str(folder / conda)} if conda else {}
-    done = subprocess.run([ROOT / "run_all.sh", *words], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([folder / "run_all.sh", *words], env=env, capture_output=True, text=True, timeout=60)
     return done.returncode, log.read_text().splitlines()
 
 
