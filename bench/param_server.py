@@ -29,7 +29,7 @@ from glue.host import keep_freed_memory, usable_cores
 from glue.seeds import seed_for
 from net import Net
 
-MODES = ("remote", "replica", "overlap", "bounded", "sync")
+MODES = ("remote", "replica", "overlap", "bounded", "sync", "sharded")
 
 
 def main():
@@ -116,7 +116,8 @@ def distributed(args, mode, trainers, *flags):
 
 def flags_of(args, mode, trainers):
     """Return the flags of main.py for one run."""
-    job = ["--log_interval", 1_000_000, "--mode", mode, "--world_size", trainers + 1]
+    servers = 2 if mode == "sharded" else 1
+    job = ["--log_interval", 1_000_000, "--mode", mode, "--world_size", servers + trainers]
     return [*same_work(args), *job]
 
 

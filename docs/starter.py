@@ -8,7 +8,7 @@ which train the model and return its loss:
     worker1 is process 27122
     worker2 is process 27123
     worker1 has done 0.0001
-    worker2 has done 0.0003
+    worker2 has done 0.0002
     ...
     loss 0.9524 with learning rate 0.002
     worker1 has done 6 tasks
@@ -136,7 +136,7 @@ def lead(tasks, processes, workers):
             todo.append(task)
             idle = [each for each in idle if each != name]
             if name in processes:
-                processes.pop(name).kill()  # in case it is only late
+                processes.pop(name).kill()  # it may be alive and only late, and must not go on working
     return results
 
 
