@@ -10,6 +10,7 @@ import importlib.util
 import os
 import pathlib
 import re
+import signal
 import sys
 
 from glue import PACKAGE, UserError, say
@@ -135,6 +136,8 @@ def check_arguments(
             say("\n".join(said))
         except (UserError, BrokenPipeError) as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # because Python writes it again when it ends
+            if isinstance(error, BrokenPipeError):  # nobody reads stdout, as in `main.py | true`
+                parser.exit(128 + signal.SIGPIPE)
             parser.exit(1, f"{PACKAGE}: {error}\n")
 
 

@@ -104,6 +104,15 @@ def test_a_job_whose_output_nobody_reads_any_more_ends_quietly(package, flags):
         assert (process.wait(60), process.errors()) == (128 + signal.SIGPIPE, "")
 
 
+def test_a_job_whose_output_nobody_has_ever_read_ends_quietly():
+    """As in `main.py | true`. With --device auto, a line is printed before any rank starts."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with start_main("rl_rpc", "--device", "auto", stdout=writer) as process:
+        os.close(writer)
+        assert (process.wait(60), process.errors()) == (128 + signal.SIGPIPE, "")
+
+
 FULL = "cannot write to stdout: No space left on device"
 
 
