@@ -179,6 +179,33 @@ def test_a_push_that_is_not_finite_is_refused(mode, value):
     assert torch.equal(server.pull()[1], weights)
 
 
+# ------------------------------------------------------------------------- sharded, a server that is not the first
+
+
+def make_shard(*flags):
+    return sharded.Shard(1, arguments("--mode", "sharded", *flags), torch.device("cpu"))
+
+
+def test_a_shard_keeps_its_own_range_of_the_weights_only():
+    weights = make_shard().weights_R
+    assert weights.untyped_storage().nbytes() == weights.nbytes
+
+
+def test_a_shard_refuses_a_gradient_that_is_not_finite():
+    shard = make_shard()
+    weights = shard.pull()
+    with pytest.raises(ValueError, match="step 1: the sum of a range of a gradient is nan: training has diverged"):
+        shard.push(torch.full_like(weights, float("nan")))
+    assert torch.equal(shard.pull(), weights)
+
+
+def test_a_resumed_shard_has_the_momentum_of_its_own_flag():
+    stopped, resumed = make_shard("--momentum", 0.9), make_shard("--momentum", 0.5)
+    weights = stopped.push(torch.ones_like(stopped.weights_R))
+    resumed.load_state_dict(weights, stopped.state_dict(), 0.5)
+    torch.testing.assert_close(resumed.push(torch.ones_like(weights)), weights - 0.03 * (0.5 * 1 + 1))
+
+
 # ------------------------------------------------------------------------- the lock
 
 
@@ -202,7 +229,7 @@ def test_weights_are_read_and_changed_only_under_the_lock(mode):
 
 def test_a_range_of_the_weights_is_read_and_changed_only_under_its_lock():
     """In `sharded`, by a server that is not the first."""
-    shard = sharded.Shard(1, arguments("--mode", "sharded"), torch.device("cpu"))
+    shard = make_shard()
     used = note_lock(shard, shard.lock, "weights_R", "optimizer", "updates")
     weights = shard.pull()
     assert not torch.equal(shard.push(torch.ones_like(weights)), weights)
