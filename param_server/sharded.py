@@ -48,9 +48,9 @@ class Trainer(replica.Trainer):  # in a trainer
         """Push to each server its range of the gradient, all at the same time, and get the ranges of the weights."""
         push = self.take_gradient(images)
         first, *others = push.gradient_P.tensor_split(1 + len(self.shards))
-        answer = self.server_rref.rpc_async(timeout=0).push(dataclasses.replace(push, gradient_P=first))
+        answer = self.server_rref.rpc_async().push(dataclasses.replace(push, gradient_P=first))
         pairs = zip(self.shards, others, strict=True)
-        self.load_ranges(answer, [shard.rpc_async(timeout=0).push(gradient_R) for shard, gradient_R in pairs])
+        self.load_ranges(answer, [shard.rpc_async().push(gradient_R) for shard, gradient_R in pairs])
 
     def load_ranges(self, answer, answers):
         """Load the answer of the first server, (version, weights (R,)), and those of the others, weights (R,)."""
