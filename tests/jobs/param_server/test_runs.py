@@ -152,6 +152,7 @@ def test_more_callers_than_rpc_threads_and_checkpoints_end_without_a_hang(tmp_pa
         (["--num_gpus", "5"], ["--num_gpus", "0, 1, 2"]),
         (["--num_gpus", "3"], ["--num_gpus"]),  # difference 7: the tutorial's check lets 3 through
         (["--world_size", "1"], ["--world_size 1", "trainer"]),
+        (["--mode", "sharded", "--num_servers", "3", "--world_size", "3"], ["--world_size 3", "at least 4", "trainer"]),
         (["--mode", "replica", "--max_staleness", "2"], ["--max_staleness", "bounded"]),
         (["--mode", "replica", "--num_gpus", "1"], ["--num_gpus", "remote"]),
         (["--device", "cuda", "--num_gpus", "0"], ["--num_gpus 0 and --device cuda"]),

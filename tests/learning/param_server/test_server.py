@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -273,6 +274,18 @@ def test_after_a_loss_measuring_cuts_no_update_either():
     assert [answer.wait() for answer in answers] == [(0, [0, 2, 4, 6]), (0, [1, 3, 5, 7])]
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"), [("mode", "replica"), ("num_servers", 3), ("seed", 2), ("batch_size", 16), ("max_batches", 5)]
+)
+def test_a_checkpoint_of_other_batches_or_of_another_mode_is_refused(tmp_path, setting, value):
+    file = tmp_path / "other.pt"
+    args = arguments("--mode", "sharded", "--checkpoint", file, "--resume")
+    settings = {name: vars(args)[name] for name in main.RESUME_KEYS} | {setting: value}
+    torch.save({"scenario": "param_server", "settings": settings, "state": {}}, file)
+    with pytest.raises(ValueError, match=f"made with --{setting} {value}, and this run has {vars(args)[setting]}"):
+        progress.Progress(args, None, main.RESUME_KEYS).start()
+
+
 @pytest.mark.parametrize("mode", ["remote", "replica"])
 def test_a_resumed_run_has_the_momentum_of_its_own_flag(mode):
     saved, resumed = make_server(mode, "--momentum", 0.5), make_server(mode, "--momentum", 0.9)
@@ -338,6 +351,20 @@ def test_a_server_is_made_by_its_own_process_and_callers_only_find_it():
     """A caller's arguments cannot configure it."""
     with pytest.raises(TypeError):
         coordinator.get_parameter_server(arguments())
+
+
+@pytest.mark.parametrize("servers, flags", [(1, ()), (3, ("--mode", "sharded", "--num_servers", 3))])
+def test_the_trainers_share_the_cores_of_their_host(monkeypatch, servers, flags):
+    class Shared(Exception):
+        pass
+
+    def share_cores(workers):
+        raise Shared(workers)
+
+    monkeypatch.setattr(main, "share_cores", share_cores)
+    with pytest.raises(Shared) as shared:
+        main.run_worker(0, arguments("--world_size", servers + 4, *flags), SimpleNamespace(ranks_here=servers + 4))
+    assert shared.value.args == (4,)
 
 
 def test_the_defaults_are_the_tutorials_but_for_two():
