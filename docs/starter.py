@@ -150,6 +150,9 @@ def is_lost(error):
 
 
 def main(folder):
+    # Let Ctrl-C end this process immediately, and its workers end with it. As a KeyboardInterrupt it could be raised in
+    # a callback, and torch only logs what a callback raises.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     processes = {}
     for rank in range(1, 1 + WORKERS):
         name = f"worker{rank}"
