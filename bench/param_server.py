@@ -1,6 +1,6 @@
 """Measure param_server: images/s, bytes, accuracy and staleness, by mode and number of trainers.
 
-    python bench/param_server.py --data_dir data                      # images/s and bytes: about 10 minutes on 2 cores
+    python bench/param_server.py --data_dir data                      # images/s and bytes: about 20 minutes on 2 cores
     python bench/param_server.py --data_dir data --tables accuracy    # accuracy and staleness: about 30 minutes
 
 Every table includes one process without RPC, with the same network, data and settings. If the folder of --data_dir has
