@@ -4,10 +4,7 @@
 #   ./run_all.sh                  run the four scenarios until each has learned; pictures and summaries in results/
 #   ./run_all.sh rl|rnn|ddp|ps    run one of them, or several: ./run_all.sh rl ddp
 #   ./run_all.sh test [full]      run the quick tests, or all tests (full)
-#   ./run_all.sh test full jobs   run all tests of tests/jobs; the other folders are tests/learning and tests/pages
 #   ./run_all.sh bench            run the four benchmarks
-#   ./run_all.sh exercise rl 2    print the second exercise of docs/exercises/rl_rpc.md, and check your code
-#   ./run_all.sh exercise list    list all exercises, and which of them you have done
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -42,7 +39,7 @@ ddp() { run_scenario ddp ddp_rpc/main.py --world_size 4 --seed 1; }
 ps() { run_scenario ps param_server/main.py --world_size 3 --dataset synthetic --epochs 3 --seed 1; }
 
 # Two tests run at the same time, because the jobs that they start spend most of their time waiting.
-run_tests() { "$python" -m pytest -rs -n 2 "$@"; }
+run_tests() { "$python" -m pytest -rs -n 2 --dist loadgroup --durations=10 "$@"; }
 
 print_table() {
     "$python" - "$@" <<'PYTHON'
@@ -90,9 +87,8 @@ all | rl | rnn | ddp | ps)
     ;;
 test)
     case "${*:2}" in
-    "") set -- -m "not slow" ;;
+    "") set -- -m quick ;;
     full) set -- ;;
-    "full learning" | "full jobs" | "full pages") set -- "tests/$3" --drawn ;;
     *) usage ;;
     esac
     use_environment tests/requirements.txt
@@ -106,10 +102,6 @@ bench)
         echo && echo "== python bench/$package.py"
         "$python" "bench/$package.py" --json "results/bench_$package.json"
     done
-    ;;
-exercise)
-    use_environment tests/requirements.txt
-    "$python" tools/exercise.py "${@:2}"
     ;;
 *) usage ;;
 esac

@@ -1,60 +1,44 @@
-"""Measure one call to another process, with the different forms of torch RPC and with other libraries.
+"""Measure one call to another process: with torch RPC over both transports, with a Pipe, and with Ray.
 
-    python bench/calls.py                            # about two minutes on 2 cores
-    python bench/calls.py --rounds 1 --calls 50      # a quick run
-    python bench/calls.py --ray_python DIR/bin/python --monarch_python DIR/bin/python --json calls.json
-    python bench/calls.py --messages                 # how many messages torch sends for one call
+    python bench/calls.py                                    # about a minute on 2 cores
+    python bench/calls.py --rounds 1 --calls 50 --json calls.json
+    python bench/calls.py --messages                         # how many messages torch sends for one call
 
 Each call sends one payload to another process of this machine, where a function does nothing and returns None. In each
-round, all ways to call are measured in turn. Each measurement starts two processes, and ends them. An idle rank would
-slow down the next measurement, because the shm transport polls, and so keeps a core busy. (The actors of Ray and
-Monarch are started only once.)  The tables show medians over the rounds.
+round, all ways to call are measured in turn. Each measurement starts the processes, and ends them. An idle rank would
+slow down the next measurement, because the shm transport polls, and so keeps a core busy. The table shows medians over
+the rounds. Ray has a row if it is installed (`pip install ray`).
 
-torch RPC sends a tensor as it is. Pipe, gRPC, Ray and Monarch send the numpy array that shares the tensor's memory,
-because pickling a torch tensor takes longer. gloo sends only tensors. With gloo the payload "nothing" is a tensor of
-one byte, and the payload "array of 4 floats" is a tensor of 16 bytes.
+torch RPC sends a tensor as it is. Pipe and Ray send the numpy array that shares the tensor's memory, because pickling a
+torch tensor takes longer.
 """
 
 import argparse
 import collections
-import concurrent.futures
 import contextlib
 import ctypes
 import functools
 import importlib.util
-import json
 import multiprocessing
 import os
-import pathlib
-import pickle
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
-from common import interleave, rpc_worker, run_together, spread, use_package, write_json
+from common import interleave, rpc_worker, run_together, use_package, write_json
 
 use_package("rl_rpc")
 
 from glue import flags, host
 
-PAYLOADS = {
-    "nothing": None,
-    "array of 4 floats": np.zeros(4, dtype=np.float32),
-    "tensor of 1 KB": torch.zeros(256),
-    "tensor of 1 MB": torch.zeros(262_144),
-}
-SMALL, LARGE = "array of 4 floats", "tensor of 1 MB"
+PAYLOADS = {"4 floats": np.zeros(4, dtype=np.float32), "1 MB": torch.zeros(262_144)}
+SMALL, LARGE = PAYLOADS
 WARM_UP = 20  # calls with each payload that are not timed
-FORMS = ["torch RPC, function by name", "torch RPC, RRef as argument", "torch RPC, RRef proxy"]
-BASELINE = "torch RPC, function by name, shm"
 TRANSPORTS = {"shm": ["shm", "uv"], "uv": ["uv"]}  # shm is torch's default on one machine, uv is TCP
 
 
@@ -65,11 +49,6 @@ def do_nothing(payload):
     """The function that is called by name."""
 
 
-def do_nothing_with(rref, payload):
-    """Call do_nothing of the object to which `rref` refers."""
-    return rref.local_value().do_nothing(payload)
-
-
 class Target:
     """The object whose method is called."""
 
@@ -77,44 +56,19 @@ class Target:
         """Do nothing, like the function of the same name."""
 
 
-def serve_rpc(transport, folder, pipe, schedule):
+def serve_rpc(transport, folder, pipe):
     with rpc_worker("server", ["server", "caller"], folder, _transports=TRANSPORTS[transport]):
         pass  # RPC threads serve until both processes have finished this block
 
 
-def serve_pipe(folder, pipe, schedule):
+def serve_pipe(folder, pipe):
     with contextlib.suppress(EOFError):  # the caller has ended
         while True:
             pipe.send(do_nothing(pipe.recv()))
 
 
-def serve_gloo(folder, pipe, schedule):
-    """Receive each message and answer it. With gloo the receiver must know size and number in advance."""
-    join_gloo(0, folder)
-    answer = torch.zeros(1, dtype=torch.uint8)
-    for name, calls in schedule.items():
-        buffer = torch.empty_like(bytes_of(PAYLOADS[name]))
-        for _ in range(WARM_UP + calls):
-            dist.recv(buffer, 1)
-            dist.send(answer, 1)
-    dist.destroy_process_group()
-
-
-def serve_grpc(folder, pipe, schedule):
-    import grpc
-
-    def answer(message, _context):
-        return pickle.dumps(do_nothing(pickle.loads(message)))
-
-    server = grpc.server(concurrent.futures.ThreadPoolExecutor(16))
-    methods = {"do_nothing": grpc.unary_unary_rpc_method_handler(answer)}  # without a schema, gRPC sends plain bytes
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("calls", methods)])
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    pipe.send(port)
-    with contextlib.suppress(EOFError):
-        pipe.recv()  # raises EOFError when the caller has ended
-    server.stop(None).wait()
+def serve_nothing(folder, pipe):
+    """Ray starts the process that it calls by itself."""
 
 
 # ------------------------------------------------------------------------------------------------- the ways to call
@@ -129,13 +83,6 @@ def by_name(transport, folder, pipe):
 
 
 @contextlib.contextmanager
-def by_argument(transport, folder, pipe):
-    with rpc_worker("caller", ["server", "caller"], folder, _transports=TRANSPORTS[transport]):
-        rref = rpc.remote("server", Target)
-        yield one_by_one(lambda payload: rpc.rpc_sync(rref.owner(), do_nothing_with, args=(rref, payload)))
-
-
-@contextlib.contextmanager
 def by_proxy(transport, folder, pipe):
     with rpc_worker("caller", ["server", "caller"], folder, _transports=TRANSPORTS[transport]):
         rref = rpc.remote("server", Target)
@@ -143,9 +90,9 @@ def by_proxy(transport, folder, pipe):
 
 
 @contextlib.contextmanager
-def asynchronously(window, transport, folder, pipe):
+def eight_in_flight(transport, folder, pipe):
     with rpc_worker("caller", ["server", "caller"], folder, _transports=TRANSPORTS[transport]):
-        yield in_flight(window, lambda payload: rpc.rpc_async("server", do_nothing, args=(payload,)))
+        yield in_flight(8, lambda payload: rpc.rpc_async("server", do_nothing, args=(payload,)))
 
 
 @contextlib.contextmanager
@@ -158,41 +105,17 @@ def through_pipe(folder, pipe):
 
 
 @contextlib.contextmanager
-def through_gloo(folder, pipe):
-    join_gloo(1, folder)
-    answer = torch.empty(1, dtype=torch.uint8)
+def through_ray(folder, pipe):
+    import ray
 
-    def call(payload):
-        dist.send(bytes_of(payload), 0)
-        dist.recv(answer, 0)
-
-    yield one_by_one(call)
-    dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def through_grpc(folder, pipe):
-    import grpc
-
-    options = [("grpc.enable_http_proxy", 0)]  # the environment may name a proxy
-    with grpc.insecure_channel(f"127.0.0.1:{pipe.recv()}", options) as channel:
-        method = channel.unary_unary("/calls/do_nothing")
-        yield one_by_one(lambda payload: pickle.loads(method(pickle.dumps(as_array(payload)))))
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    actor = ray.remote(Target).remote()
+    yield one_by_one(lambda payload: ray.get(actor.do_nothing.remote(as_array(payload))))
+    ray.shutdown()
 
 
 def as_array(payload):
     return payload.numpy() if isinstance(payload, torch.Tensor) else payload
-
-
-def bytes_of(payload):
-    if payload is None:
-        return torch.zeros(1, dtype=torch.uint8)
-    return torch.as_tensor(payload).view(torch.uint8)
-
-
-def join_gloo(rank, folder):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=2)
 
 
 def one_by_one(call):
@@ -242,20 +165,15 @@ class Way(NamedTuple):
 
 def make_ways():
     """Return {name: Way} for the ways to call that work in this Python."""
-    ways = {
-        "multiprocessing Pipe": Way(through_pipe, serve_pipe),
-        "gloo send and recv": Way(through_gloo, serve_gloo),
-        "gRPC": Way(through_grpc, serve_grpc),
-    }
-    forms = dict(zip(FORMS, [by_name, by_argument, by_proxy], strict=True)) | {
-        "torch RPC, rpc_async, 1 in flight": functools.partial(asynchronously, 1),
-        "torch RPC, rpc_async, 8 in flight": functools.partial(asynchronously, 8),
-        "torch RPC, rpc_async, 64 in flight": functools.partial(asynchronously, 64),
-    }
+    forms = {"by name": by_name, "through an RRef": by_proxy, "8 calls in flight": eight_in_flight}
+    ways = {}
     for transport in TRANSPORTS:
         for name, connect in forms.items():
             serve = functools.partial(serve_rpc, transport)
-            ways[f"{name}, {transport}"] = Way(functools.partial(connect, transport), serve)
+            ways[f"torch RPC, {name}, {transport}"] = Way(functools.partial(connect, transport), serve)
+    ways["multiprocessing Pipe"] = Way(through_pipe, serve_pipe)
+    if importlib.util.find_spec("ray"):
+        ways["Ray actor"] = Way(through_ray, serve_nothing)
     return ways
 
 
@@ -282,54 +200,13 @@ def in_caller(connect, work, folder, pipe):
         return work(run)
 
 
-def between_two_processes(way, work, schedule):
+def between_two_processes(way, work):
     """Start the two processes of `way`; return the result of work(run) in the calling process."""
     with tempfile.TemporaryDirectory() as folder:
         caller_end, server_end = multiprocessing.Pipe()
         caller = functools.partial(in_caller, way.connect, work, folder, caller_end)
-        server = functools.partial(way.serve, folder, server_end, schedule)
+        server = functools.partial(way.serve, folder, server_end)
         return run_together([caller, server], theirs=[caller_end, server_end])
-
-
-# ----------------------------------------------------------------------------------- ways to call in another Python
-
-
-class Actor:
-    """A subprocess that runs actors.py, in the Python of Ray or Monarch. actors.py calls an actor."""
-
-    def __init__(self, library, python):
-        """Start the subprocess; raise RuntimeError if it fails. `missing`: None, or why the library is missing."""
-        command = [python, str(pathlib.Path(__file__).with_name("actors.py")), library]
-        self.process = None
-        try:
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        except OSError as error:
-            self.missing = f"{python}: {error.strerror}"
-        else:
-            self.missing = self.read_answer()["missing"]
-
-    def measure(self, schedule):
-        """Return {payload's name: figures}."""
-        result = {}
-        for name, calls in schedule.items():
-            payload = PAYLOADS[name]
-            floats = None if payload is None else len(payload)
-            request = json.dumps({"floats": floats, "warm_up": WARM_UP, "calls": calls})
-            print(request, file=self.process.stdin, flush=True)
-            answer = self.read_answer()
-            result[name] = figures_of(answer["seconds"], answer["elapsed"])
-        return result
-
-    def read_answer(self):
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{' '.join(self.process.args)} ended with status {self.process.wait()}")
-        return json.loads(line)
-
-    def end(self):
-        if self.process:
-            self.process.stdin.close()
-            self.process.wait()
 
 
 # ---------------------------------------------------------------------------------------------------- counting messages
@@ -358,9 +235,9 @@ def count_messages(run, calls=10):
 
         try:
             before = messages_so_far()
-            run(None, 1)
+            run(PAYLOADS[SMALL], 1)
             first = messages_so_far() - before
-            run(None, calls)
+            run(PAYLOADS[SMALL], calls)
             others = messages_so_far() - before - first
         finally:
             level.value = plain
@@ -377,37 +254,17 @@ def read_log(log):
     return sum(text.count(kind) for kind in kinds)
 
 
-# ---------------------------------------------------------------------------------------------------------- the tables
+# ----------------------------------------------------------------------------------------------------------- the table
 
 
-def print_table(name, rows, missing):
-    """Print the table for the payload `name`."""
-    width = max(map(len, rows | missing))
-    print(f"\n{name}")
-    print(f"{'way to call':{width}} {'p50 ms (min - max)':>22} {'p95 ms (min - max)':>22} {'calls/s (min - max)':>26}")
-    for way, runs in rows.items():
-        cells = [
-            spread([run[name]["p50_ms"] for run in runs], 2, 22),
-            spread([run[name]["p95_ms"] for run in runs], 2, 22),
-            spread([run[name]["calls_per_second"] for run in runs], 0, 26),
-        ]
-        print(f"{way:{width}} {' '.join(cells)}")
-    for way, why in missing.items():
-        print(f"{way:{width}} not installed ({why})")
-
-
-def print_page(rows, missing):
+def print_table(rows):
     """Print the table of docs/CONCEPTS.md, in Markdown."""
-    ratio = "ratio of the median to `by name, shm`"
-    print(f"\n| way to call | {' | '.join(PAYLOADS)} | calls/s, {SMALL} | {ratio}, {SMALL} |")
-    print(f"|---{'|---' * len(PAYLOADS)}|---|---|")
+    payloads = [f"{name}: median (95th percentile), ms" for name in PAYLOADS]
+    print(f"\n| way to call | {' | '.join(payloads)} | calls/s, {SMALL} |")
+    print(f"|---{'|---' * len(PAYLOADS)}|---|")
     for way, runs in rows.items():
         cells = [f"{median_of(runs, name, 'p50_ms'):.2f} ({median_of(runs, name, 'p95_ms'):.2f})" for name in PAYLOADS]
-        ratios = [run[SMALL]["p50_ms"] / base[SMALL]["p50_ms"] for run, base in zip(runs, rows[BASELINE], strict=True)]
-        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"| {way} | {' | '.join(cells)} | {median_of(runs, SMALL, 'calls_per_second'):,.0f} | {ratio} |")
-    for way in missing:
-        print(f"| {way} | not installed |{' |' * (len(PAYLOADS) + 1)}")
+        print(f"| {way} | {' | '.join(cells)} | {median_of(runs, SMALL, 'calls_per_second'):,.0f} |")
 
 
 def median_of(runs, name, figure):
@@ -415,42 +272,25 @@ def median_of(runs, name, figure):
 
 
 def compare_calls(args):
-    """Measure all ways to call in turn, print the tables, and return the raw numbers."""
-    schedule = {name: args.calls for name in PAYLOADS}
-    schedule[LARGE] = max(10, args.calls // 4)
-    ways = make_ways()
-    missing = {}
-    if importlib.util.find_spec("grpc") is None:
-        missing["gRPC"] = "No module named 'grpc'"
-        del ways["gRPC"]
+    """Measure all ways to call in turn, print the table, and return the raw numbers."""
+    schedule = {SMALL: args.calls, LARGE: max(10, args.calls // 4)}
     work = functools.partial(call_all, schedule=schedule)
-    variants = {name: functools.partial(between_two_processes, way, work, schedule) for name, way in ways.items()}
-    actors = {"Ray actor": Actor("ray", args.ray_python), "Monarch actor": Actor("monarch", args.monarch_python)}
-    for name, actor in actors.items():
-        if actor.missing:
-            missing[name] = actor.missing
-        else:
-            variants[name] = functools.partial(actor.measure, schedule)
-    print(f"{args.rounds} rounds of {args.calls} calls with each payload ({schedule[LARGE]} with the largest)")
+    variants = {name: functools.partial(between_two_processes, way, work) for name, way in make_ways().items()}
+    print(f"{args.rounds} rounds of {args.calls} calls with {SMALL}, and {schedule[LARGE]} with {LARGE}")
     rows = interleave(variants, args.rounds)
-    for actor in actors.values():
-        actor.end()
-    for name in PAYLOADS:
-        print_table(name, rows, missing)
-    if args.markdown:
-        print_page(rows, missing)
-    return {"rounds": rows, "not installed": missing}
+    print_table(rows)
+    return {"rounds": rows}
 
 
 def compare_messages():
-    """Count the messages of a call in each form of torch RPC; print and return the counts."""
+    """Count the messages of a call by name and of one through an RRef; print and return the counts."""
     ways = make_ways()
     print("\nmessages of one call, in both directions together")
     counts = {}
-    for form in FORMS:
-        counts[form] = between_two_processes(ways[f"{form}, shm"], count_messages, {})
-        print(f"{form:30} {counts[form]['each']:3.0f}, the first call {counts[form]['first']}")
-    return counts
+    for form in ("by name", "through an RRef"):
+        counts[form] = between_two_processes(ways[f"torch RPC, {form}, shm"], count_messages)
+        print(f"{form:15} {counts[form]['each']:3.0f}, the first call {counts[form]['first']}")
+    return {"messages": counts}
 
 
 def parse_args(argv=None):
@@ -459,11 +299,8 @@ def parse_args(argv=None):
     )
     add = parser.add_argument
     add("--rounds", type=flags.positive_int, default=5, metavar="N", help="how often each way to call is measured")
-    calls_help = "calls with each payload in a round; with 1 MB, a quarter of them"
+    calls_help = "calls in a round; with 1 MB, a quarter of them"
     add("--calls", type=flags.positive_int, default=300, metavar="N", help=calls_help)
-    add("--ray_python", default=sys.executable, metavar="FILE", help="the Python that has Ray")
-    add("--monarch_python", default=sys.executable, metavar="FILE", help="the Python that has Monarch")
-    add("--markdown", action="store_true", help="also print the table of docs/CONCEPTS.md")
     add("--messages", action="store_true", help="only count the messages of a call")
     add("--json", metavar="FILE", help="write the raw numbers")
     return parser.parse_args(argv)
@@ -473,12 +310,7 @@ def main():
     args = parse_args()
     started = time.perf_counter()
     print(f"torch {torch.__version__}, {host.usable_cores()} cores")
-    if args.messages:
-        numbers = {"messages": compare_messages()}
-    else:
-        numbers = compare_calls(args)
-        numbers["messages"] = compare_messages()
-    write_json(args.json, numbers)
+    write_json(args.json, compare_messages() if args.messages else compare_calls(args))
     print(f"\n{time.perf_counter() - started:.0f} s")
 
 

@@ -164,12 +164,6 @@ def rpc_worker(name, names, folder, **options):
     rpc.shutdown()
 
 
-def spread(values, digits, width):
-    """Return "median (minimum - maximum)", right-aligned."""
-    median = statistics.median(values)
-    return f"{median:,.{digits}f} ({min(values):,.{digits}f} - {max(values):,.{digits}f})".rjust(width)
-
-
 def write_json(path, numbers):
     """Write the raw numbers to the file `path`, the value of --json. Without --json, write nothing."""
     if path:

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from programs import ROOT, run_script
+from programs import ROOT
 
 NOISE = r"Traceback|Exception raised from|^frame #"  # tracebacks of Python and of C++
 PACKAGES = ("rl_rpc", "rnn_rpc", "ddp_rpc", "param_server")
@@ -19,11 +19,6 @@ PAGES = [
     for pattern in ("*.md", "docs/**/*.md", *(f"{name}/*.md" for name in (*PACKAGES, "tests")))
     for path in ROOT.glob(pattern)
 ]
-
-
-def run_on_pretend_device(package, *flags, **how):
-    """Run a package's main.py to its end, with the ranks that compute on the pretend device."""
-    return run_script("tests/harness/pretend_main.py", package, *flags, **how)
 
 
 def assert_one_line_error(done, status, *words):

@@ -9,8 +9,8 @@ import sys
 import sysconfig
 import time
 
-from processes import environment_of, is_stopped, ranks_of
-from programs import ROOT, Program, kill, wait_for_text
+from processes import environment_of, ranks_of
+from programs import ROOT, Program, left_over, wait_for_text
 
 # For each package: the worker names by rank; the flags for the number of ranks, for a run that does not end by itself
 # ("long"), and for one that ends within seconds ("short"); what is printed during training, and when the work is done.
@@ -49,6 +49,8 @@ JOBS = {
     },
 }
 WAYS = ("spawned", "terminals", "torchrun")
+# The ways with a command for each rank. In the second one, environment variables tell a rank its place.
+ONE_BY_ONE = ("terminals", "environment")
 
 
 def free_port():
@@ -80,35 +82,18 @@ def executed_traps(folder):
 class RunningJob:
     """All ranks of a main.py. Used as a context manager: nothing of the job is left after the block."""
 
-    def __init__(
-        self,
-        package,
-        way,
-        flags,
-        fault=None,
-        script=None,
-        only=None,
-        runner_flags=(),
-        hosts=None,
-        other_hostname=False,
-        env=None,
-        **how,
-    ):
-        """Start the job. `way`: one of WAYS (torchrun is always cold); `flags`: of main.py; `how`: see Program.
+    def __init__(self, package, way, flags, script=None, runner_flags=(), hosts=None, other_hostname=False, **how):
+        """Start the job. `way`: one of WAYS and ONE_BY_ONE; `flags`: of main.py; `how`: see Program.
 
-        `fault`: (rank, kind, seconds), see faulty_main.py; `script`: what to run instead of the package's main.py;
-        `only`: the ranks to start; `runner_flags`: of torchrun; `hosts`: the TwoHosts on which the ranks are in turn,
-        beginning with rank 0 on host 0; `other_hostname`: if root, give the host a name that does not resolve; `env`:
-        further environment variables.
+        `script`: what to run instead of the package's main.py; `runner_flags`: of torchrun; `hosts`: the TwoHosts on
+        which the ranks are in turn, beginning with rank 0 on host 0; `other_hostname`: if root, give the host a name
+        that does not resolve.
         """
-        self.package, self.way = package, way
+        self.package, self.way, self.one_by_one = package, way, way in ONE_BY_ONE
         self.names = JOBS[package]["names"]
-        script = [script or f"{package}/main.py"]
-        if fault:
-            script = ["tests/harness/faulty_main.py", package, *fault]
-        words = [*script, *JOBS[package]["size"], *flags]
+        words = [script or f"{package}/main.py", *JOBS[package]["size"], *flags]
         self.port = free_port()
-        how = {"env": {"PYTHONUNBUFFERED": "1"} | (env or {}), **how}
+        how["env"] = {"PYTHONUNBUFFERED": "1"} | (how.get("env") or {})
         if other_hostname and os.geteuid() == 0:  # a host name that does not resolve to loopback
             rename = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere.invalid; exec "$@"', "sh"]
             how["by"] = [*rename, sys.executable]
@@ -116,11 +101,16 @@ class RunningJob:
             here = ["--master-port", self.port, "--nproc-per-node", len(self.names)]
             how["by"] = [os.path.join(sysconfig.get_path("scripts"), "torchrun"), *here, *runner_flags]
         self.processes = []
-        if way == "terminals":
-            for rank in range(len(self.names)) if only is None else only:
+        if self.one_by_one:
+            for rank in range(len(self.names)):
                 if hosts:
                     how["by"] = hosts.on(rank % 2, [sys.executable])
-                self.processes.append(Program(*words, "--master_port", self.port, "--rank", rank, **how))
+                place = ["--master_port", self.port, "--rank", rank]
+                if way == "environment":
+                    place, size = [], len(self.names)
+                    quartet = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port}
+                    how["env"] = how["env"] | quartet
+                self.processes.append(Program(*words, *place, **how))
         else:
             self.processes.append(Program(*words, **how))
 
@@ -129,7 +119,6 @@ class RunningJob:
 
     def __exit__(self, *_):
         for process in self.processes:
-            kill(self.members(process))
             process.kill()
 
     def text(self):
@@ -152,19 +141,16 @@ class RunningJob:
             time.sleep(0.02)
 
     def pid_of(self, rank, seconds=60):
-        """Return the process id of a rank when all ranks are running; None if the job ends before.
-
-        If the fork server has only some children yet, one of them may be a command that importing torch starts.
-        """
-        if self.way == "terminals":
+        """Return the process id of a rank when all ranks are running; None if the job ends before."""
+        if self.one_by_one:
             return self.processes[rank].pid
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.processes[0].poll() is None:
             if self.way == "torchrun":
-                found = [pid for pid in self.members(self.processes[0]) if f"RANK={rank}" in environment_of(pid)]
+                members = self.processes[0].members()
+                found = [pid for pid in members if f"RANK={rank}" in environment_of(pid)][:1]
             else:
-                ranks = ranks_of(self.processes[0].pid)
-                found = ranks[rank : rank + 1] if len(ranks) >= len(self.names) else []
+                found = ranks_of(self.processes[0].pid, len(self.names))[rank : rank + 1]
             if found:
                 return found[0]
             time.sleep(0.02)
@@ -174,27 +160,14 @@ class RunningJob:
         """Wait until every process that was started has ended; return their exit statuses. Fails after `seconds`."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
-            while process.poll() is None and not is_stopped(process.pid):  # by the test: then it will not end
+            while process.poll() is None:
                 assert time.monotonic() < deadline, f"still running after {seconds} s:\n{self.text()}"
                 time.sleep(0.01)
         return [process.returncode for process in self.processes]
 
-    def members(self, process):
-        """Return the living processes that `process` has started, directly or indirectly, and itself."""
-        members = process.members()
-        if self.way == "torchrun":  # each rank has a session of its own; the port identifies them
-            everyone = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-            members += [pid for pid in everyone if f"MASTER_PORT={self.port}" in environment_of(pid)]
-        return members
-
     def survivors(self, seconds=5):
         """Return the processes of this job that do not end within `seconds`."""
-        deadline = time.monotonic() + seconds
-        while True:
-            left = [pid for process in self.processes for pid in self.members(process)]
-            if not left or time.monotonic() > deadline:
-                return left
-            time.sleep(0.05)
+        return left_over(self.processes, seconds)
 
 
 def left_in(folder):

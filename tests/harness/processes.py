@@ -4,15 +4,9 @@ import contextlib
 import os
 
 
-def session_members(leader):
-    """Return the processes of the session, or of the process group, that this process has started, without zombies."""
-    return [
-        int(entry)
-        for entry in os.listdir("/proc")
-        if entry.isdigit()
-        for state, _, group, session, *_ in [status_of(entry)]
-        if leader in (int(group), int(session)) and state != "Z"
-    ]
+def marked(variable):
+    """Return the living processes whose environment has this "NAME=value"."""
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and variable in environment_of(entry)]
 
 
 def status_of(pid):
@@ -35,25 +29,20 @@ def children_of(pid):
         return []
 
 
-def ranks_of(pid):
-    """Return the process ids of a spawned job's ranks that run already, in their order.
+def forks_of(pid):
+    """Return the children of a process that are forks of it, which have started no other program."""
+    return [child for child in children_of(pid) if command_of(child) == command_of(pid)]
 
-    The ranks are children of the fork server, which is a child of the process `pid`, or of warm.py. There they share
-    the process group of `pid`.
+
+def ranks_of(pid, size):
+    """Return the process ids of the ranks of a spawned job, in their order, or [] if not all `size` have started.
+
+    They are forks of the process `pid`, or of a child of it that starts processes for it.
     """
-    own = forked(children_of(pid))
-    if own:
-        return [rank for server in own for rank in forked(children_of(server))]
-    shared = forked(children_of(status_of(pid)[1]))
-    return [rank for server in shared for rank in children_of(server) if int(status_of(rank)[2]) == pid]
-
-
-def forked(pids):
-    """Return those of `pids` that are Python's fork server or forks of it.
-
-    Importing torch starts short-lived commands of other names, which are left out.
-    """
-    return [pid for pid in pids if "multiprocessing.forkserver" in command_of(pid)]
+    for starter in (pid, *children_of(pid)):
+        if len(ranks := forks_of(starter)) >= size:
+            return ranks
+    return []
 
 
 def command_of(pid):

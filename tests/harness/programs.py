@@ -1,23 +1,22 @@
-"""How tests start a program of this repository.
+"""How tests start a program of this repository: as a user does, in a process of its own.
 
     with Program("rl_rpc/main.py", "--world_size", 3) as running:
-        running.wait_for_text("Episode 10", 60)
-    done = run_script("rl_rpc/main.py", "--world_size", 1)    # to its end: done.returncode, done.stdout, done.stderr
+        running.wait_for_text("Episode 10")
+    done = run_script("docs/primer.py")              # to its end: done.returncode, done.stdout, done.stderr
+    done = run_main("rl_rpc", "--world_size", 1)     # the same for a package's main.py
 
-A program is a fork of a process that has loaded torch already (warm.py), because loading torch takes longer than most
-tests. With cold=True it is started as a user starts it, for tests of the start itself. The environment variable COLD=1
-makes every program cold, so that a run of all tests shows what a user gets.
+RunningJob (jobs.py) starts all ranks of a main.py in one of three ways, run_in_terminals (tutorials.py) those of a
+program in one file, and TwoHosts (two_hosts.py) puts them on two hosts. All of these start Programs.
 
-RunningJob (jobs.py) starts all ranks of a main.py in one of three ways, and run_in_terminals (tutorials.py) those of a
-program in one file. Both start Programs.
+A start costs 3 to 5 seconds of CPU time, so a test asks one program several questions. The number of starts is printed
+after the tests.
 """
 
 import contextlib
-import functools
-import multiprocessing.connection
 import os
 import pathlib
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -26,39 +25,32 @@ import tempfile
 import time
 import weakref
 
-from processes import command_of, session_members
+from processes import command_of, marked
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-
-
-def read_whole(path):
-    with open(path, errors="replace") as file:
-        return file.read()
 
 
 class Program:
     """A program that is running. After a `with` block, and after result(), nothing of it is left."""
 
-    def __init__(self, path, *flags, cold=False, by=None, env=None, cwd=None, room=None, stdout=None, stderr=None):
+    def __init__(self, path, *flags, by=None, env=None, cwd=None, stdout=None, stderr=None):
         """`path`: of the program, relative to the repository or absolute. `env`: further environment variables.
 
         `by`: the words that start it, instead of Python's name alone, such as torchrun's or those of two_hosts.py.
-        `stdout`, `stderr`: an open file, if its output is not to be read here. With one of these three it is cold.
-        `room`: a file that programs have in common which end together, see warm.leaving_together.
+        `stdout`, `stderr`: an open file, if its output is not to be read here.
         """
+        count_a_start()
         self.args = [*map(str, by or [sys.executable]), str(ROOT / path), *map(str, flags)]
         folder = tempfile.mkdtemp()
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.out, self.err = (pathlib.Path(folder, name) for name in ("out", "err"))
-        self.out.touch()
-        self.err.touch()
-        environ = os.environ | {name: str(value) for name, value in (env or {}).items()}
-        if cold or by or stdout or stderr or os.environ.get("COLD") == "1":
-            with open(self.out, "w") as out, open(self.err, "w") as err:
-                streams = {"stdout": stdout or out, "stderr": stderr or err}
-                self.process = subprocess.Popen(self.args, **streams, env=environ, cwd=cwd, start_new_session=True)
-        else:
-            self.process = WarmProcess(self.args, str(self.out), str(self.err), environ, cwd, room)
+        # All processes that it starts inherit this variable, in whatever session they are.
+        mark = {"STARTED_BY_TEST": secrets.token_hex(8)}
+        environ = os.environ | mark | {name: str(value) for name, value in (env or {}).items()}
+        self.mark = f"STARTED_BY_TEST={mark['STARTED_BY_TEST']}"
+        with open(self.out, "w") as out, open(self.err, "w") as err:
+            streams = {"stdout": stdout or out, "stderr": stderr or err}
+            self.process = subprocess.Popen(self.args, **streams, env=environ, cwd=cwd, start_new_session=True)
         self.pid = self.process.pid
 
     def __enter__(self):
@@ -69,11 +61,11 @@ class Program:
 
     def output(self):
         """Return what it has written to stdout so far."""
-        return read_whole(self.out)
+        return self.out.read_text(errors="replace")
 
     def errors(self):
         """Return what it has written to stderr so far."""
-        return read_whole(self.err)
+        return self.err.read_text(errors="replace")
 
     def text(self):
         return self.output() + self.errors()
@@ -101,7 +93,11 @@ class Program:
 
     def members(self):
         """Return its living processes: itself, and those that it has started directly or indirectly."""
-        return session_members(self.pid)
+        return marked(self.mark)
+
+    def left_over(self, seconds=5):
+        """Return those of its processes that do not end within `seconds`."""
+        return left_over([self], seconds)
 
     def kill(self):
         """Kill all its processes."""
@@ -111,18 +107,37 @@ class Program:
         self.process.wait()
 
     def result(self, seconds=120):
-        """Wait for its end; return the CompletedProcess, with text."""
+        """Wait for its end, after which no process of it may be left; return the CompletedProcess, with text."""
         try:
             self.wait(seconds)
+            left = {pid: command_of(pid) for pid in self.left_over()}
+            assert not left, f"{self.args} has ended, but not {left}:\n{self.text()}"
         finally:
             self.kill()
         return subprocess.CompletedProcess(self.args, self.returncode, self.output(), self.errors())
+
+
+def count_a_start():
+    """Add one to the number that conftest.py prints after the tests."""
+    if path := os.environ.get("COUNT_OF_STARTS"):  # not in tools/
+        with open(path, "a") as file:
+            file.write(".")
 
 
 def kill(pids):
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def left_over(programs, seconds=5):
+    """Return the processes of these programs that do not end within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while left := [pid for program in programs for pid in program.members()]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return left
 
 
 def wait_for_text(programs, pattern, seconds):
@@ -147,64 +162,3 @@ def run_script(path, *flags, timeout=120, **how):
 def run_main(package, *flags, timeout=120, **how):
     """Run a package's main.py to its end; return the CompletedProcess. `how`: see Program."""
     return run_script(f"{package}/main.py", *flags, timeout=timeout, **how)
-
-
-def run_traced(path, package, *flags):
-    """Run a package's main.py under tools/trace.py, which writes the file `path`, and a table to stderr."""
-    command = [sys.executable, ROOT / package / "main.py", *flags]
-    return run_script("tools/trace.py", path, "--", *command, cold=True)
-
-
-def start_main(package, *flags, **how):
-    """Start a package's main.py; return the Program."""
-    return Program(f"{package}/main.py", *flags, **how)
-
-
-# -------------------------------------------------------------------------------------------------------- warm programs
-
-
-@functools.cache
-def warm_process():
-    """Start warm.py once; return the address at which it will wait.
-
-    If a test runs tests, these use the same process, and so do all processes of pytest-xdist (conftest.py).
-    """
-    if "WARM_PROCESS" in os.environ:
-        return os.environ["WARM_PROCESS"]
-    address = os.path.join(tempfile.mkdtemp(), "warm")
-    command = [sys.executable, str(ROOT / "tests" / "harness" / "warm.py"), address]
-    # Keep the Popen, so that its stdin stays open until this process ends.
-    warm_process.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    return address
-
-
-def connect_to_warm_process():
-    deadline = time.monotonic() + 120  # it loads torch
-    while time.monotonic() < deadline:
-        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
-            return multiprocessing.connection.Client(warm_process(), "AF_UNIX")
-        time.sleep(0.05)
-    raise AssertionError("tests/harness/warm.py does not listen")
-
-
-class WarmProcess:
-    """A command that a fork of the warm process runs. It has those methods of a Popen that Program uses."""
-
-    def __init__(self, args, out, err, environ, cwd, room):
-        self.args, self.returncode = args, None
-        self.connection = connect_to_warm_process()
-        request = {"argv": args[1:], "cwd": str(cwd or os.getcwd()), "environ": environ, "room": room and str(room)}
-        request["environ"]["WARM_PROCESS"] = warm_process()
-        self.connection.send(request | {"stdout": out, "stderr": err})
-        self.pid = self.connection.recv()
-
-    def wait(self, timeout=None):
-        if self.returncode is None:
-            if not self.connection.poll(timeout):
-                raise subprocess.TimeoutExpired(self.args, timeout)
-            self.returncode = self.connection.recv()
-            self.connection.close()
-        return self.returncode
-
-    def poll(self):
-        return self.wait(0) if self.returncode is not None or self.connection.poll() else None

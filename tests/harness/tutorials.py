@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-import tempfile
 import time
 
 from jobs import free_port
@@ -40,10 +39,9 @@ def run_in_terminals(path, world_size, *flags, order=None, timeout=120, **how):
     """
     place = ["--world_size", world_size, "--master_port", free_port(), *flags, "--rank"]
     with contextlib.ExitStack() as stack:
-        room = stack.enter_context(tempfile.NamedTemporaryFile())
         ranks = {}
         for rank in order or reversed(range(world_size)):
-            ranks[rank] = stack.enter_context(Program(path, *place, rank, room=room.name, **how))
+            ranks[rank] = stack.enter_context(Program(path, *place, rank, **how))
         deadline = time.monotonic() + timeout
         for program in ranks.values():
             program.wait(max(0.01, deadline - time.monotonic()))

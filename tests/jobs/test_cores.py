@@ -11,6 +11,8 @@ from helpers import ROOT, package_on_path
 with package_on_path("rl_rpc"):
     from glue import host
 
+pytestmark = pytest.mark.quick
+
 
 def test_usable_cores_are_those_on_which_the_process_may_run():
     everywhere = os.sched_getaffinity(0)

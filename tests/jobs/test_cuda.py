@@ -19,7 +19,6 @@ from programs import Program, run_main, run_script
 DEVICE = "cuda"
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU"),
 ]
 # About 2,000 iterations each.
@@ -33,7 +32,7 @@ LONG_RUNS = {
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_rank_killed_under_gpu_traffic_ends_the_job(package):
-    with RunningJob(package, "spawned", [*JOBS[package]["long"], "--device", DEVICE], cold=True) as job:
+    with RunningJob(package, "spawned", [*JOBS[package]["long"], "--device", DEVICE]) as job:
         assert job.wait_for_text(JOBS[package]["training"], 120)
         os.kill(job.pid_of(len(job.names) - 1), signal.SIGKILL)
         killed = time.monotonic()

@@ -3,12 +3,10 @@
 import shlex
 import sys
 
-import pytest
-
-from faults import copy_with_mistake
+from faults import changed_package
 from helpers import ROOT
 from jobs import free_port
-from programs import Program, run_main
+from programs import Program
 
 
 def typing(*lines):
@@ -16,10 +14,9 @@ def typing(*lines):
     return ["sh", "-c", f"printf '%s\\n' {shlex.join(lines)} | exec \"$@\"", "sh", sys.executable]
 
 
-@pytest.mark.slow
 def test_pdb_starts_a_rank_and_stops_in_a_served_function(tmp_path):
     """Python's pdb starts rank 0. Rank 1 stops on an RPC thread, while rank 0 waits for the episode."""
-    stops = copy_with_mistake(
+    stops = changed_package(
         "rl_rpc", tmp_path, "step.py", "        done = False\n", "        breakpoint()\n        done = False\n"
     )
     flags = ["--world_size", 2, "--max_episodes", 1, "--eval_episodes", 0, "--master_port", free_port(), "--rank"]
@@ -30,8 +27,3 @@ def test_pdb_starts_a_rank_and_stops_in_a_served_function(tmp_path):
         assert (observer.wait(), agent.wait()) == (0, 0), agent.text() + observer.text()
         assert "run_episode()" in observer.output() and "(Pdb) ('episode', 1)" in observer.output()
         assert agent.output().startswith(f"> {ROOT}/rl_rpc/main.py(1)<module>()"), agent.output()
-
-
-def test_main_is_not_found_as_a_module_of_its_package():
-    done = run_main("rl_rpc", by=[sys.executable, "-m", "rl_rpc.main"], cwd=ROOT)
-    assert done.returncode == 1 and "ModuleNotFoundError: No module named 'glue'" in done.stderr

@@ -1,508 +1,271 @@
-"""Each flag of each program has an effect that its user sees. EFFECTS is the table of all of them.
+"""Each flag of each main.py has an effect that its user sees. SEEN is the table of all of them.
 
-No other test notices a flag that does not arrive, because the program then works with the default. So each row says
-what a flag changes in a small run of the program, or names the test that shows it. A run of all tests draws 24 of the
-rows with a small run; a run of this file takes all.
-
-The programs are those of the packages and of docs/. The programs in bench/ and tools/ are for maintainers, who see
-whether their flags work.
+No other test notices a flag that does not arrive, because the program then works with the default. So each package has
+one job with values that are not the defaults. A row of the table says what is seen of a flag in this job, or names the
+test that shows it with another job.
 """
 
-import dataclasses
-import functools
 import json
-import os
-import pathlib
 import re
-import shutil
-import socket
-import statistics
-import tempfile
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from helpers import PACKAGES, ROOT, write_noise
-from jobs import free_port
-from programs import Program, run_script
-from tutorials import changed, copied_alone
+from helpers import PACKAGES, ROOT, assert_one_line_error, load_oracle, package_on_path
+from programs import run_main
 
-# ------------------------------------------------------------------------------------------------------- kinds of rows
+# ---------------------------------------------------------- what is seen of a flag: functions of a Run, true or raising
 
 
-@dataclasses.dataclass
-class ShownBy:
-    """This test shows the effect."""
-
-    path: str
-    test: str
+def one_process(run):
+    """The job has computed what one process computes from these values."""
+    return ONE_PROCESS[run.package](run)
 
 
-@dataclasses.dataclass
-class Fails:
-    """The program fails, and says these words."""
-
-    words: str
-
-
-@dataclasses.dataclass
-class Shows:
-    """true_of(a run with the flag, a run without it): what is true only with the flag. `base`: flags of both runs.
-
-    `figure`: what is compared between the two, if it must be the same in a second run without the flag.
-    """
-
-    true_of: Callable
-    base: str = ""
-    figure: Callable | None = None
+def rl_rpc(run):
+    rewards, parameters = load_oracle("rl_rpc").single_process_reinforce(seed=2, episodes=4, gamma=0.5)
+    torch.testing.assert_close(run.state["policy"], parameters, rtol=0, atol=1e-5)
+    return run.curve("reward/last") == ([1, 2, 3, 4], rewards)
 
 
-def equals(figure, value):
-    return Shows(lambda new, old: figure(new) == value)
+def rnn_rpc(run):
+    oracle = load_oracle("rnn_rpc")
+    losses, parameters = oracle.one_process(lr=5.0, clip=0.05, seed=2)
+    oracle.assert_equal((run.curve("loss/train")[1], run.state["model"]), (losses, parameters), tolerance=1e-6)
+    return True
 
 
-def differs(figure, base=""):
-    return Shows(lambda new, old: figure(new) != figure(old), base, figure)
+def ddp_rpc(run):
+    oracle = load_oracle("ddp_rpc")
+    found = run.state["table"], run.state["fc"]
+    assert oracle.largest_difference(found, oracle.one_process(seed=2)) < 1e-5
+    figures = oracle.heldout_figures(*found, seed=2)
+    return {name: run.summary[name] for name in figures} == pytest.approx(figures, abs=5e-4)
+
+
+def param_server(run):
+    oracle = load_oracle("param_server")
+    losses, weights = oracle.one_process(3, batch_size=8, momentum=0.9, lr=0.1, seed=2, epochs=2)
+    oracle.assert_same_weights(run.state["model"], weights, tolerance=1e-5)
+    return run.curve("loss")[1] == pytest.approx([losses[0], losses[2], losses[3], losses[5]], abs=1e-5)
+
+
+ONE_PROCESS = {"rl_rpc": rl_rpc, "rnn_rpc": rnn_rpc, "ddp_rpc": ddp_rpc, "param_server": param_server}
 
 
 def says(text):
-    return Shows(lambda new, old: text in new.text)
+    return lambda run: text in run.text
 
 
-def lists(pattern, found):
-    """The text contains the pattern so often, with these groups."""
-    return Shows(lambda new, old: re.findall(pattern, new.text, re.M) == found)
-
-
-# What these functions return is a function of a run.
-
-
-def shape(*names):
-    """The shape of a tensor in the checkpoint."""
-    return lambda run: tuple(functools.reduce(lambda state, name: state[name], names, run.state).shape)
-
-
-def summary(name):
-    return lambda run: run.summary[name]
-
-
-def steps_of(name):
-    return lambda run: run.summary["curves"][name][0]
-
-
-def values_of(name):
-    return lambda run: run.summary["curves"][name][1]
-
-
-def text(run):
-    return run.text
-
-
-def episodes(run):
-    return re.findall(r"^Episode .*", run.text, re.M)
-
-
-def losses(run):
-    return re.findall(r"[Ll]oss ([\d.]+)", run.text)
+def exists(name):
+    return lambda run: (run.folder / name).exists()
 
 
 # ----------------------------------------------------------------------------------------------------------- the table
 
-THIS_FILE = "tests/jobs/test_flag_effects.py"
-PLACE = ShownBy(THIS_FILE, "test_a_rank_goes_where_the_flags_say")
-WRITTEN = ShownBy(THIS_FILE, "test_a_flag_has_its_effect")  # it reads this file in all runs of main.py
-ELASTIC_LIMIT = ShownBy("tests/jobs/rl_rpc/test_elastic.py", "test_elastic_alone_in_a_folder_ends_at_its_limit")
-REPLAY = "test_every_update_of_concurrent_trainers_is_right"
-# Flags of the small runs that a row cannot have get their default back, as if they were not given.
-NOT_GENERATED = "--corpus_tokens 300000"
-NO_FOLDER = "--data_dir data"
-MORE_STEPS = Shows(lambda new, old: new.summary["steps"] > 1.5 * old.summary["steps"])
-
-# The glue gives these flags their effect. Its copies have the same bytes in all packages (test_repository.py), so most
-# of them are shown with one package: rl_rpc, where the row does not say another.
+# The glue gives these flags their effect. Its copies have the same bytes in all packages, so one package shows it.
 GLUE = {
-    "--world_size": ShownBy("tests/jobs/test_starting.py", "test_check_measures_the_round_trip_of_each_pair"),
-    "--rank": PLACE,
-    "--master_addr": PLACE,
-    "--master_port": PLACE,
-    "--join_timeout": ShownBy(
-        "tests/jobs/test_starting.py", "test_a_name_that_nobody_knows_is_waited_for_until_join_timeout"
-    ),
-    "--device auto": says("--device auto: "),  # and what it has chosen; test_cuda.py and test_pretend_device.py use it
-    "--transport": ShownBy(THIS_FILE, "test_only_shared_memory_has_sockets_of_its_own"),
-    "--max_restarts": ShownBy("tests/jobs/test_starting.py", "test_a_job_that_lost_a_rank_comes_back"),
-    "--rpc_timeout": ShownBy("tests/jobs/test_own_errors.py", "test_call_that_takes_too_long_shows_where_it_was_made"),
-    "--check": ShownBy("tests/jobs/test_starting.py", "test_check_explains_the_machine"),
-    "--summary_json": WRITTEN,
-    "--checkpoint": WRITTEN,
-}
-MEETING = {"--rank": PLACE, "--master_addr": PLACE, "--master_port": PLACE}
-RL_TUTORIAL = {
-    "--world_size 3": differs(text),
-    "--max_episodes 2": says("Not solved after 2 episodes."),
-    "--log_interval 2": lists(r"^Episode (\d+)", ["2", "4"]),
-    "--gamma 0.1": differs(text),
-    "--seed 2": differs(text),
+    "--rank": "test_a_run_in_terminals_is_quiet_listens_on_loopback_only_and_leaves_nothing",
+    "--master_addr": "test_two_hosts_work_until_the_link_is_cut",
+    "--master_port": "test_a_run_in_terminals_is_quiet_listens_on_loopback_only_and_leaves_nothing",
+    "--join_timeout": "test_a_missing_rank_is_named_at_join_timeout",
+    "--device": "test_several_ranks_that_compute",
+    "--transport": "test_no_rank_grows_with_its_steps",
+    "--rpc_timeout": "test_call_that_takes_too_long_shows_where_it_was_made",
+    "--check": "test_check_explains_the_machine_and_times_a_call_between_every_two_ranks",
+    "--resume": "test_to_resume_a_finished_run_is_no_failure",
+    "--max_restarts": None,  # torchrun's --max-restarts: test_torchrun.py
+    "--plot curve.png": exists("curve.png"),
+    "--summary_json summary.json": exists("summary.json"),
+    "--checkpoint checkpoint.pt": exists("checkpoint.pt"),
 }
 
-# Of the programs in Ray and Monarch, which run only where these libraries are.
-MIGRATING = "tests/pages/test_migrating.py"
-ONE_TRAINER = ShownBy(MIGRATING, "test_one_trainer_has_the_losses_of_one_process")
-ELSEWHERE = {
-    "--world_size": ONE_TRAINER,
-    "--seed": ONE_TRAINER,
-    "--dataset": ONE_TRAINER,
-    "--data_dir": ShownBy(MIGRATING, "test_images_are_read_from_a_folder"),
-}
-PS_TUTORIAL = {
-    "--dataset mnist --data_dir noise": differs(losses),
-    "--data_dir": ShownBy(THIS_FILE, "test_a_flag_has_its_effect"),  # by the row above
-    "--seed 2": differs(losses),
-}
-
-# {program: {a flag, and perhaps a value and further flags: what this changes}}
-EFFECTS = {
-    "rl_rpc/main.py": GLUE
+# {package: {a flag, and its value in the job: what is seen of it, or the test that shows it}}
+SEEN = {
+    "rl_rpc": GLUE
     | {
-        "--mode": ShownBy("tests/learning/rl_rpc/test_equivalence.py", "test_rpc_calls_by_mode"),
-        "--seed 2": differs(values_of("reward/last")),
-        "--plot": ShownBy("tests/jobs/rl_rpc/test_runs.py", "test_default_command_prints_what_the_tutorial_prints"),
-        "--resume --max_episodes 5": Shows(
-            lambda new, old: (
-                "Going on after episode 4," in new.text and new.summary["env_steps"] > old.summary["env_steps"]
-            )  # the steps of the first run count too
-        ),
-        "--on_lost": ShownBy("tests/jobs/test_lost_workers.py", "test_the_others_go_on_without_a_lost_worker"),
-        "--env_id Acrobot-v1 --max_episodes 1": equals(shape("policy", "affine1.weight"), (128, 6)),
-        "--gamma 0.5": differs(lambda run: run.state["policy"]["affine1.bias"].tolist()),
-        "--lr 0.1": differs(lambda run: run.state["policy"]["affine1.bias"].tolist()),
-        "--reward_threshold 1": says("Solved! "),
-        "--max_episodes 2": equals(summary("episodes"), 2),
-        "--log_interval 2": lists(r"^Episode (\d+)", ["2", "4"]),
-        "--eval_episodes 1": says("Greedy policy over 1 "),
-        "--save policy.pt": Shows(lambda new, old: (new.folder / "policy.pt").exists()),
+        "--world_size": "test_check_explains_the_machine_and_times_a_call_between_every_two_ranks",
+        "--mode": "test_a_job_goes_on_without_an_observer",
+        "--on_lost": "test_a_job_goes_on_without_an_observer",
+        "--env_id": "test_an_episode_may_take_longer_than_the_rpc_timeout",
+        "--lr": "test_training_that_diverges_ends_the_run_in_one_line",
+        "--reward_threshold": "test_to_resume_a_finished_run_is_no_failure",
+        "--seed 2": one_process,
+        "--gamma 0.5": one_process,
+        "--max_episodes 4": one_process,
+        "--log_interval 2": lambda run: re.findall(r"^Episode (\d+)", run.text, re.M) == ["2", "4"],
+        "--eval_episodes 3": says("Greedy policy over 3 episodes"),
+        "--save policy.pt": exists("policy.pt"),
     },
-    "rnn_rpc/main.py": GLUE
+    "rnn_rpc": GLUE
     | {
-        "--mode": ShownBy(
-            "tests/learning/rnn_rpc/test_equivalence.py", "test_bytes_on_the_wire_are_what_the_tensors_weigh"
-        ),
-        "--seed 2": differs(values_of("loss/train")),
-        "--plot": ShownBy("tests/jobs/rnn_rpc/test_runs.py", "test_a_run_prints_that_it_learns"),
-        "--resume --epochs 2": Shows(
-            lambda new, old: (
-                f"Going on after epoch 1, with a held-out perplexity of {old.summary['heldout_perplexity']:.3f}."
-                in new.text
-            )
-        ),
-        f"--corpus text {NOT_GENERATED}": equals(summary("vocabulary"), 10),
-        "--tokens char": Shows(lambda new, old: new.summary["vocabulary"] == 15, base=f"--corpus text {NOT_GENERATED}"),
-        "--vocabulary 20": equals(shape("model", "table", "encoder.weight"), (20, 8)),
-        "--corpus_tokens 8000": MORE_STEPS,
-        "--generate 5": Shows(lambda new, old: re.search(r"^([a-z]+ ){4}[a-z]+$", new.text, re.M)),
-        "--embedding_dim 4": equals(shape("model", "table", "encoder.weight"), (30, 4)),
-        "--hidden_dim 4": equals(shape("model", "decoder", "decoder.weight"), (30, 4)),
-        "--num_layers 2": Shows(lambda new, old: "weight_ih_l1" in new.state["model"]["rnn"]),
-        "--dropout 0.5": differs(values_of("perplexity/train")),
-        "--epochs 2": equals(steps_of("perplexity/heldout"), [1, 2]),
-        "--batch_size 10": MORE_STEPS,
-        "--bptt 10": MORE_STEPS,
-        "--optimizer adam": Shows(lambda new, old: "exp_avg" in str(new.state["optimizers"])),
-        "--lr 0.1": differs(values_of("perplexity/heldout")),
-        "--clip 0.001": differs(values_of("perplexity/heldout")),
-        "--log_interval 2": Shows(lambda new, old: steps_of("loss/train")(new)[:2] == [2, 4]),
+        "--mode": "test_bytes_on_the_wire_are_what_the_tensors_weigh",
+        "--corpus": "test_a_text_of_characters_that_stdout_cannot_show",
+        "--tokens": "test_a_text_of_characters_that_stdout_cannot_show",
+        "--optimizer": "test_a_text_of_characters_that_stdout_cannot_show",
+        "--dropout": "test_dropout_is_torchs_own",
+        "--world_size 3": lambda run: run.summary["world_size"] == 3,
+        "--seed 2": one_process,
+        "--vocabulary 12": one_process,
+        "--corpus_tokens 626": one_process,
+        "--embedding_dim 6": one_process,
+        "--hidden_dim 8": one_process,
+        "--num_layers 2": one_process,
+        "--epochs 1": one_process,
+        "--batch_size 4": one_process,
+        "--bptt 7": one_process,
+        "--lr 5": one_process,
+        "--clip 0.05": one_process,
+        "--log_interval 1": one_process,
+        "--generate 5": lambda run: re.search(r"^([a-z]+ ){4}[a-z]+$", run.text, re.M),
     },
-    "ddp_rpc/main.py": GLUE
+    "ddp_rpc": GLUE
     | {
-        "--mode": ShownBy(
-            "tests/learning/ddp_rpc/test_equivalence.py", "test_sync_trainers_equal_one_process_on_the_joined_batch"
-        ),
-        "--seed 2": differs(values_of("loss/train")),
-        "--plot": ShownBy("tests/jobs/test_files.py", "test_to_resume_a_finished_run_is_no_failure"),
-        "--resume --epochs 2": says("Going on after epoch 1"),
-        # With the default, one of its two servers would be a second trainer.
-        "--num_servers": ShownBy(
-            "tests/learning/ddp_rpc/test_equivalence.py", "test_hogwild_with_one_trainer_equals_one_process"
-        ),
-        "--num_embeddings 30": equals(shape("table"), (30, 4)),
-        "--embedding_dim 8": equals(shape("table"), (20, 8)),
-        "--batch_bags 16": Shows(
-            lambda new, old: 15 < new.summary["samples_per_second"] / new.summary["batches_per_second"] < 17
-        ),
-        "--batches 10": equals(steps_of("loss/train"), [5, 10]),
-        "--epochs 2": equals(steps_of("heldout/loss"), [0, 1, 2]),
-        "--lr 0.5": differs(values_of("heldout/loss")),
-        # Nobody can foresee classes that are drawn at random. There are eight of them.
-        "--targets random": Shows(lambda new, old: new.summary["ceiling_accuracy"] < 0.2),
-        "--sparse": ShownBy(
-            "tests/learning/ddp_rpc/test_sharding.py", "test_the_flag_decides_whether_gradients_are_sparse"
-        ),
-        "--log_interval 1": Shows(  # of which the one point of the plain run is the mean
-            lambda new, old: (
-                steps_of("loss/train")(new) == [1, 2, 3, 4, 5]
-                and values_of("loss/train")(old) == [pytest.approx(statistics.mean(values_of("loss/train")(new)))]
-            )
-        ),
-        "--table_device": ShownBy(
-            "tests/learning/ddp_rpc/test_pretend_device.py", "test_the_table_may_stay_on_the_cpu"
-        ),
+        "--mode": "test_pipelined_learns_for_longer_than_an_rpc_may_take",
+        "--lr": "test_divergence_ends_the_run_in_one_line_and_writes_nothing",
+        "--targets": "test_divergence_ends_the_run_in_one_line_and_writes_nothing",
+        "--sparse": "test_the_flag_decides_whether_gradients_are_sparse",
+        "--table_device": "test_only_ranks_that_compute_use_a_gpu",
+        "--world_size 4": lambda run: run.summary["num_trainers"] == 1,
+        "--num_servers 2": lambda run: run.summary["num_servers"] == 2,
+        "--seed 2": one_process,
+        "--num_embeddings 50": one_process,
+        "--embedding_dim 12": one_process,
+        "--batch_bags 6": one_process,
+        "--batches 15": one_process,
+        "--epochs 2": one_process,
+        "--log_interval 5": lambda run: run.curve("loss/train")[0] == [5, 10, 15, 20, 25, 30],
     },
-    "param_server/main.py": GLUE
+    "param_server": GLUE
     | {
-        "--mode": ShownBy("tests/learning/param_server/test_replay.py", REPLAY),
-        "--seed 2": differs(values_of("loss")),
-        "--plot curve.png": Shows(lambda new, old: (new.folder / "curve.png").exists()),
-        "--resume --epochs 2": says("Going on after update 6,"),
-        "--on_lost": ShownBy(
-            "tests/jobs/param_server/test_lost_trainers.py", "test_a_killed_trainers_batches_go_to_the_others"
-        ),
-        f"--dataset synthetic {NO_FOLDER}": differs(values_of("loss")),
-        "--data_dir other_noise": differs(values_of("loss")),
-        "--epochs 2": equals(steps_of("test accuracy"), [6, 12]),
-        "--max_batches 3": equals(summary("updates"), 3),
-        "--batch_size 8": equals(summary("images_applied"), [48]),
-        "--lr 0.1": differs(values_of("loss")),
-        "--lr_step 1": differs(values_of("loss"), base="--epochs 2"),
-        "--momentum 0.9": differs(values_of("loss")),
-        # A resumed run may have another one.
-        "--momentum 0.5": differs(values_of("loss"), base="--resume --epochs 2"),
-        "--no_dropout": differs(values_of("loss")),
-        "--log_interval 3": equals(steps_of("loss"), [1, 4]),  # updates
-        "--evaluations 2": equals(steps_of("test accuracy"), [3, 6]),
-        "--max_staleness": ShownBy("tests/learning/param_server/test_replay.py", REPLAY),
-        "--num_servers 3": Shows(
-            lambda new, old: len(new.state["shards"]) == 2,  # besides the first server
-            base="--mode sharded --world_size 4",
-        ),
-        "--num_gpus": ShownBy("tests/jobs/param_server/test_runs.py", "test_a_trainers_num_gpus_is_not_ignored"),
+        "--on_lost": "test_a_killed_trainers_batches_go_to_the_others",
+        "--data_dir": "test_a_killed_trainers_batches_go_to_the_others",
+        "--max_staleness": "test_every_update_of_concurrent_trainers_is_right",
+        "--num_gpus": "test_num_gpus_says_which_device",
+        "--dataset synthetic": lambda run: run.summary["dataset"] == "synthetic",
+        "--mode sharded": lambda run: run.summary["mode"] == "sharded",
+        "--world_size 4": lambda run: re.findall(r"^Rank (\d)", run.text, re.M) == ["3"] * 4,
+        "--num_servers 3": lambda run: len(run.state["shards"]) == 2,  # besides the first server
+        "--seed 2": one_process,
+        "--epochs 2": one_process,
+        "--max_batches 3": one_process,
+        "--batch_size 8": lambda run: one_process(run) and run.summary["images_applied"] == [24, 24],
+        "--lr 0.1": one_process,
+        "--lr_step 1": one_process,
+        "--momentum 0.9": one_process,
+        "--no_dropout": one_process,
+        "--log_interval 2": one_process,
+        "--evaluations 2": lambda run: run.curve("test accuracy")[0] == [2, 3, 5, 6],
     },
-    "rl_rpc/play.py": {
-        "--episodes 2": lists(r"^Episode (\d+)", ["1", "2"]),
-        "--seed 2": differs(text),
-        "--gif": ShownBy("tests/jobs/rl_rpc/test_runs.py", "test_gif_or_one_line_that_says_what_is_missing"),
-    },
-    "rl_rpc/tutorial.py": MEETING | RL_TUTORIAL,
-    "rl_rpc/single.py": RL_TUTORIAL,
-    "rl_rpc/tutorial_batch.py": MEETING
-    | {
-        "--world_size 3": lists(r"^(\d+), ", ["2", "3"]),
-        "--no_batch": ShownBy("tests/learning/rl_rpc/test_tutorial_batch.py", "test_batch_page_in_terminals"),
-        "--num_episode 1": lists(r"^Episode (\d+)", ["0", "0"]),  # of the jobs with and without batching
-        "--gamma nan": Fails("nan"),  # the first updates by Adam are nearly the same for all discount factors
-        "--seed 2": differs(episodes),
-    },
-    "rl_rpc/elastic.py": MEETING
-    | {
-        "--seconds": ELASTIC_LIMIT,
-        "--max_episodes": ELASTIC_LIMIT,
-    },
-    "rnn_rpc/tutorial.py": MEETING
-    | {
-        "--world_size 3": Fails("invalid choice: 3"),  # there are two roles, and so two ranks
-        # Two runs with one seed print nearly the same, but not quite. Torch takes no seed as large as this.
-        "--seed 99999999999999999999": Fails("torch.manual_seed(args.seed"),
-    },
-    "rnn_rpc/single.py": {"--seed 2": differs(text)},
-    "ddp_rpc/tutorial.py": MEETING
-    | {
-        "--world_size 4": lists("^(Training done for epoch 0)", ["Training done for epoch 0"] * 2),
-        "--num_gpus 1": says("Trainer 0 uses "),
-        "--seed 2": differs(text),
-    },
-    "ddp_rpc/single.py": {
-        "--num_gpus 1": says("Trainer 0 uses "),
-        "--seed 2": differs(text),
-    },
-    "param_server/tutorial.py": MEETING
-    | PS_TUTORIAL
-    | {
-        "--world_size 3": says("Rank 2 training batch "),
-        "--num_gpus 1": says("Using 1 GPUs to train"),
-    },
-    "param_server/single.py": PS_TUTORIAL | {"--num_gpus 1": says("Using 1 GPUs to train")},
-    "param_server/tutorial_batch.py": MEETING
-    | {
-        "--world_size 4": says("trainer3 "),
-        "--num_batches 2": lists(r"Finish training: (\d+) updates", ["2"]),
-        "--no_batch": lists(r"Finish training: (\d+) updates", ["8"]),
-        "--seed 2": differs(lambda run: sorted(losses(run))),  # the trainers print in any order
-    },
-    "docs/primer.py": MEETING
-    | {
-        "--world_size 3": says("worker2: "),
-        "--seed 2": differs(lambda run: sorted(run.text.splitlines())),
-        "--lr 0.5": says("after one step of SGD, lr 0.5:"),
-    },
-    "docs/migrating/monarch_parameter_server.py": ELSEWHERE,
-    "docs/migrating/ray_parameter_server.py": ELSEWHERE,
-}
-
-# The flags of a program's small run.
-SMALL = {
-    "rl_rpc/main.py": "--mode rollout --max_episodes 4 --log_interval 1 --eval_episodes 0",
-    "rnn_rpc/main.py": "--corpus_tokens 4000 --epochs 1 --embedding_dim 8 --hidden_dim 8 --log_interval 5",
-    "ddp_rpc/main.py": "--world_size 3 --num_embeddings 20 --embedding_dim 4 --batches 5 --epochs 1 --log_interval 5",
-    "param_server/main.py": "--world_size 2 --data_dir noise --max_batches 6 --batch_size 16 --log_interval 1",
-    "rl_rpc/tutorial.py": "--max_episodes 4 --log_interval 1",
-    "rl_rpc/single.py": "--max_episodes 4 --log_interval 1",
-    "rl_rpc/tutorial_batch.py": "--world_size 2 --num_episode 4",
-    "rl_rpc/play.py": "--episodes 1",
-    "ddp_rpc/tutorial.py": "--world_size 3",
-    "param_server/tutorial.py": "--world_size 2 --dataset synthetic",
-    "param_server/single.py": "--dataset synthetic",
-    "param_server/tutorial_batch.py": "--world_size 3 --num_batches 4",
-}
-# Where no flag makes a program small, constants are changed.
-SMALLER = {
-    "rl_rpc/tutorial_batch.py": [("NUM_STEPS = 500", "NUM_STEPS = 50")],
-    "rnn_rpc/tutorial.py": [("range(160)", "range(16)"), ("total_loss / 160", "total_loss / 16")],
-    "rnn_rpc/single.py": [("range(160)", "range(16)"), ("total_loss / 160", "total_loss / 16")],
-}
-# These programs are ended when they have printed this, and what they print afterwards does not count.
-UNTIL = {
-    "rnn_rpc/tutorial.py": "epoch 0: .*\n",
-    "rnn_rpc/single.py": "epoch 0: .*\n",
-    "ddp_rpc/tutorial.py": r"(?s:.*?epoch 0: [^\n]*\n){2}|epoch 1: .*\n",
-    "ddp_rpc/single.py": "epoch 1: .*\n",
-    "param_server/tutorial.py": r"(?s:.*?batch 5 [^\n]*\n){2}|batch 10 .*\n",
-    "param_server/single.py": "batch 5 .*\n",
 }
 
 
-# ---------------------------------------------------------------------------------------------------------- small runs
+# ------------------------------------------------------------------------------------------------------------ the jobs
 
 
 class Run:
-    """What a program has printed and written in a small run."""
+    """What a job has printed and written."""
 
-    def __init__(self, path, flags):
-        self.folder = pathlib.Path(tempfile.mkdtemp())
-        (self.folder / "text").write_text("the cat sat on the mat and the dog sat on the log\n" * 60)
-        words, until = [*SMALL.get(path, "").split(), *flags.split()], UNTIL.get(path)
-        if path.endswith("/main.py"):
-            words += ["--summary_json", "summary.json", "--checkpoint", "checkpoint.pt"]
-        elif path.endswith("/play.py"):
-            words.append(plain_run("rl_rpc/main.py").folder / "checkpoint.pt")
-        elif "--master_port" in EFFECTS[path]:
-            words += ["--master_port", free_port()]
-        for name in {"noise", "other_noise"} & {*words}:
-            write_noise(self.folder / name)
-        if path in SMALLER:
-            path = changed(copied_alone(path, self.folder), *SMALLER[path])
-        if "--resume" in words:
-            shutil.copy(plain_run(path).folder / "checkpoint.pt", self.folder)
-        with Program(path, *words, env={"PYTHONUNBUFFERED": "1"}, cwd=self.folder) as program:
-            printed = until and program.wait_for_text(until)
-            if not until:
-                program.wait()
-            self.status, self.text, self.errors = program.poll(), program.output(), program.errors()
-        if printed:
-            self.text = self.text[: re.search(until, self.text).end()]
+    def __init__(self, package, folder, *more):
+        self.package, self.folder = package, folder
+        self.flags = [word for row, seen in SEEN[package].items() if callable(seen) for word in row.split()]
+        done = run_main(package, *self.flags, *more, cwd=folder, timeout=240)
+        assert (done.returncode, done.stderr) == (0, ""), done
+        self.text = done.stdout
+        self.summary = json.loads((folder / "summary.json").read_text())
+        self.state = torch.load(folder / "checkpoint.pt", weights_only=True)["state"]
 
-    @functools.cached_property
-    def summary(self):
-        return json.loads((self.folder / "summary.json").read_text())
-
-    @functools.cached_property
-    def state(self):
-        return torch.load(self.folder / "checkpoint.pt", weights_only=True)["state"]
+    def curve(self, name):
+        return tuple(self.summary["curves"][name])
 
 
-@functools.cache
-def plain_run(path, flags=""):
-    """Return the Run without a row's own flags."""
-    run = Run(path, flags)
-    assert not run.status, (run.text, run.errors)
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory):
+    """Return a function of a package that returns the Run of its job."""
+    runs = {}
+
+    def run(package):
+        runs[package] = runs.get(package) or Run(package, tmp_path_factory.mktemp(package))
+        return runs[package]
+
     return run
 
 
-ROWS = [(path, flags, row) for path, rows in EFFECTS.items() for flags, row in rows.items()]
+def jobs_of(*packages):
+    """The tests of one package share its job, so they run in one process. The job of rl_rpc is in the quick set."""
+    for package in packages:
+        marks = [pytest.mark.xdist_group(f"flags of {package}"), *[pytest.mark.quick] * (package == "rl_rpc")]
+        yield pytest.param(package, marks=marks)
 
 
-@pytest.mark.parametrize(
-    ("path", "flags", "row"),
-    [pytest.param(*each, id=f"{each[0]} {each[1]}") for each in ROWS if not isinstance(each[2], ShownBy)],
-)
-@pytest.mark.draw(24)
-def test_a_flag_has_its_effect(path, flags, row):
-    if isinstance(row, Fails):
-        run = Run(path, flags)
-        assert run.status and row.words in run.errors, (run.status, run.text, run.errors)
+@pytest.mark.parametrize("package", [*jobs_of(*PACKAGES)])
+def test_every_flag_has_its_effect(package, run_of):
+    for row, seen in SEEN[package].items():
+        assert not callable(seen) or seen(run_of(package)), f"{row} is not seen in {run_of(package).text}"
+
+
+@pytest.mark.parametrize("package", [*jobs_of("rl_rpc")])
+def test_default_command_prints_what_the_tutorial_prints(package, run_of):
+    lines = run_of(package).text.splitlines()
+    assert lines[0].startswith("This will run until reward threshold of 475.0 is reached")
+    assert re.fullmatch(r"Episode 2\tLast reward: \d+\.00\tAverage reward: \d+\.\d\d", lines[1])
+    assert re.fullmatch(r"Not solved: running reward is \d+\.\d\d after 4 episodes\.", lines[3])
+    assert re.fullmatch(r"Greedy policy over 3 episodes: mean reward \d+\.\d\d, lowest \d+\.\d\d", lines[4])
+
+
+FIGURES = {
+    "rl_rpc": "running_reward",
+    "rnn_rpc": "heldout_perplexity",
+    "ddp_rpc": "heldout_accuracy",
+    "param_server": "test_accuracy",
+}
+
+
+@pytest.mark.parametrize("package", [pytest.param(*each.values, marks=each.marks[:1]) for each in jobs_of(*PACKAGES)])
+def test_to_resume_a_finished_run_is_no_failure(package, run_of):
+    """It prints that nothing is left to do, and writes the same files as other runs, with the result of before.
+
+    In rl_rpc a run is finished because the environment is solved, too.
+    """
+    before = run_of(package).summary[FIGURES[package]]
+    more = ["--max_episodes", 100, "--reward_threshold", 1] if package == "rl_rpc" else []
+    run = Run(package, run_of(package).folder, "--resume", *more)
+    assert re.search(
+        r"^Going on after .*\nNothing is left to do: the checkpoint is of a finished run\.$", run.text, re.M
+    )
+    assert run.summary[FIGURES[package]] == pytest.approx(before)
+    assert ("Solved!" in run.text) == (package == "rl_rpc")
+
+
+@pytest.mark.parametrize("package", [*jobs_of("rnn_rpc", "ddp_rpc")])
+def test_a_checkpoint_of_another_network_is_refused_in_one_line(package, run_of, tmp_path):
+    """This part of the network is on a server."""
+    content = torch.load(run_of(package).folder / "checkpoint.pt", weights_only=True)
+    if package == "rnn_rpc":
+        content["state"]["model"]["decoder"]["decoder.bias"] = torch.zeros(5)
     else:
-        old = plain_run(path, row.base)
-        assert not row.true_of(old, old), "this is true without the flag, too"
-        run = Run(path, f"{row.base} {flags}")
-        assert not run.status and row.true_of(run, old), (run.status, run.text, run.errors)
+        content["state"]["table"] = torch.zeros(50, 24)
+    torch.save(content, tmp_path / "checkpoint.pt")
+    done = run_main(package, *run_of(package).flags, "--resume", cwd=tmp_path)
+    assert_one_line_error(done, 1, "cannot go on from", "size mismatch for ")
 
 
-COMPARED = [(path, row) for path, _, row in ROWS if isinstance(row, Shows) and row.figure]
+# ------------------------------------------------------------------------------------------------ the table is complete
 
 
-@pytest.mark.parametrize(("path", "base"), sorted({(path, row.base) for path, row in COMPARED}))
-@pytest.mark.draw(4)
-def test_what_is_compared_is_the_same_in_a_second_run(path, base):
-    """Otherwise it would differ without the flag, too."""
-    old, again = plain_run(path, base), Run(path, base)
-    for figure in [row.figure for program, row in COMPARED if (program, row.base) == (path, base)]:
-        assert figure(again) == figure(old)
-
-
-# --------------------------------------------------------------------------------------------------------- other tests
-
-
-def programs_with_flags():
-    """Return the paths of all programs in the packages and in docs/ that have a command line."""
-    found = [path for each in (*PACKAGES, "docs", "docs/migrating") for path in (ROOT / each).glob("*.py")]
-    return sorted(str(path.relative_to(ROOT)) for path in found if "def parse_args" in path.read_text())
-
-
-@pytest.mark.parametrize("path", programs_with_flags())
-@pytest.mark.draw(6)
-def test_the_table_has_every_flag(path):
+@pytest.mark.quick
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_table_has_every_flag(package, capsys):
     """argparse lists each flag on a line of its own, with other spellings behind it."""
-    if path.startswith("docs/migrating/"):  # it needs its library even for --help
-        listed = re.findall(r'add_argument\("(--\w+)"', (ROOT / path).read_text())
-    else:
-        listed = re.findall(r"^  (--\w+)", run_script(path, "--help").stdout, re.M)
-    assert listed
-    assert {*listed} == {flags.split()[0] for flags in EFFECTS[path]}
+    with package_on_path(package), pytest.raises(SystemExit):
+        import main
+
+        main.parse_args(["--help"])
+    assert {row.split()[0] for row in SEEN[package]} == {*re.findall(r"^  (--\w+)", capsys.readouterr().out, re.M)}
 
 
+@pytest.mark.quick
 def test_the_tests_that_the_table_names_exist():
-    for path, test in {(row.path, row.test) for _, _, row in ROWS if isinstance(row, ShownBy)}:
-        assert f"\ndef {test}(" in (ROOT / path).read_text(), (path, test)
-
-
-@pytest.mark.parametrize("path", [path for path, rows in EFFECTS.items() if PLACE in rows.values()])
-@pytest.mark.draw(4)
-def test_a_rank_goes_where_the_flags_say(path):
-    """The test listens there, so the rank that the flags ask for connects to it. No other rank is started."""
-    with socket.create_server(("127.0.0.3", 0)) as listener:
-        address = listener.getsockname()
-        place = ("--rank", 1, "--master_addr", address[0], "--master_port", address[1])
-        with Program(path, *place) as program:
-            listener.settimeout(60)
-            connection, _ = listener.accept()
-            with connection:
-                assert program.members() == [program.pid]
-
-
-def test_only_shared_memory_has_sockets_of_its_own():
-    """Over shm, the processes of one host find each other by Unix sockets."""
-    counts = {}
-    for transport in ("shm", "uv"):
-        flags = ("--transport", transport, "--max_episodes", 1_000_000, "--log_interval", 1)
-        with Program("rl_rpc/main.py", *flags) as program:
-            assert program.wait_for_text("Episode 1"), program.text()
-            counts[transport] = sum(map(listening_unix_sockets, program.members()))
-    assert counts["shm"] >= counts["uv"] + 2, counts  # there are two ranks
-
-
-def listening_unix_sockets(pid):
-    """Return how many Unix sockets this process listens at."""
-    with open("/proc/net/unix") as file:
-        lines = [line.split() for line in list(file)[1:]]
-    listening = {f"socket:[{inode}]" for _, _, _, flags, _, _, inode, *_ in lines if int(flags, 16) & 0x10000}
-    folder = pathlib.Path(f"/proc/{pid}/fd")
-    return sum(os.readlink(each) in listening for each in folder.iterdir() if each.is_symlink())
+    tests = "".join(path.read_text() for path in ROOT.glob("tests/*/**/test_*.py"))
+    for name in {seen for rows in SEEN.values() for seen in rows.values() if isinstance(seen, str)}:
+        assert f"\ndef {name}(" in tests, name

@@ -3,7 +3,8 @@
 Print a dict {piece of an entry of the page: the text that was seen}. For a failure without a message, the
 text is "seen" if it happened as the page describes, and "" if it did not.
 
-    python tests/pages/symptoms.py [SCENE ...]        # without arguments: all scenes except nameless_host
+    python tests/pages/symptoms.py
+    unshare --uts python tests/pages/symptoms.py nameless_host    # also the scene that gives the host another name
 
 A scene is an RPC group of two processes: "a" causes the failure, and "b" serves its calls. Several scenes run at the
 same time.
@@ -461,7 +462,7 @@ def without_rpc(rank):
 
 
 def nameless_host(rank):
-    """A host whose own name does not resolve. The test runs this with `unshare --uts`, because it renames the host."""
+    """A host whose own name does not resolve."""
     socket.sethostname("elsewhere.invalid")
     with stderr_of_cpp("Failed to look up the IP address"):
         join(rank)
@@ -493,13 +494,12 @@ def start_scene(scene):
 
 
 def main():
-    scenes = [globals()[name] for name in sys.argv[1:]]
-    if scenes:
-        run_at_once(scenes)
-    else:  # all of them at once would be too many processes for a small machine
-        run_at_once([calls, one_name, taken_port, alone, killed, no_thread_left, without_rpc])
-        run_at_once([own_rref, unused_result, collective, second_group, stranger])
-        run_at_once([join_after_a_kill, join_with_a_number_in_use, owner_has_left])
+    # All of them at once would be too many processes for a small machine.
+    run_at_once([calls, one_name, taken_port, alone, killed, no_thread_left, without_rpc])
+    run_at_once([own_rref, unused_result, collective, second_group, stranger])
+    run_at_once([join_after_a_kill, join_with_a_number_in_use, owner_has_left])
+    if "nameless_host" in sys.argv:
+        run_at_once([nameless_host])
     print(json.dumps(SEEN))
 
 

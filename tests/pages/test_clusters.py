@@ -16,6 +16,7 @@ from helpers import ROOT, package_on_path
 with package_on_path("rl_rpc"):
     from glue.flags import find_place
 
+pytestmark = pytest.mark.quick
 TEXT = (ROOT / "docs" / "CLUSTERS.md").read_text()
 SCRIPTS = re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 (MANIFEST,) = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)

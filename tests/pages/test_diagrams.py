@@ -2,12 +2,13 @@
 
 import json
 import re
+import sys
 
 import pytest
 
-from helpers import PACKAGES, ROOT, load_module, package_on_path
+from helpers import ROOT, load_module, package_on_path
 from jobs import JOBS
-from programs import run_traced
+from programs import run_script
 
 CALL = re.compile(r"^ *(\w+)->>(\w+): (\w+)", re.MULTILINE)
 
@@ -29,25 +30,25 @@ def as_pattern(diagram):
     return pattern
 
 
-def diagrams():
-    """Yield each sequence diagram of the packages' READMEs, with the flags of main.py that its comment (`%%`) names."""
-    for package in PACKAGES:
-        text = (ROOT / package / "README.md").read_text()
-        for diagram in re.findall(r"```mermaid\n(sequenceDiagram.*?)```", text, re.DOTALL):
-            comment = re.search(r"^ *%% main\.py(.*)$", diagram, re.MULTILINE)
-            flags = comment[1].split() if comment else []
-            yield pytest.param(package, flags, diagram, id=f"{package} {' '.join(flags)}".strip())
+def diagrams_of(package):
+    """Yield each sequence diagram of a package's README, with the flags of main.py that its comment (`%%`) names."""
+    text = (ROOT / package / "README.md").read_text()
+    for diagram in re.findall(r"```mermaid\n(sequenceDiagram.*?)```", text, re.DOTALL):
+        comment = re.search(r"^ *%% main\.py(.*)$", diagram, re.MULTILINE)
+        yield comment[1].split() if comment else [], diagram
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("package, flags, diagram", [*diagrams()])
-@pytest.mark.draw(2)
-def test_a_diagram_in_a_readme_is_what_a_run_does(package, flags, diagram, tmp_path):
-    drawn = {name for caller, callee, _ in CALL.findall(diagram) for name in (caller, callee)}
-    job = (*JOBS[package]["size"], *JOBS[package]["short"], *flags)
-    done = run_traced(tmp_path / "trace.json", package, *job)
+def record(folder, package, *flags):
+    """Run a job of a package's main.py under tools/trace.py. Return (the events of its trace, its summary)."""
+    trace, summary = folder / "trace.json", folder / "summary.json"
+    job = [ROOT / package / "main.py", *JOBS[package]["size"], *JOBS[package]["short"], *flags]
+    done = run_script("tools/trace.py", trace, "--", sys.executable, *job, "--summary_json", summary)
     assert done.returncode == 0, done.stderr
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    return json.loads(trace.read_text())["traceEvents"], json.loads(summary.read_text())
+
+
+def assert_drawn(diagram, events):
+    drawn = {name for caller, callee, _ in CALL.findall(diagram) for name in (caller, callee)}
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     step = next(bar for bar in events if bar["name"] == "step 5" and names[bar["pid"]] in drawn)
     bars = sorted((bar for bar in events if "to" in bar.get("args", ())), key=lambda bar: bar["ts"])
@@ -61,24 +62,28 @@ def test_a_diagram_in_a_readme_is_what_a_run_does(package, flags, diagram, tmp_p
     assert re.fullmatch(as_pattern(diagram), made), (as_pattern(diagram), made)
 
 
-@pytest.mark.slow
-def test_the_moving_picture_counts_the_environment_steps_that_were_played(tmp_path, monkeypatch):
+@pytest.mark.parametrize("package", ["rnn_rpc", "ddp_rpc", "param_server"])
+def test_the_diagrams_of_a_readme_are_what_runs_do(package, tmp_path):
+    for flags, diagram in diagrams_of(package):
+        assert_drawn(diagram, record(tmp_path, package, *flags)[0])
+
+
+def test_the_diagrams_of_rl_rpc_are_what_runs_do_and_the_moving_picture_counts_their_steps(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     pictures = load_module(ROOT / "tools" / "draw_pictures.py")
-    flags = ["--world_size", 3, "--max_episodes", 3, "--eval_episodes", 0]
     traces, played = {}, {}
-    for mode in ("step", "rollout"):
-        summary = ["--summary_json", tmp_path / "summary.json"]
-        done = run_traced(tmp_path / "trace.json", "rl_rpc", "--mode", mode, *flags, *summary)
-        assert done.returncode == 0, done.stderr
-        traces[mode] = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-        played[mode] = json.loads((tmp_path / "summary.json").read_text())["env_steps"]
+    for mode, (flags, diagram) in zip(("step", "rollout"), diagrams_of("rl_rpc"), strict=True):
+        assert flags in ([], ["--mode", mode])
+        traces[mode], summary = record(tmp_path, "rl_rpc", *flags, "--eval_episodes", 0)
+        assert_drawn(diagram, traces[mode])
+        played[mode] = summary["env_steps"]
     times = {mode: pictures.times_of_steps(traces, mode, 1) for mode in traces}
     assert {mode: len(each) for mode, each in times.items()} == played
     assert len(set(times["step"])) == played["step"]  # each step at a time of its own
-    assert len(set(times["rollout"])) == 6  # at the end of each of two observers' three episodes
+    assert len(set(times["rollout"])) == 12  # at the end of each of two observers' six episodes
 
 
+@pytest.mark.quick
 def test_a_plot_says_what_is_on_its_axes(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 

@@ -40,16 +40,14 @@ def printed(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("number", RECIPES.keys() - {FARM})  # FARM's workers are no children of mp.spawn
+QUICK = (2, 7, 12)
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=pytest.mark.quick) if n in QUICK else n for n in RECIPES if n != PIPELINE]
+)
 def test_a_recipe_prints_what_the_page_shows(number, printed):
     assert masked(printed(RECIPES[number][2])) == masked(RECIPES[number][3])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [FARM, PIPELINE])
-@pytest.mark.draw(1)
-def test_a_recipe_runs_without_anything_loaded(number, printed):
-    assert masked(printed(RECIPES[number][2], cold=True)) == masked(RECIPES[number][3])
 
 
 MEET = """
@@ -69,8 +67,8 @@ def meet(x):
 """
 
 
-def test_both_stages_of_the_pipeline_work_at_the_same_time(printed):
-    """Instead of computing, each stage waits until the other has begun with the next or the previous micro-batch."""
+def test_both_stages_of_the_pipeline_work_at_the_same_time_and_print_what_the_page_shows(printed):
+    """Instead of sleeping, each stage waits until the other has begun with the next or the previous micro-batch."""
     program = RECIPES[PIPELINE][2]
     program = program.replace("import os\n", "import datetime\nimport itertools\nimport os\n", 1)
     program = program.replace("layer = ", MEET + "\n\nlayer = ", 1).replace("time.sleep(0.05 * len(x))", "meet(x)")
@@ -78,7 +76,6 @@ def test_both_stages_of_the_pipeline_work_at_the_same_time(printed):
     assert masked(printed(program)) == masked(RECIPES[PIPELINE][3])
 
 
-@pytest.mark.slow
 def test_workers_that_are_killed_from_outside_are_replaced(tmp_path):
     """Three workers are killed, the last two together, each in the middle of a task, which is then handed out again.
 
@@ -93,7 +90,7 @@ def test_workers_that_are_killed_from_outside_are_replaced(tmp_path):
     program = program.replace("timeout=3)", "timeout=60)")
     assert program.count("waits in") == program.count("range(20)") == program.count("timeout=60") == 1
     (tmp_path / "recipe.py").write_text(program)
-    with Program(tmp_path / "recipe.py", env={"MASTER_PORT": free_port()}, cwd=tmp_path, cold=True) as running:
+    with Program(tmp_path / "recipe.py", env={"MASTER_PORT": free_port()}, cwd=tmp_path) as running:
         for tasks in (["task 5"], ["task 12", "task 13"]):
             for task in tasks:
                 assert running.wait_for_text(f"{task} waits in process", 60), running.text()
@@ -113,7 +110,7 @@ def test_workers_that_are_killed_from_outside_are_replaced(tmp_path):
 ERRORS = """
 import os
 import signal
-import sys
+import tempfile
 import time
 
 import torch.distributed.rpc as rpc
@@ -133,8 +130,8 @@ def work(task):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(rank, transport):
-    options = rpc.TensorPipeRpcBackendOptions(_transports=[transport])
+def run(rank, transport, folder):
+    options = rpc.TensorPipeRpcBackendOptions(_transports=[transport], init_method=f"file://{folder}/store")
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     tasks = ["raises", "raises a ValueError", "returns what cannot be pickled", lambda: None, "takes long", "is killed"]
     for task in tasks * (rank == 0):
@@ -150,37 +147,40 @@ def run(rank, transport):
 
 
 if __name__ == "__main__":
-    os.environ.update(MASTER_ADDR="localhost", TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
-    ranks = [mp.get_context("spawn").Process(target=run, args=(rank, sys.argv[1])) for rank in (0, 1)]
-    for rank in ranks:
-        rank.start()
-    ranks[0].join()
-    ranks[1].kill()
+    os.environ.update(TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
+    for transport in "uv", "shm":
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = [mp.get_context("spawn").Process(target=run, args=(rank, transport, folder)) for rank in (0, 1)]
+            for rank in ranks:
+                rank.start()
+            ranks[0].join()
+            ranks[1].kill()
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["uv", "shm"])
-@pytest.mark.draw(1)
-def test_the_table_quotes_what_the_exceptions_say(transport, tmp_path):
+def test_the_table_quotes_what_the_exceptions_say(tmp_path):
     (tmp_path / "errors.py").write_text(ERRORS)
-    done = run_script(tmp_path / "errors.py", transport, env={"MASTER_PORT": free_port()}, cold=True)
-    function, value_error, result, arguments, late, killed = done.stdout.splitlines()
-    rows = [row.split(" | ")[1] for row in re.findall(r"^\| .* \|$", RECIPES[FARM][1], re.MULTILINE)[1:]]
-    texts = [re.findall(r"`([^`]+)`", row) for row in rows]
-    assert texts[0][0] in function and function.startswith("wait RuntimeError")
-    assert texts[0][0] in value_error and value_error.startswith("wait ValueError")
-    assert texts[1][0] in result and result.startswith("wait RuntimeError") and texts[1][1] not in result
-    assert arguments.startswith("rpc_async ") and texts[2][1] in arguments
-    assert texts[3][0] in late and late.startswith("wait RuntimeError")
-    assert texts[4][0] in killed and killed.startswith("wait RuntimeError")
-    assert any(killed.startswith(f"wait RuntimeError {begin}") for begin in texts[4][1:])
-    page = {}
-    exec(RECIPES[FARM][2].partition("def let_others_join")[0], page)
-    found = [page["what_happened"](line.partition(" ")[2]) for line in (function, value_error, result, late, killed)]
-    assert found == ["failed", "failed", "failed", "timed out", "lost"]
+    lines = run_script(tmp_path / "errors.py").stdout.splitlines()
+    assert len(lines) == 12
+    over_tcp, in_shared_memory = lines[:6], lines[6:]
+    for function, value_error, result, arguments, late, killed in (over_tcp, in_shared_memory):
+        rows = [row.split(" | ")[1] for row in re.findall(r"^\| .* \|$", RECIPES[FARM][1], re.MULTILINE)[1:]]
+        texts = [re.findall(r"`([^`]+)`", row) for row in rows]
+        assert texts[0][0] in function and function.startswith("wait RuntimeError")
+        assert texts[0][0] in value_error and value_error.startswith("wait ValueError")
+        assert texts[1][0] in result and result.startswith("wait RuntimeError") and texts[1][1] not in result
+        assert arguments.startswith("rpc_async ") and texts[2][1] in arguments
+        assert texts[3][0] in late and late.startswith("wait RuntimeError")
+        assert texts[4][0] in killed and killed.startswith("wait RuntimeError")
+        assert any(killed.startswith(f"wait RuntimeError {begin}") for begin in texts[4][1:])
+        page = {}
+        exec(RECIPES[FARM][2].partition("def let_others_join")[0], page)
+        errors = (function, value_error, result, late, killed)
+        found = [page["what_happened"](line.partition(" ")[2]) for line in errors]
+        assert found == ["failed", "failed", "failed", "timed out", "lost"]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("number", RECIPES)
 def test_a_recipe_needs_torch_alone_and_listens_on_loopback_only(number):
     program = RECIPES[number][2]
@@ -195,12 +195,14 @@ def test_a_recipe_needs_torch_alone_and_listens_on_loopback_only(number):
     assert any(each in program for each in loopback)
 
 
+@pytest.mark.quick
 def test_the_list_of_contents_names_every_recipe():
     listed = re.findall(r"^(\d+)\. \[(.+)\]\(#.+\)$", PAGE, re.MULTILINE)
     assert [(int(number), title) for number, title in listed] == [(n, found[0]) for n, found in RECIPES.items()]
     assert list(RECIPES) == list(range(1, PAGE.count("```python") + 1))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("page", [ROOT / "docs" / f"{name}.md" for name in ("CONCEPTS", "TROUBLESHOOTING", "RECIPES")])
 def test_a_link_to_a_recipe_leads_to_it(page):
     text = page.read_text()

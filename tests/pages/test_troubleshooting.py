@@ -1,6 +1,5 @@
 """docs/TROUBLESHOOTING.md: cause the failure of each entry, and compare its text with the entry's message."""
 
-import concurrent.futures
 import contextlib
 import json
 import os
@@ -10,23 +9,30 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
 
 import two_hosts
-from helpers import ROOT
+from faults import copy_with_mistake
+from helpers import ROOT, assert_refused
 from jobs import JOBS, RunningJob, free_port
-from programs import Program, run_main, run_script, start_main, wait_for_text
+from programs import Program, run_main, run_script, wait_for_text
 
 PAGE = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()
 ENTRIES = dict(re.findall(r"^### ([^\n]+)\n(.*?)(?=^##|\Z)", PAGE, re.DOTALL | re.MULTILINE))  # heading -> text
-MAKERS = {}  # a piece of an entry -> a function that causes the failure, and returns the text that was seen
+MAKERS = {}  # a function that causes failures, and returns the text that was seen -> pieces of their entries
 
 
-def makes(symptom):
+def makes(*symptoms):
     """Register the decorated function in MAKERS."""
-    return lambda make: MAKERS.setdefault(symptom, make)
+
+    def register(make):
+        MAKERS[make] = symptoms
+        return make
+
+    return register
 
 
 def entry_of(symptom):
@@ -51,6 +57,7 @@ def agrees(message, text):
     return all(re.search(".*?".join(map(re.escape, line.split("…"))), spaced) for line in message)
 
 
+@pytest.mark.quick
 def test_a_message_must_agree():
     assert agrees(["lost rank … (agent)"], "lost rank\n0 (agent)") and not agrees(["lost", "found"], "lost")
     assert len(ENTRIES) > 65 and message_of("RPC is already initialized") == ["RPC is already initialized"]
@@ -107,24 +114,31 @@ TORCH = (
     "RPC worker id 1",
     "could not find destination id",
 )
+NAMELESS = "Failed to look up the IP address"  # needs root, to give the host another name
 NOT_TESTED = {heading for heading, text in ENTRIES.items() if text.rstrip().endswith("*(not tested)*")}
 
 
-@pytest.fixture(scope="session")
-def torchs_own():
-    done = run_script("tests/pages/symptoms.py")
+@pytest.mark.quick
+def test_what_torch_says():
+    # torch logs some of these lines at this level. The packages of this repository set a higher one.
+    how = {"env": {"TORCH_CPP_LOG_LEVEL": "WARNING"}}
+    symptoms, scenes = set(TORCH), []
+    if os.geteuid() == 0:
+        how["by"] = ["unshare", "--uts", sys.executable]
+        symptoms, scenes = symptoms | {NAMELESS}, ["nameless_host"]
+    done = run_script("tests/pages/symptoms.py", *scenes, **how)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    seen = json.loads(done.stdout)
+    assert set(seen) == symptoms
+    differ = {symptom: text for symptom, text in seen.items() if not is_as_described(symptom, text)}
+    assert not differ
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("symptom", TORCH)
-def test_what_torch_says(symptom, torchs_own):
-    text, message = torchs_own[symptom], message_of(symptom)
+def is_as_described(symptom, text):
+    message = message_of(symptom)
     if text == "seen":  # a failure without a message has happened as the entry describes
-        assert not message
-    else:
-        assert text and message and agrees(message, text), (message, text)
+        return not message
+    return bool(text and message and agrees(message, text))
 
 
 # ------------------------------------------------------------ messages of the packages: what needs one command
@@ -149,28 +163,10 @@ def without_main_guard(tmp_path):
     return subprocess.run([sys.executable, script], capture_output=True, text=True).stderr
 
 
-@makes("--device cuda: torch sees no CUDA GPU")
-def no_gpu(_):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    return output_of("rl_rpc", "--device", "cuda", status=2)
-
-
-@makes("--resume needs --checkpoint")
-def no_checkpoint(_):
-    return output_of("rl_rpc", "--resume", status=2)
-
-
 @makes("did not come within --join_timeout 1 s: nothing answers")
 def no_rank_0(_):
     flags = ["--world_size", 2, "--rank", 1, "--master_port", free_port(), "--join_timeout", 1]
     return output_of("rl_rpc", *flags)
-
-
-@makes("cannot listen on 127.0.0.1")
-def taken_port(_):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        return output_of("rl_rpc", "--world_size", 2, "--rank", 0, "--master_port", other.getsockname()[1])
 
 
 @makes("Name or service not known")
@@ -209,16 +205,6 @@ def no_way_to_mnist(tmp_path):
     return output_of("param_server", "--data_dir", tmp_path / "file" / "below")
 
 
-QUICK = list(MAKERS)
-
-
-@pytest.mark.parametrize("symptom", QUICK)
-def test_what_a_command_says(symptom, tmp_path):
-    message = message_of(symptom)
-    text = MAKERS[symptom](tmp_path)
-    assert message and agrees(message, text), (message, text)
-
-
 # ------------------------------------------------------- messages of the packages: what needs several processes
 
 
@@ -234,69 +220,60 @@ def a_stranger_listens(_):
         return output_of("rl_rpc", *flags)
 
 
-@makes("it was started with seed 7")
-def another_seed(_):
-    return stderr_of_ranks(["--rank", 1, "--seed", 7])
+@makes(
+    "it was started with seed 7",
+    "this rank has joined already",
+    "cannot listen on 127.0.0.1",
+    "is a loopback address, and there are ranks on",
+)
+def ranks_that_do_not_fit(_):
+    """Of the two ranks 0 and the two ranks 1 that fit, the first one joins. Rank 2 seems to be on another host."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to give a process another host name")
+    place = ["--world_size", 3, "--master_port", free_port(), "--join_timeout", 60]
+    elsewhere = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere; exec "$@"', "sh", sys.executable]
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(Program("rl_rpc/main.py", *place, *flags))
+            for flags in (["--rank", 0], ["--rank", 0], ["--rank", 1], ["--rank", 1], ["--rank", 1, "--seed", 7])
+        ]
+        wait_until(lambda: [rank.poll() for rank in ranks].count(None) == 2)
+        ranks.append(stack.enter_context(Program("rl_rpc/main.py", *place, "--rank", 2, by=elsewhere)))
+        return "\n".join(rank.result(60).stderr for rank in ranks)
 
 
-@makes("this rank has joined already")
-def a_number_twice(_):
-    return stderr_of_ranks(["--rank", 1], ["--rank", 1])
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
-def stderr_of_ranks(*others):
-    """Start rank 0 of a job in which a rank is missing, and ranks with these flags. Return the stderr of all."""
-    place = ["--world_size", 3, "--master_port", free_port(), "--join_timeout", 6]
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        ended = list(pool.map(lambda flags: run_main("rl_rpc", *place, *flags), [["--rank", 0], *others]))
-    return "\n".join(done.stderr for done in ended)
-
-
-def rank_that_gets(number, way, rank):
-    """Send a signal to one rank of a running job. Return what all ranks write to stderr."""
-    with RunningJob("rl_rpc", way, JOBS["rl_rpc"]["long"]) as job:
+def agent_without(observer, number):
+    """Send a signal to an observer of a running job. Return what the job writes to stderr."""
+    with RunningJob("rl_rpc", "spawned", JOBS["rl_rpc"]["long"]) as job:
         assert job.wait_for_text("Episode 10", 90)
-        os.kill(job.pid_of(rank), number)
+        os.kill(job.pid_of(observer), number)
         job.wait(30)
         return job.errors()
 
 
 @makes("silent for …")
 def stopped(_):
-    return rank_that_gets(signal.SIGSTOP, "terminals", 2)
+    return agent_without(2, signal.SIGSTOP)
 
 
 @makes("killed by SIGKILL")
 def killed(_):
-    return rank_that_gets(signal.SIGKILL, "spawned", 1)
+    return agent_without(1, signal.SIGKILL)
 
 
 @makes("lost rank 0 (agent): ValueError")
-def the_agent_fails(_):
-    with RunningJob("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], fault=(0, "exception", 0)) as job:
+def the_agent_fails(tmp_path):
+    main = copy_with_mistake("rl_rpc", tmp_path, "reinforce.py", "loss.backward()", 'raise ValueError("a mistake")')
+    with RunningJob("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], script=main) as job:
         job.wait(60)
         return job.errors()
-
-
-@makes("is a loopback address, and there are ranks on")
-def two_names_at_loopback(_):
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to give a process another host name")
-    flags = ["--world_size", "2", "--master_port", str(free_port())]
-    ranks = [start_main("rl_rpc", *flags, "--rank", 0)]
-    rename = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere; exec "$@"', "sh"]
-    ranks.append(start_main("rl_rpc", *flags, "--rank", 1, by=[*rename, sys.executable]))
-    return "\n".join(rank.result(60).stderr for rank in ranks)
-
-
-@makes("Failed to look up the IP address")
-def a_host_without_a_name(_):
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to give a process another host name")
-    # torch logs these lines at this level. The packages of this repository set a higher one.
-    loud = {"TORCH_CPP_LOG_LEVEL": "WARNING"}
-    done = run_script("tests/pages/symptoms.py", "nameless_host", by=["unshare", "--uts", sys.executable], env=loud)
-    return json.loads(done.stdout)["Failed to look up the IP address"]
 
 
 PLAIN = """
@@ -342,7 +319,6 @@ rpc.shutdown()
 """
 
 
-@pytest.mark.slow
 def test_the_range_of_ports_for_containers(tmp_path):
     entry = " ".join(ENTRIES[entry_of("ip_local_port_range")].split())
     low, high = map(int, re.search(r'ip_local_port_range="(\d+) (\d+)"', entry).groups())
@@ -357,22 +333,32 @@ def test_the_range_of_ports_for_containers(tmp_path):
     assert all(low <= port <= high for port in ports)
 
 
-SLOW = [symptom for symptom in MAKERS if symptom not in QUICK]
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+def test_what_a_program_says(make, tmp_path):
+    text = make(tmp_path)
+    for symptom in MAKERS[make]:
+        message = message_of(symptom)
+        assert message and agrees(message, text), (message, text)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("symptom", SLOW)
-@pytest.mark.draw(4)
-def test_what_several_processes_say(symptom, tmp_path):
-    message = message_of(symptom)
-    text = MAKERS[symptom](tmp_path)
-    assert message and agrees(message, text), (message, text)
+# These commands are refused by parse_args, so no program needs to be started.
+REFUSED = {"--resume needs --checkpoint": ["--resume"], "--device cuda: torch sees no CUDA GPU": ["--device", "cuda"]}
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("symptom", REFUSED)
+def test_what_a_refused_command_says(symptom, capsys):
+    if "cuda" in symptom and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert_refused("rl_rpc", REFUSED[symptom], capsys, *message_of(symptom)[0].removesuffix(" …").split())
+
+
+@pytest.mark.quick
 def test_every_entry_is_caused_or_says_that_it_is_not():
-    made = {entry_of(symptom) for symptom in (*MAKERS, *TORCH)}
+    symptoms = [*TORCH, NAMELESS, *REFUSED, *(symptom for each in MAKERS.values() for symptom in each)]
+    made = {entry_of(symptom) for symptom in symptoms}
     assert made | NOT_TESTED == set(ENTRIES) and not made & NOT_TESTED
-    messages = {tuple(message_of(symptom)) for symptom in (*MAKERS, *TORCH)}
+    messages = {tuple(message_of(symptom)) for symptom in symptoms}
     for heading in made:
         blocks = re.findall(r"(?:^ {4}.+\n)+", ENTRIES[heading], re.MULTILINE)
         assert {tuple(textwrap.dedent(block).splitlines()) for block in blocks} <= messages, heading
@@ -381,7 +367,6 @@ def test_every_entry_is_caused_or_says_that_it_is_not():
 # ---------------------------------------------------------------------------------------------------- what to do first
 
 
-@pytest.mark.slow
 def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
     """The dump of faulthandler (py-spy's names the same places), torch's counts, and the table of tools/trace.py."""
     (program,) = re.findall(r"^```python\n(import faulthandler.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
@@ -403,7 +388,7 @@ def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
     }
     record = ("--into", tmp_path / "calls", "--", sys.executable, tmp_path / "hang.py")
     with contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(Program("tools/trace.py", *record, rank, cold=True)) for rank in (0, 1)]
+        ranks = [stack.enter_context(Program("tools/trace.py", *record, rank)) for rank in (0, 1)]
         for rank in ranks:
             assert rank.wait_for_text("client_active_calls': '1', 'agent.server_active_calls': '1'", 90)
         pids = [int(re.search(r"^process (\d+)$", rank.output(), re.MULTILINE)[1]) for rank in ranks]
@@ -413,7 +398,7 @@ def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
         for pid in pids:  # so that neither sees the other one die, which would end its call
             os.kill(pid, signal.SIGSTOP)
     (table,) = re.findall(r"^```text\n(RPCs, median.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    assert run_script("tools/trace.py", tmp_path / "hang.png", tmp_path / "calls", cold=True).stderr == table
+    assert run_script("tools/trace.py", tmp_path / "hang.png", tmp_path / "calls").stderr == table
     lines = text.splitlines()
     places = [(lines[int(number) - 1], name) for number, name in re.findall(r'hang.py", line (\d+) in (\S+)', dump)]
     original = program.splitlines()
@@ -424,6 +409,7 @@ def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
 # -------------------------------------------------------------------------------------------------------------- --check
 
 
+@pytest.mark.quick
 def test_the_example_of_check_is_what_it_prints():
     (example,) = re.findall(r"^    \$ python rl_rpc/main.py --world_size 2 --check\n((?: {4}.+\n)+)", PAGE, re.M)
     done = run_main("rl_rpc", "--world_size", 2, "--check")

@@ -1,4 +1,4 @@
-"""The programs in one file: what they import, what RPC adds to them, and where they listen."""
+"""The programs in one file: what they import and print, what RPC adds to them, and where they listen."""
 
 import ast
 import contextlib
@@ -6,10 +6,12 @@ import re
 import sys
 
 import pytest
+import torch
 
-from helpers import PACKAGES, ROOT
+from helpers import PACKAGES, ROOT, load_module
 from listeners import Listeners
-from programs import Program, wait_for_text
+from programs import Program, run_script, wait_for_text
+from tutorials import run_spawned
 from two_hosts import ADDRESSES, DEVICES, TwoHosts, why_not
 
 LIBRARIES = {"torch", "torchvision", "gymnasium", "numpy", "matplotlib"}
@@ -18,12 +20,14 @@ PROGRAMS = [path for name in NAMES for path in sorted(ROOT.glob(f"*/{name}")) if
 PRIMER = ROOT / "docs" / "primer.py"
 
 
+@pytest.mark.quick
 def test_every_package_has_its_tutorial_and_the_same_without_rpc():
     found = {f"{path.parent.name}/{path.name}" for path in PROGRAMS}
     wanted = {f"{package}/{name}" for package in PACKAGES for name in ("tutorial.py", "single.py")}
     assert found == wanted | {"rl_rpc/tutorial_batch.py", "param_server/tutorial_batch.py"}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("path", [*PROGRAMS, PRIMER], ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_a_program_in_one_file_needs_nothing_but_libraries(path):
     text = path.read_text()
@@ -37,6 +41,7 @@ def test_a_program_in_one_file_needs_nothing_but_libraries(path):
     assert imported <= LIBRARIES | set(sys.stdlib_module_names)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_lines_that_rpc_adds_are_those_of_the_programs(package):
     """Each line of the README's excerpt of `diff single.py tutorial.py` is in the programs, in this order."""
@@ -53,29 +58,31 @@ def test_the_lines_that_rpc_adds_are_those_of_the_programs(package):
 
 # --------------------------------------------------------------------------------------------- sockets and transports
 
-# For each program: the number of its ranks, its flags, and what it prints when all its sockets are open.
-STARTS = {
-    "rl_rpc/tutorial.py": (2, [], "This will run until"),
-    "rl_rpc/tutorial_batch.py": (2, ["--world_size", "2", "--num_episode", "1"], "Last reward"),
-    "rl_rpc/elastic.py": (2, [], "Episode"),
-    "rnn_rpc/tutorial.py": (2, [], "Training epoch 0"),
-    "docs/primer.py": (2, [], "rpc_sync"),
-    "ddp_rpc/tutorial.py": (4, [], "Training done for epoch 0"),
-    "param_server/tutorial.py": (2, ["--world_size", "2", "--dataset", "synthetic"], "training batch 0"),
-    "param_server/tutorial_batch.py": (2, ["--world_size", "2"], "reporting grads"),
+# For each program: its flags, and what it prints when all its sockets are open.
+SPAWNED = {
+    "rl_rpc/tutorial.py": ([], "This will run until"),
+    "rl_rpc/tutorial_batch.py": (["--world_size", "2", "--num_episode", "1"], "Last reward"),
+    "rnn_rpc/tutorial.py": ([], "Training epoch 0"),
+    "docs/primer.py": ([], "rpc_sync"),
+    "ddp_rpc/tutorial.py": ([], "Training done for epoch 0"),
+    "param_server/tutorial.py": (["--world_size", "2", "--dataset", "synthetic"], "training batch 0"),
+    "param_server/tutorial_batch.py": (["--world_size", "2"], "reporting grads"),
 }
-# The default of all programs; ddp_rpc uses the next one, too. No other program runs on a host that a test has made.
-PORT = 29500
+PORT = 29500  # the default of all programs; ddp_rpc uses the next one, too
 on_a_host = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
+def addresses_of(listeners):
+    """Return where a program has listened, except for its stores, which listen everywhere."""
+    assert PORT in {port for _, port in listeners.tcp}
+    return {address for address, port in listeners.tcp if port not in (PORT, PORT + 1)}
+
+
 def listeners_of(hosts, commands, text, folder, env=({}, {})):
-    """Run programs until one prints `text`; return where host 0 has listened, except for the stores.
+    """Run programs until one prints `text`; return the addresses at which host 0 has listened, and its Unix sockets.
 
-    `commands`: (host, path of the program, flags). `env`: environment variables, by host.
-
-    That is: the addresses of its TCP sockets, and its Unix sockets. Only torch's polling transport, shm, has Unix
-    sockets that listen.
+    `commands`: (host, path of the program, flags). `env`: environment variables, by host. Only torch's polling
+    transport, shm, has Unix sockets that listen.
     """
     with Listeners(hosts, 0) as listeners, contextlib.ExitStack() as stack:
         programs = []
@@ -83,57 +90,106 @@ def listeners_of(hosts, commands, text, folder, env=({}, {})):
             how = {"by": hosts.on(host, [sys.executable]), "env": {"PYTHONUNBUFFERED": "1"} | env[host]}
             programs.append(stack.enter_context(Program(path, *flags, cwd=folder, **how)))
         assert wait_for_text(programs, re.escape(text), 60)
-    assert PORT in {port for _, port in listeners.tcp}
-    return {address for address, port in listeners.tcp if port not in (PORT, PORT + 1)}, listeners.unix
+    return addresses_of(listeners), listeners.unix
 
 
 @on_a_host
-@pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in STARTS if path != "rl_rpc/elastic.py"])  # which spawns nothing
-@pytest.mark.draw(1)
+@pytest.mark.parametrize("path", SPAWNED)
 def test_spawned_ranks_listen_on_loopback_and_do_not_poll(path, tmp_path):
     """The name of the host resolves to 127.0.1.1, and there torch would listen by default."""
-    _, flags, text = STARTS[path]
+    flags, text = SPAWNED[path]
     with TwoHosts() as hosts:
         found = listeners_of(hosts, [(0, path, flags)], text, tmp_path)
     assert found == ({"127.0.0.1"}, [])
 
 
-def flags_of_ranks(path, *flags):
-    size, own, _ = STARTS[path]
-    return [[*own, *flags, "--rank", rank] for rank in range(size)]
-
-
 @on_a_host
-@pytest.mark.slow
-@pytest.mark.parametrize("path", STARTS)
-@pytest.mark.parametrize("master", ["localhost", "127.0.0.1"])
-@pytest.mark.draw(2)
-def test_ranks_in_terminals_listen_on_loopback_and_do_not_poll(path, master, tmp_path):
+def test_ranks_in_terminals_listen_on_loopback_and_do_not_poll(tmp_path):
     with TwoHosts() as hosts:
-        commands = [(0, path, flags) for flags in flags_of_ranks(path, "--master_addr", master)]
-        found = listeners_of(hosts, commands, STARTS[path][2], tmp_path)
+        commands = [(0, "rl_rpc/elastic.py", ["--master_addr", "localhost", "--rank", rank]) for rank in range(2)]
+        found = listeners_of(hosts, commands, "Episode", tmp_path)
     assert found == ({"127.0.0.1"}, [])
 
 
 @on_a_host
-@pytest.mark.slow
-@pytest.mark.parametrize("path", STARTS)
-@pytest.mark.draw(1)
-def test_ranks_on_two_hosts_listen_where_the_user_says(path, tmp_path):
+def test_ranks_on_two_hosts_listen_where_the_user_says(tmp_path):
     with TwoHosts() as hosts:
-        each = enumerate(flags_of_ranks(path, "--master_addr", ADDRESSES[0]))
-        commands = [(rank % 2, path, flags) for rank, flags in each]
+        place = ["--master_addr", ADDRESSES[0], "--rank"]
+        commands = [(rank, "rnn_rpc/tutorial.py", [*place, rank]) for rank in range(2)]
         env = [{f"{library}_SOCKET_IFNAME": device for library in ("TP", "GLOO")} for device in DEVICES]
-        found = listeners_of(hosts, commands, STARTS[path][2], tmp_path, env)
+        found = listeners_of(hosts, commands, "Training epoch 0", tmp_path, env)
     assert found == ({ADDRESSES[0]}, [])
 
 
-@on_a_host
-@pytest.mark.slow
-def test_the_forty_lines_listen_on_loopback(tmp_path):
-    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+# ------------------------------------------------------------------- the primer, and the forty lines of the root README
+
+
+@pytest.mark.quick
+def test_primer_steps_the_neighbours_tensors():
+    """With three workers, the worker that a worker calls is not the worker by which it is called."""
+    done = run_spawned("docs/primer.py", "--world_size", 3, "--lr", 0.1)
+    assert (done.returncode, done.stderr) == (0, "")
+    for rank in range(3):
+        mine = [line.partition(": ")[2] for line in done.stdout.splitlines() if line.startswith(f"worker{rank}:")]
+        assert mine[0] == "rpc_sync  -> 5" and "wait() -> 5" in mine[1]
+        assert mine[2] == f"remote    -> RRef owned by worker{(rank + 1) % 3}, to_here() -> 5"
+        assert mine[3].endswith("its first row: 1.0000 1.0000 1.0000; t1.grad is None")
+        values = [
+            torch.tensor([float(v) for v in line.partition(":  ")[2].split() or line.split()[-3:]])
+            for line in mine[4:]
+            if "first row" in line or "after one step" in line
+        ]
+        for before, after, gradient in ((values[0], values[1], 1), (values[2], values[3], 2)):
+            torch.testing.assert_close(after, before - 0.1 * gradient, rtol=0, atol=2e-4)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--plot", "curve.png"),
+        ("--checkpoint", "c.pt"),
+        ("--resume",),
+        ("--world_size", "1"),
+        ("--rank", "2"),
+        ("--lr", "0"),
+    ],
+)
+def test_primer_refuses_what_means_nothing_to_it(flags, monkeypatch, capsys):
+    """Flags of main.py that primer.py does not have, and wrong values, give one line and exit status 2."""
+    primer = load_module(PRIMER)
+    monkeypatch.setattr("sys.argv", ["primer.py", *flags])
+    with pytest.raises(SystemExit) as refused:
+        primer.parse_args()
+    (complaint,) = capsys.readouterr().err.splitlines()
+    assert refused.value.code == 2 and flags[0] in complaint
+
+
+def masked(output):
+    """Replace process ids by P0, P1, ... in the order in which they occur, and thread ids by "main" or "another"."""
+    pids = {}
+
+    def mask(found):
+        pid, thread = found.groups()
+        return f"{pids.setdefault(pid, f'P{len(pids)}')} {'main' if thread == pid else 'another'} thread"
+
+    return re.sub(r"process (\d+), thread (\d+)", mask, output.strip())
+
+
+@pytest.mark.quick
+def test_the_forty_lines_run_listen_on_loopback_and_print_what_the_page_shows(tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    (output,) = re.findall(r"^```text\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
     (tmp_path / "forty.py").write_text(program)
-    with TwoHosts() as hosts:
-        addresses, _ = listeners_of(hosts, [(0, tmp_path / "forty.py", [])], "to_here:", tmp_path)
-    assert addresses == {"127.0.0.1"}
+    # Unbuffered, as on a terminal, where lines appear in the order of printing.
+    how = {"env": {"PYTHONUNBUFFERED": "1"}}
+    if why_not():
+        done = run_script(tmp_path / "forty.py", **how)
+    else:
+        with TwoHosts() as hosts, Listeners(hosts, 0) as listeners:
+            done = run_script(tmp_path / "forty.py", by=hosts.on(0, [sys.executable]), **how)
+        assert addresses_of(listeners) == {"127.0.0.1"}
+    assert done.returncode == 0, done.stderr
+    assert masked(done.stdout) == masked(output)
+    assert masked(output).count("P1 another") == 4 and "P0 main" in masked(output)

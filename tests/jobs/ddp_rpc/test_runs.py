@@ -3,10 +3,7 @@
 import json
 import re
 
-import pytest
-import torch
-
-from faults import copy_with_mistake
+from faults import changed_package
 from helpers import assert_one_line_error, load_bench
 from programs import run_main, run_script
 
@@ -23,11 +20,10 @@ def run(tmp_path, *flags, program="ddp_rpc/main.py", timeout=120):
     return done.stdout, json.loads(file.read_text())
 
 
-@pytest.mark.slow
 def test_pipelined_learns_for_longer_than_an_rpc_may_take(tmp_path):
     """The training is one RPC, which would fail with a timeout. A line is printed for each epoch."""
     right = "    for epoch in range("
-    slow = copy_with_mistake("ddp_rpc", tmp_path, "training.py", right, f"    __import__('time').sleep(3)\n{right}")
+    slow = changed_package("ddp_rpc", tmp_path, "training.py", right, f"    __import__('time').sleep(3)\n{right}")
     flags = ("--mode", "pipelined", "--world_size", 5, "--num_servers", 2, "--epochs", 6, "--lr", 0.2)
     out, summary = run(tmp_path, *flags, "--rpc_timeout", 2, program=slow)
     losses = [float(loss) for loss in re.findall(r"held-out loss (\S+)", out)]
@@ -36,69 +32,33 @@ def test_pipelined_learns_for_longer_than_an_rpc_may_take(tmp_path):
     assert summary["ceiling_accuracy"] > 0 and summary["samples_per_second"] > 0 < summary["batches_per_second"]
 
 
-@pytest.mark.slow
-@pytest.mark.draw(2, "learns")
 def test_the_default_run_comes_within_two_points_of_the_teacher(tmp_path):
     """Other tests show that each mode equals one process, so only the default mode is trained until it has learned."""
     _, summary = run(tmp_path, timeout=200)
     assert summary["heldout_accuracy"] > summary["ceiling_accuracy"] - 0.02
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "trainers", "servers"), [("hogwild", 3, 2), ("sync", 1, 1), ("pipelined", 3, 3)])
-@pytest.mark.draw(2)
-def test_any_number_of_trainers_and_servers(tmp_path, mode, trainers, servers):
-    """Also with an embedding dimension other than the tutorial's 16."""
-    ranks = ("--world_size", trainers + 1 + servers, "--num_servers", servers)
-    _, summary = run(tmp_path, *SMALL, "--mode", mode, *ranks, "--embedding_dim", 24)
-    assert (summary["num_trainers"], summary["num_servers"]) == (trainers, servers)
-    assert summary["heldout_accuracy"] > 0.15
-
-
-@pytest.mark.parametrize("mode", ["hogwild", *(pytest.param(m, marks=pytest.mark.slow) for m in ("sync", "pipelined"))])
-@pytest.mark.draw(1)
-def test_divergence_ends_the_run_in_one_line_and_writes_nothing(tmp_path, mode):
+def test_divergence_ends_the_run_in_one_line_and_writes_nothing(tmp_path):
+    """With random targets, which nobody can foresee. There are eight of them."""
     files = tmp_path / "summary.json", tmp_path / "model.pt"
     writes = ("--summary_json", files[0], "--checkpoint", files[1])
-    done = run_main("ddp_rpc", *SMALL, "--mode", mode, "--lr", 1e9, *writes)
+    done = run_main("ddp_rpc", *SMALL, "--mode", "sync", "--targets", "random", "--lr", 1e9, *writes)
     assert_one_line_error(done, 1, "): step ", "loss is ", "diverged", "--lr")
     assert done.stderr.count("diverged") == 1 and not any(file.exists() for file in files), done.stderr
-
-
-@pytest.mark.parametrize("part", ["table", "fc"])
-def test_a_checkpoint_of_another_network_is_refused_in_one_line(tmp_path, part):
-    """The table is on a server, `fc` in the trainers."""
-    flags = ("--batches", 2, "--epochs", 1, "--checkpoint", tmp_path / "c.pt")
-    run(tmp_path, *flags)
-    content = torch.load(tmp_path / "c.pt", weights_only=True)
-    other = torch.nn.Linear(24, 8).state_dict()
-    content["state"][part] = other if part == "fc" else torch.zeros(100, 24)
-    torch.save(content, tmp_path / "c.pt")
-    done = run_main("ddp_rpc", *flags, "--resume")
-    assert_one_line_error(done, 1, "cannot go on from", "size mismatch for weight")
+    assert float(re.search(r"ceiling ([\d.]+)", done.stdout)[1]) < 0.2
 
 
 def test_trainers_whose_replicas_differ_fail(tmp_path):
     """Here each trainer adds its rank to its replica of fc."""
     right = "        return loss.detach()\n"
     wrong = "        self.model.fc.module.bias.data += torch.distributed.get_rank()\n"
-    done = run_script(copy_with_mistake("ddp_rpc", tmp_path, "hogwild.py", right, wrong + right), *SMALL)
+    done = run_script(changed_package("ddp_rpc", tmp_path, "hogwild.py", right, wrong + right), *SMALL)
     assert done.returncode == 1 and "the trainers' replicas of fc differ by up to" in done.stderr, done.stderr
 
 
-@pytest.mark.slow
-def test_random_targets_cannot_be_learned(tmp_path):
-    """With the tutorial's targets a model cannot improve, so a run would not show a mistake in it."""
-    _, summary = run(tmp_path, "--targets", "random", "--mode", "pipelined", "--epochs", 3)
-    assert summary["heldout_accuracy"] < 0.16 and summary["heldout_loss"] > 2.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", "pipelined"])
-@pytest.mark.draw(1)
-def test_what_travels_has_the_size_of_a_batch(tmp_path, mode):
+def test_what_travels_has_the_size_of_a_batch(tmp_path):
     """The table has 64 MB. If its whole gradient were sent, there would be a thousand times as many bytes."""
-    flags = ("--mode", mode, "--sparse", "--num_embeddings", 1_000_000, "--batches", 20, "--epochs", 1)
+    flags = ("--mode", "sync", "--sparse", "--num_embeddings", 1_000_000, "--batches", 20, "--epochs", 1)
     done = run_script("bench/bytes_per_step.py", "ddp_rpc", *flags)
     assert done.returncode == 0, done.stderr
     assert 1_000 < BYTES.per_step(done.stdout) < 30_000

@@ -19,10 +19,15 @@ import main
 from glue import launch
 
 seen = collections.Counter()
+seen_kinds = []  # of the gradients of the table
 evaluated = set()  # versions of the table, which each update counts up
 
 
 class RecordingShard(hogwild.EmbeddingShard):
+    def __init__(self, *args, **how):
+        super().__init__(*args, **how)
+        seen_kinds.append("sparse" if self.sparse else "dense")
+
     def look_up(self, ids_I, offsets_B, with_gradient):
         sums_BD = super().look_up(ids_I, offsets_B, with_gradient)
         seen[len(offsets_B), sums_BD.grad_fn is not None] += 1
@@ -44,6 +49,7 @@ def run_worker(rank, args, job):
     main.run_worker(rank, args, job)
     assert not torch.distributed.is_initialized()  # as a process group
     if rank == args.world_size - 1:  # the server
+        print(f"{seen_kinds.pop()} gradients", flush=True)
         for (bags, graph), times in sorted(seen.items()):
             print(f"{times} lookups of {bags} bags {'with' if graph else 'without'} a graph", flush=True)
         print(f"{len(evaluated)} tables in evaluations", flush=True)

@@ -15,6 +15,7 @@ with package_on_path("ddp_rpc"):
     import main
     import pipelined
     import progress
+    import ranks
     import shards
     import sync
     import training
@@ -89,10 +90,10 @@ def join(parts):
     return torch.cat([p[0] for p in parts]), torch.cat(offsets), torch.cat([p[2] for p in parts])
 
 
-def distributed(tmp_path, *flags, says="replicas of fc identical", run=run_main):
+def distributed(tmp_path, *flags, says="replicas of fc identical"):
     """Run main.py; return (table [N, D], fc's state_dict) from its checkpoint."""
     file = tmp_path / "end.pt"
-    done = run("ddp_rpc", *FLAGS, "--checkpoint", file, *flags)
+    done = run_main("ddp_rpc", *FLAGS, "--checkpoint", file, *flags)
     assert done.returncode == 0 and done.stderr == "" and says in done.stdout, (done.stdout, done.stderr)
     state = torch.load(file, weights_only=True)["state"]
     return state["table"], state["fc"]

@@ -11,12 +11,13 @@ oracle = load_oracle("ddp_rpc")
 distributed, largest_difference, one_process = oracle.distributed, oracle.largest_difference, oracle.one_process
 
 
-@pytest.mark.parametrize(("trainers", "servers", "seed"), [(2, 2, 1), pytest.param(3, 1, 2, marks=pytest.mark.slow)])
-def test_sync_trainers_equal_one_process_on_the_joined_batch(tmp_path, trainers, servers, seed):
+@pytest.mark.quick
+def test_sync_trainers_equal_one_process_on_the_joined_batch(tmp_path):
     """This also shows that each trainer draws its own batches, and that the seed determines all random numbers.
 
     Each trainer evaluates a part of the held-out bags. What is reported is of all of them.
     """
+    trainers, servers, seed = 3, 2, 2
     file = tmp_path / "summary.json"
     sizes = ("--world_size", trainers + 1 + servers, "--num_servers", servers, "--seed", seed)
     found = distributed(tmp_path, "--mode", "sync", "--sparse", *sizes, "--summary_json", file)
@@ -27,12 +28,13 @@ def test_sync_trainers_equal_one_process_on_the_joined_batch(tmp_path, trainers,
     assert largest_difference(found, one_process(1, seed=seed)) > 1e-3
 
 
-@pytest.mark.parametrize("sparse", [(), pytest.param(("--sparse",), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sparse", [pytest.param((), marks=pytest.mark.quick), ("--sparse",)], ids=["dense", "sparse"])
 def test_hogwild_with_one_trainer_equals_one_process(tmp_path, sparse):
     found = distributed(tmp_path, "--mode", "hogwild", "--world_size", 4, "--num_servers", 2, *sparse)
     assert largest_difference(found, one_process()) < 1e-5
 
 
+@pytest.mark.quick
 def test_pipelined_with_one_trainer_equals_one_process_with_lookups_one_step_old(tmp_path):
     found = distributed(tmp_path, "--mode", "pipelined", "--world_size", 4, "--num_servers", 2, "--sparse")
     assert largest_difference(found, one_process(stale_lookups=True)) < 1e-5
@@ -63,14 +65,13 @@ def test_a_run_that_goes_on_with_other_servers_equals_one_that_was_not_interrupt
 
 
 @pytest.mark.cuda
-@pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 @pytest.mark.parametrize(
     ("mode", "trainers", "table_device"),
     [("hogwild", 1, "same"), ("sync", 2, "same"), ("pipelined", 1, "same"), ("pipelined", 1, "cpu")],
 )
 def test_on_gpus_it_equals_one_process_on_the_cpu(tmp_path, mode, trainers, table_device):
-    """Equal to 1e-4, because a GPU adds in another order. Sparse gradients, which the pretend device cannot have."""
+    """Equal to 1e-4, because a GPU adds in another order."""
     place = ("--device", "cuda", "--table_device", table_device, "--world_size", trainers + 3, "--num_servers", 2)
     found = distributed(tmp_path, "--mode", mode, "--sparse", *place)
     assert largest_difference(found, one_process(trainers, stale_lookups=mode == "pipelined")) < 1e-4

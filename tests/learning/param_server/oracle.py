@@ -11,15 +11,12 @@ from helpers import package_on_path
 from programs import run_main, run_script
 
 with package_on_path("param_server"):
-    import coordinator
     import evaluation
     import main
     import net
     import progress
     import ranks
-    import remote
     import replica
-    import sharded
     from data import Batches, load_digits
     from glue.seeds import seed_for
 
@@ -96,10 +93,10 @@ def arguments(*flags):
     return main.parse_args(["--dataset", "synthetic", *map(str, flags)])
 
 
-def make_server(mode, *flags, device="cpu"):
+def make_server(mode, *flags):
     """Return the ParameterServer of a mode whose two trainers have many batches to do."""
     args = arguments("--mode", mode, "--world_size", 3, *flags)
-    server = main.MODES[mode].ParameterServer(args, torch.device(device))
+    server = main.MODES[mode].ParameterServer(args, torch.device("cpu"))
     server.progress = progress.Progress(args, server, main.RESUME_KEYS)
     server.progress.start()
     server.assignments.deal(range(100))

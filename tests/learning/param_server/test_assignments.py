@@ -1,12 +1,15 @@
 """param_server's assignments: whatever is applied or lost, each batch of an epoch is applied exactly once."""
 
 import hypothesis
+import pytest
 from hypothesis import strategies as st
 
 from helpers import package_on_path
 
 with package_on_path("param_server"):
     from assignments import Assignments
+
+pytestmark = pytest.mark.quick
 
 
 @hypothesis.settings(deadline=None)

@@ -15,6 +15,8 @@ from helpers import package_on_path
 with package_on_path("param_server"):
     import data
 
+pytestmark = pytest.mark.quick
+
 
 def load(folder, train=True):
     return data.load_digits("mnist", str(folder), seed=1, train=train)

@@ -15,10 +15,11 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU h
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine does not have two CUDA GPUs")
 TWO_EPOCHS = ("--epochs", 2, "--lr_step", 1)
 MOMENTUM = ("--momentum", 0.8, "--lr", 0.01)
+BOTH = {"epochs": 2, "momentum": 0.8, "lr": 0.01}
 
 
-def slow(*flags, expect):
-    return pytest.param(flags, expect, id=" ".join(map(str, flags[1:])), marks=pytest.mark.slow)
+def case(*flags, expect, marks=()):
+    return pytest.param(("--mode", *flags), expect, id=flags[0], marks=marks)
 
 
 def cuda(mode):
@@ -29,17 +30,11 @@ def cuda(mode):
 @pytest.mark.parametrize(
     "flags, settings",
     [
-        pytest.param(("--mode", "remote"), {}, id="remote"),
-        pytest.param(("--mode", "replica", *TWO_EPOCHS), {"epochs": 2}, id="replica, two epochs"),
-        slow("--mode", "remote", *TWO_EPOCHS, *MOMENTUM, expect={"epochs": 2, "momentum": 0.8, "lr": 0.01}),
-        slow("--mode", "replica", *MOMENTUM, expect={"momentum": 0.8, "lr": 0.01}),
-        slow("--mode", "bounded", expect={}),
-        slow("--mode", "overlap", *TWO_EPOCHS, expect={"epochs": 2, "late": 1}),
-        pytest.param(
-            ("--mode", "sharded", "--world_size", 4, "--num_servers", 3, *TWO_EPOCHS, *MOMENTUM),
-            {"epochs": 2, "momentum": 0.8, "lr": 0.01},
-            id="sharded, two epochs",
-        ),
+        case("remote", *TWO_EPOCHS, *MOMENTUM, expect=BOTH, marks=pytest.mark.quick),
+        case("replica", *TWO_EPOCHS, *MOMENTUM, expect=BOTH),
+        case("bounded", expect={}),
+        case("overlap", *TWO_EPOCHS, expect={"epochs": 2, "late": 1}),
+        case("sharded", "--world_size", 4, "--num_servers", 3, *TWO_EPOCHS, *MOMENTUM, expect=BOTH),
         cuda("remote"),
         cuda("replica"),
         pytest.param(
@@ -50,7 +45,6 @@ def cuda(mode):
         ),
     ],
 )
-@pytest.mark.draw(4)
 def test_one_trainer_equals_one_process(tmp_path, flags, settings):
     steps = STEPS // settings.get("epochs", 1)
     losses, weights = oracle.distributed(tmp_path, steps, "--world_size", 2, *flags)
@@ -65,8 +59,7 @@ def test_one_trainer_equals_one_process(tmp_path, flags, settings):
 @pytest.mark.parametrize(
     "trainers, flags",
     [
-        pytest.param(2, (), id="two trainers"),
-        pytest.param(4, (), id="four trainers", marks=pytest.mark.slow),
+        pytest.param(3, (), id="three trainers", marks=pytest.mark.quick),
         pytest.param(2, ("--device", "cuda"), id="on a GPU", marks=[pytest.mark.cuda, NO_GPU]),
     ],
 )

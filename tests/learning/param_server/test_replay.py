@@ -18,10 +18,8 @@ FLAGS = ("--dataset", "synthetic", "--no_dropout", "--batch_size", 8)
 
 
 @pytest.mark.parametrize(
-    "mode",
-    ["bounded", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("remote", "replica", "sync", "overlap"))],
+    "mode", ["remote", "replica", pytest.param("bounded", marks=pytest.mark.quick), "sync", "overlap"]
 )
-@pytest.mark.draw(3)
 def test_every_update_of_concurrent_trainers_is_right(tmp_path, mode):
     """With momentum, --lr_step, checkpoints, a smaller last batch, and a last round with a batch too few."""
     flags = (*FLAGS, "--mode", mode, "--world_size", TRAINERS + 1, "--epochs", EPOCHS, "--lr_step", 1)

@@ -18,7 +18,7 @@ from tutorials import copied_alone, run_in_terminals, run_spawned
 
 tutorial = load_module(ROOT / "param_server" / "tutorial.py")
 single = load_module(ROOT / "param_server" / "single.py")
-SYNTHETIC = argparse.Namespace(dataset="synthetic", seed=1)
+quick = pytest.mark.quick
 
 
 def batch(seed, size=4):
@@ -70,36 +70,20 @@ def forward_then_another_trainers_step_then_backward(server):
     return [param.grad for param in params], expected
 
 
+@quick
 def test_a_step_between_forward_and_backward_leaves_the_gradients_right_in_the_tutorial():
     gradients, expected = forward_then_another_trainers_step_then_backward(tutorial.ParameterServer())
     for gradient, right in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, right)
 
 
+@quick
 def test_the_published_forward_fails_in_backward():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         forward_then_another_trainers_step_then_backward(PublishedServer())
 
 
-def test_clones_are_taken_and_steps_are_made_under_the_same_lock(monkeypatch):
-    server = tutorial.ParameterServer()
-    named_parameters, locked = server.model.named_parameters, []
-
-    params = list(server.model.parameters())
-
-    def watched_parameters():
-        for item in named_parameters():
-            yield item
-            locked.append(("clone", tutorial.global_lock.locked()))  # the clone of `item` was made
-
-    monkeypatch.setattr(server.model, "named_parameters", watched_parameters)
-    monkeypatch.setattr(optim.SGD, "step", lambda self: locked.append(("step", tutorial.global_lock.locked())))
-    server.forward(batch(1)[0], True)
-    tutorial.SGD(params, lr=0.03).step()
-    assert locked == [("clone", True)] * 8 + [("step", True)]
-    assert not tutorial.global_lock.locked()
-
-
+@quick
 def test_a_gradient_is_not_left_for_the_next_trainers_step():
     server = tutorial.ParameterServer()
     params = list(server.model.parameters())
@@ -108,11 +92,6 @@ def test_a_gradient_is_not_left_for_the_next_trainers_step():
     after = [param.detach().clone() for param in params]
     tutorial.SGD(params, lr=0.03).step()  # the step of another trainer, which has no gradient
     assert all(map(torch.equal, params, after))
-
-
-def test_all_trainers_get_the_same_server(monkeypatch):
-    monkeypatch.setattr(tutorial, "param_server", None)
-    assert tutorial.get_parameter_server() is tutorial.get_parameter_server()
 
 
 class RRefToThisProcess:
@@ -143,6 +122,7 @@ def assert_accuracy_is_measured_without_dropout(program, net, classify, capsys):
     assert capsys.readouterr().out.endswith("Accuracy 1.0\n")
 
 
+@quick
 def test_accuracy_is_measured_without_dropout_on_the_server(trainer_net, capsys):
     """eval() of a trainer's network reaches the layers on the server, and only for the calls of this trainer."""
     model = trainer_net.param_server_rref.value.model
@@ -151,12 +131,14 @@ def test_accuracy_is_measured_without_dropout_on_the_server(trainer_net, capsys)
     assert not trainer_net.training and model.training
 
 
+@quick
 def test_accuracy_is_measured_without_dropout_in_one_process(capsys):
     torch.manual_seed(1)
     net = single.Net()
     assert_accuracy_is_measured_without_dropout(single, net, copy.deepcopy(net).eval(), capsys)
 
 
+@quick
 @pytest.mark.parametrize("gpus, wanted, found", [(0, 0, "cpu"), (0, 2, "cpu"), (2, 0, "cpu"), (1, 2, "cuda:0")])
 def test_the_second_device_is_the_last_gpu_that_is_there(gpus, wanted, found, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
@@ -170,6 +152,7 @@ def test_the_second_device_is_the_last_gpu_that_is_there(gpus, wanted, found, mo
 # ------------------------------------------------------------------------- data and flags
 
 
+@quick
 def test_mnist_is_read_from_where_main_reads_it_too(tmp_path):
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
@@ -189,19 +172,7 @@ def test_mnist_is_read_from_where_main_reads_it_too(tmp_path):
         assert [label for _, label in found] == mains_labels.tolist()
 
 
-def test_the_trainers_shares_are_one_pass_over_the_data(monkeypatch):
-    shares = []
-    monkeypatch.setattr(tutorial.rpc, "init_rpc", lambda *_, **__: None)
-    monkeypatch.setattr(tutorial.rpc, "shutdown", lambda: None)
-    monkeypatch.setattr(tutorial, "run_training_loop", lambda rank, num_gpus, train, test: shares.append(list(train)))
-    for rank in (1, 2, 3):
-        tutorial.run_worker(rank, argparse.Namespace(dataset="synthetic", seed=1, world_size=4, num_gpus=0))
-    seen = [image.numpy().tobytes() for share in shares for data, _ in share for image in data]
-    every = tutorial.load_digits(SYNTHETIC, train=True).tensors[0]
-    assert sorted(seen) == sorted(image.numpy().tobytes() for image in every)
-    assert [len(share) for share in shares] == [42, 42, 42]
-
-
+@quick
 @pytest.mark.parametrize(
     "flags",
     [
@@ -225,39 +196,14 @@ def test_a_world_size_or_rank_that_cannot_work_is_refused(flags, monkeypatch, ca
 # ------------------------------------------------------------------------- all ranks, over real RPC
 
 
-def recorded(tmp_path, trainers, batches):
-    """Run the job; return (number of gradients checked, number of late ones, worst difference, all weights)."""
-    saved = tmp_path / "versions.pt"
-    job = ("tests/learning/param_server/tutorial_job.py", trainers + 1, batches, saved, free_port())
-    done = run_script(*job, timeout=200)
+def test_every_gradient_of_the_tutorials_concurrent_trainers_is_right():
+    """Three trainers with six batches each. Together these are one pass over the images (difference 3)."""
+    done = run_script("tests/learning/param_server/tutorial_job.py", 4, 6, free_port(), timeout=200)
     assert done.returncode == 0, done.stderr
-    line = re.search(r"checked (\d+) gradients, (\d+) late, worst difference (\S+)", done.stdout)
-    return int(line[1]), int(line[2]), float(line[3]), torch.load(saved)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trainers, batches", [(3, 6), pytest.param(8, 6, marks=pytest.mark.crowd)])
-@pytest.mark.draw(1)
-def test_every_gradient_of_the_tutorials_concurrent_trainers_is_right(trainers, batches, tmp_path):
-    checked, late, worst, _ = recorded(tmp_path, trainers, batches)
-    assert checked == trainers * batches
-    assert late > trainers  # training steps must have overlapped for this test to show anything
-    assert worst < 1e-6
-
-
-def test_one_update_and_ten_are_those_of_one_process(tmp_path):
-    versions = recorded(tmp_path, trainers=1, batches=10)[3]
-    net = reference_network(seed=1, dropout=False)
-    reference = [torch.nn.utils.parameters_to_vector(net.parameters()).detach().clone()]
-    for images, labels in reference_batches(seed=1, count=320):
-        gradients = torch.autograd.grad(F.nll_loss(net(images), labels), list(net.parameters()))
-        with torch.no_grad():
-            for param, gradient in zip(net.parameters(), gradients, strict=True):
-                param -= 0.03 * gradient
-        reference.append(torch.nn.utils.parameters_to_vector(net.parameters()).detach().clone())
-    assert len(versions) == len(reference) == 11
-    for updates in (0, 1, 10):
-        torch.testing.assert_close(versions[updates], reference[updates], rtol=0, atol=1e-6)
+    line = re.search(r"checked (\d+) gradients of (\d+) images, (\d+) late, worst difference (\S+)", done.stdout)
+    assert (int(line[1]), int(line[2])) == (18, 18 * 32)
+    assert int(line[3]) > 3  # training steps must have overlapped for this test to show anything
+    assert float(line[4]) < 1e-6
 
 
 def losses(output, start):
@@ -268,52 +214,39 @@ def accuracies(output):
     return [float(figure) for figure in re.findall(r"^Accuracy ([\d.]+)$", output, re.MULTILINE)]
 
 
-@pytest.mark.slow
-@pytest.mark.draw(4, "programs in one file")
-def test_one_trainer_alone_in_a_folder_has_the_losses_of_one_process(tmp_path, capsys):
+def test_one_trainer_in_terminals_and_one_process_have_the_losses_of_a_plain_loop(tmp_path, run_here):
     program = copied_alone("param_server/tutorial.py", tmp_path)
-    done = run_spawned(program, "--world_size", 2, "--dataset", "synthetic", cwd=tmp_path, timeout=240, cold=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    server, trainer = run_in_terminals(program, 2, "--dataset", "synthetic", cwd=tmp_path, timeout=240)
+    assert [(done.returncode, done.stderr) for done in (server, trainer)] == [(0, "")] * 2
+    assert "Using 0 GPUs to train" in server.stdout and server.stdout.endswith("RPC shutdown on parameter server.\n")
     net = reference_network(seed=1, dropout=True)
-    batches = reference_batches(seed=1, count=4_000)[:41]
     optimizer = optim.SGD(net.parameters(), lr=0.03)
     expected = []
-    for i, (images, labels) in enumerate(batches):
+    for i, (images, labels) in enumerate(reference_batches(seed=1, count=4_000)[:41]):
         loss = F.nll_loss(net(images), labels)
         expected += [(i, loss.item())] if i % 5 == 0 else []
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    torch.manual_seed(1)
-    single.run_training_loop(0, batches, torch.utils.data.DataLoader(single.load_digits(SYNTHETIC, train=False), 100))
-    for found in (losses(done.stdout, "Rank 1 training"), losses(capsys.readouterr().out, "Training")):
-        assert [i for i, _ in found[:9]] == [i for i, _ in expected] == list(range(0, 45, 5))
-        assert [loss for _, loss in found[:9]] == pytest.approx([loss for _, loss in expected], abs=1e-3)
-    assert accuracies(done.stdout)[0] > 0.95
+    single = run_here(copied_alone("param_server/single.py", tmp_path), "--dataset", "synthetic")
+    for output, start in ((trainer.stdout, "Rank 1 training"), (single, "Training")):
+        found = losses(output, start)[:9]
+        assert [i for i, _ in found] == [i for i, _ in expected] == list(range(0, 45, 5))
+        assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], abs=1e-3)
+        assert accuracies(output)[0] > 0.95
 
 
-@pytest.mark.slow
-@pytest.mark.draw(4, "programs in one file")
-def test_three_trainers_in_terminals_learn(tmp_path):
+def test_three_trainers_learn(tmp_path):
     program = copied_alone("param_server/tutorial.py", tmp_path)
-    server, *trainers = run_in_terminals(program, 4, "--dataset", "synthetic", cwd=tmp_path, timeout=240)
-    assert [(done.returncode, done.stderr) for done in (server, *trainers)] == [(0, "")] * 4
-    assert "Using 0 GPUs to train" in server.stdout and server.stdout.endswith("RPC shutdown on parameter server.\n")
-    for rank, done in enumerate(trainers, start=1):
-        assert [i for i, _ in losses(done.stdout, f"Rank {rank} training")] == list(range(0, 42, 5))
-        assert "Training complete!" in done.stdout
-        assert accuracies(done.stdout)[0] > 0.95
-
-
-@pytest.mark.slow
-@pytest.mark.draw(4, "programs in one file")
-def test_the_same_job_without_rpc_learns(tmp_path):
-    program = copied_alone("param_server/single.py", tmp_path)
-    done = run_script(program, "--dataset", "synthetic", timeout=240)
+    done = run_spawned(program, "--world_size", 4, "--dataset", "synthetic", cwd=tmp_path, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
-    assert accuracies(done.stdout)[0] > 0.95
+    for rank in (1, 2, 3):
+        assert [i for i, _ in losses(done.stdout, f"Rank {rank} training")] == list(range(0, 42, 5))
+    assert done.stdout.count("Training complete!") == 3
+    assert len(accuracies(done.stdout)) == 3 and min(accuracies(done.stdout)) > 0.95
 
 
+@quick
 def test_the_difference_that_the_readme_shows_is_the_real_one(tmp_path):
     readme = (ROOT / "param_server" / "README.md").read_text()
     programs = ("single.py", "tutorial.py")

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers import ROOT, load_module
-from programs import run_script
 from tutorials import copied_alone, run_in_terminals, run_spawned
 
 batch_page = load_module(ROOT / "param_server" / "tutorial_batch.py")
 Server = batch_page.BatchUpdateParameterServer
+quick = pytest.mark.quick
 
 
 class LocalRRef:
@@ -73,16 +73,19 @@ def answer_before_and_after_the_next_update(server):
     return before, flat(answer.parameters())
 
 
+@quick
 def test_a_later_update_does_not_change_an_answer_that_rpc_may_still_be_sending():
     before, after = answer_before_and_after_the_next_update(Server(1))
     assert torch.equal(before, after)
 
 
+@quick
 def test_the_published_answer_changes_with_the_next_update():
     before, after = answer_before_and_after_the_next_update(PublishedServer(1))
     assert not torch.equal(before, after)
 
 
+@quick
 def test_the_first_model_is_a_copy_as_well():
     server = Server(1)
     first = server.get_model()
@@ -108,6 +111,7 @@ class WatchedGradient:
         return args[1].__radd__(args[0])
 
 
+@quick
 @pytest.mark.parametrize("server_class, right", [(Server, True), (PublishedServer, False)])
 def test_gradients_are_added_under_the_lock_and_the_published_ones_are_not(server_class, right):
     server, locked = server_class(1), []
@@ -116,6 +120,7 @@ def test_gradients_are_added_under_the_lock_and_the_published_ones_are_not(serve
     assert locked == [right] * 4
 
 
+@quick
 @pytest.mark.parametrize("updates", [1, 10])
 def test_updates_are_those_of_one_process_on_the_mean_gradient(updates):
     torch.manual_seed(1)
@@ -134,6 +139,7 @@ def test_updates_are_those_of_one_process_on_the_mean_gradient(updates):
         torch.testing.assert_close(flat(answer.wait().parameters()), weights, rtol=0, atol=1e-5)
 
 
+@quick
 def test_many_threads_push_at_once_and_each_gradient_counts_once():
     torch.manual_seed(1)
     server = Server(8)
@@ -159,6 +165,7 @@ def test_many_threads_push_at_once_and_each_gradient_counts_once():
     torch.testing.assert_close(flat(server.model.parameters()), start - moved, rtol=0, atol=1e-5)
 
 
+@quick
 def test_a_trainer_waits_for_the_others_and_is_answered_when_the_lock_is_free():
     server, locked = Server(3), []
     answers = [push(server, seed) for seed in (1, 2)]
@@ -171,12 +178,14 @@ def test_a_trainer_waits_for_the_others_and_is_answered_when_the_lock_is_free():
     assert not push(server, seed=4).done()  # the next update has a new Future
 
 
+@quick
 def test_without_batching_each_gradient_is_an_update():
     server = Server(1)
     assert all(push(server, seed).done() for seed in range(3))
     assert server.updates == 3
 
 
+@quick
 def test_a_trainers_batches_repeat_exactly_and_are_its_own(monkeypatch):
     def batches_of(rank):
         monkeypatch.setattr(batch_page.rpc, "get_worker_info", lambda: argparse.Namespace(id=rank))
@@ -186,6 +195,7 @@ def test_a_trainers_batches_repeat_exactly_and_are_its_own(monkeypatch):
     assert not any(map(torch.equal, batches_of(1), batches_of(2)))
 
 
+@quick
 @pytest.mark.parametrize("flags", ["--world_size 1", "--rank 6", "--rank -1", "--num_batches 0"])
 def test_flags_that_cannot_work_are_refused(flags, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tutorial_batch.py", *flags.split()])
@@ -205,11 +215,9 @@ def result(output):
     return int(updates), float(loss), float(guessing)
 
 
-@pytest.mark.slow
-@pytest.mark.draw(4, "programs in one file")
 def test_two_trainers_learn_alone_in_a_folder(tmp_path):
     program = copied_alone("param_server/tutorial_batch.py", tmp_path)
-    done = run_spawned(program, "--world_size", 3, "--num_batches", 60, cwd=tmp_path, timeout=240, cold=True)
+    done = run_spawned(program, "--world_size", 3, "--num_batches", 60, cwd=tmp_path, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     updates, loss, guessing = result(done.stdout)
     always_the_mean = F.mse_loss(torch.full((30, 30), 1 / 30), torch.eye(30)).item()
@@ -227,21 +235,8 @@ def test_two_trainers_learn_alone_in_a_folder(tmp_path):
     assert said.count("PS updated model") == 6
 
 
-@pytest.mark.slow
-def test_one_trainer_and_four_without_batching_in_terminals(tmp_path):
+def test_two_trainers_without_batching_in_terminals(tmp_path):
     program = copied_alone("param_server/tutorial_batch.py", tmp_path)
-    for size, updates in ((2, 20), (5, 80)):
-        flags = ("--num_batches", 20, "--no_batch")
-        ranks = run_in_terminals(program, size, *flags, cwd=tmp_path, timeout=240)
-        assert [(done.returncode, done.stderr) for done in ranks] == [(0, "")] * size
-        assert result(ranks[0].stdout)[0] == updates
-
-
-@pytest.mark.slow
-def test_the_measurement_is_printed_and_drawn(tmp_path):
-    flags = ("--world_size", 2, "--num_batches", 2, "--repeats", 1, "--plot", tmp_path / "batch.png")
-    done = run_script("bench/param_batch.py", *flags, timeout=240)
-    assert (done.returncode, done.stderr) == (0, "")
-    rows = re.findall(r"^Trainers (\d), (with|without) batching: [\d.]+ s \(", done.stdout, re.MULTILINE)
-    assert rows == [("1", "with"), ("1", "without")]
-    assert (tmp_path / "batch.png").read_bytes().startswith(b"\x89PNG")
+    ranks = run_in_terminals(program, 3, "--num_batches", 20, "--no_batch", cwd=tmp_path, timeout=240)
+    assert [(done.returncode, done.stderr) for done in ranks] == [(0, "")] * 3
+    assert result(ranks[0].stdout)[0] == 40

@@ -32,43 +32,91 @@ EPISODE_LINE = re.compile(r"^Episode (\d+)\tLast reward: (-?[\d.]+)\tAverage rew
 # ---- one process -----------------------------------------------------------------------------------------------------
 
 
-def single_process_reinforce(seed, episodes, observers=1, gamma=0.99):
+def play_episode(network, env, seed, ob_id, episode):
+    """Play an observer's episode; return (log-probability of each action, with its graph; states; actions; rewards)."""
+    generator = random.Random(seeds.seed_for(seed, "actions", ob_id, episode))
+    state, _ = env.reset(seed=seeds.seed_for(seed, "environment", ob_id, episode))
+    log_probs, states, actions, rewards = [], [], [], []
+    done = False
+    while not done:
+        h = torch.from_numpy(state).double().unsqueeze(0) @ network.affine1.weight.T + network.affine1.bias
+        probs = torch.softmax(torch.relu(h) @ network.affine2.weight.T + network.affine2.bias, dim=1)[0]
+        action = 0 if generator.random() < probs[0].item() else 1
+        log_probs.append(torch.log(probs[action]))
+        states.append(state)
+        actions.append(action)
+        state, reward, terminated, truncated, _ = env.step(action)
+        rewards.append(reward)
+        done = terminated or truncated
+    return log_probs, states, actions, rewards
+
+
+def returns_of(rewards, gamma):
+    return [sum(gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))]
+
+
+def normalised(returns):
+    returns = torch.tensor(returns, dtype=torch.float64)
+    return (returns - returns.mean()) / (returns.std() + np.finfo(np.float32).eps.item())
+
+
+def new_network(seed):
+    torch.manual_seed(seeds.seed_for(seed, 0))
+    network = policy.Policy(4, 2)
+    return network, torch.optim.Adam(network.parameters(), lr=5e-3)
+
+
+def single_process_reinforce(seed, episodes, observers=1, gamma=0.99, max_steps=500):
     """Run REINFORCE without RPC, as in textbooks; return (lowest reward of each episode, parameters).
 
     It keeps a graph for each step, as the tutorial does, and has its own loop for the returns. With the code under test
     it shares only the seeds of the random numbers, and the initial weights, which follow from the seed.
     """
-    torch.manual_seed(seeds.seed_for(seed, 0))
-    network = policy.Policy(4, 2)
-    optimizer = torch.optim.Adam(network.parameters(), lr=5e-3)
-    env = gym.make("CartPole-v1")
+    network, optimizer = new_network(seed)
+    env = gym.make("CartPole-v1", max_episode_steps=max_steps)
     lowest_rewards = []
     for episode in range(1, episodes + 1):
         log_probs, returns, totals = [], [], []
         for ob_id in range(1, observers + 1):
-            generator = random.Random(seeds.seed_for(seed, "actions", ob_id, episode))
-            state, _ = env.reset(seed=seeds.seed_for(seed, "environment", ob_id, episode))
-            rewards = []
-            done = False
-            while not done:
-                h = torch.from_numpy(state).double().unsqueeze(0) @ network.affine1.weight.T + network.affine1.bias
-                h = torch.relu(h)
-                probs = torch.softmax(h @ network.affine2.weight.T + network.affine2.bias, dim=1)[0]
-                action = 0 if generator.random() < probs[0].item() else 1
-                log_probs.append(torch.log(probs[action]))
-                state, reward, terminated, truncated, _ = env.step(action)
-                rewards.append(reward)
-                done = terminated or truncated
-            returns += [sum(gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))]
+            played, _, _, rewards = play_episode(network, env, seed, ob_id, episode)
+            log_probs += played
+            returns += returns_of(rewards, gamma)
             totals.append(sum(rewards))
-        returns = torch.tensor(returns, dtype=torch.float64)
-        returns = (returns - returns.mean()) / (returns.std() + np.finfo(np.float32).eps.item())
-        loss = sum(-log_prob * g for log_prob, g in zip(log_probs, returns, strict=True))
+        loss = sum(-log_prob * g for log_prob, g in zip(log_probs, normalised(returns), strict=True))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         lowest_rewards.append(min(totals))
     return lowest_rewards, network.state_dict()
+
+
+def single_process_with_old_weights(seed, order, gamma=0.99, max_steps=500):
+    """Learn as mode `async` from episodes that end in this order of observers; return (rewards, staleness, parameters).
+
+    Each episode is played with the weights of its beginning. The loss is PPO's, by the definition in the paper.
+    """
+    network, optimizer = new_network(seed)
+    env = gym.make("CartPole-v1", max_episode_steps=max_steps)
+
+    def begin(ob_id, updates):
+        return updates, play_episode(network, env, seed, ob_id, updates + 1)
+
+    playing = {ob_id: begin(ob_id, 0) for ob_id in set(order)}
+    totals, staleness = [], []
+    for updates, ob_id in enumerate(order):
+        began, (old_log_probs, states, actions, rewards) = playing[ob_id]
+        scores = network.scores(np.stack(states))
+        log_probs = torch.log_softmax(scores, dim=1)[range(len(actions)), actions]
+        ratio = (log_probs - torch.stack(old_log_probs).detach()).exp()
+        advantages = normalised(returns_of(rewards, gamma))
+        clipped = ratio.clamp(0.8, 1.2)
+        optimizer.zero_grad()
+        (-torch.minimum(ratio * advantages, clipped * advantages).sum()).backward()
+        optimizer.step()
+        totals.append(sum(rewards))
+        staleness.append(updates - began)
+        playing[ob_id] = begin(ob_id, updates + 1)
+    return totals, staleness, network.state_dict()
 
 
 def assert_equal_to_the_bit(state, expected):
@@ -82,8 +130,17 @@ def assert_equal_to_the_bit(state, expected):
 
 
 def assert_is_the_single_process_loop(lines, state, reference):
+    """Compare the printed lines, whose average begins at 0, and the weights after the last episode."""
     rewards, parameters = reference
     assert [float(last) for _, last, _ in lines] == rewards
+    average = 0.0
+    for (_, _, printed), reward in zip(lines, rewards, strict=True):
+        average = 0.05 * reward + (1 - 0.05) * average
+        assert printed == f"{average:.2f}"
+    assert_same_policy(state, parameters)
+
+
+def assert_same_policy(state, parameters):
     for name, expected in parameters.items():
         torch.testing.assert_close(state["policy"][name], expected, rtol=0, atol=1e-5)
 
@@ -209,11 +266,11 @@ def learn(learner, trajectories):
     return learner.learn(trajectories, reinforce.reinforce_loss(learner.policy, trajectories, learner.gamma))
 
 
-def make_learner(env_id="CartPole-v1", seed=1, lr=5e-3, gamma=0.99, device="cpu"):
+def make_learner(env_id="CartPole-v1", seed=1, lr=5e-3, gamma=0.99):
     """Return the learner that run_agent in main.py makes."""
     env = environment.make_env(env_id)
     torch.manual_seed(seeds.seed_for(seed, 0))
-    net = policy.Policy(*environment.sizes(env)).to(device)
+    net = policy.Policy(*environment.sizes(env))
     return reinforce.Learner(net, lr, gamma, environment.reward_threshold(env))
 
 

@@ -1,38 +1,99 @@
-"""With the same seed, the four synchronous modes and a plain REINFORCE loop in one process learn the same."""
+"""Every mode of rl_rpc plays and learns what a plain loop in one process does.
 
+The jobs run in environments of noted_envs.py, whose episodes end in both ways: the pole falls, or the time is over.
+"""
+
+import functools
 import json
+import pathlib
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from helpers import load_oracle
-from programs import run_main, run_traced
+from helpers import load_module, load_oracle
+from programs import ROOT, run_main, run_script
 
 oracle = load_oracle("rl_rpc")
+HERE = pathlib.Path(__file__).parent
+SHORT = load_module(HERE / "noted_envs.py").SHORT
 MODES = oracle.MODES
-EPISODES = 10
-SLOW = pytest.mark.slow
+EPISODES, SEED = 10, 2
+pytestmark = pytest.mark.xdist_group("rl_rpc")
 
 
-def flags_of(mode, world_size, episodes):
-    """Return the flags of a run that learns for so many episodes and is not evaluated."""
-    words = ("--mode", mode, "--world_size", world_size, "--max_episodes", episodes, "--eval_episodes", 0)
+def play(folder, mode, *flags, observers=3, episodes=EPISODES, env_id="noted_envs:Short-v0", traced=False, env=None):
+    """Run main.py until it has learned from so many episodes, without an evaluation.
+
+    Return its lines, its checkpoint, its summary, what the observers have noted, and perhaps the path of a trace.
+    """
+    summary, trace, notes = (folder / name for name in ("summary.json", "trace.json", "notes"))
+    notes.mkdir(exist_ok=True)
+    checkpoint = notes / "end.pt"
+    words = ["--mode", mode, "--world_size", observers + 1, "--seed", SEED, "--env_id", env_id]
+    words += ["--max_episodes", episodes, "--eval_episodes", 0, "--log_interval", 1]
     # There may be more ranks than free cores, so they must not keep a core busy while they wait.
-    return (*words, "--transport", "uv") if world_size > 2 else words
+    words += ["--transport", "uv", "--checkpoint", checkpoint, "--summary_json", summary, *flags]
+    env = {"PYTHONPATH": HERE, "NOTES": notes} | (env or {})
+    if traced:  # trace.py writes a table to stderr
+        done = run_script("tools/trace.py", trace, "--", sys.executable, ROOT / "rl_rpc" / "main.py", *words, env=env)
+        assert done.returncode == 0, done.stderr
+    else:
+        done = run_main("rl_rpc", *words, env=env)
+        assert (done.returncode, done.stderr) == (0, "")
+    return SimpleNamespace(
+        lines=oracle.EPISODE_LINE.findall(done.stdout),
+        state=torch.load(checkpoint, weights_only=True, map_location="cpu")["state"],
+        summary=json.loads(summary.read_text()),
+        notes=[path.read_text() for path in notes.glob("[0-9]")],  # of each observer
+        trace=trace,
+    )
 
 
-def play(folder, mode, world_size=4, *flags, episodes=EPISODES, name=None):
-    """Run main.py; return (its lines, its checkpoint)."""
-    path = folder / f"{name or mode}.pt"
-    flags += (*flags_of(mode, world_size, episodes), "--log_interval", 1, "--checkpoint", path)
-    done = run_main("rl_rpc", *flags)
-    assert (done.returncode, done.stderr) == (0, "")
-    state = torch.load(path, weights_only=True, map_location="cpu")["state"]
-    return oracle.EPISODE_LINE.findall(done.stdout), state
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return a function that plays with three observers in a mode, once for all tests, and returns what play does."""
+    return functools.cache(lambda mode: play(tmp_path_factory.mktemp(mode), mode, traced=True))
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return oracle.single_process_reinforce(SEED, EPISODES, observers=3, max_steps=SHORT)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_is_the_single_process_loop(run, reference, mode):
+    oracle.assert_is_the_single_process_loop(run(mode).lines, run(mode).state, reference)
+    rewards, _ = reference
+    assert len(rewards) == EPISODES and min(rewards) < SHORT
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_all_modes_play_and_learn_the_same_with_three_observers(run, mode):
+    """The weights are equal to the bit, although the observers' calls arrive in another order in each run."""
+    assert run(mode).lines == run("step").lines
+    oracle.assert_equal_to_the_bit(run(mode).state, run("step").state)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mode", MODES)
+def test_rpc_calls_by_mode(run, mode):
+    """The number of RPCs that the agent has made and served, without those that torch makes itself."""
+    episodes, steps = 3 * EPISODES, run(mode).summary["env_steps"]
+    expected = {
+        "step": episodes + 2 * steps,
+        "packed": episodes + steps,
+        "batched": 2 * episodes + steps,
+        "rollout": episodes,
+    }
+    assert calls_in_steps(run(mode).trace, "agent") == expected[mode]
 
 
 def calls_in_steps(path, name):
-    """Return how many RPCs the rank of this name made and served during its steps, from a file of run_traced.
+    """Return how many RPCs the rank of this name made and served during its steps, from a file of tools/trace.py.
 
     A call of the rank to itself counts once, and torch's internal calls are left out.
     """
@@ -46,72 +107,49 @@ def calls_in_steps(path, name):
     return sum(start <= time < end for time in times for start, end in steps)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Run three observers for ten episodes in each mode; return {mode: (lines, checkpoint)}."""
-    folder = tmp_path_factory.mktemp("runs")
-    return {mode: play(folder, mode) for mode in MODES}
+@pytest.mark.quick
+def test_batched_answers_when_all_playing_observers_have_asked_and_not_before(run):
+    """So nobody begins an environment step before all that still play have ended the one before."""
+    assert in_lockstep(run("batched")) and not in_lockstep(run("step"))
 
 
-@pytest.fixture(scope="module")
-def reference():
-    return oracle.single_process_reinforce(seed=1, episodes=EPISODES, observers=3)
+def in_lockstep(played):
+    observers = [[[float(time) for time in line.split()] for line in text.splitlines()] for text in played.notes]
+    assert len(observers) == 3 and all(len(episodes) == EPISODES for episodes in observers)
+    for episodes in zip(*observers, strict=True):  # for each: end of reset, begin and end of step 1, of step 2, ...
+        ends, begins = ([times[first::2] for times in episodes] for first in (0, 1))
+        for step in range(max(map(len, begins))):
+            before = [times[step] for times in ends if len(times) > step]
+            if min(times[step] for times in begins if len(times) > step) < max(before):
+                return False
+    return True
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_every_mode_is_the_single_process_loop(runs, reference, mode):
-    lines, state = runs[mode]
-    oracle.assert_is_the_single_process_loop(lines, state, reference)
+def test_async_learns_from_each_episode_when_it_arrives_with_the_weights_that_it_began_with(tmp_path):
+    """Two observers. While one of them is in the middle of an episode, the other plays up to five."""
+    order = "112222212111111221"
+    saved_at_the_end = ("--log_interval", len(order))
+    where = {"env_id": "noted_envs:InTurn-v0", "env": {"ORDER": order}}
+    played = play(tmp_path, "async", *saved_at_the_end, observers=2, episodes=len(order), **where)
+    rewards, staleness, parameters = oracle.single_process_with_old_weights(SEED, [*map(int, order)], max_steps=SHORT)
+    assert played.summary["curves"]["reward/last"] == [[*range(1, len(order) + 1)], rewards]
+    assert played.summary["staleness_max"] == max(staleness) == 6
+    assert played.summary["staleness_mean"] == pytest.approx(sum(staleness) / len(staleness), abs=1e-3)
+    oracle.assert_same_policy(played.state, parameters)
 
 
-def test_all_modes_play_and_learn_the_same_with_three_observers(runs):
-    """The weights are equal to the bit after 10 episodes. A single different action would have changed them."""
-    lines, expected = runs["step"]
-    assert len(lines) == EPISODES and expected["env_steps"] > EPISODES * 3 * 8
-    for mode in MODES[1:]:
-        assert runs[mode][0] == lines, mode
-        oracle.assert_equal_to_the_bit(runs[mode][1], expected)
+def test_every_observer_plays_its_whole_episode_and_one_that_nothing_ends_is_ended(tmp_path):
+    """Where the environment has no limit, an episode has 10,000 steps. In the published code observers share 5,000."""
+    played = play(tmp_path, "rollout", observers=2, episodes=1, env_id="noted_envs:Endless-v0")
+    assert played.state["env_steps"] == 20_000 and played.lines == [("1", "10000.00", "500.00")]
 
 
-@pytest.mark.parametrize("mode", ["batched", *(pytest.param(m, marks=SLOW) for m in ("step", "packed", "rollout"))])
-@pytest.mark.draw(2)
-def test_rpc_calls_by_mode(mode, tmp_path):
-    """The number of RPCs of a run that the agent has made and served, without those that torch makes itself."""
-    summary = tmp_path / "summary.json"
-    flags = (*flags_of(mode, world_size=3, episodes=2), "--summary_json", summary)
-    done = run_traced(tmp_path / "trace.json", "rl_rpc", *flags)
-    assert done.returncode == 0, done.stderr
-    episodes, steps = 2 * 2, json.loads(summary.read_text())["env_steps"]  # of both observers
-    expected = {
-        "step": episodes + 2 * steps,
-        "packed": episodes + steps,
-        "batched": 2 * episodes + steps,
-        "rollout": episodes,
-    }
-    assert calls_in_steps(tmp_path / "trace.json", "agent") == expected[mode]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["step", "batched"])
-def test_a_repeated_run_repeats_exactly(tmp_path, runs, mode):
-    """The calls of three observers arrive in another order in each run."""
-    lines, state = play(tmp_path, mode)
-    assert lines == runs[mode][0]
-    oracle.assert_equal_to_the_bit(state, runs[mode][1])
-
-
-@pytest.mark.slow
-def test_another_seed_plays_something_else(tmp_path, runs):
-    assert play(tmp_path, "rollout", 4, "--seed", 2)[0] != runs["rollout"][0]
-
-
-@pytest.mark.slow
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_in_another_mode_too(tmp_path, runs):
-    lines, expected = runs["rollout"]
-    first, _ = play(tmp_path, "step", episodes=5, name="halves")
-    second, state = play(tmp_path, "rollout", 4, "--resume", name="halves")
-    assert first + second == lines
-    oracle.assert_equal_to_the_bit(state, expected)
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_in_another_mode_too(tmp_path, run):
+    whole = run("rollout")
+    first = play(tmp_path, "packed", episodes=4)
+    second = play(tmp_path, "rollout", "--resume")
+    assert first.lines + second.lines == whole.lines
+    oracle.assert_equal_to_the_bit(second.state, whole.state)
 
 
 @pytest.mark.cuda
@@ -119,5 +157,5 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_in_another_mode_too(tmp_
 @pytest.mark.parametrize("mode", MODES)
 def test_cuda_plays_the_same_episodes_as_the_cpu(tmp_path, reference, mode):
     """The actions are equal, because float64 rounding does not change one. The weights are close to the CPU's."""
-    lines, state = play(tmp_path, mode, 4, "--device", "cuda")
-    oracle.assert_is_the_single_process_loop(lines, state, reference)
+    played = play(tmp_path, mode, "--device", "cuda")
+    oracle.assert_is_the_single_process_loop(played.lines, played.state, reference)

@@ -1,4 +1,7 @@
-"""One RPC group for all tests of this folder: this process is `trainer`, and three other processes are servers."""
+"""One RPC group for the tests of this folder: this process is `trainer`, and three other processes are servers.
+
+What uses it has the mark xdist_group("rnn_rpc"), so that it is started once.
+"""
 
 import os
 import subprocess
@@ -7,14 +10,12 @@ import sys
 import pytest
 import torch.distributed.rpc as rpc
 
-import pretend_device  # noqa: F401  (adds a device; must come before the first backward pass)
 from helpers import ROOT
 
 SERVERS = ("ps", "server1", "server2")  # `ps` is that of tutorial.py
 SERVE = """
 import sys
 import torch.distributed.rpc as rpc
-import pretend_device
 name, rank, store = sys.argv[1:]
 options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", _transports=["uv"], _channels=["basic"])
 rpc.init_rpc(name, rank=int(rank), world_size=4, rpc_backend_options=options)
@@ -31,8 +32,7 @@ def rpc_group(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
             patch.setenv(variable, "lo")
-        modules = os.pathsep.join(str(ROOT / folder) for folder in ("rnn_rpc", "tests/harness"))
-        environment = os.environ | {"PYTHONPATH": modules, "TORCH_CPP_LOG_LEVEL": "FATAL"}
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "rnn_rpc"), "TORCH_CPP_LOG_LEVEL": "FATAL"}
         command = [sys.executable, "-W", "ignore", "-c", SERVE]
         servers = [
             subprocess.Popen([*command, name, str(rank), str(store)], env=environment)

@@ -19,7 +19,6 @@ with package_on_path("rnn_rpc"):
     import loss
     import main
     import overlap
-    import progress
     import trainer
     from glue import report, seeds
 
@@ -39,17 +38,17 @@ def as_launched(rpc_group):
         yield
 
 
-def train(*flags, device="cpu"):
-    """Run main.run_trainer with these flags and all layers on `device`; with --summary_json, return the summary."""
+def train(*flags):
+    """Run main.run_trainer with these flags; with --summary_json, return the summary."""
     args = main.parse_args([str(flag) for flag in flags])
     names = [main.worker_name(rank, args) for rank in range(args.world_size)]
-    main.run_trainer(args, dict.fromkeys(names, device))
+    main.run_trainer(args, dict.fromkeys(names, "cpu"))
     if args.summary_json:
         with open(args.summary_json) as file:
             return json.load(file, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
 
 
-def one_process(optimizer="sgd", lr=5.0, clip=0.05, seed=1):
+def one_process(optimizer="sgd", lr=5.0, clip=0.05, seed=1, corpus_tokens=626):
     """Train the same model in this process without RPC; return (losses, parameters by name)."""
     own = {part: seeds.seed_for(seed, part) for part in ("table", "decoder", "rnn")}
     torch.manual_seed(own["rnn"])
@@ -61,7 +60,7 @@ def one_process(optimizer="sgd", lr=5.0, clip=0.05, seed=1):
     parameters = [*table.parameters(), *rnn.parameters(), *decoder.parameters()]
     opt = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer](parameters, lr=lr)
 
-    text = corpus.generated_corpus(V, 626, seed)
+    text = corpus.generated_corpus(V, corpus_tokens, seed)
     hidden, losses = (torch.zeros(LAYERS, B, H), torch.zeros(LAYERS, B, H)), []
     for data_TB, target_TB in corpus.get_next_batch(corpus.streams(text.train, B), T):
         output, hidden = rnn(table(data_TB), tuple(state.detach() for state in hidden))

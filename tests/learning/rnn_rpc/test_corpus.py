@@ -11,6 +11,8 @@ from helpers import package_on_path
 with package_on_path("rnn_rpc"):
     import corpus
 
+pytestmark = pytest.mark.quick
+
 
 def test_floor_is_the_entropy_rate_by_another_way():
     """The other ways are dense linear algebra instead of power iteration, and the transitions in a long sample."""

@@ -20,11 +20,15 @@ as_launched, train, distributed, one_process = oracle.as_launched, oracle.train,
 corpus, main, report = oracle.corpus, oracle.main, oracle.report
 V, E, H, LAYERS, T, B = oracle.V, oracle.E, oracle.H, oracle.LAYERS, oracle.T, oracle.B
 SIZES, SGD, MODES = oracle.SIZES, oracle.SGD, oracle.MODES
-pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You are using a Backend"),
+    pytest.mark.xdist_group("rnn_rpc"),
+]
 BENCH = load_bench("rnn_rpc")
 BYTES = load_bench("bytes_per_step")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_one_process(tmp_path, mode, world_size):
@@ -53,13 +57,16 @@ def test_the_global_norm_is_what_clips():
     assert clipped[0][0] == pytest.approx(math.log(V), abs=0.1)  # untrained: all words are equally likely
 
 
+def flags_of(settings):
+    return [word for flag, value in settings.items() for word in (f"--{flag}", value)]
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_adam_equals_one_process(tmp_path, mode, world_size):
     """Each process has an Adam of its own for its parameters."""
     adam = {"optimizer": "adam", "lr": 0.01, "clip": 0.1}
-    flags = [word for flag, value in adam.items() for word in (f"--{flag}", value)]
-    found = distributed(tmp_path, "--mode", mode, "--world_size", world_size, *flags)
+    found = distributed(tmp_path, "--mode", mode, "--world_size", world_size, *flags_of(adam))
     oracle.assert_equal(found, one_process(**adam), tolerance=1e-6)
 
 
@@ -94,6 +101,19 @@ def test_foreign_checkpoints_are_refused(tmp_path_factory, flags, words):
         train(*SIZES, "--checkpoint", checkpoint)
     with pytest.raises(ValueError, match=words):
         train(*SIZES, "--checkpoint", checkpoint, "--resume", *flags)
+
+
+def test_a_point_of_the_curve_is_the_mean_loss_per_token_of_its_interval(tmp_path):
+    """Twenty steps, of which the last has one token less in each stream."""
+    flags = (*flags_of(SGD), "--log_interval", 5, "--corpus_tokens", 622)
+    summary = train(*SIZES, *flags, "--summary_json", tmp_path / "summary.json")
+    losses, tokens = one_process(**SGD, corpus_tokens=622)[0], [T] * 19 + [T - 1]
+    expected = []
+    for first in range(0, 20, 5):
+        parts = zip(losses[first : first + 5], tokens[first : first + 5], strict=True)
+        expected.append(sum(loss * n for loss, n in parts) / sum(tokens[first : first + 5]))
+    steps, points = summary["curves"]["loss/train"]
+    assert steps == [5, 10, 15, 20] and points == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("lr", [1000, 1e6])

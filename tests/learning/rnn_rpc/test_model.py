@@ -3,9 +3,7 @@
 In most tests the process `trainer` is also its own parameter server, because a worker may call itself.
 """
 
-import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +11,16 @@ import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import nn
 
-import pretend_device
 from helpers import load_oracle
 
 oracle = load_oracle("rnn_rpc")
 as_launched = oracle.as_launched  # a fixture
-logits, loss, progress, trainer = oracle.logits, oracle.loss, oracle.progress, oracle.trainer
-pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
+logits, trainer = oracle.logits, oracle.trainer
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You are using a Backend"),
+    pytest.mark.xdist_group("rnn_rpc"),
+    pytest.mark.quick,
+]
 V, E, H, T, B = 10, 4, 6, 5, 3
 MODES = oracle.main.MODES
 
@@ -125,16 +126,6 @@ def test_dropout_is_torchs_own(mode):
     scores_TBV = decoder.decoder(drop(output_TBH))
     expected = nn.functional.cross_entropy(scores_TBV.flatten(0, 1), target_TB.flatten(), reduction="sum")
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-@pytest.mark.skipif(pretend_device.MISSING is not None, reason=str(pretend_device.MISSING))
-def test_each_layer_is_on_the_device_of_its_process():
-    """Difference 6: the trainer says where the layers are, from what each process has announced about itself."""
-    devices = {"trainer": "cpu", "server1": pretend_device.DEVICE, "server2": "cpu"}
-    servers = ["server1", "server2"]
-    rnn_model = logits.RNNModel(logits.Decoder, servers, V, E, H, 2, 0.0, seed=1, devices=devices)
-    numbers = [rref.rpc_sync().get_device() for rref in rnn_model.parameter_rrefs()]  # -1: the CPU
-    assert numbers == [0] + [-1] * 8 + [-1] * 2
 
 
 def gradients_on(worker, context_id):
@@ -247,23 +238,6 @@ def test_a_generated_text_goes_on_from_its_own_past_and_without_dropout():
     logits_TBV, _ = plain(past_TB, plain.init_hidden(1))
     expected = [torch.multinomial(scores.softmax(-1), 1, generator=generator).item() for scores in logits_TBV[:, 0]]
     assert ids == expected
-
-
-def test_the_mean_loss_is_per_token_and_not_per_batch():
-    assert progress.mean_loss([(2.0, 1), (8.0, 8)]) == 10 / 9
-
-
-def test_a_point_of_the_curve_is_of_its_interval_and_the_speed_of_the_timed_steps(tmp_path):
-    """Four steps of 10 tokens, with 1 to 4 nats per token. Two of them are timed, and take half a second."""
-    args = oracle.main.parse_args(["--log_interval", "2", "--summary_json", str(tmp_path / "summary.json")])
-    text, done = oracle.corpus.generated_corpus(10, 500, seed=1), SimpleNamespace(step=0, epoch=0, heldout=2.0)
-    output = progress.Progress(args, text, done, 4, oracle.main.RESUME_KEYS)
-    output.start()
-    for done.step in (1, 2, 3, 4):
-        output.after_step(10.0 * done.step, 10)
-    output.finish(SimpleNamespace(steps=4, timed_steps=2, seconds=0.5))
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["curves"]["loss/train"] == [[2, 4], [1.5, 3.5]] and summary["tokens_per_second"] == 40
 
 
 def test_names_of_the_ranks():

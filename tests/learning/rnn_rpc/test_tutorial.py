@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import pretend_device
 from helpers import ROOT, package_on_path
-from programs import run_script
-from tutorials import changed, copied_alone, run_in_terminals, run_spawned
+from tutorials import changed, copied_alone, run_in_terminals
 
 with package_on_path("rnn_rpc"):
     import single
@@ -94,28 +92,23 @@ def largest_difference(ones, others):
     return max((one - other).abs().max().item() for one, other in zip(ones, others, strict=True))
 
 
+@pytest.mark.quick
+@pytest.mark.xdist_group("rnn_rpc")
 @pytest.mark.filterwarnings("ignore:You are using a Backend")
-@pytest.mark.parametrize("updates", [1, 10])
 @pytest.mark.parametrize("module", [tutorial, single], ids=["tutorial", "single"])
-def test_a_program_in_one_file_equals_a_plain_loop(rpc_group, monkeypatch, module, updates):
-    """The tutorial's server is another process. With the published loss (difference 4), they would not be equal.
-
-    Here all processes have the pretend device as their accelerator, so the table is on it.
-    """
+def test_a_program_in_one_file_equals_a_plain_loop(rpc_group, monkeypatch, module):
+    """The tutorial's server is another process. With the published loss (difference 4), they would not be equal."""
     monkeypatch.setitem(sys.modules, "tutorial", tutorial)  # RPC pickles its classes by their module's name
-    batches, model, start, hidden = trained(module, monkeypatch, updates)
+    batches, model, start, hidden = trained(module, monkeypatch, updates=10)
     if module is tutorial:
         assert {rref.owner_name() for rref in model.parameter_rrefs()} == {"ps", "trainer"}
-        table_is_on = model.parameter_rrefs()[0].rpc_sync().get_device()
-    else:
-        table_is_on = model.emb_table.encoder.weight.get_device()
-    assert table_is_on == (-1 if pretend_device.MISSING else 0)  # -1: the CPU
     after = parameters_of(model)
     assert largest_difference(after, plain_loop(start, hidden, batches)) < 1e-6
     assert largest_difference(after, start) > 1e-3
     assert largest_difference(after, plain_loop(start, hidden, batches, published_loss=True)) > 1e-3
 
 
+@pytest.mark.quick
 def test_dropout_is_where_the_tutorial_has_it(monkeypatch):
     """RNNModel drops half of the values by default, in all three layers. run_trainer asks for none."""
     model = single.RNNModel(V, E, H, nlayers=2)
@@ -125,6 +118,7 @@ def test_dropout_is_where_the_tutorial_has_it(monkeypatch):
     assert [model.emb_table.drop.p, model.rnn.dropout, model.decoder.drop.p] == [0.0] * 3
 
 
+@pytest.mark.quick
 def test_the_lowest_perplexity_is_that_of_the_text(monkeypatch):
     """The differences from the word before the last have the probabilities that run_trainer uses."""
 
@@ -145,6 +139,7 @@ def test_the_lowest_perplexity_is_that_of_the_text(monkeypatch):
     torch.testing.assert_close(pairs, torch.full((V * V,), 0.01), rtol=0, atol=0.003)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("flags", [("--world_size", "1"), ("--world_size", "3"), ("--rank", "2"), ("--rank", "-1")])
 def test_wrong_world_sizes_and_ranks_are_refused(flags, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tutorial.py", *flags])
@@ -161,33 +156,21 @@ def assert_learned(output):
     assert {lowest for _, _, lowest in epochs} == {"2.830"} and 2.80 < last < 1.05 * 2.83
 
 
-@pytest.mark.slow
-@pytest.mark.draw(4, "programs in one file")
-def test_all_ranks_spawned_from_a_copy_alone(tmp_path):
-    done = run_spawned(copied_alone(TUTORIAL, tmp_path), "--seed", 2, cwd=tmp_path, timeout=280, cold=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert_learned(done.stdout)
-
-
-@pytest.mark.slow
-def test_a_rank_per_terminal(tmp_path):
-    """Two epochs. The test above checks what is learned in ten."""
+def test_a_rank_per_terminal_from_a_copy_alone(tmp_path):
+    """Two epochs. It computes what single.py computes, and what that learns in ten epochs is tested below."""
     program = changed(copied_alone(TUTORIAL, tmp_path), ("for epoch in range(10):", "for epoch in range(2):"))
-    server, trainer = run_in_terminals(program, 2, timeout=280)
+    server, trainer = run_in_terminals(program, 2, "--seed", 2, cwd=tmp_path, timeout=280)
     assert (server.returncode, server.stdout, server.stderr) == (0, "", "")
     assert (trainer.returncode, trainer.stderr) == (0, "")
     (_, first, _), (_, second, _) = EPOCH.findall(trainer.stdout)
     assert float(second) < float(first) < 10
 
 
-@pytest.mark.slow
-@pytest.mark.draw(4, "programs in one file")
-def test_single_learns(tmp_path):
-    done = run_script(copied_alone("rnn_rpc/single.py", tmp_path), cwd=tmp_path, timeout=280)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert_learned(done.stdout)
+def test_the_same_without_rpc_learns(run_here):
+    assert_learned(run_here(ROOT / "rnn_rpc" / "single.py"))
 
 
+@pytest.mark.quick
 def test_the_difference_that_the_readme_shows_is_the_real_one(tmp_path):
     readme = (ROOT / "rnn_rpc" / "README.md").read_text()
     programs = ("single.py", "tutorial.py")
