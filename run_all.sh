@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install what is needed, and run programs of this repository. This needs Python 3.10 or later, and a package registry.
 #
-#   ./run_all.sh                  run the four scenarios until each has learned; pictures and summaries in results/
+#   ./run_all.sh                  run the four scenarios until each has learned; summaries in results/
 #   ./run_all.sh rl|rnn|ddp|ps    run one of them, or several: ./run_all.sh rl ddp
 #   ./run_all.sh test [full]      run the quick tests, or all tests (full)
 #   ./run_all.sh bench            run the four benchmarks
@@ -27,7 +27,7 @@ run_scenario() { # arguments: a name, then the words of a command
     local name=$1
     shift
     echo && echo "== $name: python $*"
-    if ! "$python" "$@" --summary_json "results/$name.json" --plot "results/$name.png"; then
+    if ! "$python" "$@" --summary_json "results/$name.json"; then
         failed="$failed $name"
         rm -f "results/$name.json"
     fi

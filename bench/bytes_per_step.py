@@ -3,10 +3,10 @@
     python bench/bytes_per_step.py rnn_rpc --epochs 1
 
 --transport tcp is added to the flags of main.py: with the other transports, tensors move through memory between
-processes of one host. Each rank that trains prints a line with its count.
+processes of one host. A step is what main.py marks as such for torch's profiler. Each rank that makes steps prints a
+line with its count: the trainers, or rank 0 where it leads each of their steps (param_server, mode replica).
 """
 
-import contextlib
 import os
 import re
 import socket
@@ -15,6 +15,7 @@ import struct
 import sys
 
 import psutil
+import torch
 
 from common import ROOT, run_script, use_package
 
@@ -39,24 +40,27 @@ def wire_bytes():
     return total
 
 
-def count_steps(meter_class):
-    """Return a list that gets the bytes of each step that a Meter times in this process from now on."""
+def count_steps():
+    """Return a list that gets the bytes of each `with record_function("step")` of this process from now on."""
     counted = []
-    plain_step = meter_class.step
 
-    @contextlib.contextmanager
-    def step(meter):
-        before = wire_bytes()
-        with plain_step(meter):
-            yield
-        counted.append(wire_bytes() - before)
+    class Counting(torch.profiler.record_function):
+        def __enter__(self):
+            if self.name == "step":
+                self.before = wire_bytes()
+            return super().__enter__()
 
-    meter_class.step = step
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            if self.name == "step":
+                counted.append(wire_bytes() - self.before)
+
+    torch.profiler.record_function = Counting
     return counted
 
 
 def run_counted(package, flags):
-    """Run main.py with these flags; return its summary, and the bytes per step as a mean over the ranks that train."""
+    """Run main.py with these flags; return its summary, and the bytes per step, a mean over the ranks with steps."""
     summary, out = run_script("bench/bytes_per_step.py", [package, *flags])
     return summary, per_step(out)
 
@@ -67,7 +71,7 @@ def per_step(out):
 
 
 def run_worker(rank, args, job):
-    counted = count_steps(report.Meter)
+    counted = count_steps()
     main.run_worker(rank, args, job)
     if counted:
         # The line break is part of the text: print would write it apart, perhaps after another rank's line.
@@ -79,7 +83,7 @@ if __name__ in ("__main__", "__mp_main__"):  # the second name is the one in a s
     sys.argv[0] = str(ROOT / sys.argv[1] / "main.py")
 
     import main
-    from glue import launch, report
+    from glue import launch
 
 if __name__ == "__main__":
     launch.launch(run_worker, main.parse_args([*sys.argv[2:], "--transport", "tcp"]), main.worker_name)

@@ -23,10 +23,10 @@ from common import interleave, places, run_main, table, use_package, write_json
 use_package("param_server")
 
 from data import Batches, load_digits
-from evaluation import get_accuracy
 from glue import flags
 from glue.host import keep_freed_memory, usable_cores
 from glue.seeds import seed_for
+from lead import get_accuracy
 from net import Net
 
 MODES = ("remote", "replica", "overlap", "bounded", "sync", "sharded")
@@ -166,11 +166,11 @@ def train_in_one_process(args):
     optimizer = torch.optim.SGD(net.parameters(), lr=args.lr)
     digits = load_digits(args.dataset, args.data_dir, args.seed, train=True)
     batches = Batches(*digits, args.batch_size, args.seed, device)
-    for _, data, target in batches.of(0, [0]):
-        # Not timed: a GPU loads its kernels at their first use.
-        F.nll_loss(net(data), target).backward()
+    data, target = batches.get(0, 0)
+    F.nll_loss(net(data), target).backward()  # not timed: a GPU loads its kernels at their first use
     started, seen = time.perf_counter(), 0
-    for _, data, target in batches.of(0, range(min(batches.per_epoch, args.max_batches or batches.per_epoch))):
+    for batch in range(min(batches.per_epoch, args.max_batches or batches.per_epoch)):
+        data, target = batches.get(0, batch)
         optimizer.zero_grad()
         F.nll_loss(net(data), target).backward()
         optimizer.step()

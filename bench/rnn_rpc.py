@@ -11,6 +11,7 @@ intra-op threads. With --wire_bytes, the bytes are computed from the shapes of t
 """
 
 import argparse
+import time
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,6 @@ use_package("rnn_rpc")
 
 from corpus import generated_corpus, get_next_batch, streams
 from glue import flags, host
-from glue.report import Meter
 from trainer import WARM_UP_STEPS
 
 MODES = ("logits", "loss", "overlap")
@@ -45,20 +45,21 @@ def single_process(vocabulary, steps, threads, seed, device="cpu"):
     opt = torch.optim.SGD(model.parameters(), lr=1.0)
     text = generated_corpus(vocabulary, text_length(steps), seed)
     hidden = None
-    tokens = 0
-    meter = Meter(WARM_UP_STEPS)
-    for data_TB, target_TB in get_next_batch(streams(text.train, B).to(device), T):
-        with meter.step():
-            hidden = hidden and tuple(state.detach() for state in hidden)
-            output_TBH, hidden = rnn(encoder(data_TB), hidden)
-            loss = F.cross_entropy(decoder(output_TBH).flatten(0, 1), target_TB.flatten())
-            opt.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-            opt.step()
-            loss.item()  # the trainer reads it too; on a GPU this waits for the end of the step
-        tokens += target_TB.numel()
-    return {"tokens_per_second": tokens / meter.steps * meter.timed_steps / meter.seconds}
+    seconds = tokens = 0
+    for step, (data_TB, target_TB) in enumerate(get_next_batch(streams(text.train, B).to(device), T)):
+        started = time.perf_counter()
+        hidden = hidden and tuple(state.detach() for state in hidden)
+        output_TBH, hidden = rnn(encoder(data_TB), hidden)
+        loss = F.cross_entropy(decoder(output_TBH).flatten(0, 1), target_TB.flatten())
+        opt.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        opt.step()
+        loss.item()  # the trainer reads it too; on a GPU this waits for the end of the step
+        if step >= WARM_UP_STEPS:
+            seconds += time.perf_counter() - started
+            tokens += target_TB.numel()
+    return {"tokens_per_second": tokens / seconds}
 
 
 def flags_of(mode, vocabulary, args, place=(), world_size=2):

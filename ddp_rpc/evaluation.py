@@ -29,7 +29,7 @@ def evaluate(model, log, heldout, step):
     All trainers call it at the same time, each with its own part of the bags. All get the same result. `step` is the
     number of training steps so far. Raises UserError if training has diverged.
     """
-    dist.barrier()  # all trainers have finished their training steps
+    check_replicas(model)  # and no trainer goes on before all have finished their training steps
     totals = torch.zeros(4, dtype=torch.float64)  # loss, correct, the teacher's correct, bags
     for ids_I, offsets_B, target_B in heldout:
         logits_BC = model(ids_I, offsets_B).cpu()

@@ -7,11 +7,12 @@
     torchrun --nproc-per-node 4 ddp_rpc/main.py                  # torchrun starts the ranks
 
 The first ranks are the trainers (trainer1, trainer2, ...). Then come the master, and the servers (server1, ...). Read
-run_worker and run_master, then training.py (run_trainer), then hogwild.py, which has both sides of a training step.
+run_worker and run_master, then training.py (run_epoch), then hogwild.py, which has both sides of a training step.
 """
 
-import glue.before_torch  # noqa: F401  (must be the first import; its docstring has the reason)
+from glue import checkpoint, flags, launch  # first, because torch reads a variable that the glue sets
 
+# isort: split
 from types import SimpleNamespace
 
 import torch
@@ -21,12 +22,11 @@ import torch.distributed.rpc as rpc
 import hogwild
 import pipelined
 import sync
-from glue import flags, launch
+from glue.report import NOTHING_LEFT, Report
 from glue.seeds import seed_for
-from progress import Progress
 from ranks import ROLES, check_trainer_devices, worker_name
-from shards import create_table
-from training import run_trainer
+from shards import create_table, gather_table, scatter_table
+from training import Training, evaluate_in, run_epoch_in
 
 MODES = {"hogwild": hogwild, "sync": sync, "pipelined": pipelined}
 # Flags that must be equal in all ranks, when ranks are started one by one. The master sends them to the trainers.
@@ -81,8 +81,7 @@ def run_worker(rank, args, job):
     if is_trainer:
         # DDP needs a process group of the trainers. All ranks, trainers included, also join one RPC group.
         dist.init_process_group("gloo", store=job.store("trainers"), rank=rank, world_size=args.num_trainers)
-    # A server has few callers, so it needs fewer RPC threads than the default of 16. Fewer threads also mean that the
-    # operating system switches less between them.
+    # A server has few callers, so it needs fewer RPC threads than the default of 16.
     options = job.rpc_options(num_worker_threads=max(4, args.num_trainers + 2))
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=options)
     if rank == args.num_trainers:
@@ -94,27 +93,81 @@ def run_worker(rank, args, job):
 
 
 def run_master(args, devices):
-    """Make the table on the servers, and start the training loop on the trainers. Source: tutorial, run_worker."""
+    """Make the table on the servers, and lead the trainers through the epochs. Source: tutorial, run_worker."""
     servers = {worker_name(rank, args): devices[rank] for rank in range(args.num_trainers + 1, args.world_size)}
     mode = MODES[args.mode]
     sizes = (args.num_embeddings, args.embedding_dim)
     emb_rrefs = create_table(
         mode.EmbeddingShard, servers, *sizes, sparse=args.sparse, seed=seed_for(args.seed, "table")
     )
-    progress = Progress(args, emb_rrefs, RESUME_KEYS)
-    progress.start()
-    progress_rref = rpc.RRef(progress)
+    report = Report("ddp_rpc", args, total=args.epochs * args.batches)
+    settings = {key: vars(args)[key] for key in RESUME_KEYS}
+    first_epoch, fc_state = 0, None
+    if state := checkpoint.resume(args, "ddp_rpc", settings):
+        first_epoch, fc_state = go_on_from(state, emb_rrefs, args, report)
     # What all ranks agree on. Sending `args` would send this rank's own flags as well, such as its --rank.
     plan = SimpleNamespace(**args.must_match)
-    futures = []
-    for rank in range(args.num_trainers):
-        trainer_args = (mode.Trainer, emb_rrefs, rank, devices[rank], plan, progress_rref)
-        resumed = (progress.epochs_before, progress.fc_state)
-        # timeout=0: this call lasts as long as the training. By default it would fail after 60 seconds.
-        future = rpc.rpc_async(worker_name(rank, args), run_trainer, args=(*trainer_args, *resumed), timeout=0)
-        futures.append(future)
-    # wait_all raises the error of the first trainer that fails, even while the others wait for it in an allreduce.
-    progress.finish(torch.futures.wait_all(futures))
+    trainers = [
+        rpc.remote(
+            worker_name(rank, args),
+            Training,
+            args=(mode.Trainer, emb_rrefs, rank, devices[rank], plan, fc_state),
+            timeout=0,  # no limit, here and below. By default a call fails after 60 seconds
+        )
+        for rank in range(args.num_trainers)
+    ]
+    seconds = rate = 0.0
+    for epoch in range(first_epoch, args.epochs + 1):
+        if epoch > first_epoch:
+            # No trainer begins an epoch before all have ended the last one.
+            results = in_all(trainers, run_epoch_in, epoch)
+            seconds += max(taken for taken, _ in results)
+            rate = (epoch - first_epoch) * args.batches * args.num_trainers / seconds  # batches per second
+            for step, loss in results[0][1]:
+                report.scalar("loss/train", loss, step)
+        figures = in_all(trainers, evaluate_in, epoch)[0]
+        for name, value in figures.items():
+            report.scalar(name.replace("_", "/"), value, epoch)
+        line = f"epoch {epoch:3d}/{args.epochs}  held-out loss {figures['heldout_loss']:.4f}  "
+        line += f"accuracy {figures['heldout_accuracy']:.4f} (ceiling {figures['ceiling_accuracy']:.4f})"
+        report.say(line + (f"  {rate:.0f} batches/s" if rate else ""))
+        report.bar.update(epoch * args.batches - report.bar.n)
+        if args.checkpoint and epoch > first_epoch:
+            # The master needs memory for the whole table while it does this.
+            fc_state = trainers[0].rpc_sync(timeout=0).fc_state()
+            state = {"epoch": epoch, "table": gather_table(emb_rrefs), "fc": fc_state}
+            checkpoint.save(args.checkpoint, "ddp_rpc", settings, state)
+    samples = rate * args.batch_bags
+    report.say(
+        f"{args.mode}: held-out accuracy {figures['heldout_accuracy']:.4f}, "
+        f"the teacher's own {figures['ceiling_accuracy']:.4f}; {rate:.0f} batches/s, {samples:.0f} samples/s; "
+        f"replicas of fc identical on {args.num_trainers} trainer{'s' * (args.num_trainers > 1)}"
+    )
+    report.close(
+        **figures,
+        batches_per_second=rate,
+        samples_per_second=samples,
+        num_trainers=args.num_trainers,
+        num_servers=args.num_servers,
+    )
+
+
+def in_all(trainers, function, epoch):
+    """Call function(training_rref, epoch) in all trainers at the same time; return what they return."""
+    futures = [rpc.rpc_async(rref.owner(), function, args=(rref, epoch), timeout=0) for rref in trainers]
+    # Raises the error of the first trainer that fails, even while the others wait for it in an allreduce.
+    return torch.futures.wait_all(futures)
+
+
+def go_on_from(state, emb_rrefs, args, report):
+    """Go on from the checkpoint of a run with any number of servers; return (its epoch, the state of fc)."""
+    with checkpoint.going_on_from(args.checkpoint):
+        epoch, fc_state = state["epoch"], state["fc"]
+        scatter_table(state["table"], emb_rrefs)
+    report.say(f"Going on after epoch {epoch}.")
+    if epoch >= args.epochs:
+        report.say(NOTHING_LEFT)
+    return epoch, fc_state
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class EmbeddingShard(Shard):  # on a server, on RPC threads
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.lock = threading.Lock()  # protects the update
+        self.lock = threading.Lock()  # protects the update, and self.lookups
         self.lookups = defaultdict(deque)  # trainer -> its sums (B, D) that wait for their gradients, the oldest first
 
     def wait_until_made(self):
@@ -100,7 +100,8 @@ class EmbeddingShard(Shard):  # on a server, on RPC threads
 
         The gradient is None in the first two calls of an epoch, the ids are None in the last two.
         """
-        waiting = self.lookups[trainer]  # needs no lock: a trainer has one call at a time
+        with self.lock:  # several trainers may begin at the same time
+            waiting = self.lookups[trainer]
         device = self.weight.device
         if gradient_BD is not None:
             with self.lock:  # weight.grad is one for all trainers

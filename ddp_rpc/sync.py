@@ -49,8 +49,8 @@ class EmbeddingShard(hogwild.EmbeddingShard):  # on a server, on RPC threads
         return []  # a trainer's DistributedOptimizer leaves the table alone, because average_and_step updates it
 
     def set_learning_rate(self, lr):
-        # Every trainer calls this before an epoch, with the same rate, so it does not matter whose SGD remains. No step
-        # begins before all have called, because training.py has a barrier there.
+        # Every trainer calls this before an epoch, with the same rate, so it does not matter whose SGD remains. No
+        # update is made before all have called, because it needs a gradient of each.
         self.optimizer = optim.SGD(self.parameters(), lr=lr)
 
     # With async_execution the answer is sent when the returned Future is complete. No RPC thread waits for it.

@@ -272,8 +272,7 @@ if __name__ == "__main__":
         # Anyone who can connect to a rank can run code in it. So RPC and Gloo listen on the
         # loopback interface only. The stores, at the two ports, still listen on all interfaces.
         loopback = "lo0" if sys.platform == "darwin" else "lo"
-        os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.update(TP_SOCKET_IFNAME=loopback, GLOO_SOCKET_IFNAME=loopback)
     # RPC sends functions and classes by name. All ranks find the names, because every rank has this
     # file as its main module.
     if args.rank is None:

@@ -5,55 +5,52 @@
     torchrun --nproc-per-node 3 param_server/main.py      # torchrun starts the ranks
 
 --mode remote (the tutorial's): the network runs on the server. Trainers send images and get predictions.
---mode replica: each trainer computes with a copy of the network. It pushes gradients and gets new weights.
---mode bounded, sync, overlap, sharded: replica with one idea more.
+--mode replica: the server sends its weights to the trainers, which compute gradients with copies of the network.
+--mode bounded, sync, overlap: replica with one idea more.
+--mode sharded: several servers share the weights.
 
-Read this file, then remote.py, which has both sides of a step's calls; then replica.py, which is another pattern, and
-the four that build on it. All get their batches from coordinator.py, which you need not open to follow a step.
+Rank 0 leads in every mode. Read run_worker and run_server, then remote.py, which has both sides of a step's calls; then
+replica.py, which is another pattern, and the three that build on it.
 """
 
-import glue.before_torch  # noqa: F401  (must be the first import; its docstring has the reason)
+from glue import checkpoint, flags, launch  # first, because torch reads a variable that the glue sets
 
+# isort: split
+import math
+import time
 from types import SimpleNamespace
 
 import torch
 import torch.distributed.rpc as rpc
+from torch.futures import wait_all
 
 import bounded
-import coordinator
 import overlap
 import remote
 import replica
 import sharded
 import sync
-from data import Batches, load_digits
-from glue import flags, launch
+from data import load_digits
 from glue.host import share_cores
-from progress import Progress
+from glue.report import NOTHING_LEFT, Report, check_finite, staleness_figures
+from lead import get_accuracy
 from ranks import roles, worker_name
 
-MODES = {
-    "remote": remote,
-    "replica": replica,
-    "bounded": bounded,
-    "sync": sync,
-    "overlap": overlap,
-    "sharded": sharded,
-}
+MODES = {"remote": remote, "replica": replica, "bounded": bounded, "sync": sync, "overlap": overlap, "sharded": sharded}
 # Flags that must be equal in all ranks, when ranks are started one by one:
-MUST_MATCH = ("dataset", "epochs", "max_batches", "batch_size", "lr", "lr_step", "momentum", "no_dropout")
+MUST_MATCH = ("dataset", "data_dir", "epochs", "max_batches", "batch_size", "lr", "lr_step", "momentum", "no_dropout")
 MUST_MATCH += ("max_staleness", "num_servers", "num_gpus")
 # Flags that a resumed run must not change:
 RESUME_KEYS = ("seed", "mode", "num_servers", "dataset", "batch_size", "max_batches")
 
 
 def parse_args(argv=None):
-    parser = flags.argument_parser(__doc__, MODES, world_size=3, on_lost=True)
+    parser = flags.argument_parser(__doc__, MODES, world_size=3, on_lost=("replica", "bounded", "sync", "overlap"))
     add = parser.add_argument_group("the scenario").add_argument
     add("--dataset", choices=["mnist", "synthetic"], default="mnist", help="synthetic: digits drawn by the program")
-    add("--data_dir", default="data", metavar="DIR", help="folder of MNIST, which is downloaded if it is missing")
+    add("--data_dir", default="data", metavar="DIR", help="folder of MNIST, to which rank 0 downloads it if needed")
     add("--epochs", type=flags.positive_int, default=1, metavar="N", help="passes over the data by all trainers")
-    most = "batches per epoch and trainer; 0: all"
+    most = "batches per epoch, times the number of trainers; 0: all"
     add("--max_batches", type=flags.non_negative_int, default=0, metavar="N", help=most)
     add("--batch_size", type=flags.positive_int, default=32, metavar="B", help="images in a trainer's batch")
     add("--lr", type=flags.positive_float, default=0.03, metavar="X", help="learning rate")
@@ -65,37 +62,32 @@ def parse_args(argv=None):
     add("--log_interval", type=flags.positive_int, default=100, metavar="N", help=log_interval)
     evaluations = "per epoch, measure the accuracy and write the checkpoint N times; trainers wait meanwhile"
     add("--evaluations", type=flags.positive_int, default=1, metavar="N", help=evaluations)
-    staleness = "bounded: how many pushes a trainer may be ahead of the slowest (default: 4)"
+    staleness = "bounded: how many batches a trainer may be ahead of the slowest (default: 4)"
     add("--max_staleness", type=flags.non_negative_int, metavar="S", help=staleness)
     servers = "sharded: servers that share the weights (default: 2)"
     add("--num_servers", type=flags.positive_int, metavar="M", help=servers)
     num_gpus = "remote: GPUs for the network; 0 means --device cpu, 1 --device cuda; 2: it is split over two"
     add("--num_gpus", type=int, choices=[0, 1, 2], help=num_gpus)
-    args = parser.parse_args(argv, SimpleNamespace(device=None))  # None, if --device is not given
+    args = parser.parse_args(argv)
 
     if args.dataset == "synthetic" and args.data_dir != parser.get_default("data_dir"):
         parser.error(f"--data_dir {args.data_dir} is for --dataset mnist")
     for flag, mode in (("max_staleness", "bounded"), ("num_servers", "sharded"), ("num_gpus", "remote")):
         if vars(args)[flag] is not None and args.mode != mode:
             parser.error(f"--{flag} is for --mode {mode}")
-    if args.mode == "sharded" and args.on_lost == "continue":
-        parser.error("--on_lost continue: in --mode sharded, only some servers may have a lost trainer's last gradient")
     args.max_staleness = 4 if args.max_staleness is None else args.max_staleness
     args.num_servers = args.num_servers or (2 if args.mode == "sharded" else 1)
-    if args.num_gpus is not None:
-        device = "cuda" if args.num_gpus else "cpu"
-        if {device, args.device} == {"cpu", "cuda"}:
-            parser.error(f"--num_gpus {args.num_gpus} and --device {args.device} contradict each other")
-        args.device = device
-    args.device = args.device or parser.get_default("device")
-    device_ranks = [0] if args.mode == "remote" else None  # in `remote` the whole network is on the server
+    if args.num_gpus == 0 and args.device == "cuda":
+        parser.error("--num_gpus 0 and --device cuda contradict each other")
+    if args.num_gpus:
+        args.device = "cuda"
     flags.check_arguments(
         parser,
         args,
         min_world_size=args.num_servers + 1,
         roles=roles(args.num_servers),
         must_match=MUST_MATCH,
-        device_ranks=device_ranks,
+        device_ranks=[0] if args.mode == "remote" else None,  # in `remote` the whole network is on the server
     )
     if args.num_gpus == 2 and torch.cuda.device_count() < 2 and args.rank in (None, 0):
         parser.error(f"--num_gpus 2: torch sees {torch.cuda.device_count()} CUDA GPU here")
@@ -104,33 +96,101 @@ def parse_args(argv=None):
 
 def run_worker(rank, args, job):
     """Run one rank, a server or a trainer. Source: tutorial, run_parameter_server and run_worker."""
-    mode = MODES[args.mode]
-    plan = SimpleNamespace(**args.must_match)  # what all ranks agree on
     # At most as many threads compute at once as there are trainers: in `remote` one RPC thread of the server for each
-    # trainer, in the other modes the trainers' own main threads.
+    # trainer, in the other modes one in each trainer.
     share_cores(min(job.ranks_here, args.world_size - args.num_servers))
-    # The server is made and all data is read before RPC begins. So no call arrives too early, an error is reported by
-    # the rank in which it happens, and no RPC can time out during a download.
-    is_trainer = rank >= args.num_servers
-    if rank == 0 or is_trainer:
-        digits = load_digits(args.dataset, args.data_dir, args.seed, train=is_trainer)
-    if rank == 0:
-        server = coordinator.param_server = mode.ParameterServer(plan, job.device)
-        server.progress = Progress(args, server, RESUME_KEYS)
-    elif not is_trainer:
-        sharded.shard = sharded.Shard(rank, plan, job.device)
+    if rank == 0:  # it reads MNIST first, and downloads it if it is missing: so nobody else on this host needs to
+        digits = load_digits(args.dataset, args.data_dir, args.seed, train=False, download=True)
     job.wait_for_all()
-    rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
-    job.on_lost(server.on_lost if rank == 0 else None)
+    server_class = MODES[args.mode].ParameterServer
+    threads = server_class.TRAINER_THREADS if rank >= args.num_servers else 16
+    options = job.rpc_options(num_worker_threads=threads)
+    rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=options)
     if rank == 0:
-        server.lead(args.evaluations, digits)  # RPC threads serve the trainers meanwhile
-    elif is_trainer:
-        batches = Batches(*digits, args.batch_size, args.seed, job.device)
-        mode.Trainer(rank, plan, job.device).train(batches, args.log_interval)
+        run_server(server_class, digits, args, job)
+    else:  # a trainer, or a further server: its main thread waits below, and RPC threads serve calls
+        job.on_lost()
     job.wait_for_all()
-    if rank == 0:
-        server.progress.finish(job.lost)
     rpc.shutdown(graceful=args.on_lost == "stop")  # a graceful shutdown would wait for lost ranks too
+
+
+def run_server(server_class, test_digits, args, job):
+    """Train and evaluate until the work is done. Runs in rank 0."""
+    plan = SimpleNamespace(**args.must_match)  # what all ranks agree on; args has flags of this rank alone, too
+    server = server_class(plan, job.devices)
+    counts = server.counts
+    # A trainer answers when it has read its images. Until all have, no trainer may be lost.
+    size, *_ = wait_all([trainer.rpc_async(timeout=0).count_images() for trainer in server.trainers.values()])
+    if args.on_lost == "continue":  # which these modes can: they have a list of open calls
+        job.on_lost(server.calls.on_lost)
+    batches = math.ceil(size / args.batch_size)
+    if args.max_batches:
+        batches = min(batches, args.max_batches * len(server.trainers))
+
+    report = Report("param_server", args, unit="image")
+    counts.update_list = [] if args.summary_json else None
+    settings = {key: vars(args)[key] for key in RESUME_KEYS}
+    if state := checkpoint.resume(args, "param_server", settings):
+        go_on_from(state, server, args, report)
+    report.bar.reset(args.epochs * min(size, batches * args.batch_size) - counts.images.total())
+    seconds = 0.0
+    while counts.epoch < args.epochs:
+        lr = args.lr * 0.1 ** (counts.epoch // args.lr_step) if args.lr_step else args.lr
+        server.optimizer.param_groups[0]["lr"] = lr
+        # Up to the next evaluation, whole rounds: so in `sync` no update but the last of an epoch lacks a gradient.
+        living = len(server.trainers) - len(job.lost)
+        rounds = math.ceil(batches / (args.evaluations * living))
+        end = min(counts.batch + rounds * living, batches)
+        started = time.perf_counter()
+        server.train(counts.epoch, range(counts.batch, end), report, args.log_interval)
+        seconds += time.perf_counter() - started
+
+        # All trainers are idle, so what is measured and saved is of one moment.
+        for name, weights in server.model.named_parameters():
+            check_finite(weights.sum(), f"sum of the weights {name}", counts.updates)
+        counts.accuracy = get_accuracy(server.model, *test_digits)
+        report.scalar("test accuracy", counts.accuracy, counts.updates)
+        counts.batch = end % batches  # 0: the next epoch begins
+        if counts.batch:
+            report.say(f"Epoch {counts.epoch + 1}, update {counts.updates}: Accuracy {counts.accuracy:.4f}")
+        else:
+            counts.epoch += 1
+            report.say(summary_of_epoch(counts, seconds))
+        if args.checkpoint:
+            state = {"model": server.model.state_dict(), "optimizer": server.optimizer.state_dict()}
+            state["progress"] = counts.state_dict()
+            checkpoint.save(args.checkpoint, "param_server", settings, state)
+
+    report.close(
+        dataset=args.dataset,
+        test_accuracy=counts.accuracy,
+        updates=counts.updates,
+        lost=sorted(job.lost),
+        images_per_second=round(counts.new_images / seconds, 1) if seconds else None,
+        images_applied=list(counts.images.values()),  # of each epoch
+        **staleness_figures(counts.stale),
+        update_list=counts.update_list,
+    )
+
+
+def go_on_from(state, server, args, report):
+    """Go on from the state of a checkpoint."""
+    with checkpoint.going_on_from(args.checkpoint):
+        server.counts.load_state_dict(state["progress"])
+        server.model.load_state_dict(state["model"])  # in place
+        server.optimizer.load_state_dict(state["optimizer"])
+    server.optimizer.param_groups[0]["momentum"] = args.momentum  # a resumed run may have another one
+    updates, epoch = server.counts.updates, server.counts.epoch
+    report.say(f"Going on after update {updates}, with {epoch} of {args.epochs} epochs done.")
+    if epoch >= args.epochs:
+        report.say(NOTHING_LEFT)
+
+
+def summary_of_epoch(counts, seconds):
+    figures = staleness_figures(counts.stale)
+    staleness = f"staleness mean {figures['staleness_mean']:.2f} max {figures['staleness_max']}"
+    speed = f"{counts.new_images / seconds:,.0f} images/s"
+    return f"Epoch {counts.epoch}: Accuracy {counts.accuracy:.4f}, {speed}, {counts.updates} updates, {staleness}"
 
 
 if __name__ == "__main__":

@@ -1,30 +1,14 @@
-"""Mode `overlap`: `replica`, but a push travels while its trainer computes the next batch.
+"""Mode `overlap`: `replica`, but each trainer has two calls, of which it computes one at a time.
 
-So a trainer seldom waits for an answer. But its gradients are staler, because the weights that it computes with do not
-contain its own last push yet. Read replica.py first. Here is what differs.
+So it need not wait until its gradient has reached the server and new weights have come: they travel while it computes
+the other batch. But its gradients are staler, because the weights of a call do not contain its own gradient before that
+one. Read replica.py first. Here is what differs.
 """
 
 import replica
 
-ParameterServer = replica.ParameterServer
 
-
-class Trainer(replica.Trainer):  # in a trainer
-    def __init__(self, rank, plan, device):
-        super().__init__(rank, plan, device)
-        self.answer = None  # Future of the answer to the last push, until it is loaded
-
-    def push(self, images):
-        """Load the answer to the previous push, and then push this gradient without waiting."""
-        push = self.take_gradient(images)
-        self.load_answer()  # it was under way while this gradient was computed
-        self.answer = self.server_rref.rpc_async(timeout=0).push(push)
-
-    def load_answer(self):
-        if self.answer:
-            self.load(self.answer.wait())
-        self.answer = None
-
-    def next_assignment(self, batches_per_epoch):
-        self.load_answer()  # a batch whose push is not applied yet would be dealt again
-        return super().next_assignment(batches_per_epoch)
+class ParameterServer(replica.ParameterServer):  # in server1, on its main thread
+    def ready(self):
+        """Return the trainers that may get a batch now."""
+        return self.calls.idle(self.trainers, at_most=2)

@@ -1,7 +1,5 @@
 """Which rank has which role, and its name in RPC."""
 
-SERVER = "server1"  # the RPC name of rank 0
-
 
 def roles(num_servers):
     """Say which rank has which role."""
@@ -9,10 +7,6 @@ def roles(num_servers):
     return f"{servers}, every other rank a trainer"
 
 
-def server_name(rank):
-    return f"server{rank + 1}"
-
-
 def worker_name(rank, args):
-    """Return the RPC name of a rank."""
-    return server_name(rank) if rank < args.num_servers else f"trainer{rank}"
+    """Return the RPC name of a rank. Servers and trainers are each numbered from 1."""
+    return f"server{rank + 1}" if rank < args.num_servers else f"trainer{rank - args.num_servers + 1}"

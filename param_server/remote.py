@@ -2,12 +2,13 @@
 
 Read it in the order of a step: Trainer.train and TrainerNet.forward (in a trainer), ParameterServer.forward (in
 server1), and, after the backward pass, which begins in the trainer and continues in the server, ServerSGD.step and
-ParameterServer.apply_gradients.
+ParameterServer.apply_gradients. Rank 0 starts the trainers' loops by one long call to each: ParameterServer.train.
 
 trainer is a trainer's rank, an int. Shapes: B images in a batch.
 """
 
 import copy
+import threading
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -17,47 +18,55 @@ from torch import nn, optim
 from torch.distributed.optim import DistributedOptimizer
 from torch.func import functional_call
 
-from coordinator import Coordinator, get_parameter_server
-from glue.report import Meter, check_finite
+from data import Batches, load_digits
+from glue.report import check_finite
 from glue.seeds import seed_for
+from lead import Counts, print_loss, run_loops
 from net import Net
-from ranks import SERVER
 
 
-class Trainer:  # in a trainer
+class Trainer:  # in a trainer, on the RPC thread that serves the call of `train`
     """Source: tutorial, run_training_loop."""
 
-    def __init__(self, rank, plan, device):
-        self.rank = rank
-        self.net = TrainerNet(rank)  # `device` is the CPU here, because the network is on the server
-        self.opt = DistributedOptimizer(ServerSGD, self.net.get_global_param_rrefs(), trainer=rank)
+    def __init__(self, server_rref, plan):
+        self.rank = rpc.get_worker_info().id
+        digits = load_digits(plan.dataset, plan.data_dir, plan.seed, train=True)
+        self.batches = Batches(*digits, plan.batch_size, plan.seed)
+        self.net = TrainerNet(server_rref)
+        param_rrefs = self.net.get_global_param_rrefs()
+        self.opt = DistributedOptimizer(ServerSGD, param_rrefs, server_rref=server_rref, trainer=self.rank)
+        self.steps = 0
 
-    def train(self, batches, log_interval):
-        """Train until the server has no more batches."""
-        meter = Meter()  # counts the steps, and marks them for tools/trace.py; the Coordinator takes the time
-        server = self.net.param_server_rref
-        # timeout=0: no time limit, because this call waits for the slowest trainer and for the evaluation.
-        while assignment := server.rpc_sync(timeout=0).next_assignment(self.rank, batches.per_epoch):
-            for batch, data, target in batches.of(*assignment):
-                # In each process that takes part, the context keeps this batch's gradients apart from those of all
-                # other batches. So this loop needs no zero_grad, and gradients of different trainers are not added up.
-                with meter.step(), dist_autograd.context() as context_id:
-                    model_output = self.net(data)
-                    loss = F.nll_loss(model_output, target)
-                    dist_autograd.backward(context_id, [loss])  # continues on the server, behind the RPC
-                    self.opt.step(context_id)
-                if (meter.steps - 1) % log_interval == 0:
-                    server.rpc_sync().record_loss(self.rank, batch, loss.item())
+    def count_images(self):
+        return self.batches.size
+
+    def train(self, epoch, batches, log_interval):
+        """Train with these batches; return [(batch, loss)] of those whose loss was printed."""
+        losses = []
+        for batch in batches:
+            data, target = self.batches.get(epoch, batch)
+            # In each process that takes part, the context keeps this batch's gradients apart from those of all other
+            # batches. So this loop needs no zero_grad, and gradients of different trainers are not added up.
+            with torch.profiler.record_function("step"), dist_autograd.context() as context_id:
+                model_output = self.net(data)
+                loss = F.nll_loss(model_output, target)
+                dist_autograd.backward(context_id, [loss])  # continues on the server, behind the RPC
+                self.opt.step(context_id)
+            if self.steps % log_interval == 0:
+                losses.append((batch, loss.item()))
+                print_loss(self.rank, batch, loss.item())
+            self.steps += 1
+        return losses
 
 
 class TrainerNet(nn.Module):  # in a trainer
     """A network whose forward pass is a remote call. Source: tutorial, TrainerNet."""
 
-    def __init__(self, rank):
+    def __init__(self, server_rref):
         super().__init__()
-        self.rank = rank
+        self.rank = rpc.get_worker_info().id
         # An RRef is a reference to an object in another process. The object lives as long as there is an RRef to it.
-        self.param_server_rref = rpc.remote(SERVER, get_parameter_server)
+        self.param_server_rref = server_rref
 
     def get_global_param_rrefs(self):
         """Return an RRef to each parameter to optimize. All of them are on the server: this module has none."""
@@ -68,7 +77,7 @@ class TrainerNet(nn.Module):  # in a trainer
         return self.param_server_rref.rpc_sync().forward(self.rank, x)
 
 
-class ParameterServer(Coordinator):  # in server1, on RPC threads
+class ParameterServer:  # in server1
     """The network, its one optimizer, and the lock that protects the weights. Source: tutorial, ParameterServer.
 
     The tutorial's version fails with two trainers: "one of the variables needed for gradient computation has been
@@ -77,22 +86,33 @@ class ParameterServer(Coordinator):  # in server1, on RPC threads
     never changed. Autograd records the cloning, so the backward pass continues through it to the real parameters.
     """
 
-    def __init__(self, plan, device):
-        super().__init__(plan)
-        num_gpus = 2 if plan.num_gpus == 2 else int(device.type == "cuda")
+    TRAINER_THREADS = 16  # RPC threads of a trainer: torch's default
+
+    def __init__(self, plan, devices):
+        """`plan`: the flags on which all ranks agree. `devices`: of the ranks."""
+        self.counts = Counts()
+        num_gpus = 2 if plan.num_gpus == 2 else int(devices[0] != "cpu")
         torch.manual_seed(seed_for(plan.seed, "net"))
         self.model = Net(num_gpus=num_gpus)
         self.input_device = next(self.model.parameters()).device
         self.optimizer = optim.SGD(self.model.parameters(), lr=plan.lr, momentum=plan.momentum)
+        # It guards the weights, the counts, and the two dicts below. It is not held during a forward or backward pass.
+        self.lock = threading.Lock()
+        self.forwards = {}  # {trainer: (number of updates before its last snapshot, images of that forward pass)}
+        self.todo = {}  # {trainer: the numbers of its batches that are not applied yet, in its order}
         # functional_call replaces a module's parameters by a snapshot for the time of a call. If all RPC threads shared
         # one module, they would replace each other's snapshots: no error, but the model would never learn. So each
         # trainer has a module of its own. A trainer waits for each answer, so no two threads use its module at the same
         # time. On the device "meta" weights use no memory.
         layers = copy.deepcopy(self.model).to("meta").train(not plan.no_dropout)
-        self.layers_of = {trainer: copy.deepcopy(layers) for trainer in range(1, plan.world_size)}
-        self.forwards = {}  # {trainer: (images of its last forward pass, number of updates before its snapshot)}
+        ranks = range(1, plan.world_size)
+        self.layers_of = {trainer: copy.deepcopy(layers) for trainer in ranks}
+        # The trainers get this reference and call the server through it. The server itself is not copied.
+        rref = rpc.RRef(self)
+        # remote() does not wait: all trainers read their images at the same time. timeout=0: no time limit.
+        self.trainers = {rank: rpc.remote(rank, Trainer, args=(rref, plan), timeout=0) for rank in ranks}
 
-    # Trainers call the next three methods, several at once.
+    # Trainers call the next three methods, several at once, on RPC threads.
 
     def get_param_rrefs(self):
         """Return an RRef to each parameter, for DistributedOptimizer."""
@@ -101,24 +121,19 @@ class ParameterServer(Coordinator):  # in server1, on RPC threads
     def forward(self, trainer, inp):
         """Return log-probabilities (B, 10) for images (B, 1, 28, 28), all on the CPU: RPC's CUDA support is beta."""
         with self.lock:  # only the cloning needs it
-            self.refuse_if_lost(trainer)
             snapshot = {name: param.clone() for name, param in self.model.named_parameters()}
-            self.forwards[trainer] = (len(inp), self.updates)
-        # Dropout is torch's. Its random numbers come from one generator, which all RPC threads of this process share,
-        # so a run with several trainers cannot be repeated, unless it has --no_dropout.
+            self.forwards[trainer] = (self.counts.updates, len(inp))
+        # Dropout is torch's. Its random numbers come from one generator, which all RPC threads of this process share.
         output = functional_call(self.layers_of[trainer], snapshot, (inp.to(self.input_device),))
         return output.cpu()
 
     def apply_gradients(self, trainer):
         """Update the weights with the gradients that torch has put into `param.grad`. ServerSGD.step calls it."""
         with self.lock:
-            try:
-                self.refuse_if_lost(trainer)
-                self.verify_gradients(trainer)
-                self.optimizer.step()
-            finally:  # sets each grad to None, so that verify_gradients notices a gradient that is missing next time
-                self.optimizer.zero_grad()
-            self.count_update([(trainer, *self.forwards[trainer])])
+            self.verify_gradients(trainer)
+            self.optimizer.step()
+            self.optimizer.zero_grad()  # sets each grad to None, so that a gradient that is missing is noticed
+            self.counts.add_update((next(self.todo[trainer]), trainer, *self.forwards[trainer]))
 
     def verify_gradients(self, trainer):
         """Raise an error if a gradient is missing, infinite or NaN.
@@ -128,7 +143,15 @@ class ParameterServer(Coordinator):  # in server1, on RPC threads
         for name, param in self.model.named_parameters():
             if param.grad is None:
                 raise RuntimeError(f"rank {trainer}'s backward pass produced no gradient for {name}")
-            check_finite(param.grad.sum(), f"sum of rank {trainer}'s gradient for {name}", self.updates + 1)
+            check_finite(param.grad.sum(), f"sum of rank {trainer}'s gradient for {name}", self.counts.updates + 1)
+
+    # Rank 0 calls this on its main thread.
+
+    def train(self, epoch, batches, report, log_interval):
+        """Deal these batches, which are given by their numbers, to the trainers, and let them train."""
+        shares = [batches[place :: len(self.trainers)] for place in range(len(self.trainers))]
+        self.todo = dict(zip(self.trainers, map(iter, shares), strict=True))
+        run_loops(self.trainers.values(), epoch, shares, report, log_interval, self.counts)
 
 
 class ServerSGD:  # in server1, on RPC threads
@@ -139,9 +162,10 @@ class ServerSGD:  # in server1, on RPC threads
     accepts any class that has such a constructor and a step().
     """
 
-    def __init__(self, params, trainer):
+    def __init__(self, params, server_rref, trainer):
+        self.server = server_rref.local_value()
         self.trainer = trainer
 
     def step(self):
         # torch holds a lock of its own from before it fills `param.grad` until this returns.
-        get_parameter_server().apply_gradients(self.trainer)
+        self.server.apply_gradients(self.trainer)

@@ -1,16 +1,17 @@
-"""Mode `replica`: a trainer computes with a copy of the network, pushes gradients to the server, and gets new weights.
+"""Mode `replica`: the server sends its weights to the trainers, which compute gradients with copies of the network.
 
-This does not extend remote.py but is another pattern, so read it by itself, in the order of a step: Trainer.train and
-Trainer.push (in a trainer), ParameterServer.push (in server1), Trainer.load. No trainer waits for another one. Modes
-`bounded`, `sync`, `overlap` and `sharded` are this one with one idea more each.
-The forward and the backward pass are local, so there is no distributed autograd and no DistributedOptimizer: a gradient
-is an argument of a call. A message is as large as the weights. (In mode `remote` it is as large as a batch.)
-Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
+This does not extend remote.py but is another pattern, so read it by itself, in the order of a step:
+ParameterServer.train (rank 0), Trainer.gradient (every other rank), ParameterServer.update (rank 0). No trainer waits
+for another one. Modes `bounded`, `sync` and `overlap` are this one with one idea more each.
+The forward and the backward pass are local, so there is no distributed autograd and no DistributedOptimizer. A message
+is as large as the weights. (In mode `remote` it is as large as a batch.)
+Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014. (There, the trainers
+call the server.)
 
 trainer is a trainer's rank, an int. Shapes: P weights in the whole network (1,199,882), joined into one tensor.
 """
 
-from dataclasses import dataclass
+import collections
 
 import torch
 import torch.distributed.rpc as rpc
@@ -18,114 +19,97 @@ import torch.nn.functional as F
 from torch import optim
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from coordinator import Coordinator, get_parameter_server
-from glue.report import Meter, check_finite
+from data import Batches, load_digits
+from glue.open_calls import OpenCalls
+from glue.report import check_finite
 from glue.seeds import seed_for
+from lead import Counts
 from net import Net
-from ranks import SERVER
 
 
-@dataclass
-class Push:
-    """What a trainer sends to the server: the gradient of one batch, and how many images the batch had."""
-
-    trainer: int
-    version: int  # number of updates that had been made when this trainer read the weights
-    images: int
-    gradient_P: torch.Tensor
-
-
-class Trainer:  # in a trainer
-    """Trains a copy of the network."""
-
-    def __init__(self, rank, plan, device):
-        self.rank = rank
-        self.seed = plan.seed
-        self.device = device
-        self.net = Net().to(device).train(not plan.no_dropout)
-        self.server_rref = rpc.remote(SERVER, get_parameter_server)
-        self.version = None  # of the weights in `net`
-
-    def train(self, batches, log_interval):
-        """Train until the server has no more batches."""
-        meter = Meter()  # counts the steps, and marks them for tools/trace.py; the Coordinator takes the time
-        while assignment := self.next_assignment(batches.per_epoch):
-            epoch, _ = assignment
-            for batch, data, target in batches.of(*assignment):
-                with meter.step():
-                    # Only this thread computes here, so with a seed for each batch, dropout is the same in every run.
-                    torch.manual_seed(seed_for(self.seed, "dropout", epoch, batch))
-                    loss = F.nll_loss(self.net(data), target)
-                    loss.backward()
-                    self.push(len(target))
-                if (meter.steps - 1) % log_interval == 0:
-                    self.server_rref.rpc_sync().record_loss(self.rank, batch, loss.item())
-
-    def next_assignment(self, batches_per_epoch):
-        """Wait for batches to do, and get the current weights; return (epoch, numbers of the batches) or None."""
-        # timeout=0: no time limit, because this call waits for the slowest trainer and for the evaluation.
-        assignment = self.server_rref.rpc_sync(timeout=0).next_assignment(self.rank, batches_per_epoch)
-        self.pull()  # others may have pushed since the server last answered
-        return assignment
-
-    def pull(self):
-        self.load(self.server_rref.rpc_sync().pull())
-
-    def push(self, images):
-        """Push the gradient of a batch, and get the weights that the server has afterwards."""
-        # timeout=0: no time limit, because in some modes the server answers when slower trainers have caught up.
-        self.load(self.server_rref.rpc_sync(timeout=0).push(self.take_gradient(images)))
-
-    def take_gradient(self, images):
-        """Return the gradient as a Push, and set the network's to None."""
-        gradient_P = parameters_to_vector(param.grad for param in self.net.parameters()).cpu()
-        self.net.zero_grad()
-        return Push(self.rank, self.version, images, gradient_P)
-
-    def load(self, answer):
-        """Load the server's answer (version, weights (P,)) into the network."""
-        self.version, weights_P = answer
-        # The parameters become views of the tensor: no copy.
-        vector_to_parameters(weights_P.to(self.device), self.net.parameters())
-
-
-class ParameterServer(Coordinator):  # in server1, on RPC threads
-    """The weights, and the SGD that updates them with each push."""
+class Trainer:  # in a trainer, whose one RPC thread computes one batch at a time: so it needs no lock
+    """Computes gradients with a copy of the network."""
 
     def __init__(self, plan, device):
-        super().__init__(plan)
+        self.seed = plan.seed
+        self.device = torch.device(device)
+        digits = load_digits(plan.dataset, plan.data_dir, plan.seed, train=True)
+        self.batches = Batches(*digits, plan.batch_size, plan.seed, self.device)
+        self.net = Net().to(self.device).train(not plan.no_dropout)
+
+    def count_images(self):
+        return self.batches.size
+
+    def gradient(self, weights_P, epoch, batch):
+        """Return (gradient (P,), number of images, loss) of one batch, computed with these weights."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # each thread has a current device of its own
+        # The parameters become views of the tensor: no copy.
+        vector_to_parameters(weights_P.to(self.device), self.net.parameters())
+        data, target = self.batches.get(epoch, batch)
+        # With a seed for each batch, dropout is the same in every run, whoever computes it.
+        torch.manual_seed(seed_for(self.seed, "dropout", epoch, batch))
+        loss = F.nll_loss(self.net(data), target)
+        gradients = torch.autograd.grad(loss, list(self.net.parameters()))
+        # Tensors travel on the CPU: RPC's CUDA support is beta.
+        return torch.cat([gradient.reshape(-1) for gradient in gradients]).cpu(), len(target), loss.item()
+
+
+class ParameterServer:  # in server1, on its main thread: so it needs no lock
+    """The weights, the SGD that updates them, and the calls to the trainers."""
+
+    TRAINER_THREADS = 1  # RPC threads of a trainer
+
+    def __init__(self, plan, devices):
+        """`plan`: the flags on which all ranks agree. `devices`: of the ranks."""
+        self.plan = plan
+        self.counts = Counts()
         torch.manual_seed(seed_for(plan.seed, "net"))
-        self.model = Net().to(device)
+        self.model = Net().to(devices[0])
         # All weights in one tensor. The model's parameters become views of it, so the model changes when the optimizer
-        # changes this tensor in place. And the answer to a push is a single tensor.
+        # changes this tensor in place.
         self.weights_P = parameters_to_vector(self.model.parameters()).detach()
         vector_to_parameters(self.weights_P, self.model.parameters())
         self.optimizer = optim.SGD([self.weights_P], lr=plan.lr, momentum=plan.momentum)
+        # timeout=0: no time limit, here and below. remote() does not wait: all trainers read their images meanwhile.
+        self.trainers = {
+            rank: rpc.remote(rank, Trainer, args=(plan, devices[rank]), timeout=0) for rank in range(1, plan.world_size)
+        }
+        self.done = dict.fromkeys(self.trainers, 0)  # how many batches each of them has done
+        self.calls = OpenCalls()  # with --on_lost continue, it gives up the calls to a lost trainer
 
-    # Trainers call the next two methods, several at once.
+    def train(self, epoch, batches, report, log_interval):
+        """Whoever has answered gets the newest weights and the next batch. `batches`: their numbers."""
+        todo = collections.deque(batches)
+        while todo or self.calls.open:
+            with torch.profiler.record_function("step"):  # for torch's profiler and tools/rpctrace
+                while todo and (ready := self.ready()):
+                    trainer, batch = ready[0], todo.popleft()
+                    future = self.trainers[trainer].rpc_async(timeout=0).gradient(self.weights(), epoch, batch)
+                    self.calls.add(trainer, future, asked=(batch, self.counts.updates))
+                trainer, (batch, version), answer = self.calls.next()
+                if answer is None:  # the trainer is lost, so another one does its batch
+                    todo.appendleft(batch)
+                    continue
+                gradient_P, images, loss = answer
+                self.update(gradient_P, (batch, trainer, version, images))
+            report.bar.update(images)
+            if self.done[trainer] % log_interval == 0:
+                report.say(f"Rank {trainer} training batch {batch} loss {loss}")
+                report.scalar("loss", loss, self.counts.updates)
+            self.done[trainer] += 1
 
-    def pull(self):
-        """Return (version, weights (P,))."""
-        with self.lock:
-            # A copy, because an update would change the weights while RPC may still be sending them.
-            return self.updates, self.weights_P.to("cpu", copy=True)
+    def ready(self):
+        """Return the trainers that may get a batch now."""
+        return self.calls.idle(self.trainers)
 
-    def push(self, push):
-        """Update the weights with the gradient of a Push; return (version, weights (P,)) after it."""
-        with self.lock:
-            self.verify(push)
-            self.update([push], push.gradient_P)
-            return self.pull()  # which takes the lock again, as a Condition allows to the thread that has it
+    def weights(self):
+        """Return the weights on the CPU. A copy, because an update would change them while RPC still sends them."""
+        return self.weights_P.to("cpu", copy=True)
 
-    # The next two methods are called under the lock.
-
-    def verify(self, push):
-        """Raise an error if this push is of a lost trainer, or if its gradient is infinite or NaN."""
-        self.refuse_if_lost(push.trainer)
-        check_finite(push.gradient_P.sum(), f"sum of rank {push.trainer}'s gradient", self.updates + 1)
-
-    def update(self, pushes, gradient_P):
-        """Update the weights with the gradient of these pushes."""
+    def update(self, gradient_P, *gradients):
+        """Change the weights by a gradient. `gradients`: what it is made of, see Counts.add_update."""
+        check_finite(gradient_P.sum(), "sum of the gradient", self.counts.updates + 1)
         self.weights_P.grad = gradient_P.to(self.weights_P.device)
         self.optimizer.step()
-        self.count_update([(push.trainer, push.images, push.version) for push in pushes])
+        self.counts.add_update(*gradients)

@@ -1,136 +1,157 @@
-"""Mode `sharded`: `replica`, but the weights are shared out among several servers.
+"""Mode `sharded`: trainers compute with copies of the network, whose weights are shared out among several servers.
 
-In `replica` all trainers send to one server, so its network connection is the first that is full. Here there are
+In `replica` all weights pass through one server, so its network connection is the first that is full. Here there are
 several servers (--num_servers), and each has a range of the weights. A server gets its range of each gradient, and does
 not know of the others. So each may serve two trainers in a different order, and the weights that a trainer gets may
-contain a push in one range and not yet in another. Read replica.py first. Here is what differs.
+contain a gradient in one range and not yet in another.
+Read it in the order of a step: Trainer.train (in a trainer), then Shard.push (in each server). Rank 0 starts the
+trainers' loops by one long call to each: ParameterServer.train.
 Source: Li et al., as for replica.py. (There, several servers keep each range, so that one of them may die.)
 
-Shapes: R weights in the range of one server. tensor_split makes ranges whose lengths differ by at most one weight.
+Shapes: P weights in the whole network, R in the range of one server. tensor_split makes ranges whose lengths differ by
+at most one weight. All tensors travel on the CPU, because RPC's CUDA support is beta.
 """
 
-import dataclasses
 import threading
 
 import torch
 import torch.distributed.rpc as rpc
+import torch.nn.functional as F
 from torch import optim
-from torch.nn.utils import parameters_to_vector
+from torch.futures import wait_all
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-import replica
+from data import Batches, load_digits
 from glue.report import check_finite
 from glue.seeds import seed_for
+from lead import Counts, print_loss, run_loops
 from net import Net
-from ranks import server_name
-
-shard = None  # the Shard of this process, if it is one of the other servers; main.py sets it
 
 
-def get_shard():
-    return shard
+class Trainer:  # in a trainer, on the RPC thread that serves the call of `train`
+    """Trains a copy of the network."""
+
+    def __init__(self, shards, plan, device):
+        self.rank = rpc.get_worker_info().id
+        self.seed, self.device = plan.seed, torch.device(device)
+        digits = load_digits(plan.dataset, plan.data_dir, plan.seed, train=True)
+        self.batches = Batches(*digits, plan.batch_size, plan.seed, self.device)
+        self.net = Net().to(self.device).train(not plan.no_dropout)
+        self.shards = shards  # RRefs
+        self.versions = []  # of the weights in `net`, for each shard
+        self.steps = 0
+
+    def count_images(self):
+        return self.batches.size
+
+    def train(self, epoch, batches, log_interval):
+        """Train with these batches; return [(batch, loss)] of those whose loss was printed."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # each thread has a current device of its own
+        losses = []
+        self.load([shard.rpc_async().pull() for shard in self.shards])
+        for batch in batches:
+            with torch.profiler.record_function("step"):
+                data, target = self.batches.get(epoch, batch)
+                # With a seed for each batch, dropout is the same in every run, whoever computes it.
+                torch.manual_seed(seed_for(self.seed, "dropout", epoch, batch))
+                loss = F.nll_loss(self.net(data), target)
+                gradients = torch.autograd.grad(loss, list(self.net.parameters()))
+                gradient_P = torch.cat([gradient.reshape(-1) for gradient in gradients]).cpu()
+                futures = []
+                for shard, gradient_R, version in self.ranges(gradient_P):
+                    about = (batch, self.rank, version, len(target))
+                    futures.append(shard.rpc_async().push(gradient_R, about))
+                self.load(futures)  # which waits until all servers have answered
+            if self.steps % log_interval == 0:
+                losses.append((batch, loss.item()))
+                print_loss(self.rank, batch, loss.item())
+            self.steps += 1
+        return losses
+
+    def ranges(self, gradient_P):
+        """Return (shard, its range of the gradient, the version of its weights) for all shards."""
+        return zip(self.shards, gradient_P.tensor_split(len(self.shards)), self.versions, strict=True)
+
+    def load(self, futures):
+        """Wait for the answers of all servers, each (version, weights (R,)), and load them into the network."""
+        self.versions, weights = zip(*wait_all(futures), strict=True)
+        vector_to_parameters(torch.cat(weights).to(self.device), self.net.parameters())
 
 
-def connect(num_servers):
-    """Return RRefs to the servers after the first."""
-    return [rpc.remote(server_name(rank), get_shard) for rank in range(1, num_servers)]
-
-
-class Trainer(replica.Trainer):  # in a trainer
-    def __init__(self, rank, plan, device):
-        super().__init__(rank, plan, device)
-        self.shards = connect(plan.num_servers)
-
-    def pull(self):
-        own = self.server_rref.rpc_async().pull()
-        self.load_ranges(own, [shard.rpc_async().pull() for shard in self.shards])
-
-    def push(self, images):
-        """Push to each server its range of the gradient, all at the same time, and get the ranges of the weights."""
-        push = self.take_gradient(images)
-        first, *others = push.gradient_P.tensor_split(1 + len(self.shards))
-        answer = self.server_rref.rpc_async().push(dataclasses.replace(push, gradient_P=first))
-        pairs = zip(self.shards, others, strict=True)
-        self.load_ranges(answer, [shard.rpc_async().push(gradient_R) for shard, gradient_R in pairs])
-
-    def load_ranges(self, answer, answers):
-        """Load the answer of the first server, (version, weights (R,)), and those of the others, weights (R,)."""
-        (version, first), *others = torch.futures.wait_all([answer, *answers])
-        self.load((version, torch.cat([first, *others])))
-
-
-class Shard:  # in server2, server3, ..., on RPC threads
+class Shard:  # in every server, on RPC threads
     """A range of the weights, and the SGD that updates it with each push."""
 
-    def __init__(self, rank, plan, device):
-        torch.manual_seed(seed_for(plan.seed, "net"))
-        weights_P = parameters_to_vector(Net().parameters()).detach()
-        # A copy, because a view would keep all P weights in memory.
-        self.weights_R = weights_P.tensor_split(plan.num_servers)[rank].to(device, copy=True)
-        self.optimizer = optim.SGD([self.weights_R], lr=plan.lr, momentum=plan.momentum)
-        self.lock = threading.RLock()
-        self.updates = 0  # since this process began
+    def __init__(self, device, momentum):
+        self.device, self.momentum = torch.device(device), momentum
+        self.counts = Counts()
+        self.lock = threading.RLock()  # guards all that changes
 
     # Trainers call the next two methods, several at once.
 
     def pull(self):
-        """Return the weights (R,)."""
+        """Return (version, weights (R,))."""
         with self.lock:
-            return self.weights_R.to("cpu", copy=True)
+            return self.counts.updates, self.weights_R.to("cpu", copy=True)
 
-    def push(self, gradient_R):
-        """Update the weights with a gradient; return them."""
+    def push(self, gradient_R, about):
+        """Update the weights with a gradient; return (version, weights (R,)). `about`: see Counts.add_update."""
         with self.lock:
-            self.updates += 1
-            check_finite(gradient_R.sum(), "sum of a range of a gradient", self.updates)
-            self.weights_R.grad = gradient_R.to(self.weights_R.device)
+            check_finite(gradient_R.sum(), "sum of a range of a gradient", self.counts.updates + 1)
+            self.weights_R.grad = gradient_R.to(self.device)
             self.optimizer.step()
+            self.counts.add_update(about)
             return self.pull()
 
-    # The ParameterServer calls the rest, while all trainers wait.
+    # Rank 0 calls the other two, while no trainer computes.
 
-    def set_learning_rate(self, lr):
-        self.optimizer.param_groups[0]["lr"] = lr
+    def begin(self, weights_R, momentum_R, lr, progress):
+        """Get the state with which training begins: the weights, SGD's momentum, the learning rate, the counts."""
+        self.weights_R = weights_R.to(self.device, copy=True)  # a view would keep all P weights in memory
+        self.optimizer = optim.SGD([self.weights_R], lr=lr, momentum=self.momentum)
+        self.optimizer.state[self.weights_R]["momentum_buffer"] = momentum_R.to(self.device, copy=True)
+        self.counts.load_state_dict(progress)
 
-    def state_dict(self):
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, weights_R, optimizer, momentum):
-        self.weights_R.copy_(weights_R)
-        self.optimizer.load_state_dict(optimizer)
-        self.optimizer.param_groups[0]["momentum"] = momentum
+    def end(self):
+        """Return (weights (R,), momentum (R,))."""
+        return self.weights_R.cpu(), self.optimizer.state[self.weights_R]["momentum_buffer"].cpu()
 
 
-class ParameterServer(replica.ParameterServer):  # in server1
-    """The first range of the weights. Its updates count for all servers."""
+class ParameterServer:  # in server1, on its main thread
+    """Leads the servers, of which one is in this process too, and the trainers."""
 
-    def __init__(self, plan, device):
-        super().__init__(plan, device)
-        # These are views, so the model still has all weights: the first range up to date, the others after gather().
-        self.weights_P, *self.other_ranges = self.weights_P.tensor_split(plan.num_servers)
+    TRAINER_THREADS = 16  # RPC threads of a trainer: torch's default
+
+    def __init__(self, plan, devices):
+        """`plan`: the flags on which all ranks agree. `devices`: of the ranks."""
+        torch.manual_seed(seed_for(plan.seed, "net"))
+        self.model = Net().to(devices[0])
+        # All weights in one tensor, of which the model's parameters become views. This, and the momentum of its SGD,
+        # is up to date while no trainer computes.
+        self.weights_P = parameters_to_vector(self.model.parameters()).detach()
+        vector_to_parameters(self.weights_P, self.model.parameters())
         self.optimizer = optim.SGD([self.weights_P], lr=plan.lr, momentum=plan.momentum)
-        self.shards = []
+        self.optimizer.state[self.weights_P]["momentum_buffer"] = torch.zeros_like(self.weights_P)
+        first = Shard(devices[0], plan.momentum)
+        self.counts = first.counts  # each server makes as many updates
+        # remote() does not wait: all trainers read their images at the same time. timeout=0: no time limit.
+        others = range(1, plan.num_servers)
+        shards = [rpc.remote(rank, Shard, args=(devices[rank], plan.momentum), timeout=0) for rank in others]
+        self.shards = [rpc.RRef(first), *shards]
+        ranks = range(plan.num_servers, plan.world_size)
+        self.trainers = {
+            rank: rpc.remote(rank, Trainer, args=(self.shards, plan, devices[rank]), timeout=0) for rank in ranks
+        }
 
-    def lead(self, evaluations, test_digits):
-        self.shards = connect(self.plan.num_servers)
-        super().lead(evaluations, test_digits)
-
-    def set_learning_rate(self, lr):
-        super().set_learning_rate(lr)
-        torch.futures.wait_all([shard.rpc_async().set_learning_rate(lr) for shard in self.shards])
-
-    def evaluate(self, images, labels):
-        self.gather()
-        super().evaluate(images, labels)
-
-    def gather(self):
-        """Copy the other servers' ranges into the model, which is evaluated and saved here."""
-        for weights_R, shard in zip(self.other_ranges, self.shards, strict=True):
-            weights_R.copy_(shard.rpc_sync().pull())
-
-    def state_dict(self):
-        return super().state_dict() | {"shards": [shard.rpc_sync().state_dict() for shard in self.shards]}
-
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        for weights_R, shard, optimizer in zip(self.other_ranges, self.shards, state["shards"], strict=True):
-            shard.rpc_sync().load_state_dict(weights_R.cpu(), optimizer, self.plan.momentum)
+    def train(self, epoch, batches, report, log_interval):
+        """Deal these batches, which are given by their numbers, to the trainers, and let them train."""
+        state = self.optimizer.state[self.weights_P]
+        weights = self.weights_P.cpu().tensor_split(len(self.shards))
+        momenta = state["momentum_buffer"].cpu().tensor_split(len(self.shards))
+        how = self.optimizer.param_groups[0]["lr"], self.counts.state_dict()
+        wait_all([rref.rpc_async().begin(*its, *how) for rref, *its in zip(self.shards, weights, momenta, strict=True)])
+        shares = [batches[place :: len(self.trainers)] for place in range(len(self.trainers))]
+        run_loops(self.trainers.values(), epoch, shares, report, log_interval, self.counts)
+        weights, momenta = zip(*wait_all([shard.rpc_async().end() for shard in self.shards]), strict=True)
+        self.weights_P.copy_(torch.cat(weights))
+        state["momentum_buffer"].copy_(torch.cat(momenta))

@@ -5,49 +5,40 @@ with batches that are T times as large. A run with the same --seed repeats exact
 differs.
 """
 
+import collections
+
 import torch
-import torch.distributed.rpc as rpc
 
 import replica
 
-Trainer = replica.Trainer
 
-
-class ParameterServer(replica.ParameterServer):  # in server1, on RPC threads
-    """Collects a push of each trainer that is at work, then makes the update and answers all of them."""
-
-    def __init__(self, plan, device):
-        super().__init__(plan, device)
-        self.waiting = {}  # {trainer: (its Push, the Future of the answer)} since the last update
-
-    # With async_execution the answer is sent when the returned Future is complete. No RPC thread waits for it.
-    @rpc.functions.async_execution
-    def push(self, push):
-        """Answer with (version, weights (P,)) after the update that includes this push."""
-        answer = torch.futures.Future()
-        with self.lock:
-            self.verify(push)
-            self.waiting[push.trainer] = (push, answer)
-        self.update_if_complete()
-        return answer
-
-    def update_if_complete(self):
-        """If no push is missing, make the update and answer."""
-        with self.lock:
-            at_work = self.assignments.at_work()
-            if not at_work or not at_work <= self.waiting.keys():
-                return
-            # By rank, so that the sums below are the same to the last bit in whatever order the trainers came.
-            pushes, answers = zip(*[self.waiting.pop(trainer) for trainer in sorted(at_work)], strict=True)
-            images = sum(push.images for push in pushes)  # the last batch of an epoch may be smaller
-            self.update(pushes, sum(push.gradient_P * (push.images / images) for push in pushes))
-            version, weights_P = self.pull()
-        for answer in answers:  # outside the lock, because this sends messages
-            answer.set_result((version, weights_P))
-
-    def on_lost(self, trainer):
-        words = super().on_lost(trainer)
-        with self.lock:
-            self.waiting.pop(trainer, None)
-        self.update_if_complete()  # the lost trainer may have been the last one missing
-        return words
+class ParameterServer(replica.ParameterServer):  # in server1, on its main thread
+    def train(self, epoch, batches, report, log_interval):
+        """In each round, all trainers get the same weights and a batch each, and there is one update."""
+        todo = collections.deque(batches)
+        while todo:
+            with torch.profiler.record_function("step"):  # for torch's profiler and tools/rpctrace
+                weights_P, version = self.weights(), self.counts.updates
+                for trainer in self.ready():
+                    if todo:  # the last round may be short
+                        batch = todo.popleft()
+                        future = self.trainers[trainer].rpc_async(timeout=0).gradient(weights_P, epoch, batch)
+                        self.calls.add(trainer, future, asked=batch)
+                came = []
+                while self.calls.open:
+                    trainer, batch, answer = self.calls.next()
+                    if answer is None:  # the trainer is lost, so its batch is in a later update
+                        todo.appendleft(batch)
+                    else:
+                        came.append((batch, trainer, *answer))
+                came.sort(key=lambda each: each[0])  # so that the sum is the same in whatever order they came
+                total = sum(images for _, _, _, images, _ in came)  # the last batch may be smaller
+                if came:
+                    mean_P = sum(gradient_P * (images / total) for _, _, gradient_P, images, _ in came)
+                    self.update(mean_P, *[(batch, trainer, version, images) for batch, trainer, _, images, _ in came])
+            report.bar.update(total)
+            for batch, trainer, _, _, loss in came:
+                if self.done[trainer] % log_interval == 0:
+                    report.say(f"Rank {trainer} training batch {batch} loss {loss}")
+                    report.scalar("loss", loss, self.counts.updates)
+                self.done[trainer] += 1

@@ -17,10 +17,9 @@ from reinforce import log_probabilities, normalised_returns
 Observer = rollout.Observer
 
 
-class Agent(rollout.Agent):  # in the agent
+class Agent(rollout.Agent):  # in the agent, on its main thread
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.began = {}  # {ob_id: (the policy with which its episode is played, how many updates it had)}
         self.staleness = collections.Counter()  # {staleness: how many updates had it}
 
     def run_episode(self):
@@ -29,19 +28,22 @@ class Agent(rollout.Agent):  # in the agent
         policy = copy.deepcopy(self.learner.policy)
         weights = rollout.weights_to_send(policy)
         for ob_id in self.calls.idle(self.ob_rrefs):
-            self.began[ob_id] = (policy, self.learner.episodes)
             future = self.ob_rrefs[ob_id].rpc_async(timeout=0).run_episode(weights, self.learner.episodes + 1)
-            self.calls.add(ob_id, future)
-        ob_id, trajectory = next(self.calls.as_completed())
-        self.trajectories = {ob_id: trajectory}
+            self.calls.add(ob_id, future, asked=(policy, self.learner.episodes))
+        _, (self.old_policy, self.old_updates), self.trajectory = self.calls.next()
+        if not self.trajectory:  # the observer is lost
+            self.run_episode()
 
     def finish_episode(self):
         """Learn from the episode that has ended; return its total reward."""
-        ((ob_id, trajectory),) = self.trajectories.items()
-        old_policy, updates = self.began[ob_id]
-        self.staleness[self.learner.episodes - updates] += 1
-        loss = clipped_loss(self.learner.policy, old_policy, trajectory, self.learner.gamma)
-        return self.learner.learn([trajectory], loss)
+        self.staleness[self.learner.episodes - self.old_updates] += 1
+        loss = clipped_loss(self.learner.policy, self.old_policy, self.trajectory, self.learner.gamma)
+        return self.learner.learn([self.trajectory], loss)
+
+    def wait_for_the_others(self):
+        """Return when no observer plays any more. Episodes that end after the last update are not used."""
+        while self.calls.open:
+            self.calls.next()
 
 
 def clipped_loss(policy, old_policy, trajectory, gamma):

@@ -33,7 +33,7 @@ class Agent(packed.Agent):  # in the agent
     def run_episode(self):
         """Let all observers play one episode. All get an action at the same time, then all take an environment step."""
         with self.lock:
-            self.playing = set(self.calls.idle(self.ob_rrefs))
+            self.playing = set(self.ob_rrefs)
         super().run_episode()
 
     # With async_execution this method returns a Future, and its RPC thread is free again. If it waited for the other
@@ -46,7 +46,6 @@ class Agent(packed.Agent):  # in the agent
             self.report_reward(ob_id, reward)
         future = torch.futures.Future()
         with self.lock:  # several observers may ask at the same time
-            self.trajectory_of(ob_id)  # refuses an observer that on_lost() has taken out
             self.waiting[ob_id] = (state, future)
         self.answer_if_all_have_asked()
         return future
@@ -55,7 +54,6 @@ class Agent(packed.Agent):  # in the agent
         """Wait for no state of this observer any more. The others may have been waiting only for it."""
         with self.lock:
             self.playing.discard(ob_id)
-            self.waiting.pop(ob_id, None)  # of an observer that is lost
         self.answer_if_all_have_asked()
 
     def answer_if_all_have_asked(self):
@@ -75,8 +73,3 @@ class Agent(packed.Agent):  # in the agent
             self.trajectories[ob_id].actions.append(action)
             # This must come last, because the observer's next call may arrive before set_result returns.
             future.set_result(action)
-
-    def on_lost(self, ob_id):
-        words = super().on_lost(ob_id)
-        self.leave(ob_id)
-        return words

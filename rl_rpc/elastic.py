@@ -258,7 +258,7 @@ if __name__ == "__main__":  # RPC sends functions by name: every rank finds them
     if args.master_addr in ("localhost", "127.0.0.1"):
         # Anyone who can connect to a rank can run code in it. So RPC listens on the loopback
         # interface only. The store, at --master_port, still listens on all interfaces.
-        os.environ.setdefault("TP_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        os.environ["TP_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
     # all ranks are slow if there are few cores. "basic" sends a tensor along with its message. By
     # default torch also opens channels for GPUs. They are not used here, but they can end the

@@ -10,7 +10,11 @@ then step.py, which has both sides of the tutorial's mode in the order of an epi
 packed.py and then batched.py, rollout.py and then asynchronous.py.
 """
 
-import glue.before_torch  # noqa: F401  (must be the first import; its docstring has the reason)
+from glue import checkpoint, flags, launch  # first, because torch reads a variable that the glue sets
+
+# isort: split
+import statistics
+import time
 
 import torch
 import torch.distributed.rpc as rpc
@@ -21,12 +25,10 @@ import packed
 import rollout
 import step
 from environment import make_env, reward_threshold, sizes
-from glue import flags, launch
-from glue.report import Meter
+from glue.report import NOTHING_LEFT, Report, staleness_figures
 from glue.seeds import seed_for
 from play import play_greedily
 from policy import Policy
-from progress import Progress
 from ranks import ROLES, worker_name
 from reinforce import Learner
 
@@ -36,7 +38,7 @@ RESUME_KEYS = ("seed", "env_id")  # flags that a resumed run must not change
 
 
 def parse_args(argv=None):
-    parser = flags.argument_parser(__doc__, MODES, world_size=2, on_lost=True)
+    parser = flags.argument_parser(__doc__, MODES, world_size=2, on_lost=("rollout", "async"))
     add = parser.add_argument_group("the scenario").add_argument
     add("--env_id", default="CartPole-v1", metavar="ID", help="gymnasium ID; flat Box states, Discrete actions")
     add("--gamma", type=flags.fraction, default=0.99, metavar="G", help="discount factor of future rewards")
@@ -49,10 +51,6 @@ def parse_args(argv=None):
     add("--save", metavar="FILE.pt", help="write the trained policy, for play.py")
     args = parser.parse_args(argv)
 
-    try:
-        make_env(args.env_id).close()
-    except ValueError as error:
-        parser.error(str(error))
     # Only the agent uses --device. The observers' copies of the policy compute one state at a time, on the CPU.
     flags.check_arguments(parser, args, min_world_size=2, roles=ROLES, must_match=MUST_MATCH, device_ranks=[0])
     return args
@@ -76,20 +74,80 @@ def run_agent(args, job):
     policy = Policy(*sizes(env)).to(job.device)
     learner = Learner(policy, args.lr, args.gamma, reward_threshold(env, args.reward_threshold))
     mode = MODES[args.mode]
-    agent = mode.Agent(mode.Observer, args.world_size, learner, args.env_id, args.seed, job.report_lost)
-    job.on_lost(agent.on_lost)  # with --on_lost continue, the job can lose observers from here on
-    progress = Progress(args, agent, RESUME_KEYS)
-    progress.start()
-    meter = Meter()
+    agent = mode.Agent(mode.Observer, args.world_size, learner, args.env_id, args.seed)
+    if args.on_lost == "continue":  # which these modes can: they have a list of open calls
+        job.on_lost(agent.calls.on_lost)
+
+    report = Report("rl_rpc", args)
+    settings = {key: vars(args)[key] for key in RESUME_KEYS}
+    if state := checkpoint.resume(args, "rl_rpc", settings):
+        go_on_from(state, learner, args, report)
+    goal = f"reward threshold of {learner.reward_threshold} is reached, or for {args.max_episodes} episodes"
+    report.say(f"This will run until {goal}. Ctrl+C to exit.")
+
+    def save(*paths):
+        for path in filter(None, paths):
+            checkpoint.save(path, "rl_rpc", settings, learner.state_dict())  # play.py can read it too
+
+    seconds, steps_before = 0.0, learner.env_steps
     while not learner.solved and learner.episodes < args.max_episodes:
-        with meter.step():  # one update, from an episode of every observer (in `async` of one observer)
+        started = time.perf_counter()
+        with torch.profiler.record_function("step"):  # one update, from an episode of every observer (`async`: of one)
             agent.run_episode()
             last_reward = agent.finish_episode()
-        progress.after_step(last_reward)
-    agent.calls.wait_for_all()  # in `async` other observers still play; these episodes are not used
-    progress.after_training()
+        seconds += time.perf_counter() - started
+        average = f"{learner.running_reward:.2f}"
+        report.scalar("reward/last", last_reward, learner.episodes)
+        report.scalar("reward/running", learner.running_reward, learner.episodes)
+        report.bar.set_postfix_str(f"episode {learner.episodes}, average reward {average}", refresh=False)
+        report.bar.update(learner.env_steps - steps_before - report.bar.n)
+        if learner.episodes % args.log_interval == 0:
+            report.say(f"Episode {learner.episodes}\tLast reward: {last_reward:.2f}\tAverage reward: {average}")
+            save(args.checkpoint)
+
+    if args.mode == "async":
+        agent.wait_for_the_others()
+    save(args.checkpoint, args.save)
+    if learner.solved:
+        report.say(f"Solved! Running reward is now {learner.running_reward}!")
+    else:
+        report.say(f"Not solved: running reward is {learner.running_reward:.2f} after {learner.episodes} episodes.")
+    staleness = {}
+    if args.mode == "async":  # it learns from episodes that were played with older weights
+        staleness = staleness_figures(agent.staleness)
+        mean, most = staleness["staleness_mean"], staleness["staleness_max"]
+        report.say(f"Staleness: mean {mean:.2f}, max {most} updates.")
+    mean_reward = evaluate(policy, args, report)
+    report.close(
+        episodes=learner.episodes,
+        env_steps=learner.env_steps,
+        env_steps_per_second=round((learner.env_steps - steps_before) / max(seconds, 1e-9), 1),
+        solved=learner.solved,
+        running_reward=learner.running_reward,
+        eval_mean_reward=mean_reward,
+        lost=sorted(job.lost),
+        **staleness,
+    )
+
+
+def go_on_from(state, learner, args, report):
+    """Go on from the state of a checkpoint."""
+    with checkpoint.going_on_from(args.checkpoint):
+        learner.load_state_dict(state)
+    average = f"{learner.running_reward:.2f}"
+    report.say(f"Going on after episode {learner.episodes}, with an average reward of {average}.")
+    if learner.solved or learner.episodes >= args.max_episodes:
+        report.say(NOTHING_LEFT)
+
+
+def evaluate(policy, args, report):
+    """Let the policy play --eval_episodes episodes, always with the most probable action; return their mean reward."""
+    if not args.eval_episodes:
+        return None
     rewards = play_greedily(policy, args.env_id, args.eval_episodes, args.seed)
-    progress.finish(meter, rewards, job.lost)
+    mean_reward = statistics.mean(rewards)
+    report.say(f"Greedy policy over {len(rewards)} episodes: mean reward {mean_reward:.2f}, lowest {min(rewards):.2f}")
+    return mean_reward
 
 
 if __name__ == "__main__":

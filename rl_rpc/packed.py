@@ -27,5 +27,5 @@ class Agent(step.Agent):  # in the agent
 
     def run_episode(self):
         """Let all observers play one episode."""
-        for ob_id, last_reward in super().run_episode().items():
+        for ob_id, last_reward in zip(self.ob_rrefs, super().run_episode(), strict=True):
             self.trajectories[ob_id].rewards.append(last_reward)

@@ -13,9 +13,7 @@ import torch
 import torch.distributed.rpc as rpc
 
 from environment import make_env
-from glue import UserError
 from glue.seeds import seed_for
-from open_calls import OpenCalls
 from policy import draw
 from reinforce import Trajectory, reinforce_loss
 
@@ -62,7 +60,7 @@ class Agent:  # in the agent
     Source: tutorial, Agent.
     """
 
-    def __init__(self, observer_class, world_size, learner, env_id, seed, report_lost):
+    def __init__(self, observer_class, world_size, learner, env_id, seed):
         self.learner = learner
         self.seed = seed
         # The observers get this reference and call the agent through it. The agent itself is not copied.
@@ -73,29 +71,26 @@ class Agent:  # in the agent
         }
         self.trajectories = {}  # {ob_id: Trajectory} of this episode
         self.generators = {}  # {ob_id: random.Random} from which its actions are drawn
-        self.calls = OpenCalls(report_lost)
 
     def run_episode(self):
-        """Let all observers play one episode. Return {ob_id: what its run_episode has returned}. On the main thread."""
+        """Let all observers play one episode; return what each run_episode has returned, in their order."""
         episode = self.learner.episodes + 1
-        for ob_id in self.calls.idle(self.ob_rrefs):
+        futures = []
+        for ob_id, ob_rref in self.ob_rrefs.items():
             self.trajectories[ob_id] = Trajectory()
             self.generators[ob_id] = random.Random(seed_for(self.seed, "actions", ob_id, episode))
             # Runs in the observer's process. timeout=0 means no limit, because an episode may take any time.
             # (--rpc_timeout still limits each call of select_action.)
-            future = self.ob_rrefs[ob_id].rpc_async(timeout=0).run_episode(self.agent_rref, episode)
-            self.calls.add(ob_id, future)
-        answers = dict(self.calls.as_completed())  # waits for all that are not lost
-        self.trajectories = {ob_id: self.trajectories[ob_id] for ob_id in sorted(answers)}
-        return answers
+            futures.append(ob_rref.rpc_async(timeout=0).run_episode(self.agent_rref, episode))
+        return torch.futures.wait_all(futures)
 
     # Observers call the next two methods, which run on RPC threads, several at once. They need no lock: each writes
     # only to the trajectory of its caller, which sends one call at a time. All read the policy, but it does not change
-    # before finish_episode, when all observers have finished or are lost.
+    # before finish_episode, when all observers have finished.
 
     def select_action(self, ob_id, state):
         """Store the state (D,) and return an action for it, an int."""
-        trajectory = self.trajectory_of(ob_id)
+        trajectory = self.trajectories[ob_id]
         with torch.no_grad():
             probs_A = self.learner.policy(state)
         action = draw(probs_A.tolist(), self.generators[ob_id])
@@ -105,23 +100,10 @@ class Agent:  # in the agent
 
     def report_reward(self, ob_id, reward):
         """Store the reward (float) of the last action."""
-        self.trajectory_of(ob_id).rewards.append(reward)
-
-    def trajectory_of(self, ob_id):
-        """Return the Trajectory of an observer that calls; refuse one that was lost because it was stopped for a while.
-
-        Such a process goes on with its episode, and does not know that the others have gone on without it.
-        """
-        if ob_id in self.calls.lost:
-            raise UserError(f"observer{ob_id} was lost; the others play on without it")
-        return self.trajectories[ob_id]
+        self.trajectories[ob_id].rewards.append(reward)
 
     def finish_episode(self):
         """Learn from the episodes of all observers; return the lowest of their total rewards. Sends no RPC."""
         trajectories = list(self.trajectories.values())
         loss = reinforce_loss(self.learner.policy, trajectories, self.learner.gamma)
         return self.learner.learn(trajectories, loss)
-
-    def on_lost(self, ob_id):
-        """Go on without an observer (--on_lost continue); return words about its episode. On a thread of the job."""
-        return self.calls.on_lost(ob_id)

@@ -228,10 +228,10 @@ if __name__ == "__main__":
     os.environ["MASTER_PORT"] = str(args.master_port)
     if args.master_addr in ("localhost", "127.0.0.1"):
         # Anyone who can connect to a rank can run code in it. So RPC listens on the loopback
-        # interface only. The store, at --master_port, still listens on all interfaces.
+        # interface only, and so does Gloo, which init_rpc uses for a moment. The store, at
+        # --master_port, still listens on all interfaces.
         loopback = "lo0" if sys.platform == "darwin" else "lo"
-        os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # init_rpc uses Gloo for a moment
+        os.environ.update(TP_SOCKET_IFNAME=loopback, GLOO_SOCKET_IFNAME=loopback)
     # RPC sends functions and classes by name. All ranks find the names, because every rank has this
     # file as its main module.
     if args.rank is None:

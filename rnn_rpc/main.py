@@ -10,18 +10,20 @@ Rank 0 is `server1`, and rank 1 is `trainer`. With three ranks, rank 0 has the e
 has the decoder. Read this file, then trainer.py (train_step), then logits.py, which has both sides of a step's calls.
 """
 
-import glue.before_torch  # noqa: F401  (must be the first import; its docstring has the reason)
+from glue import checkpoint, flags, launch  # first, because torch reads a variable that the glue sets
 
+# isort: split
 import math
+import time
 
+import torch
 import torch.distributed.rpc as rpc
 
 import logits
 import loss
 import overlap
 from corpus import corpus_from_file, generated_corpus, get_next_batch, training_streams
-from glue import flags, launch, report
-from progress import Progress
+from glue.report import NOTHING_LEFT, Report
 from ranks import ROLES, TRAINER, worker_name
 from trainer import OPTIMIZERS, WARM_UP_STEPS, Trainer
 
@@ -96,25 +98,52 @@ def run_trainer(args, devices):
     model = mode.RNNModel(mode.Decoder, servers, *sizes, args.dropout, seed=args.seed, devices=devices)
     trainer = Trainer(model, args.optimizer, args.lr, args.clip, args.seed)
     batches = list(get_next_batch(train_SB, args.bptt))  # views of the text, which take no memory
-    progress = Progress(args, corpus, trainer, len(batches), RESUME_KEYS)
-    progress.start()
-    meter = report.Meter(WARM_UP_STEPS)
+
+    report = Report("rnn_rpc", args, total=args.epochs * len(batches))
+    describe(corpus, report)
+    settings = {key: vars(args)[key] for key in RESUME_KEYS} | {"text": corpus.fingerprint()}
+    if state := checkpoint.resume(args, "rnn_rpc", settings):
+        go_on_from(state, trainer, args, report)
+    timed_seconds = timed_tokens = steps = 0
 
     while trainer.epoch < args.epochs:
         model.train()
         hidden = model.init_hidden(args.batch_size)
+        losses = []  # (summed loss in nats, tokens) of each training step of this epoch
         for data_TB, target_TB in batches:
-            with meter.step():
+            started = time.perf_counter()
+            with torch.profiler.record_function("step"):
                 summed_loss, hidden = trainer.train_step(data_TB, target_TB, hidden)
-            progress.after_step(summed_loss, target_TB.numel())
+            losses.append((summed_loss, target_TB.numel()))
+            steps += 1
+            if steps > WARM_UP_STEPS:
+                timed_seconds += time.perf_counter() - started
+                timed_tokens += target_TB.numel()
+            report.bar.update()
+            if trainer.step % args.log_interval == 0:
+                report.scalar("loss/train", mean_loss(losses[-args.log_interval :]), trainer.step)
         trainer.epoch += 1
-        heldout_loss = trainer.evaluate(get_next_batch(heldout_SB, args.bptt), heldout_SB.shape[1])
-        trainer.heldout = math.exp(heldout_loss)
-        progress.after_epoch()
+        train_perplexity = math.exp(mean_loss(losses))
+        trainer.heldout = math.exp(trainer.evaluate(get_next_batch(heldout_SB, args.bptt), heldout_SB.shape[1]))
+        perplexities = f"train perplexity {train_perplexity:.3f} | held-out perplexity {trainer.heldout:.3f}"
+        floor = f" (floor {corpus.floor:.3f})" if corpus.floor else ""
+        report.say(f"epoch {trainer.epoch:3d} | {perplexities}{floor}")
+        report.scalar("perplexity/train", train_perplexity, trainer.epoch)
+        report.scalar("perplexity/heldout", trainer.heldout, trainer.epoch)
+        if args.checkpoint:
+            checkpoint.save(args.checkpoint, "rnn_rpc", settings, trainer.state_dict())
 
-    progress.finish(meter)
+    report.close(
+        heldout_perplexity=trainer.heldout,
+        epochs=trainer.epoch,
+        steps=trainer.step,
+        tokens_per_second=round(timed_tokens / timed_seconds, 1) if timed_seconds else None,
+        vocabulary=len(corpus.vocabulary),
+        floor_perplexity=corpus.floor,
+        bigram_floor_perplexity=corpus.bigram_floor,
+    )
     if args.generate:  # after the files are written, because perhaps nobody reads stdout any more
-        progress.report.say(corpus.spell(trainer.generate(args.generate)))
+        report.say(corpus.spell(trainer.generate(args.generate)))
 
 
 def read_text(args):
@@ -122,6 +151,32 @@ def read_text(args):
     if args.corpus:
         return corpus_from_file(args.corpus, args.tokens)
     return generated_corpus(args.vocabulary, args.corpus_tokens, args.seed)
+
+
+def describe(corpus, report):
+    """Print what the text is, and how good a model of it can be."""
+    sizes = f"{len(corpus.train):,} tokens of {corpus.name} to train on, {len(corpus.heldout):,} held out"
+    report.say(f"{sizes}, V = {len(corpus.vocabulary):,}.")
+    if corpus.floor:
+        report.say(
+            f"No model can get below a perplexity of {corpus.floor:.3f}. "
+            f"A model that uses only the last word cannot get below {corpus.bigram_floor:.3f}."
+        )
+
+
+def go_on_from(state, trainer, args, report):
+    """Go on from the state of a checkpoint."""
+    with checkpoint.going_on_from(args.checkpoint):
+        trainer.load_state_dict(state)
+    report.say(f"Going on after epoch {trainer.epoch}, with a held-out perplexity of {trainer.heldout:.3f}.")
+    if trainer.epoch >= args.epochs:
+        report.say(NOTHING_LEFT)
+    report.bar.update(trainer.step)
+
+
+def mean_loss(losses):
+    """Return the mean loss in nats per token. `losses`: a pair (summed loss, tokens) for each training step."""
+    return sum(loss for loss, _ in losses) / sum(tokens for _, tokens in losses)
 
 
 if __name__ == "__main__":

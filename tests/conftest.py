@@ -45,26 +45,34 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture(scope="session")
-def digits(tmp_path_factory):
+def digits(digits_of_size):
     """Return a folder for --data_dir: MNIST's four files, with drawn digits.
 
     Reading them takes no time, while --dataset synthetic would take each rank a second to draw digits.
     """
-    return write_digits(tmp_path_factory.mktemp("digits"), 9_600)
+    return digits_of_size(9_600)
 
 
 @pytest.fixture(scope="session")
-def few_digits(tmp_path_factory):
+def few_digits(digits_of_size):
     """Return a folder like that of `digits`, with a third of the images."""
-    return write_digits(tmp_path_factory.mktemp("digits"), 3_200)
+    return digits_of_size(3_200)
+
+
+@pytest.fixture(scope="session")
+def digits_of_size(tmp_path_factory):
+    """Return a function that makes such a folder with so many training images."""
+    return lambda size: write_digits(tmp_path_factory.mktemp("digits"), size)
 
 
 def write_digits(folder, size):
     with package_on_path("param_server"):
         from data import FILES, draw_digits
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
     for seed, (train, names) in enumerate(FILES.items()):
         for name, array in zip(names, draw_digits(size if train else 1_000, seed), strict=True):
             sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
             content = array.byte().numpy().tobytes()
-            (folder / name).write_bytes(bytes([0, 0, 8, array.dim()]) + sizes + content)
+            (raw / name).write_bytes(bytes([0, 0, 8, array.dim()]) + sizes + content)
     return folder

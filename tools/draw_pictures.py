@@ -1,5 +1,6 @@
-"""Draw the pictures of the READMEs: timelines of the modes, the rewards of several seeds, and the moving picture.
+"""Draw the pictures of the READMEs: timelines of the modes, learning curves, several seeds, and the moving picture.
 
+    python tools/draw_pictures.py curve run.json p.png   # the curves of a run of any package, from its --summary_json
     python tools/draw_pictures.py timelines rl_rpc       # pictures/timelines*.png of this package
     python tools/draw_pictures.py seeds                  # rl_rpc/pictures/seeds.png, with seeds 1 to 5
     python tools/draw_pictures.py moving                 # rl_rpc/pictures/moving.gif, at the top of the README
@@ -19,15 +20,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import trace  # tools/trace.py: this folder stands before the standard library in sys.path
 
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 from PIL import Image, ImageDraw, ImageFont
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+RPCTRACE = ROOT / "tools" / "rpctrace"
+sys.path.append(str(RPCTRACE))
+import draw  # noqa: E402
+import read  # noqa: E402
+
 EPISODE = re.compile(r"^Episode (\d+)\t.*Average reward: ([\d.]+)$", re.MULTILINE)
 # Package -> (flags of all runs, pictures). A picture is (file name, {title: flags of the mode}, the number of the step
 # that is shown, how many milliseconds are shown from its start on).
@@ -64,6 +68,7 @@ TIMELINES = {
         ],
     ),
 }
+SOLVED = 475  # CartPole's reward threshold
 # Sizes of the moving picture in pixels.
 WIDTH = 830  # the width at which a README is shown
 STRIP = 150  # the height of the part above the timelines
@@ -100,7 +105,7 @@ def draw_panels(path, traces, step, milliseconds):
         axes.set_title(title, loc="left", fontsize=9)
     fit_heights(figure, panels, 0.22, 0.4 * len(panels) + 0.7)
     panels[-1].set_xlabel("milliseconds", fontsize=8)
-    figure.legend(handles=trace.legend(), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
+    figure.legend(handles=draw.legend(), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
     figure.savefig(path, dpi=220)
     with Image.open(path) as picture:
         picture.quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
@@ -108,7 +113,7 @@ def draw_panels(path, traces, step, milliseconds):
 
 def draw_panel(axes, events, step, milliseconds):
     start = start_of_step(events, step)
-    trace.draw_period(axes, events, start, start + 1e3 * milliseconds)
+    draw.draw_period(axes, events, start, start + 1e3 * milliseconds)
 
 
 def fit_heights(figure, panels, lane, rest):
@@ -123,11 +128,11 @@ def start_of_step(events, step):
 
 
 def traced(package, *flags):
-    """Run a package under trace.py; return the events that it has recorded."""
+    """Run a package under rpctrace; return the events that it has recorded."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "trace.json")
         command = [sys.executable, str(ROOT / package / "main.py"), *flags]
-        subprocess.run([sys.executable, trace.__file__, str(path), "--", *command], check=True, capture_output=True)
+        subprocess.run([sys.executable, str(RPCTRACE), str(path), "--", *command], check=True, capture_output=True)
         return json.loads(path.read_text())["traceEvents"]
 
 
@@ -256,7 +261,7 @@ def draw_strip(shown):
         write(strip, (left + POLE[0] // 2, POLE[1] + 22), words, "ma")
     for number, state in enumerate(("working", "waiting")):
         top = 50 + 24 * number
-        ImageDraw.Draw(strip).rectangle((WIDTH - 120, top, WIDTH - 100, top + 14), fill=trace.COLORS[state])
+        ImageDraw.Draw(strip).rectangle((WIDTH - 120, top, WIDTH - 100, top + 14), fill=draw.COLORS[state])
         write(strip, (WIDTH - 90, top - 1), state, "la")
     return strip
 
@@ -284,8 +289,6 @@ def draw_sheet(traces, step):
         for name in axes.texts:
             if name.get_text():  # arrows are texts without letters
                 name.set_text(name.get_text().replace("step ", "episode "))
-                name.set_bbox(None)  # at this size, the background would hide the bar
-                name.set_path_effects([withStroke(linewidth=2, foreground="white")])
     fit_heights(figure, panels, 0.19, 1)
     panels[-1].set_xlabel("milliseconds (each takes a second here)", fontsize=7)
     file = io.BytesIO()
@@ -305,8 +308,8 @@ def times_of_steps(traces, mode, step):
     ends = []
     for called, bar in zip(episodes_of(traces["step"]), episodes_of(traces[mode]), strict=True):
         for report in reports:
-            if report["pid"] == called["pid"] and called["ts"] <= report["ts"] < trace.end_of(called):
-                ends.append(trace.end_of(report if mode == "step" else bar))
+            if report["pid"] == called["pid"] and called["ts"] <= report["ts"] < read.end_of(called):
+                ends.append(read.end_of(report if mode == "step" else bar))
     return [(end - start) / 1e3 for end in ends if end > start]
 
 
@@ -331,8 +334,54 @@ def sheet_until(sheet, panels, counts, milliseconds):
     return picture
 
 
+# Package -> (what the horizontal axis counts, {label of a vertical axis: {curve: its text}}, label and key of a bound).
+CURVES = {
+    "rl_rpc": (
+        "episode",
+        {"reward of the lowest observer": {"reward/last": "one episode", "reward/running": "running average"}},
+        ("solved", None),
+    ),
+    "rnn_rpc": (
+        "epoch",
+        {"perplexity (words)": {"perplexity/train": "training text", "perplexity/heldout": "held-out text"}},
+        ("floor", "floor_perplexity"),
+    ),
+    "ddp_rpc": (
+        "epoch",
+        {"accuracy on held-out bags (fraction)": {"heldout/accuracy": "the model"}},
+        ("the teacher's own", "ceiling_accuracy"),
+    ),
+    "param_server": (
+        "updates of the weights",
+        {"loss (nats)": {"loss": "training, one batch"}, "accuracy (fraction)": {"test accuracy": "test images"}},
+        ("", None),
+    ),
+}
+
+
+def draw_curve(summary_path, picture_path):
+    """Draw the curves of one run, with a dashed line for the bound that no model can pass."""
+    run = json.loads(pathlib.Path(summary_path).read_text())
+    xlabel, panels, (label, key) = CURVES[run["scenario"]]
+    figure = Figure((7 if len(panels) == 1 else 5 * len(panels), 4), layout="constrained")
+    for axes, (ylabel, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        for name, words in curves.items():
+            axes.plot(*run["curves"].get(name, ([], [])), label=words, linewidth=1.2, marker=".")
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        bound = SOLVED if label == "solved" else run.get(key)
+        if bound:
+            axes.axhline(bound, linestyle="--", color="gray", label=f"{label} ({bound:.4g})")
+        axes.legend()
+    figure.suptitle(f"{run['scenario']}, mode {run['mode']}, world size {run['world_size']}", fontsize=11)
+    figure.savefig(picture_path, dpi=120)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] == ["seeds"]:
+    if len(sys.argv) == 4 and sys.argv[1] == "curve":
+        draw_curve(*sys.argv[2:])
+    elif sys.argv[1:] == ["seeds"]:
         draw_seeds()
     elif sys.argv[1:] == ["moving"]:
         draw_moving()

@@ -6,8 +6,6 @@ Runs in the process that saves, and in each process that resumes from a checkpoi
 import contextlib
 import io
 import os
-import secrets
-import threading
 import warnings
 import zipfile
 
@@ -15,48 +13,24 @@ import torch
 
 from glue import UserError, say
 
-_writing = threading.Lock()
-
-
-def new_job_id():
-    return secrets.token_hex(8)
-
-
-job_id = new_job_id()  # Job.join replaces it by that of the job, which is the same in all ranks and after a restart
-
-
-def is_file(path):
-    """Return whether `path` is, or can become, a file; so no folder, pipe, or stream such as /dev/stdout."""
-    is_stream = os.path.abspath(path).startswith(("/dev/std", "/dev/fd/", "/proc/"))
-    return not is_stream and (os.path.isfile(path) or not os.path.exists(path))
-
 
 def write_aside(path, write):
-    """Call `write(file)` on a temporary file beside `path`, then rename that file to `path`.
+    """Call `write(file)` on a file beside `path`, `path`.part, then rename it to `path`. Raises UserError.
 
-    So `path` is always the complete old file or the complete new one. Symbolic links are followed. What is no file,
-    such as a pipe, is written to directly. Raises UserError.
+    So `path` is always the complete old file or the complete new one. Symbolic links are followed. If the process is
+    killed meanwhile, `path`.part stays, and the next write replaces it.
     """
-    regular = is_file(path)
-    target = os.path.realpath(path) if regular else path
-    aside = f"{target}.{job_id}.part" if regular else path  # another job may write to the same path
-    with _writing, contextlib.ExitStack() as cleanup:
-        if regular:
-            cleanup.callback(lambda: os.path.exists(aside) and os.unlink(aside))
-        try:
-            with open(aside, "wb" if regular else "ab") as file:
-                write(file)
-                file.flush()
-                if regular:
-                    os.fsync(file.fileno())  # the content must be on the disk before the rename
-                    os.replace(aside, target)
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from None
-
-
-def finish_writing(seconds):
-    """Wait until no other thread is writing a file, at most `seconds`. Called when the process is about to end."""
-    _writing.acquire(timeout=seconds)
+    target = os.path.realpath(path)
+    try:
+        with open(f"{target}.part", "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())  # the content must be on the disk before the rename
+        os.replace(f"{target}.part", target)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # the disk is full, for example: what was written is of no use
+            os.unlink(f"{target}.part")
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 def save(path, scenario, settings, state):
@@ -66,24 +40,23 @@ def save(path, scenario, settings, state):
     a run must share with this one if it is to resume from the checkpoint.
     """
     content = io.BytesIO()  # if the disk is full, torch's own writer does not report that as the reason
-    torch.save({"scenario": scenario, "job": job_id, "settings": settings, "state": state}, content)
+    torch.save({"scenario": scenario, "settings": settings, "state": state}, content)
     write_aside(path, lambda file: file.write(content.getbuffer()))
 
 
 def resume(args, scenario, settings):
     """Return the state from which this run resumes, or None if it starts from the beginning.
 
-    After a restart it resumes from what this job has saved. An older file at the same path is used only if the user
-    has asked for it (--resume). Raises UserError if the checkpoint cannot be read, or if it was saved with `settings`
-    (see save) that differ from this run's.
+    Raises UserError if the checkpoint cannot be read, or if it was saved with `settings` (see save) that differ from
+    this run's.
     """
     path = args.checkpoint
-    if not args.resume and not args.restarts:
+    if not args.resume:
         return None
-    saved = load(path, scenario) if args.resume or (path and os.path.isfile(path)) else {}
-    if not args.resume and saved.get("job") != job_id:  # no file, or what an earlier job has left there
-        say("This job has saved no checkpoint yet: starting from the beginning.")
+    if not os.path.exists(path):
+        say(f"There is no checkpoint {path} yet: starting from the beginning.")
         return None
+    saved = load(path, scenario)
     for name, value in settings.items():
         found = saved["settings"].get(name)
         if found != value:

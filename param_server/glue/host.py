@@ -14,17 +14,14 @@ import warnings
 import torch
 import torch.distributed.rpc as rpc
 
+# They take two lines with a path. The line that why_no_gpu() returns has the same information.
+warnings.filterwarnings("ignore", message="CUDA initialization|Can't .*(NVML|nvml)")
+
 
 def why_no_gpu():
-    """Return one line that says why torch can use no GPU on this machine, or "" if it can.
-
-    Starts CUDA, but does not use a GPU yet.
-    """
-    with warnings.catch_warnings():
-        # These warnings take two lines with a path. The line that is returned below has the same information.
-        warnings.filterwarnings("ignore", message="CUDA initialization|Can't .*(NVML|nvml)")
-        if torch.cuda.is_available():
-            return ""
+    """Return one line that says why torch can use no GPU on this machine, or "" if it can."""
+    if torch.cuda.is_available():
+        return ""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # AssertionError: this torch is built without CUDA
@@ -32,16 +29,8 @@ def why_no_gpu():
     return "torch.cuda.is_available() is False"
 
 
-def start_cuda(device, computes):
-    """Start CUDA in this process; return how many GPUs this rank may use, 0 if it does not compute on a GPU.
-
-    Starting CUDA may take seconds, during which no other thread runs Python. So this is called before the heartbeats
-    begin. A rank on the CPU starts CUDA too, because otherwise torch would do so later: init_rpc and the first
-    backward() count the GPUs.
-    """
-    why_no_gpu()  # starts CUDA
-    if device != "cuda" or not computes:
-        return 0
+def count_gpus():
+    """Return how many GPUs this process may use."""
     torch.cuda.init()  # afterwards device_count() asks CUDA, not the driver's library; they can differ (MIG)
     return torch.cuda.device_count()
 

@@ -1,67 +1,79 @@
-"""One rank's view of the job: join it, work with the other ranks, go on without a lost rank, leave together.
+"""One rank's view of the job: who is there, where all wait for each other, who is lost, and how the job ends.
 
-Runs in every rank. launch.py creates a Job and passes it to run_worker as `job`. The supervisor (supervisor.py) tells
-each rank the state of the job: who has joined, which barrier all have passed, who is lost, whether the job ends.
+Every other rank has one TCP connection to rank 0, for as long as it lives. The kernel ends it when a process ends,
+however that happens, and within 8 seconds if a machine or the network is gone. That is how rank 0 notices that a rank
+is lost, and how the others notice that rank 0 is. Rank 0 decides what happens then. A message is a JSON object on a
+line of its own:
+
+    rank -> rank 0    {"join": 1, "must_match": {...}, "host": ..., "gpus": ...}    the first one
+                      {"at": 2}                              it waits at barrier 2
+                      {"failed": "...", "status": 1}         an exception has ended it
+    rank 0 -> rank    {"missing": [2], "ranks": ..., "store_port": ...}    who has not joined yet; about all ranks
+                      {"passed": 2}                          all have reached barrier 2
+                      {"end": "...", "status": 1}            this rank must end, and why
 """
 
-import concurrent.futures
+import contextlib
+import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+import traceback
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rpc import internal
 
-from glue import before_torch, checkpoint, ending, say
-from glue.ending import End, leave_now
-from glue.host import best_transport, devices_of, share_cores, start_cuda, tensorpipe_options
-from glue.rendezvous import LOST_START, CannotJoin, Rendezvous
-from glue.supervisor import DONE
+from glue import UserError, host, meet, print_error, say, within
+from glue.errors import NAMED_AFTER_SECONDS, Explained
+
+DONE = 10**9  # the number of the last barrier
+NOBODY_READS = 128 + signal.SIGPIPE  # the exit status if stdout has no reader any more, as in `main.py | head`
 
 
 class Job:
-    """One rank's view of the job."""
+    """What run_worker gets as `job`: rank, world_size, names, device, devices, host, lost, and the first methods."""
 
-    def __init__(self, rank, args, workers):
-        """`workers`: the worker names of all ranks."""
-        self.args, self.rank, self.world_size = args, rank, args.world_size
-        self.workers, self.names = workers, full_names(workers)
-        self.spawned, self.parent = args.rank is None, os.getppid()
-        # Set by join(): this rank's device, the names of all ranks' devices, and how many ranks are on this host.
-        self.device, self.devices, self.ranks_here = None, [], None
-        self.link = self.supervisor = None  # the connection to the supervisor; the Supervisor, if it is in this process
-        self.state = {"lost": [], "end": None}  # what the supervisor has sent last
-        self.changed = threading.Condition()  # guards it; notified of each change
-        self.callback = lambda rank: ""  # the argument of on_lost()
-        self.reporter = concurrent.futures.ThreadPoolExecutor(1)  # runs it, for one loss after the other
+    def __init__(self, rank, args, workers, listener=None, starter=None):
+        """`workers`: the RPC names of all ranks. `listener`, `starter`: of ranks that one process has started."""
+        self.rank, self.args, self.workers = rank, args, workers
+        self.world_size = len(workers)
+        self.names = [f"rank {number} ({worker})" for number, worker in enumerate(workers)]  # as the user reads them
+        self.listener, self.starter = listener, starter
+        self.spawned = starter is not None
+        self.shares_console = self.spawned or args.launcher == "torchrun"
+        self.connection = None  # to rank 0
+        self.barriers = 0  # how many barriers this rank has reached
+        self.changed = threading.Condition()  # guards what follows, and is notified of each change
+        self.state = {"missing": [], "passed": 0}  # what rank 0 has told all
+        # In rank 0 only:
+        self.joined, self.links = {}, {}  # about each rank that has joined; its connection
+        self.at = dict.fromkeys(range(self.world_size), 0)  # for each living rank, the barrier that it has reached
+        self.can_lose_after = DONE + 1  # the barrier after which the job goes on without lost ranks
+        self.lost = {}  # the ranks without which the job goes on: {rank: why}
         self.ending = threading.Lock()  # taken by the thread that ends this process, and never released
-        self.failures = {}  # why this rank has failed -> the exception, if it has not been printed yet
+        self.printed = set()  # tracebacks
         # torch prints the traceback of every served function that raises, even if the reason is a lost rank, or an
         # exception of a further rank, which has printed it. It has no option for this, so its module gets a `print`.
-        internal.print = lambda *_, **__: self._print_or_keep(sys.exc_info()[1])
+        internal.print = lambda *_, **__: self._print_mistake(sys.exc_info()[1])
 
     # ------------------------------------------------------------------------------------------ what run_worker uses
-
-    @property
-    def lost(self):
-        """The ranks without which the job goes on: {rank: why}."""
-        return dict(self.state["lost"])
 
     def rpc_options(self, **kwargs):
         """Return the options for init_rpc, which then uses this job's store. `kwargs` are passed to torch."""
         transport = self.args.transport
         if transport == "auto":
-            transport = best_transport(self.ranks_here)
+            transport = host.best_transport(self.ranks_here)
         meeting_point = (self.store("rpc"), self.rank, self.world_size)
         dist.register_rendezvous_handler("job", lambda *_, **__: iter([meeting_point]))
-        return tensorpipe_options(transport, init_method="job://", rpc_timeout=self.args.rpc_timeout, **kwargs)
+        return host.tensorpipe_options(transport, init_method="job://", rpc_timeout=self.args.rpc_timeout, **kwargs)
 
     def store(self, prefix):
         """Return a store for `dist.init_process_group(store=...)`, with keys of its own for each prefix."""
-        store = dist.TCPStore(self.host, self.state["job"]["store_port"], is_master=False, wait_for_workers=False)
+        store = dist.TCPStore(self.host, self.state["store_port"], is_master=False, wait_for_workers=False)
         return dist.PrefixStore(prefix, store)
 
     def wait_for_all(self):
@@ -69,168 +81,230 @@ class Job:
 
         If a rank dies before its call, the job ends, or goes on without that rank (--on_lost continue).
         """
-        self._wait_at(self.state["passed"] + 1)
+        self.barriers += 1
+        self._wait_at(self.barriers)
 
     def on_lost(self, callback=None):
         """With --on_lost continue: from now on, if a rank other than 0 is lost, the job goes on without it.
 
-        The job still ends when only rank 0 would be left. Every rank calls this after init_rpc; it returns when all
-        have called it. `callback(rank)` is called once for each loss, on a thread of its own. It returns a few words
-        about what happens to the lost rank's work, or "".
+        Every rank calls this after init_rpc; it returns when all have. In rank 0, `callback(rank)` is called for each
+        loss, on a thread that holds a lock of the job: it only puts the rank into the queue on which the main thread
+        waits. The job still ends when only rank 0 would be left.
         """
         if self.args.on_lost == "continue":
-            self.callback = callback or self.callback
-            self._wait_at(self.state["passed"] + 1, can_lose=True)  # until then RPC needs every rank
+            self.callback = callback
+            self.can_lose_after = self.barriers + 1
+            self.wait_for_all()  # until then RPC needs every rank
+            if self.rank == 0 and self.spawned:
+                self.starter.send("rank 0 decides what happens when a rank is lost")
 
-    def report_lost(self, rank, error):
-        """Go on without `rank`, because a call to it has raised `error`. Returns at once.
-
-        Ends the job instead if the job cannot go on without `rank`, or if the error is not that of `rank`: perhaps the
-        call could not be sent, or it is an error of the rank that `rank` has called.
-        """
-        end = ending.of_exception(error, self.rank)
-        if end.trouble:
-            end = ending.of_exception(error, rank)
-        if end.rank == rank:
-            self.link.send({"failed": vars(end)})
-        else:
-            self.fail(error)
-
-    # -------------------------------------------------------------------------------------------- joining and leaving
+    # ------------------------------------------------------------------------------------------- joining and leaving
 
     def join(self):
-        """Join the job; return when all ranks have joined."""
-        before_torch.watch_signals(self._interrupted)
-        gpus = start_cuda(self.args.device, self.rank in self.args.device_ranks)
-        rendezvous = Rendezvous(self.rank, self.args, self.names)
-        try:
-            self.link, state = rendezvous.join(gpus)
-            self.supervisor = rendezvous.supervisor
-            self._take_in(state)  # which ends this process if the rank is refused
-            self.host, port = self.link.connection.getpeername()
-            if not self.host.startswith("127."):
-                own = f"{self.link.connection.getsockname()[0]} ({os.environ['TP_SOCKET_IFNAME']})"
-                say(f"Listening on {own}. RPC runs what peers send, unencrypted: trusted networks only.")
-            threading.Thread(target=self._listen, daemon=True).start()
-            with self.changed:
-                while missing := self.state["missing"]:
-                    awaited = ", ".join(self.names[rank] for rank in missing)
-                    rendezvous.wait_for(awaited, f" at {self.host} port {port}")
-                    self.changed.wait(ending.BEAT_SECONDS)
-        except CannotJoin as error:
-            self.end(End(None, str(error), again=False))
-        self._use(self.state["job"])
-
-    def _use(self, job):
-        """Learn what the supervisor knows about the job, and take this rank's share of its host's cores."""
-        checkpoint.job_id, self.args.restarts = job["id"], job["restarts"]
-        hosts = [rank["host"] for rank in job["ranks"]]
+        """Join the job; return when all ranks have joined. Raises UserError."""
+        gpus = host.count_gpus() if self.args.device == "cuda" and self.rank in self.args.device_ranks else 0
+        about = {"host": socket.gethostname(), "gpus": gpus}
+        waiting = meet.Waiting(self.names[self.rank], self.args.join_timeout, quiet=self.shares_console)
+        address = self.listener.getsockname() if self.spawned else None
+        if self.rank == 0:
+            self.listener = self.listener or meet.listen_as_rank_0(self.args, waiting)
+            self.host = self.listener.getsockname()[0]
+            self.own_store = meet.hold_store(self.host)  # it serves as long as this object exists
+            threading.Thread(target=self._accept, daemon=True).start()
+            self._add(0, about, None)
+        else:
+            if self.spawned:
+                self.listener.close()  # otherwise who connects after the end of rank 0 would wait for an answer
+                self.listener = None
+            hello = {"join": self.rank, "must_match": self.args.must_match, **about}
+            self.connection, lines, answer = meet.connect(hello, self.args, self.names[0], waiting, address)
+            self.host = self.connection.getpeername()[0]
+            self._take_in(answer)
+            threading.Thread(target=self._listen, args=(lines,), daemon=True).start()
+        # A forked child, such as a worker of a DataLoader, would keep a connection open when this process has died.
+        os.register_at_fork(after_in_child=self._close)
+        own = meet.listen_only_towards(self.host)
+        if not self.host.startswith("127."):
+            where = f"{own} ({os.environ['TP_SOCKET_IFNAME']})"
+            say(f"Listening on {where}. RPC runs what peers send, unencrypted: trusted networks only.")
+        with self.changed:
+            while missing := self.state["missing"]:
+                waiting.still(", ".join(self.names[rank] for rank in missing))
+                self.changed.wait(1)
+        ranks = self.state["ranks"]
+        hosts = [each["host"] for each in ranks]
         if len(set(hosts)) > 1 and self.host.startswith("127."):
-            why = f"{self.host} is a loopback address, and there are ranks on {', '.join(sorted(set(hosts)))}"
-            self.end(End(None, f"{why}: use a --master_addr that all can reach (torchrun: --local-addr)", again=False))
-        self.devices = devices_of(job["ranks"])
+            raise UserError(meet.loopback_only(self.host, *hosts))
+        self.devices = host.devices_of(ranks)
         self.device = torch.device(self.devices[self.rank])
         torch.zeros(1, device=self.device)  # the first use of a GPU takes seconds, so do it before the work begins
         self.ranks_here = hosts.count(hosts[self.rank])
-        share_cores(self.ranks_here)
+        host.share_cores(self.ranks_here)
 
     def leave(self):
-        """Report that this rank has done its work; return when every living rank has reported it."""
+        """Report that this rank has done its work; return when every living rank has."""
         self._wait_at(DONE)
-        self.reporter.shutdown()
-        self._close_supervisor(self.lost, ending.LOST_AFTER_SECONDS)
 
-    def _wait_at(self, barrier, **also):
-        """Report that this rank is at this barrier; return when all living ranks are there."""
-        self.link.send({"at": barrier, **also})
+    def _wait_at(self, barrier):
+        if self.rank == 0:
+            self._reached(0, barrier)
+        else:
+            self._send(self.connection, at=barrier)
         with self.changed:
             self.changed.wait_for(lambda: self.state["passed"] >= barrier)
 
-    def _close_supervisor(self, dead, seconds):
-        """If the supervisor is here, wait until all but the `dead` have heard how the job ends."""
-        if self.supervisor:
-            self.link.close()
-            self.supervisor.wait_until_gone({*range(self.world_size)} - {*dead}, seconds)
+    def _send(self, connection, **message):
+        with contextlib.suppress(OSError):  # the thread that reads from this connection notices this, too
+            meet.send(connection, **message)
 
-    # ---------------------------------------------------------------------------------------------- the job's state
+    def _close(self):
+        for each in (self.listener, self.connection, *self.links.values()):
+            if each:
+                os.close(each.detach())  # its close() would wait for that of the file from which lines are read
 
-    def _listen(self):
-        """Take in what the supervisor sends, until all ranks have done their work, or the job ends."""
+    # -------------------------------------------------------------------------------------------- rank 0, on threads
+
+    def _accept(self):
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+                meet.keep_alive(connection)
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except OSError:  # too many open files just now
+                time.sleep(0.1)
+
+    def _serve(self, connection):
+        """Let a rank join, then act on its messages until its connection ends."""
+        lines = connection.makefile("rb")
         try:
-            while self.state["passed"] < DONE:
-                self._take_in(self.link.receive())
-        except Exception as error:  # it has ended, or is silent, or what it sends is no state
-            self._leave(End(None, f"{LOST_START}: {error}") if self.spawned else End(0, str(error)))
-
-    def _take_in(self, state):
+            hello = json.loads(lines.readline(1 << 16))
+            rank, about = hello["join"], {"host": str(hello["host"]), "gpus": int(hello["gpus"])}
+            with self.changed:
+                if refused := self._why_not(rank, hello["must_match"]):
+                    return self._refuse(connection, about["host"], refused)
+                self._add(rank, about, connection)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return connection.close()  # whoever has connected is no rank of ours
+        why = meet.read(lines, lambda message: self._use(rank, message))
         with self.changed:
-            known = len(self.state["lost"])
-            self.state = state
-            self.changed.notify_all()
-        if state["end"]:
-            self._leave(End(**state["end"]))
-        if self.rank in self.lost:
-            why = self.lost[self.rank]
-            self._leave(End(self.rank, why if why in self.failures else f"the others have gone on without it: {why}"))
-        for rank, why in state["lost"][known:]:
-            self.reporter.submit(self._after_loss, rank, why)
+            self._lose(rank, why)
 
-    def _after_loss(self, rank, why):
-        try:
-            work = self.callback(rank)
-        except Exception as error:
-            self.fail(error)
-        if self.rank == 0:
-            ending.print_error(f"lost {self.names[rank]}: {why}" + (f"; {work}" if work else ""))
+    def _use(self, rank, message):
+        if "failed" in message:  # it prints this itself, which is enough if the ranks share a console
+            self._end("" if self.shares_console else f"{self.names[rank]}: {message['failed']}", message["status"])
+        self._reached(rank, message["at"])
+
+    def _why_not(self, rank, must_match):
+        """Return why this rank may not join, or None."""
+        for flag, ours in self.args.must_match.items():
+            if must_match.get(flag) != ours:
+                return f"it was started with {flag} {must_match.get(flag)}, and this job with {ours}"
+        if type(rank) is not int or rank not in self.at:
+            return f"this job has no rank {rank}"
+        if first := self.joined.get(rank):
+            return f"this rank has joined already, on {first['host']}"
+        return None
+
+    def _refuse(self, connection, where, why):
+        self._send(connection, end=f"refused, because {why}", status=2)
+        if self.shares_console:  # nobody can start this one rank again
+            self._end("")
+        print_error(f"{self.names[0]}: refused a rank on {where}, because {why}")
+        connection.close()
+
+    def _add(self, rank, about, connection):
+        with self.changed:
+            self.joined[rank] = about
+            if connection:
+                self.links[rank] = connection
+            missing = [number for number in self.at if number not in self.joined]
+            ranks = [] if missing else [self.joined[number] for number in self.at]
+            self._tell(missing=missing, ranks=ranks, store_port=self.own_store.port)
+
+    def _reached(self, rank, barrier):
+        with self.changed:
+            if rank in self.at:
+                self.at[rank] = barrier
+                self._pass()
+
+    def _pass(self):
+        passed = min(self.at.values())
+        if passed > self.state["passed"]:
+            self._tell(passed=passed)
+
+    def _lose(self, rank, why):
+        """Go on without a rank, or end the job, unless its work is done."""
+        if self.state["passed"] == DONE:
+            return
+        if self.state["passed"] < self.can_lose_after or len(self.at) == 2:
+            self._end(f"lost {self.names[rank]}: {why}")
+        print_error(f"lost {self.names[rank]}: {why}; the others go on")
+        self.lost[rank] = why
+        del self.at[rank], self.links[rank]
+        self._pass()
+        self.callback(rank)
+
+    def _tell(self, **news):
+        """Tell all ranks."""
+        self.state |= news
+        self.changed.notify_all()
+        for connection in self.links.values():
+            self._send(connection, **news)
+
+    def _end(self, why, status=1):
+        """End the job, and this process."""
+        self.ending.acquire()  # the first reason counts
+        for connection in self.links.values():
+            self._send(connection, end=why, status=1)
+        self._leave(why, status)
+
+    # --------------------------------------------------------------------------------------- the others, on a thread
+
+    def _listen(self, lines):
+        """Take in what rank 0 says, until its connection ends."""
+        why = meet.read(lines, self._take_in)
+        if self.state["passed"] < DONE:
+            self.ending.acquire()
+            self._leave(f"lost {self.names[0]}: {why}")
+
+    def _take_in(self, message):
+        if "end" in message:
+            self.ending.acquire()
+            self._leave(message["end"], message["status"])
+        with self.changed:
+            self.state |= message
+            self.changed.notify_all()
 
     # -------------------------------------------------------------------------------------------------------- ending
 
     def fail(self, error):
-        """End this process because of an exception. The job ends too, unless it can go on without this rank."""
-        self.end(self._print_or_keep(error))
+        """End this process because of an exception, and the job."""
+        what = Explained(error)
+        line = what.line(self.names, self.rank)
+        if what.is_of_connection:
+            time.sleep(NAMED_AFTER_SECONDS)  # if it is the consequence of a loss, another thread ends this process
+            print_error("".join(traceback.format_exception(error)).strip())
+        self._print_mistake(error)
+        status = NOBODY_READS if what.kind == BrokenPipeError.__name__ else 1
+        if self.rank == 0:
+            self._end(line, status)
+        self.ending.acquire()  # first, because rank 0 answers that all ranks must end
+        if self.connection:
+            self._send(self.connection, failed=line, status=status)
+        self._leave(line, status, failed=True)
 
-    def _print_or_keep(self, error):
-        """Print the traceback of a mistake, or keep it until the supervisor says whose it is. Return the End."""
-        end = ending.of_exception(error, self.rank)
-        if end.trouble:
-            self.failures[end.why] = error
-        else:
-            ending.print_mistake(error)
-        return end
+    def _print_mistake(self, error):
+        """Print the traceback of a mistake in the code of this process, once: several callers may run into it."""
+        text = "".join(traceback.format_exception(error)).strip()
+        if Explained(error).is_mistake_here and text not in self.printed:
+            self.printed.add(text)
+            print_error(text)
 
-    def end(self, end):
-        """End this process for the reason that the supervisor tells all ranks, or for `end` if it does not answer."""
-        self.failures.setdefault(end.why)
-        if self.link:
-            self.link.send({"failed": vars(end)})
-            # The answer ends this process, in _listen().
-            time.sleep(ending.VERDICT_SECONDS + end.trouble * ending.KNOWN_AFTER_SECONDS)
-        self._leave(end)
-
-    def _leave(self, end):
-        """End this process for this reason, whatever happens here."""
-        self.ending.acquire()  # never released, because the process ends below
-        try:
-            for why, error in list(self.failures.items()):
-                if error and end.rank == self.rank and end.why.startswith(why):  # a caller adds "(called from ...)"
-                    ending.print_traceback(error)
-            # Spawned ranks share a console, where one line is enough for an error that the user must correct.
-            if end.status < 128 and (not self.spawned or end.again or end.rank in (self.rank, None)):
-                ending.print_error(end.line(self.names, self.rank))
-            self._close_supervisor({*self.lost, end.rank}, ending.CLOSE_SECONDS)
-        finally:
-            leave_now(end.status)
-
-    def _interrupted(self, number):
-        end = ending.interrupted(number)
-        if os.getppid() != self.parent and self.spawned:  # the kernel sent it: torch sets PR_SET_PDEATHSIG
-            end = End(None, ending.FORK_SERVER_LOST)
-        elif number == signal.SIGTERM and self.args.launcher == "torchrun" and self.link:
-            # torchrun may have seen a rank die, but does not say which; the supervisor does.
-            time.sleep(ending.TORCHRUN_SECONDS)
-        self.end(end)
-
-
-def full_names(workers):
-    """Return each rank's name as the user reads it: "rank 1 (observer1)". `workers`: the worker names, by rank."""
-    return [f"rank {rank} ({worker})" for rank, worker in enumerate(workers)]
+    def _leave(self, why, status=1, failed=False):
+        """End this process. If the ranks share a console, one of them prints why."""
+        starter_is_gone = self.spawned and self.starter.poll()  # it was ended, and so this rank is
+        prints = failed or status == 2 or self.rank == 0 or not self.shares_console
+        if why and prints and not starter_is_gone and status != NOBODY_READS:
+            print_error(f"{self.names[self.rank]}: {why}")
+        within(2, sys.stdout.flush)  # its reader may be gone, or may not read
+        os._exit(status)

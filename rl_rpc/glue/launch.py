@@ -1,68 +1,77 @@
-"""Start the ranks of a job, and end all of them when one is lost.
+"""Start the ranks of a job. There are three ways, and each rank then runs the same code:
 
-Runs in every process. There are three ways to start a job, and each rank then runs the same code:
-
-    python main.py --world_size 3             spawned: this process starts all ranks, and has the supervisor
-    python main.py --world_size 3 --rank 1    one rank per terminal or host: rank 0 has the supervisor
-    torchrun --nproc-per-node 3 main.py       torchrun starts the ranks: rank 0 has the supervisor
+python main.py --world_size 3             this process starts all ranks
+python main.py --world_size 3 --rank 1    one rank per terminal or host
+torchrun --nproc-per-node 3 main.py       torchrun starts the ranks, and sets RANK, WORLD_SIZE, ...
 """
 
-import argparse
-import contextlib
 import logging
-import multiprocessing.connection
 import os
 import signal
 import sys
+import threading
 import warnings
 
 import torch.multiprocessing as mp
 
-from glue import before_torch, check, checkpoint, ending, say
-from glue.ending import BEAT_SECONDS, FORK_SERVER_LOST, GRACE_SECONDS, End, leave_now
+from glue import UserError, check, meet, print_error, say
 from glue.host import keep_freed_memory
-from glue.job import Job, full_names
-from glue.rendezvous import supervise
-from glue.supervisor import DONE
+from glue.job import Job
 
-FORK_SERVER_STATUS = 255  # of a rank, as multiprocessing tells it when the fork server cannot tell it any more
+GRACE_SECONDS = 4.0  # when one rank has ended the job, the others get so long to end by themselves
 
 
 def launch(run_worker, args, worker_name):
     """Run `run_worker(rank, args, job)` in every rank, then end this process. Each main.py calls this last.
 
-    `worker_name(rank, args)` returns a rank's RPC name. Exit status: 0 if the work was done, 1 if it failed, 2 if this
-    rank was refused, 128 + the signal's number if a signal interrupted the job.
+    `worker_name(rank, args)` returns a rank's RPC name. Exit status: 0 if the work was done, 1 if it was not, 2 if this
+    rank was refused.
     """
-    if args.check:
-        run_worker = check.run_worker
+    # Let the kernel end a process that gets one of these signals: at any moment, whatever its threads do. What was
+    # ignored at the start, by nohup or a shell's `&`, stays ignored.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    if os.getpid() == 1:
+        print_error("as process 1, this is not ended by SIGTERM or Ctrl-C: use an init, as in `docker run --init`")
+    run_worker = check.run_worker if args.check else run_worker
     workers = [worker_name(rank, args) for rank in range(args.world_size)]
     if args.rank is None:
-        leave_now(_spawn(run_worker, args, workers))
-    _run_rank(args.rank, run_worker, args, workers)
-    leave_now(0)
+        os._exit(start_all(run_worker, args, workers))
+    run_rank(args.rank, run_worker, args, workers)
 
 
-# ------------------------------------------------------------------------------------------------ one rank of the job
-
-
-def _run_rank(rank, run_worker, args, workers):
+def run_rank(rank, run_worker, args, workers, listener=None, starter=None, starters_own=None):
+    """Run one rank, and end this process. The last three are of ranks that one process has started: see start_all."""
+    if starter:
+        if starters_own:
+            starters_own.close()
+        threading.Thread(target=end_with, args=(starter,), daemon=True).start()
     keep_freed_memory()
-    _keep_console_clean()
-    job = Job(rank, args, workers)
+    keep_console_clean()
+    job = Job(rank, args, workers, listener, starter)
     try:
         job.join()
         run_worker(rank, args, job)
         job.leave()
-        if rank == 0 and job.lost:
+        if job.lost:
             say(f"The job finished without {', '.join(job.names[lost] for lost in sorted(job.lost))}.")
         if rank == 0 and args.restarts:
             say(f"The job was restarted {args.restarts} time{'s' * (args.restarts > 1)}.")
     except BaseException as error:  # SystemExit as well, because a rank that calls sys.exit has not done its work
         job.fail(error)
+    os._exit(0)  # not sys.exit, which would wait for threads of torch
 
 
-def _keep_console_clean():
+def end_with(starter):
+    """End this process when the starting process ends, however that happens."""
+    try:
+        starter.recv()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def keep_console_clean():
     """Print characters that stdout cannot show as \\x..., and suppress three known messages of torch by their texts."""
     sys.stdout.reconfigure(errors="backslashreplace")
     warnings.filterwarnings("ignore", message="You are using a Backend .*ProcessGroupGloo.* as a ProcessGroup")
@@ -76,76 +85,61 @@ def _keep_console_clean():
 # ------------------------------------------------------------------------------------------ all ranks on this machine
 
 
-def _spawn(run_worker, args, workers):
-    """Start every rank on this machine, and again after a loss if --max_restarts allows it; return the exit status."""
-    job_id, names, signals = checkpoint.new_job_id(), full_names(workers), []
-
-    def interrupt(number):
-        signals.append(number)
-        supervisor.fail(ending.interrupted(number))  # which tells the ranks
-
-    for restarts in range(args.max_restarts + 1):
-        if restarts:
-            ending.print_error(f"restart {restarts} of {args.max_restarts}")
-        supervisor = supervise(args, "127.0.0.1", 0, restarts, job_id)  # loopback only, and any port that is free
-        if not restarts:
-            before_torch.watch_signals(interrupt)
-        if signals:  # it came between two attempts
-            supervisor.fail(ending.interrupted(signals[0]))
-        statuses = _wait_for(_start(run_worker, args, workers, supervisor), supervisor)
-        supervisor.close()
-        end = supervisor.end
-        if end and end.status < 128 and not statuses & {1, 2}:  # a rank that ends with these has printed the reason
-            ending.print_error(end.line(names))
-        if not end or not end.again or signals:
-            break
-    before_torch.stop_fork_server()
-    return end.status if end else 0
-
-
-def _start(run_worker, args, workers, supervisor):
-    """Start all ranks; return their processes, by rank."""
-    before_torch.start_fork_server()
-    host, port = supervisor.listener.getsockname()
-    args = argparse.Namespace(**vars(args) | {"master_addr": host, "master_port": port})  # where a rank looks for it
+def start_all(run_worker, args, workers):
+    """Start every rank on this machine, and wait until all have ended; return the job's exit status."""
+    # A fork of this process has torch already, so it begins to work in a tenth of a second. Forks are safe here,
+    # because this process has only imported modules. But CUDA does not survive a fork, and macOS has its own reasons.
+    method = "spawn" if args.device == "cuda" or sys.platform == "darwin" else "fork"
+    assert method == "spawn" or threading.active_count() == 1, threading.enumerate()
+    # The ranks hold the other end of this connection, which ends with this process. Only rank 0 sends something.
+    own, theirs = mp.get_context(method).Pipe()
     try:
-        # Each rank takes up to five files of this process, three of which are connections to the supervisor and to the
-        # store. If they are missing, it is noticed before a rank is started, because later the fork server would print
-        # a traceback of its own.
-        with contextlib.ExitStack() as copies:
-            for _ in range(5 * args.world_size + 16):
-                copies.callback(os.close, os.dup(supervisor.listener.fileno()))
-        arguments, size = (run_worker, args, workers), args.world_size
-        return mp.start_processes(_run_rank, arguments, size, join=False, start_method="forkserver").processes
-    except (EOFError, ConnectionError):  # the fork server was killed, perhaps because memory is full
-        supervisor.fail(End(None, FORK_SERVER_LOST))
-    except OSError as error:  # too many processes, or open files; the ranks that did start end by themselves
-        supervisor.fail(End(None, f"cannot start all ranks: {error.strerror}", again=False))
-    return []
+        listener = meet.listen("127.0.0.1", 0)  # loopback only, and any port that is free
+        arguments = (run_worker, args, workers, listener, theirs, own if method == "fork" else None)
+        with warnings.catch_warnings():
+            # Since Python 3.12, os.fork() warns if there are threads. OpenBLAS has some, and takes care of forks.
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            started = mp.start_processes(run_rank, arguments, args.world_size, join=False, start_method=method)
+    except (UserError, OSError) as error:  # OSError: too many processes, or open files
+        print_error(str(error) if isinstance(error, UserError) else f"cannot start all ranks: {error.strerror}")
+        return 1
+    listener.close()
+    theirs.close()
+    pids = [process.pid for process in started.processes]
+    codes = {}  # rank -> the exit code of its process, or minus the number of the signal that has killed it
+    killed = []  # ranks that have not ended in time
+    timer = None
+    while len(codes) < args.world_size:
+        # Not the processes' sentinels: children of a rank, which it has forked, would hold them open.
+        pid, status = os.wait()
+        if pid not in pids:  # a helper of Python's multiprocessing
+            continue
+        rank, code = pids.index(pid), os.waitstatus_to_exitcode(status)
+        codes[rank] = code
+        # Rank 0 decides what happens when a rank is lost. But it does not know of one that has never connected.
+        rank_0_goes_on = args.on_lost == "continue" and own.poll()
+        if code and (rank == 0 or not rank_0_goes_on) and not timer:
+            timer = threading.Timer(GRACE_SECONDS, kill_the_others, (pids, codes, killed))
+            timer.daemon = True
+            timer.start()
+    return judge(codes, killed, args, workers)
 
 
-def _wait_for(processes, supervisor):
-    """Wait until all ranks have ended; return their exit statuses. Ranks that should have ended long ago are killed."""
-    running, patience = dict(enumerate(processes)), GRACE_SECONDS
-    while running:
-        sentinels = {process.sentinel: rank for rank, process in running.items()}
-        ended = [sentinels[each] for each in multiprocessing.connection.wait(sentinels, BEAT_SECONDS)]
-        for rank in ended:
-            _judge(rank, running.pop(rank), supervisor)
-        if supervisor.end or supervisor.passed() == DONE:
-            patience -= 0 if ended else BEAT_SECONDS
-        if patience <= 0:
-            for process in running.values():
-                process.kill()
-    return {process.exitcode for process in processes}
+def kill_the_others(pids, codes, killed):
+    killed += [rank for rank in range(len(pids)) if rank not in codes]
+    for rank in killed:
+        os.kill(pids[rank], signal.SIGKILL)
 
 
-def _judge(rank, process, supervisor):
-    """Tell the supervisor if this rank's process has not ended because the work is done."""
-    process.join()
-    code = process.exitcode
-    supervisor.wait_until_gone({rank}, BEAT_SECONDS)
-    if code or supervisor.passed() < DONE:
-        killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
-        end = End(rank, killed or f"its process ended with exit status {code}")
-        supervisor.fail(End(None, FORK_SERVER_LOST) if code == FORK_SERVER_STATUS else end)
+def judge(codes, killed, args, workers):
+    """Return the job's exit status, and name a rank that was killed, unless rank 0 has: it prints a line, and ends."""
+    if codes[0] == 0 and args.on_lost == "continue":
+        return 0
+    if codes[0] > 0:
+        return codes[0]
+    lost = [rank for rank, code in codes.items() if code < 0 and rank not in killed]
+    if lost:
+        name = signal.Signals(-codes[lost[0]]).name
+        print_error(f"lost rank {lost[0]} ({workers[lost[0]]}): killed by {name}")
+    failed = [code for code in codes.values() if code > 0]
+    return failed[0] if failed else int(any(codes.values()))

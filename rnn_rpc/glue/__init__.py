@@ -1,13 +1,11 @@
-"""The glue: starting and watching processes, flags and checkpoints. Each file has one topic. In reading order:
+"""The glue: what every job needs around its scenario. Each file has one topic. In reading order:
 
-    before_torch   what must happen before torch is imported
-    launch         start the ranks: all of them from one process, one by one, or by a launcher
-    job            the `job` that run_worker gets: how a rank joins the job, goes on without a lost rank, and leaves
-    rendezvous     how a rank finds the supervisor, and on which network interface it listens
-    supervisor     one connection per rank: who has joined, who waits, who is lost, when the job ends
-    ending         how a job ends before its work is done, and the line that each rank prints then; all time limits
-    flags          the flags that all four packages share, and the rank that a launcher gives (torchrun, Slurm, ...)
-    report         what a run prints and writes: lines, progress bar, curves, summary, picture; the time of its steps
+    launch         start the ranks: all of them from one process, one by one, or by torchrun
+    job            the `job` that run_worker gets: join, wait for all, a lost rank, how a job ends
+    meet           how a rank reaches rank 0, and on which network interface it listens
+    open_calls     calls that are not answered yet, of a rank that leads others
+    flags          the flags that all four packages share, and the checks of their values
+    report         what a run prints and writes: lines, progress bar, curves, summary
     checkpoint     write files completely or not at all; save and load checkpoints
     host           GPUs, cores, transports and memory of this machine
     seeds          random numbers that depend on --seed alone
@@ -16,17 +14,24 @@
 All four packages have identical copies: edit rl_rpc/glue, then run `python tools/sync_glue.py`.
 """
 
+import contextlib
 import os
+import sys
+import threading
 
 PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PACKAGE = os.path.basename(PACKAGE_FOLDER)
+
+# When a rank dies, each RPC thread of the other ranks logs this from C++, with a stack. The glue prints one line
+# instead. torch reads this level when it is imported, so each main.py imports the glue first.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 
 class UserError(ValueError):
     """Something that the user must correct: a bad file, a port that is taken, training that diverges.
 
-    Its text is one line for the user, printed without a traceback, and --max_restarts does not start the job again.
-    Any other exception is a mistake in the code, and its traceback is printed.
+    Its text is one line for the user, printed without a traceback. Any other exception is a mistake in the code, and
+    its traceback is printed.
     """
 
 
@@ -34,7 +39,25 @@ def say(text):
     """Print a line on stdout. Raises UserError if that is not possible, for example because a disk is full."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # nobody reads it any more: see ending.py
+    except BrokenPipeError:  # nobody reads it any more: see Job.fail
         raise
     except OSError as error:
         raise UserError(f"cannot write to stdout: {error.strerror}") from None
+
+
+def print_error(text):
+    """Print on stderr, in at most 2 seconds: perhaps nobody reads it, and this process is about to end."""
+    # In one piece with its newline, because the ranks of a job may share this stream.
+    within(2, lambda: print(f"{PACKAGE}: {text}\n", end="", file=sys.stderr, flush=True))
+
+
+def within(seconds, write):
+    """Call `write` on another thread, and do not wait for it longer than this."""
+
+    def try_it():
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # it is closed, or cannot be written
+            write()
+
+    thread = threading.Thread(target=try_it, daemon=True)
+    thread.start()
+    thread.join(seconds)

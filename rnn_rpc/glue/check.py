@@ -12,7 +12,7 @@ import torch.distributed.rpc as rpc
 
 from glue import UserError, say
 from glue.host import usable_cores, why_no_gpu
-from glue.rendezvous import interface_towards
+from glue.meet import interface_towards
 
 TRIES, SECONDS = 50, 5.0
 

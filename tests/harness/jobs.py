@@ -13,13 +13,16 @@ from processes import environment_of, ranks_of
 from programs import ROOT, Program, left_over, wait_for_text
 
 # For each package: the worker names by rank; the flags for the number of ranks, for a run that does not end by itself
-# ("long"), and for one that ends within seconds ("short"); what is printed during training, and when the work is done.
+# ("long"), for one that ends within seconds ("short"), and for one of a
+# single step; which rank writes the files; what is printed during training, and when the work is done.
 JOBS = {
     "rl_rpc": {
         "names": ["agent", "observer1", "observer2"],
         "size": ["--world_size", "3"],
         "long": ["--max_episodes", "1000000", "--reward_threshold", "1e9"],
         "short": ["--max_episodes", "6", "--eval_episodes", "1"],
+        "shortest": ["--max_episodes", "1", "--eval_episodes", "0"],
+        "writer": "agent",
         "training": r"Episode \d+",
         "done": r"Greedy policy over",
     },
@@ -28,6 +31,8 @@ JOBS = {
         "size": ["--world_size", "2"],
         "long": ["--epochs", "100000", "--corpus_tokens", "20000"],
         "short": ["--epochs", "2", "--corpus_tokens", "20000"],
+        "shortest": ["--epochs", "1", "--corpus_tokens", "1000"],
+        "writer": "trainer",
         "training": r"(?i)epoch\s+\d+",
         "done": r"(?i)epoch\s+2\b",
     },
@@ -36,6 +41,8 @@ JOBS = {
         "size": ["--world_size", "4"],
         "long": ["--epochs", "1000000"],
         "short": ["--epochs", "2", "--batches", "20"],
+        "shortest": ["--epochs", "1", "--batches", "1"],
+        "writer": "master",
         "training": r"(?i)epoch\s+\d+",
         "done": r"(?i)epoch\s+2\b",
     },
@@ -44,6 +51,8 @@ JOBS = {
         "size": ["--world_size", "3"],
         "long": ["--dataset", "synthetic", "--epochs", "100000", "--log_interval", "10"],
         "short": ["--dataset", "synthetic", "--max_batches", "10"],
+        "shortest": ["--dataset", "synthetic", "--max_batches", "1"],
+        "writer": "server1",
         "training": r"training batch",
         "done": r"Accuracy",
     },

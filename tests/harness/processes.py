@@ -1,23 +1,11 @@
 """What Linux tells of processes: which belong to a program, which are the ranks of a spawned job, and what each is."""
 
-import contextlib
 import os
 
 
 def marked(variable):
     """Return the living processes whose environment has this "NAME=value"."""
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and variable in environment_of(entry)]
-
-
-def status_of(pid):
-    """Return what Linux tells of a process, from its state on; zeros if there is no such process."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()
-    return ["0"] * 4
-
-
-def is_stopped(pid):
-    return status_of(pid)[0] == "T"
 
 
 def children_of(pid):

@@ -78,13 +78,10 @@ def test_what_cannot_work_is_refused_at_the_start(package, flags, words, capsys)
     "package, one, other",
     [
         ("rl_rpc", "checkpoint", "save"),
-        ("rnn_rpc", "corpus", "checkpoint"),  # the user's text
         ("ddp_rpc", "checkpoint", "summary_json"),
-        ("param_server", "data_dir", "checkpoint"),
     ],
 )
 def test_one_file_for_two_flags_is_refused(package, one, other, tmp_path, capsys):
-    (tmp_path / "file").write_text("a text")
     (tmp_path / "link").symlink_to("file")
     flags = [f"--{one}", tmp_path / "file", f"--{other}", tmp_path / "link"]
     assert_refused(package, flags, capsys, f"--{one}", f"--{other}", "the same file")
@@ -100,21 +97,12 @@ def test_one_file_for_two_flags_is_refused(package, one, other, tmp_path, capsys
         ("rnn_rpc", ["--corpus", "text", "--corpus_tokens", "9"], ["--corpus_tokens", "generated text", "--corpus"]),
         ("param_server", ["--dataset", "synthetic", "--data_dir", "x"], ["--data_dir", "--dataset mnist"]),
         ("param_server", ["--num_servers", "2"], ["--num_servers", "--mode sharded"]),
-        ("param_server", ["--mode", "sharded", "--on_lost", "continue"], ["--on_lost continue", "--mode sharded"]),
-        ("param_server", ["--num_gpus", "1", "--device", "cpu"], ["--num_gpus 1 and --device cpu contradict"]),
+        ("param_server", ["--mode", "sharded", "--on_lost", "continue"], ["--on_lost continue", "replica"]),
+        ("rl_rpc", ["--mode", "packed", "--on_lost", "continue"], ["--on_lost continue", "rollout, async"]),
     ],
 )
 def test_a_flag_that_would_be_ignored_is_refused(package, flags, words, capsys):
     assert_refused(package, flags, capsys, *words)
-
-
-@pytest.mark.parametrize("below", ["", "MNIST/raw"])
-def test_a_run_does_not_replace_the_images_that_it_reads(below, tmp_path, capsys):
-    (tmp_path / below).mkdir(parents=True, exist_ok=True)
-    images = tmp_path / below / "train-images-idx3-ubyte"
-    images.write_text("images")
-    flags = ["--data_dir", tmp_path, "--checkpoint", images]
-    assert_refused("param_server", flags, capsys, "--data_dir", "--checkpoint", "the same file")
 
 
 @pytest.mark.parametrize("package, rank", [("rl_rpc", 1), ("rnn_rpc", 0), ("ddp_rpc", 0), ("param_server", 1)])
@@ -123,3 +111,10 @@ def test_only_the_rank_that_writes_a_file_needs_its_folder(package, rank):
         import main
 
         assert main.parse_args(["--rank", str(rank), "--checkpoint", "/nonexist/c.pt"]).rank == rank
+
+
+def test_a_checkpoint_that_exists_is_not_overwritten_without_resume(tmp_path, capsys):
+    """It is refused before anything is trained, and the file stays as it is."""
+    (tmp_path / "c.pt").write_text("of another run")
+    assert_refused("ddp_rpc", ["--checkpoint", tmp_path / "c.pt"], capsys, "c.pt: it exists", "--resume")
+    assert (tmp_path / "c.pt").read_text() == "of another run"

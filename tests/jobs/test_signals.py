@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 
 import pytest
@@ -28,12 +29,13 @@ def end_by(job, number, target):
     assert job.errors() == "" and "Traceback" not in job.text(), job.text()
 
 
-def test_ranks_that_have_just_begun_leave_quietly(tmp_path):
+def test_ranks_that_have_just_begun_leave_quietly():
     # Not tmp_path, whose name may be too long for the address of a socket.
-    with RunningJob("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], env={"TMPDIR": tmp_path}) as job:
-        assert job.pid_of(2), job.text()
-        end_by(job, signal.SIGINT, "group")
-    assert left_in(tmp_path) == []
+    with tempfile.TemporaryDirectory() as temporary:
+        with RunningJob("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], env={"TMPDIR": temporary}) as job:
+            assert job.pid_of(2), job.text()
+            end_by(job, signal.SIGINT, "group")
+        assert left_in(temporary) == []
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_a_job_outlives_its_terminal_and_ctrl_z():
 
     Ctrl-Z stops all processes, here for longer than a machine that is gone is waited for.
     """
-    flags = [*JOBS["rl_rpc"]["long"], "--log_interval", "1"]
+    flags = [*JOBS["rl_rpc"]["long"], "--mode", "rollout", "--log_interval", "1"]
     with Program("rl_rpc/main.py", *flags, by=["nohup", sys.executable]) as job:
         assert job.wait_for_text(r"Episode \d+"), job.text()
         for number in (signal.SIGHUP, signal.SIGSTOP):
@@ -83,11 +85,11 @@ def test_a_killed_starting_process_takes_every_rank_with_it():
     ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable]
     with Program("rl_rpc/main.py", *JOBS["rl_rpc"]["long"], by=ignoring, stdout=write, stderr=write) as job:
         os.close(write)
-        with open(read) as output:
+        with open(read) as output:  # as soon as it is closed, the job may end for this reason
             assert any("Episode" in line for line in output)
-        assert ranks_of(job.pid, 2)
-        job.send_signal(signal.SIGKILL)
-        job.wait()
+            assert ranks_of(job.pid, 2)
+            job.send_signal(signal.SIGKILL)
+            job.wait()
         assert not job.left_over(15), job.members()
 
 

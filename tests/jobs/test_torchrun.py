@@ -18,7 +18,7 @@ def test_torchrun_starts_a_job_again_from_its_checkpoint_and_ends_it_by_sigterm(
     users_folder, checkpoint = tmp_path / "users", tmp_path / "checkpoint.pt"
     users_folder.mkdir()
     fill_with_traps(users_folder)
-    flags = [*JOBS["rnn_rpc"]["long"], "--checkpoint", checkpoint]
+    flags = [*JOBS["rnn_rpc"]["long"], "--checkpoint", checkpoint, "--resume"]
     with RunningJob("rnn_rpc", "torchrun", flags, runner_flags=["--max-restarts", 1], cwd=users_folder) as job:
         job.wait_for_file(checkpoint, 90)
         os.kill(job.pid_of(1), signal.SIGKILL)

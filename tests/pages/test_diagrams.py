@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from helpers import ROOT, load_module, package_on_path
+from helpers import ROOT, load_module
 from jobs import JOBS
 from programs import run_script
 
@@ -39,10 +39,10 @@ def diagrams_of(package):
 
 
 def record(folder, package, *flags):
-    """Run a job of a package's main.py under tools/trace.py. Return (the events of its trace, its summary)."""
+    """Run a job of a package's main.py under tools/rpctrace. Return (the events of its trace, its summary)."""
     trace, summary = folder / "trace.json", folder / "summary.json"
     job = [ROOT / package / "main.py", *JOBS[package]["size"], *JOBS[package]["short"], *flags]
-    done = run_script("tools/trace.py", trace, "--", sys.executable, *job, "--summary_json", summary)
+    done = run_script("tools/rpctrace", trace, "--", sys.executable, *job, "--summary_json", summary)
     assert done.returncode == 0, done.stderr
     return json.loads(trace.read_text())["traceEvents"], json.loads(summary.read_text())
 
@@ -81,31 +81,3 @@ def test_the_diagrams_of_rl_rpc_are_what_runs_do_and_the_moving_picture_counts_t
     assert {mode: len(each) for mode, each in times.items()} == played
     assert len(set(times["step"])) == played["step"]  # each step at a time of its own
     assert len(set(times["rollout"])) == 12  # at the end of each of two observers' six episodes
-
-
-@pytest.mark.quick
-def test_a_plot_says_what_is_on_its_axes(tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    drawn = []
-    plain = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), plain(self, *a, **k)))
-    with package_on_path("param_server"):
-        import main
-        from glue import report
-
-        args = main.parse_args(["--dataset", "synthetic", "--plot", str(tmp_path / "curve.png")])
-        result = report.Report("param_server", args)
-        for update in range(1, 4):
-            result.scalar("loss", 1 / update, update)
-        result.scalar("accuracy", 0.5, 3)
-        plot = {"loss (nats)": {"loss": "one batch"}, "accuracy (fraction)": {"accuracy": "test images"}}
-        result.close(plot, "updates of the weights", ("ceiling", 0.9))
-    (figure,) = drawn
-    curve, accuracy = figure.axes
-    assert (curve.get_xlabel(), curve.get_ylabel()) == ("updates of the weights", "loss (nats)")
-    assert (accuracy.get_xlabel(), accuracy.get_ylabel()) == ("updates of the weights", "accuracy (fraction)")
-    assert [text.get_text() for text in curve.get_legend().get_texts()] == ["one batch"]
-    assert [text.get_text() for text in accuracy.get_legend().get_texts()] == ["test images", "ceiling (0.9)"]
-    assert all(float(tick).is_integer() for tick in curve.get_xticks())
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

@@ -55,7 +55,6 @@ def test_both_workers_train_and_everybody_ends(tmp_path):
     assert "loss 0.9524 with learning rate 0.002" in out
 
 
-@pytest.mark.quick
 def test_a_killed_workers_tasks_are_done_by_the_other_one_which_may_die_when_it_has_done_them(tmp_path):
     kill = '        os.kill(processes["worker2"].pid, signal.SIGKILL)\n'
     best = "        best = min(losses, key=losses.get)\n"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import two_hosts
-from faults import copy_with_mistake
+from faults import changed_package
 from helpers import ROOT, assert_refused
 from jobs import JOBS, RunningJob, free_port
 from programs import Program, run_main, run_script, wait_for_text
@@ -118,7 +118,6 @@ NAMELESS = "Failed to look up the IP address"  # needs root, to give the host an
 NOT_TESTED = {heading for heading, text in ENTRIES.items() if text.rstrip().endswith("*(not tested)*")}
 
 
-@pytest.mark.quick
 def test_what_torch_says():
     # torch logs some of these lines at this level. The packages of this repository set a higher one.
     how = {"env": {"TORCH_CPP_LOG_LEVEL": "WARNING"}}
@@ -199,7 +198,7 @@ def another_environment(tmp_path):
     return output_of("rl_rpc", *flags, "--resume", "--env_id", "Acrobot-v1")
 
 
-@makes("MNIST is not in")
+@makes("MNIST cannot be downloaded to")
 def no_way_to_mnist(tmp_path):
     (tmp_path / "file").touch()
     return output_of("param_server", "--data_dir", tmp_path / "file" / "below")
@@ -249,29 +248,32 @@ def wait_until(condition, seconds=60):
         time.sleep(0.02)
 
 
-def agent_without(observer, number):
-    """Send a signal to an observer of a running job. Return what the job writes to stderr."""
-    with RunningJob("rl_rpc", "spawned", JOBS["rl_rpc"]["long"]) as job:
-        assert job.wait_for_text("Episode 10", 90)
-        os.kill(job.pid_of(observer), number)
+@makes("silent for 8 s")
+def cut_off(_):
+    if reason := two_hosts.why_not():
+        pytest.skip(reason)
+    flags = [*JOBS["rnn_rpc"]["long"], "--master_addr", two_hosts.ADDRESSES[0]]
+    with two_hosts.TwoHosts() as hosts, RunningJob("rnn_rpc", "terminals", flags, hosts=hosts) as job:
+        assert job.wait_for_text(JOBS["rnn_rpc"]["training"], 90), job.text()
+        hosts.cut()
         job.wait(30)
         return job.errors()
 
 
-@makes("silent for …")
-def stopped(_):
-    return agent_without(2, signal.SIGSTOP)
-
-
 @makes("killed by SIGKILL")
 def killed(_):
-    return agent_without(1, signal.SIGKILL)
+    with RunningJob("rl_rpc", "spawned", JOBS["rl_rpc"]["long"]) as job:
+        assert job.wait_for_text("Episode 10", 90)
+        os.kill(job.pid_of(0), signal.SIGKILL)
+        job.wait(30)
+        return job.errors()
 
 
-@makes("lost rank 0 (agent): ValueError")
-def the_agent_fails(tmp_path):
-    main = copy_with_mistake("rl_rpc", tmp_path, "reinforce.py", "loss.backward()", 'raise ValueError("a mistake")')
-    with RunningJob("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], script=main) as job:
+@makes("rank 1 (trainer): ValueError")
+def the_trainer_fails(tmp_path):
+    wrong = 'raise ValueError("a mistake")'
+    main = changed_package("rnn_rpc", tmp_path, "trainer.py", "summed_loss = loss.item()", wrong)
+    with RunningJob("rnn_rpc", "terminals", JOBS["rnn_rpc"]["long"], script=main) as job:
         job.wait(60)
         return job.errors()
 
@@ -368,7 +370,7 @@ def test_every_entry_is_caused_or_says_that_it_is_not():
 
 
 def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
-    """The dump of faulthandler (py-spy's names the same places), torch's counts, and the table of tools/trace.py."""
+    """The dump of faulthandler (py-spy's names the same places), torch's counts, and what rpctrace says."""
     (program,) = re.findall(r"^```python\n(import faulthandler.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     (timer,) = re.findall(r"^```python\n(threading.Timer.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     init = next(line for line in program.splitlines(True) if "rpc.init_rpc" in line)
@@ -388,17 +390,21 @@ def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
     }
     record = ("--into", tmp_path / "calls", "--", sys.executable, tmp_path / "hang.py")
     with contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(Program("tools/trace.py", *record, rank)) for rank in (0, 1)]
+        ranks = [stack.enter_context(Program("tools/rpctrace", *record, rank)) for rank in (0, 1)]
         for rank in ranks:
             assert rank.wait_for_text("client_active_calls': '1', 'agent.server_active_calls': '1'", 90)
         pids = [int(re.search(r"^process (\d+)$", rank.output(), re.MULTILINE)[1]) for rank in ranks]
         os.kill(pids[1], signal.SIGUSR1)
         assert ranks[1].wait_for_text(r"line \d+ in <module>", 30)
         dump = ranks[1].errors()
-        for pid in pids:  # so that neither sees the other one die, which would end its call
-            os.kill(pid, signal.SIGSTOP)
-    (table,) = re.findall(r"^```text\n(RPCs, median.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    assert run_script("tools/trace.py", tmp_path / "hang.png", tmp_path / "calls").stderr == table
+        (report,) = re.findall(r"^```text\n(CIRCLE.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+        until, said = time.monotonic() + 30, ""
+        while "CIRCLE" not in said and time.monotonic() < until:
+            said = run_script("tools/rpctrace", "why", tmp_path / "calls").stdout
+    moved = len(text.splitlines()) - len(program.splitlines())  # the timer has moved the lines below it
+    call = next(number for number, line in enumerate(program.splitlines(), 1) if "rpc.rpc_sync" in line)
+    said = said.replace(f"hang.py:{call + moved}", f"hang.py:{call}")
+    assert re.sub(r"waited \d+ s", "waited", said) == re.sub(r"waited \d+ s", "waited", report)
     lines = text.splitlines()
     places = [(lines[int(number) - 1], name) for number, name in re.findall(r'hang.py", line (\d+) in (\S+)', dump)]
     original = program.splitlines()
@@ -409,7 +415,6 @@ def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
 # -------------------------------------------------------------------------------------------------------------- --check
 
 
-@pytest.mark.quick
 def test_the_example_of_check_is_what_it_prints():
     (example,) = re.findall(r"^    \$ python rl_rpc/main.py --world_size 2 --check\n((?: {4}.+\n)+)", PAGE, re.M)
     done = run_main("rl_rpc", "--world_size", 2, "--check")

@@ -124,7 +124,6 @@ def test_ranks_on_two_hosts_listen_where_the_user_says(tmp_path):
 # ------------------------------------------------------------------- the primer, and the forty lines of the root README
 
 
-@pytest.mark.quick
 def test_primer_steps_the_neighbours_tensors():
     """With three workers, the worker that a worker calls is not the worker by which it is called."""
     done = run_spawned("docs/primer.py", "--world_size", 3, "--lr", 0.1)

@@ -21,9 +21,9 @@ def run(tmp_path, *flags, program="ddp_rpc/main.py", timeout=120):
 
 
 def test_pipelined_learns_for_longer_than_an_rpc_may_take(tmp_path):
-    """The training is one RPC, which would fail with a timeout. A line is printed for each epoch."""
-    right = "    for epoch in range("
-    slow = changed_package("ddp_rpc", tmp_path, "training.py", right, f"    __import__('time').sleep(3)\n{right}")
+    """An epoch is one RPC, which would fail with a timeout. A line is printed for each epoch."""
+    right = "        self.use_device()\n"
+    slow = changed_package("ddp_rpc", tmp_path, "training.py", right, f"        time.sleep(3)\n{right}")
     flags = ("--mode", "pipelined", "--world_size", 5, "--num_servers", 2, "--epochs", 6, "--lr", 0.2)
     out, summary = run(tmp_path, *flags, "--rpc_timeout", 2, program=slow)
     losses = [float(loss) for loss in re.findall(r"held-out loss (\S+)", out)]

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from helpers import assert_refused, package_on_path
+from helpers import assert_one_line_error, assert_refused, package_on_path
 from programs import run_main
 
 SOLVED_LINE = re.compile(r"^Solved! Running reward is now ([\d.]+)!$", re.M)
@@ -139,11 +139,12 @@ def test_an_episode_may_take_longer_than_the_rpc_timeout(tmp_path):
     """
     (tmp_path / "own_environments.py").write_text(ENVIRONMENTS)
     flags = ("--env_id", "own_environments:Slow-v0", "--world_size", 3, "--rpc_timeout", 3, "--log_interval", 1)
+    flags += ("--mode", "rollout")
     done = run_main("rl_rpc", *flags, "--max_episodes", 2, env={"PYTHONPATH": tmp_path})
     assert "threshold of -30" in done.stdout and "Solved" not in done.stdout
     assert "Episode 1\tLast reward: -40.00\tAverage reward: -40.00" in done.stdout  # it does not start at 0
     assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
-    assert "rl_rpc: rank 2 (observer2): ValueError: this environment is broken" in done.stderr, done.stderr
+    assert "rank 2 (observer2): ValueError: this environment is broken" in done.stderr, done.stderr
 
 
 @pytest.mark.quick
@@ -152,9 +153,6 @@ def test_an_episode_may_take_longer_than_the_rpc_timeout(tmp_path):
     [
         (("--world_size", 1), "rank 0 is the agent, every other rank an observer"),
         (("--world_size", 2, "--rank", 2), "out of range"),
-        (("--env_id", "NoSuchEnvironment-v0"), "NoSuchEnvironment"),
-        (("--env_id", "Pendulum-v1"), "Discrete"),
-        (("--env_id", "FrozenLake-v1"), "flat Box"),
         (("--master_port", 123456), "--master_port"),
         (("--gamma", 1.5), "--gamma"),
         (("--lr", 0), "--lr"),
@@ -165,3 +163,17 @@ def test_an_episode_may_take_longer_than_the_rpc_timeout(tmp_path):
 )
 def test_wrong_command_lines_are_refused_in_one_line(flags, word, capsys):
     assert_refused("rl_rpc", flags, capsys, word)
+
+
+def test_a_wrong_environment_ends_the_job_in_one_line():
+    """It is made in the ranks, because a simulator may start threads, and the ranks are forks."""
+    assert_one_line_error(run_main("rl_rpc", "--env_id", "NoSuchEnvironment-v0"), 1, "NoSuchEnvironment")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("env_id", "why"), [("Pendulum-v1", "Discrete"), ("FrozenLake-v1", "flat Box")])
+def test_an_environment_that_does_not_fit_the_policy_is_refused(env_id, why):
+    with package_on_path("rl_rpc"):
+        from environment import make_env
+    with pytest.raises(ValueError, match=why):
+        make_env(env_id)

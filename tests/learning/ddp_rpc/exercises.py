@@ -4,73 +4,35 @@ It fails on the package as published, which has no solution of this exercise. So
 with `test_`, and pytest runs it only if it is named.
 """
 
-import pickle
+import re
 
 import torch
 
 from helpers import load_oracle
+from programs import run_script
 
 oracle = load_oracle("ddp_rpc")
-ROWS, DIM = 1000, 16
-FIGURES = {"heldout_loss": 1.0, "heldout_accuracy": 0.5, "ceiling_accuracy": 0.75}
-FLAGS = ("--num_embeddings", ROWS, "--embedding_dim", DIM, "--checkpoint")
+ROWS, EPOCHS = 5000, 4  # an epoch changes at most 900 rows
 
 
-class CountingRRef(oracle.LocalRRef):
-    """Replaces an RRef: its calls run in this process, and the bytes of their answers are counted."""
+def test_changed_rows(tmp_path, monkeypatch):
+    """The first checkpoint gets the whole table from the servers, the next ones get only the rows that have changed.
 
-    answered_bytes = 0
-
-    def rpc_sync(self, timeout=None):
-        return CountedCalls(self.value)
-
-    def rpc_async(self, timeout=None):
-        return oracle.AsyncCalls(CountedCalls(self.value))
-
-
-class CountedCalls:
-    def __init__(self, value):
-        self.value = value
-
-    def __getattr__(self, name):
-        def call(*args):
-            answer = getattr(self.value, name)(*args)
-            CountingRRef.answered_bytes += len(pickle.dumps(answer))
-            return answer
-
-        return call
-
-
-def new_master(num_servers, *flags):
-    """Return a master and its shards, all in this process."""
-    args = oracle.main.parse_args([str(flag) for flag in flags])
-    more = {"sparse": True, "seed": 3, "device": "cpu"}
-    shards = [oracle.hogwild.EmbeddingShard(number, num_servers, ROWS, DIM, **more) for number in range(num_servers)]
-    master = oracle.progress.Progress(args, [CountingRRef(shard) for shard in shards], oracle.main.RESUME_KEYS)
-    master.start()
-    return master, shards
-
-
-def test_changed_rows(tmp_path):
-    """The first checkpoint gets the whole table from the servers, the next ones get only the rows that have changed."""
+    The run goes on from a file of the plain loop, with three servers, and ends with the table of the plain loop.
+    """
+    monkeypatch.setitem(oracle.SIZES, "num_embeddings", ROWS)
+    monkeypatch.setitem(oracle.SIZES, "epochs", EPOCHS)
     file = tmp_path / "end.pt"
-    master, shards = new_master(2, *FLAGS, file, "--world_size", 5, "--num_servers", 2)
-    optimizers = [torch.optim.SGD(shard.parameters(), lr=1.0) for shard in shards]
-    sent = []
-    for epoch, ids in enumerate(([0, 1, 2], [3, 500, 999], [3, 4], []), 1):
-        if ids:
-            table_parts = oracle.shards.split_by_shard(torch.tensor(ids), torch.tensor([0]), 2)
-            for shard, optimizer, part in zip(shards, optimizers, table_parts, strict=True):
-                shard(*part).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        CountingRRef.answered_bytes = 0
-        master.after_epoch(epoch, FIGURES, 1.0, {})
-        sent.append(CountingRRef.answered_bytes)
-        saved = torch.load(file, weights_only=True)["state"]["table"]
-        assert torch.equal(saved, oracle.whole_table(shards)), epoch
-    whole = ROWS * DIM * 4
-    assert sent[0] >= whole and max(sent[1:]) < whole / 10, sent
-    again, _ = new_master(3, *FLAGS, file, "--world_size", 6, "--num_servers", 3, "--resume")
-    again.after_epoch(5, FIGURES, 1.0, {})
-    assert torch.equal(torch.load(file, weights_only=True)["state"]["table"], saved)
+    oracle.save_checkpoint(file, *oracle.one_process(epochs=1))
+    sizes = [word for name, value in oracle.SIZES.items() for word in (f"--{name}", value)]
+    flags = ("--world_size", 5, "--num_servers", 3, "--sparse", "--checkpoint", file, "--resume")
+    done = run_script("tests/learning/ddp_rpc/checkpoints_job.py", *sizes, *flags)
+    assert (done.returncode, done.stderr) == (0, "")
+
+    state = torch.load(file, weights_only=True)["state"]
+    expected = oracle.one_process(epochs=EPOCHS)
+    assert state["epoch"] == EPOCHS
+    assert oracle.largest_difference((state["table"], state["fc"]), expected) < 1e-5
+    sent = sum(map(int, re.findall(r"^(\d+) bytes$", done.stdout, re.MULTILINE)))
+    whole = expected[0].nbytes
+    assert whole <= sent < 2 * whole, sent / whole  # three checkpoints, and a few lookups

@@ -14,7 +14,6 @@ with package_on_path("ddp_rpc"):
     import hogwild
     import main
     import pipelined
-    import progress
     import ranks
     import shards
     import sync

@@ -1,6 +1,9 @@
 """Single parts of ddp_rpc: sharded lookups, the click log, averaging on a server, and what a server sees of a run."""
 
+import collections
 import itertools
+import pathlib
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from faults import changed_package
 from helpers import load_oracle
 from programs import run_script
+from tutorials import changed
 
 oracle = load_oracle("ddp_rpc")
 evaluation, hogwild, main, pipelined = oracle.evaluation, oracle.hogwild, oracle.main, oracle.pipelined
@@ -64,9 +69,13 @@ def test_sharded_lookup_equals_one_embedding_bag(bags, num_shards, sparse):
 
 
 @quick
-def test_the_table_does_not_depend_on_the_number_of_servers(monkeypatch):
-    monkeypatch.setattr(oracle.shards, "BLOCK_ROWS", 7)  # 7 cannot be divided by 2, 3 or 30
-    tables = [whole_table(make_shards(number)) for number in (1, 2, 3, 30)]
+def test_the_table_does_not_depend_on_the_number_of_servers():
+    """The table is drawn in blocks, here in three, whose size cannot be divided by 3 or 7."""
+    rows = 2 * oracle.shards.BLOCK_ROWS + 5
+    tables = []
+    for servers in (1, 2, 3, 7):
+        kind = {"sparse": True, "seed": 3, "device": "cpu"}
+        tables.append(whole_table([oracle.shards.Shard(number, servers, rows, 1, **kind) for number in range(servers)]))
     for table in tables[1:]:
         assert torch.equal(table, tables[0])
 
@@ -137,28 +146,35 @@ def test_parameters_of_a_model_with_rrefs_are_those_that_are_here():
     assert with_remote_module.startswith("RemoteModule: ") and "not supported for RemoteModule" in with_remote_module
 
 
-def test_an_evaluation_sees_one_table_and_builds_no_graph_and_no_process_group_is_left():
-    """A trainer's torch.no_grad() has no effect on a server. The run has two evaluations, with one epoch between.
+def run_with(folder, mode, module, *flags):
+    """Run a copy of the package, in which a module of this folder stands for the one of a mode; return its lines.
 
     The job fails if a rank has a process group when its work is done.
     """
-    flags = ("--world_size", 4, "--batches", 5, "--epochs", 1)
-    done = run_script("tests/learning/ddp_rpc/lookups_job.py", *flags, "--sparse")
+    main = changed_package("ddp_rpc", folder, "main.py", f"import {mode}\n", f"import {module} as {mode}\n")
+    changed(main, ("\n\n\ndef run_master(", "\n    assert not dist.is_initialized()\n\n\ndef run_master("))
+    shutil.copy(pathlib.Path(__file__).parent / f"{module}.py", folder / "ddp_rpc")
+    done = run_script(main, "--mode", mode, *flags, "--epochs", 1)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-4:] == [
-        "sparse gradients",  # as --sparse says; the results are the same without
-        "10 lookups of 8 bags with a graph",
-        f"{2 * evaluation.HELDOUT_BATCHES} lookups of {evaluation.HELDOUT_BAGS} bags without a graph",
-        "2 tables in evaluations",
-    ]
+    return done.stdout.splitlines()
 
 
-def test_a_pipelined_gradient_is_as_stale_as_the_page_says_and_no_staler():
+def test_an_evaluation_sees_one_table_and_builds_no_graph_and_no_process_group_is_left(tmp_path):
+    """A trainer's torch.no_grad() has no effect on a server. The run has two evaluations, with one epoch between."""
+    lines = run_with(tmp_path, "hogwild", "counting", "--batches", 5, "--sparse")
+    assert lines.count("sparse gradients") == 1  # as --sparse says; the results are the same without
+    lookups = [line.rpartition(", table ") for line in lines if ", table " in line]
+    kinds = collections.Counter(kind for kind, _, _ in lookups)
+    evaluated = f"{evaluation.HELDOUT_BAGS} bags without a graph"
+    assert kinds == {"8 bags with a graph": 2 * 5, evaluated: 2 * evaluation.HELDOUT_BATCHES}
+    assert len({version for kind, _, version in lookups if kind == evaluated}) == 2
+
+
+def test_a_pipelined_gradient_is_as_stale_as_the_page_says_and_no_staler(tmp_path):
     """Three trainers, and a server that holds messages back. At most 1 + 5 (T - 1) updates (docs/results), here 11."""
-    flags = ("--mode", "pipelined", "--world_size", 5, "--batches", 10, "--epochs", 1)
-    done = run_script("tests/learning/ddp_rpc/staleness_job.py", *flags)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == "30 updates, the stalest gradient is stale by 11"
+    lines = run_with(tmp_path, "pipelined", "holding", "--world_size", 5, "--batches", 10)
+    stale = [int(line.split()[-1]) for line in lines if line.startswith("stale by ")]
+    assert len(stale) == 3 * 10 and max(stale) == 11
 
 
 # ------------------------------------------------------------------------------------------------------ click log

@@ -1,27 +1,27 @@
-"""What the tests of param_server compare with: the same training in one process. And servers to call directly."""
+"""What the tests of param_server compare with: the same training in one process. And how they run main.py."""
 
+import json
 import re
+import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.utils import vector_to_parameters
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from helpers import package_on_path
-from programs import run_main, run_script
+from programs import ROOT, run_script
 
 with package_on_path("param_server"):
-    import evaluation
+    import lead
     import main
     import net
-    import progress
     import ranks
-    import replica
     from data import Batches, load_digits
     from glue.seeds import seed_for
 
 STEPS = 20
-COMMON = ("--dataset", "synthetic", "--log_interval", "1", "--batch_size", "8")
+SEED = 1
 
 
 @pytest.fixture(autouse=True)
@@ -30,52 +30,79 @@ def full_precision(monkeypatch):
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # cuDNN's convolutions would round to 10 bits
 
 
-def one_process(steps, batch_size, momentum=0.0, lr=0.03, seed=1, dtype=torch.float32, epochs=1, late=0):
-    """Train in a plain loop; return (losses, weights by name) after so many training steps per epoch.
+def updates_of_one_process(steps, epochs=1, late=0):
+    """Return the updates of a plain loop with so many steps per epoch, in the form of `update_list` of main.py.
 
-    From epoch to epoch the learning rate falls to a tenth. `late`: a gradient comes from the weights before so many
-    updates, but from none before its epoch.
+    `late`: a gradient comes from the weights before so many updates, but from none before its epoch.
+    """
+    return [
+        {"epoch": epoch, "batches": [batch], "versions": [epoch * steps + max(0, batch - late)]}
+        for epoch in range(epochs)
+        for batch in range(steps)
+    ]
+
+
+def one_process(steps, batch_size, momentum=0.0, lr=0.03, seed=SEED, epochs=1):
+    """Train in a plain loop with --dataset synthetic; return (the loss of each batch, weights by name)."""
+    return train(updates_of_one_process(steps, epochs), None, batch_size, momentum, lr, seed=seed)
+
+
+def train(updates, data_dir, batch_size, momentum=0.0, lr=0.03, dtype=torch.float32, seed=SEED):
+    """Make these updates in a loop; return (the loss of each batch, weights by name).
+
+    `data_dir`: of MNIST's files, or None for --dataset synthetic. The learning rate falls to a tenth in each epoch.
+    There is no dropout.
     """
     torch.manual_seed(seed_for(seed, "net"))
-    model = net.Net().to(dtype).eval()  # without dropout
-    past = [joined(model.parameters()).detach()]
-    weights_P = past[0].clone()
-    losses = []
+    model = net.Net().to(dtype).eval()
+    weights_P = parameters_to_vector(model.parameters()).detach()
+    versions, losses = [weights_P.clone()], []
     optimizer = torch.optim.SGD([weights_P], lr=lr, momentum=momentum)
-    batches = Batches(*load_digits("synthetic", "", seed, train=True), batch_size, seed)
-    for epoch in range(epochs):
-        first = len(past) - 1
-        optimizer.param_groups[0]["lr"] = lr * 0.1**epoch
-        for _, data, target in batches.of(epoch, range(steps)):
-            vector_to_parameters(past[max(first, len(past) - 1 - late)], model.parameters())
+    dataset = "mnist" if data_dir else "synthetic"
+    batches = Batches(*load_digits(dataset, str(data_dir), seed, train=True), batch_size, seed)
+    for update in updates:
+        optimizer.param_groups[0]["lr"] = lr * 0.1 ** update["epoch"]
+        gradients, sizes = [], []
+        for batch, version in zip(update["batches"], update["versions"], strict=True):
+            data, target = batches.get(update["epoch"], batch)
+            vector_to_parameters(versions[version], model.parameters())
             loss = F.nll_loss(model(data.to(dtype)), target)
-            weights_P.grad = joined(torch.autograd.grad(loss, list(model.parameters())))
-            optimizer.step()
-            past.append(weights_P.clone())
+            gradient = torch.autograd.grad(loss, list(model.parameters()))
+            gradients.append(torch.cat([each.reshape(-1) for each in gradient]))
+            sizes.append(len(target))
             losses.append(loss.item())
+        weights_P.grad = sum(
+            gradient * (size / sum(sizes)) for gradient, size in zip(gradients, sizes, strict=True)
+        )  # the mean over all images
+        optimizer.step()
+        versions.append(weights_P.clone())
     vector_to_parameters(weights_P, model.parameters())
-    return losses, model.state_dict()
+    return losses, {name: weights.detach() for name, weights in model.state_dict().items()}
 
 
-def joined(tensors):
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def distributed(tmp_path, steps, *flags, run=run_main):
-    """Run main.py; return (losses by trainer, weights by name)."""
-    checkpoint = tmp_path / "end.pt"
-    flags = (*COMMON, "--no_dropout", "--max_batches", steps, "--checkpoint", checkpoint, *flags)
-    done = run("param_server", *flags, timeout=120)
-    assert done.returncode == 0, done.stderr
+def distributed(folder, data_dir, *flags, main="param_server/main.py", run=run_script):
+    """Run main.py without dropout; return (its summary, losses by trainer, weights by name)."""
+    files = ("--checkpoint", folder / "end.pt", "--summary_json", folder / "summary.json")
+    done = run(main, "--data_dir", data_dir, "--no_dropout", "--log_interval", 1, *files, *flags)
+    assert (done.returncode, done.stderr) == (0, ""), done
     losses = {}  # in the order in which they were printed, which is that of a trainer's batches
     for trainer, loss in re.findall(r"^Rank (\d+) training batch \d+ loss (\S+)$", done.stdout, re.M):
         losses.setdefault(int(trainer), []).append(float(loss))
-    state = torch.load(checkpoint, weights_only=True)["state"]
-    return losses, state["model"]
+    summary = json.loads((folder / "summary.json").read_text())
+    return summary, losses, torch.load(folder / "end.pt", weights_only=True)["state"]["model"]
 
 
-def run_in_float64(_, *flags, timeout):
-    return run_script("tests/learning/param_server/float64_job.py", *flags, timeout=timeout)
+def copy_with(folder, name, *changes, more=""):
+    """Copy param_server, replace texts in one of its files, and append `more` to it; return the copy's main.py."""
+    copy = folder / "param_server"
+    if not copy.exists():
+        shutil.copytree(ROOT / "param_server", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (copy / name).read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (copy / name).write_text(text + more)
+    return copy / "main.py"
 
 
 def assert_same_weights(weights, expected, tolerance=1e-6):
@@ -84,26 +111,3 @@ def assert_same_weights(weights, expected, tolerance=1e-6):
         torch.testing.assert_close(
             weights[name], expected[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
-
-
-# ----------------------------------------------------------------------------------- servers, called in this process
-
-
-def arguments(*flags):
-    return main.parse_args(["--dataset", "synthetic", *map(str, flags)])
-
-
-def make_server(mode, *flags):
-    """Return the ParameterServer of a mode whose two trainers have many batches to do."""
-    args = arguments("--mode", mode, "--world_size", 3, *flags)
-    server = main.MODES[mode].ParameterServer(args, torch.device("cpu"))
-    server.progress = progress.Progress(args, server, main.RESUME_KEYS)
-    server.progress.start()
-    server.assignments.deal(range(100))
-    return server
-
-
-def batch(seed, size=4):
-    """Return (images [size, 1, 28, 28], labels [size]), which depend on the seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, 1, 28, 28, generator=generator), torch.randint(0, 10, (size,), generator=generator)

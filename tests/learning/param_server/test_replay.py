@@ -1,48 +1,75 @@
-"""Every mode over real RPC, with trainers of different speeds: each update equals that of one process in a replay.
+"""Several trainers of different speeds, in every mode whose updates can be made again from the list of them.
 
-replay_job.py records in which order the server applied which batches, from which weights each gradient was computed,
-and the weights after each update.
+main.py writes such a list into its summary: from which weights each gradient was computed, and in which order the
+gradients were applied. Made again in one process, the updates must end with the same weights.
 """
-
-import json
-import re
 
 import pytest
 
-from programs import run_script
+from helpers import load_oracle
 
-JOB = "tests/learning/param_server/replay_job.py"
+oracle = load_oracle("param_server")
 TRAINERS, BATCHES, EPOCHS = 3, 23, 2
+IMAGES = 8 * BATCHES - 2  # the last batch is smaller
 DONE = (9, 18, 23)  # batches at the evaluations of an epoch, which are after whole rounds
-FLAGS = ("--dataset", "synthetic", "--no_dropout", "--batch_size", 8)
+# Trainer 1 is slow, and so is reading the weights one by one: an update could come between two of them.
+SLOW_TRAINER = """
+
+import time
+
+import torch.distributed.rpc as rpc
+
+get_at_once = Batches.get
+
+
+def get_slowly(self, *which):
+    time.sleep(0.05 if rpc.get_worker_info().id == 1 else 0.005)
+    return get_at_once(self, *which)
+
+
+Batches.get = get_slowly
+"""
+SLOW_CLONES = """
+    def named_parameters(self, *which, **how):
+        import time
+
+        for each in super().named_parameters(*which, **how):
+            time.sleep(0.002)
+            yield each
+"""
 
 
 @pytest.mark.parametrize(
     "mode", ["remote", "replica", pytest.param("bounded", marks=pytest.mark.quick), "sync", "overlap"]
 )
-def test_every_update_of_concurrent_trainers_is_right(tmp_path, mode):
+def test_every_update_of_concurrent_trainers_is_right(tmp_path, digits_of_size, mode):
     """With momentum, --lr_step, checkpoints, a smaller last batch, and a last round with a batch too few."""
-    flags = (*FLAGS, "--mode", mode, "--world_size", TRAINERS + 1, "--epochs", EPOCHS, "--lr_step", 1)
-    flags = (*flags, "--lr", 0.02, "--momentum", 0.5, "--log_interval", 1000)
-    flags = (*flags, "--evaluations", 3, "--checkpoint", tmp_path / "c.pt", "--summary_json", tmp_path / "s.json")
+    oracle.copy_with(tmp_path, "data.py", more=SLOW_TRAINER)
+    main = oracle.copy_with(tmp_path, "net.py", more=SLOW_CLONES)
+    flags = ("--mode", mode, "--world_size", TRAINERS + 1, "--epochs", EPOCHS, "--lr_step", 1, "--batch_size", 8)
+    flags = (*flags, "--lr", 0.02, "--momentum", 0.5, "--evaluations", 3)
     flags = (*flags, "--max_staleness", 0) if mode == "bounded" else flags
-    done = run_script(JOB, 8 * BATCHES - 2, *flags, timeout=200)
-    assert done.returncode == 0, done.stderr
-    record = json.loads(re.search(r'^{"updates.*', done.stdout, re.M)[0])
-    summary = json.loads((tmp_path / "s.json").read_text())
-    assert record["difference"] < 1e-6
+    digits = digits_of_size(IMAGES)
+    summary, _, weights = oracle.distributed(tmp_path, digits, *flags, main=main)
+    updates = summary["update_list"]
+    _, expected = oracle.train(updates, digits, batch_size=8, lr=0.02, momentum=0.5)
+    oracle.assert_same_weights(weights, expected, tolerance=2e-6)
 
-    updates, stale = record["updates"], []
-    for epoch in range(EPOCHS):  # each batch once
-        of_epoch = [gradient for at, gradients in updates for gradient in gradients if at == epoch]
-        assert sorted(batch for batch, _, _ in of_epoch) == [*range(BATCHES)]
-        # from weights that have all updates of the epochs before
-        assert min(version for _, _, version in of_epoch) >= sum(at < epoch for at, _ in updates)
-    for number, (_, gradients) in enumerate(updates):
-        stale += [number - version for _, _, version in gradients]
+    stale = []
+    for epoch in range(EPOCHS):
+        of_epoch = [update for update in updates if update["epoch"] == epoch]
+        batches = [batch for update in of_epoch for batch in update["batches"]]
+        assert sorted(batches) == [*range(BATCHES)]  # each once
+        # At an evaluation, all batches before it are applied, and no others.
+        for done in DONE:
+            assert sorted(batches[:done]) == [*range(done)]
+        first = sum(update["epoch"] < epoch for update in updates)
+        assert min(version for update in of_epoch for version in update["versions"]) >= first
+    for number, update in enumerate(updates):
+        stale += [number - version for version in update["versions"]]
     assert summary["staleness_max"] == max(stale)
     assert summary["staleness_mean"] == pytest.approx(sum(stale) / len(stale), abs=1e-3)
-    assert summary["updates"] == len(updates) and summary["images_applied"] == [8 * BATCHES - 2] * EPOCHS
+    assert summary["updates"] == len(updates) and summary["images_applied"] == [IMAGES] * EPOCHS
 
     if mode in ("sync", "bounded"):
         # While the slow trainer computes a gradient, each of the others makes one update at most.
@@ -50,11 +77,10 @@ def test_every_update_of_concurrent_trainers_is_right(tmp_path, mode):
     else:  # updates came between, so the test shows something
         assert sum(each > 0 for each in stale) > TRAINERS, stale
         assert mode == "remote" or max(stale) > TRAINERS - 1, stale  # more than `bounded` allows
+    if mode == "bounded":
+        done = dict.fromkeys(range(1, TRAINERS + 1), 0)
+        for update in updates:
+            done[update["trainers"][0]] += 1
+            assert max(done.values()) - min(done.values()) <= 1, updates  # --max_staleness 0, and one under way
     if mode == "sync":  # two trainers make the last update of an epoch, because one batch is missing
-        assert [len(gradients) for _, gradients in updates] == [*[TRAINERS] * 7, TRAINERS - 1] * EPOCHS
-
-    # A checkpoint knows how many batches of the epoch are done; 0 is the beginning of the next epoch.
-    assert [done for _, done in record["saved"]] == [done % BATCHES for done in DONE] * EPOCHS
-    for number, (at, _) in enumerate(record["saved"]):
-        of_epoch = [batch for epoch, grads in updates[:at] for batch, _, _ in grads if epoch == number // len(DONE)]
-        assert sorted(of_epoch) == [*range(DONE[number % len(DONE)])]
+        assert [len(update["batches"]) for update in updates] == [*[TRAINERS] * 7, TRAINERS - 1] * EPOCHS

@@ -1,15 +1,15 @@
-"""What the tests of rl_rpc compare with: REINFORCE in one process, and agents whose observers are in this process."""
+"""What the tests of rl_rpc compare with: REINFORCE in one process. Also trajectories and learners without RPC, and the
+Agent of a program in one file, whose observers are in this process.
+"""
 
 import pickle
 import random
 import re
-import sys
 import threading
 from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
-import pytest
 import torch
 
 from helpers import ROOT, load_module, package_on_path
@@ -22,7 +22,6 @@ with package_on_path("rl_rpc"):
     import policy
     import ranks
     import reinforce
-    import step
     from glue import seeds
 
 MODES = ("step", "packed", "batched", "rollout")  # those in which nobody plays with old weights
@@ -206,55 +205,6 @@ class InTurn(Handle):
             return future
 
         return Caller(self.value, call)
-
-
-def raise_error(ob_id, error):
-    raise error
-
-
-@pytest.fixture
-def make_agent(monkeypatch):
-    """Return a function that makes an agent without RPC: each observer is an object of this process, in a Handle."""
-
-    def make(observers, mode="step", env_id="CartPole-v1", seed=1, report_lost=raise_error, **settings):
-        made = []
-
-        def remote(ob_id, cls, args):
-            made.append(ob_id)
-            return Handle(cls(*args))
-
-        in_this_process = SimpleNamespace(
-            RRef=Handle, remote=remote, get_worker_info=lambda: SimpleNamespace(id=made[-1])
-        )
-        monkeypatch.setattr(step, "rpc", in_this_process)
-        monkeypatch.setitem(sys.modules, "reinforce", reinforce)  # where pickle looks for the class Trajectory
-        module = main.MODES[mode]
-        learner = make_learner(env_id, seed, **settings)
-        return module.Agent(module.Observer, observers + 1, learner, env_id, seed, report_lost)
-
-    return make
-
-
-def begin(agent):
-    """Begin an episode in which nobody plays: the test itself makes the observers' calls. Return the agent."""
-    for ob_rref in agent.ob_rrefs.values():
-        ob_rref.value.run_episode = lambda *arguments: None
-    agent.run_episode()
-    for trajectory in agent.trajectories.values():
-        trajectory.rewards.clear()  # in `packed` and `batched`, what this run_episode has returned as the last reward
-    return agent
-
-
-def assert_plays_as_one_process(agent, episodes=15):
-    """Assert that an agent with one observer plays and learns what single_process_reinforce does."""
-    rewards, parameters = single_process_reinforce(seed=1, episodes=episodes)
-    played = []
-    for _ in range(episodes):
-        agent.run_episode()
-        played.append(agent.finish_episode())
-    assert played == rewards and agent.learner.episodes == episodes
-    for name, expected in parameters.items():
-        torch.testing.assert_close(agent.learner.policy.state_dict()[name], expected, rtol=0, atol=1e-5)
 
 
 def trajectory_of(steps, reward=1.0, features=4):

@@ -37,7 +37,7 @@ def play(folder, mode, *flags, observers=3, episodes=EPISODES, env_id="noted_env
     words += ["--transport", "uv", "--checkpoint", checkpoint, "--summary_json", summary, *flags]
     env = {"PYTHONPATH": HERE, "NOTES": notes} | (env or {})
     if traced:  # trace.py writes a table to stderr
-        done = run_script("tools/trace.py", trace, "--", sys.executable, ROOT / "rl_rpc" / "main.py", *words, env=env)
+        done = run_script("tools/rpctrace", trace, "--", sys.executable, ROOT / "rl_rpc" / "main.py", *words, env=env)
         assert done.returncode == 0, done.stderr
     else:
         done = run_main("rl_rpc", *words, env=env)
@@ -93,7 +93,7 @@ def test_rpc_calls_by_mode(run, mode):
 
 
 def calls_in_steps(path, name):
-    """Return how many RPCs the rank of this name made and served during its steps, from a file of tools/trace.py.
+    """Return how many RPCs the rank of this name made and served during its steps, from a file of tools/rpctrace.
 
     A call of the rank to itself counts once, and torch's internal calls are left out.
     """

@@ -60,7 +60,6 @@ def spawned_from_a_copy(tmp_path, *changes, observers, episodes):
     return run_spawned(program, *flags, cwd=tmp_path)
 
 
-@pytest.mark.quick
 def test_tutorial_is_the_plain_loop(tmp_path):
     """The observers play in turn, because they share one generator: only then are the draws the same in every run."""
     call = "futs.append(ob_rref.rpc_async(timeout=0).run_episode(self.agent_rref))\n"

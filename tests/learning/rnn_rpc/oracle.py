@@ -20,7 +20,7 @@ with package_on_path("rnn_rpc"):
     import main
     import overlap
     import trainer
-    from glue import report, seeds
+    from glue import seeds
 
 MODES = list(main.MODES)
 STEPS, V, E, H, LAYERS, T, B = 20, 12, 6, 8, 2, 7, 4

@@ -5,7 +5,6 @@ main.run_trainer runs in this process. The servers are the other processes of th
 
 import itertools
 import math
-import statistics
 
 import pytest
 import torch
@@ -13,11 +12,11 @@ import torch.distributed.rpc as rpc
 from torch.distributed.rpc import api
 
 from helpers import ROOT, load_bench, load_oracle
-from programs import run_main
+from programs import run_main, run_script
 
 oracle = load_oracle("rnn_rpc")
 as_launched, train, distributed, one_process = oracle.as_launched, oracle.train, oracle.distributed, oracle.one_process
-corpus, main, report = oracle.corpus, oracle.main, oracle.report
+corpus, main = oracle.corpus, oracle.main
 V, E, H, LAYERS, T, B = oracle.V, oracle.E, oracle.H, oracle.LAYERS, oracle.T, oracle.B
 SIZES, SGD, MODES = oracle.SIZES, oracle.SGD, oracle.MODES
 pytestmark = [
@@ -139,15 +138,13 @@ def test_the_tutorials_sizes_run(tmp_path):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_bytes_on_the_wire_are_what_the_tensors_weigh(mode, monkeypatch):
+def test_bytes_on_the_wire_are_what_the_tensors_weigh(mode):
     """Besides the tensors, the messages have at most 3 % and 30 kB. E = H = 200, V = 1,000."""
-    flags = ["--transport", "tcp", "--embedding_dim", 200, "--hidden_dim", 200, "--vocabulary", 1000, "--epochs", 1]
-    flags += ["--corpus_tokens", BENCH.text_length(20), "--mode", mode]
+    flags = ["--embedding_dim", 200, "--hidden_dim", 200, "--vocabulary", 1000, "--epochs", 1, "--mode", mode]
+    done = run_script("bench/bytes_per_step.py", "rnn_rpc", *flags, "--corpus_tokens", BENCH.text_length(20))
+    assert (done.returncode, done.stderr) == (0, "")
     computed = BENCH.payload_bytes(mode, 1000)
-    monkeypatch.setattr(report.Meter, "step", report.Meter.step)  # restores it after the test
-    counted = BYTES.count_steps(report.Meter)
-    train(*flags)
-    assert len(counted) == 20 and computed < statistics.mean(counted) < 1.03 * computed + 30_000
+    assert computed < BYTES.per_step(done.stdout) < 1.03 * computed + 30_000
 
 
 REFERENCES = "__import__('torch').distributed.rpc._rref_context_get_debug_info()"

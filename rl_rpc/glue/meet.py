@@ -1,0 +1,208 @@
+"""How a rank reaches rank 0, and on which network interface it listens.
+
+Rank 0 listens at --master_addr and --master_port. (If one process has started all ranks, they inherit a socket that
+listens already. Under torchrun, whose own store listens at this port, rank 0 takes a free port and says in that store
+which.) Every other rank connects there, and keeps this connection for as long as it lives.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import time
+
+import psutil
+import torch.distributed as dist
+
+from glue import PACKAGE, UserError, say
+
+PRINT_AFTER_SECONDS, PRINT_EVERY_SECONDS = 3.0, 30.0  # when a rank that waits prints for whom
+ANSWER_SECONDS = 5.0  # for rank 0 to answer when a rank has connected
+LOST_AFTER_SECONDS = 8  # the kernel ends a connection over which it has heard nothing for so long
+
+
+class Waiting:
+    """Prints now and then for whom a rank waits, and gives up after --join_timeout."""
+
+    def __init__(self, me, timeout, quiet):
+        """`me`: this rank's name. `quiet`: print nothing, because the ranks share a console."""
+        self.me, self.timeout, self.quiet = me, timeout, quiet
+        self.started = time.monotonic()
+        self.print_at = self.started + PRINT_AFTER_SECONDS
+
+    def still(self, awaited, why=""):
+        """Call this again and again while waiting. Raises UserError after --join_timeout."""
+        limit = f"--join_timeout {self.timeout:g} s"
+        if time.monotonic() > self.started + self.timeout:
+            raise UserError(f"{awaited} did not come within {limit}{why}")
+        if time.monotonic() > self.print_at and not self.quiet:
+            say(f"{self.me}: waiting for {awaited}{why} ({limit})")
+            self.print_at = time.monotonic() + PRINT_EVERY_SECONDS
+
+
+def listen_as_rank_0(args, waiting):
+    """Return a socket that listens for the other ranks. Raises UserError."""
+    address = None
+    while not address:
+        try:
+            address = resolve(args.master_addr)
+        except OSError as error:  # in Kubernetes, the name of a pod may be known some seconds later
+            waiting.still("the address", f": {error}")
+            time.sleep(0.1)
+    store = torchruns_store(address, args)
+    listener = listen(address, 0 if store else args.master_port)
+    if store:
+        args.restarts = store.add("attempts", 1) - 1
+        store.set("rank 0", json.dumps([socket.gethostname(), *listener.getsockname()]))
+    return listener
+
+
+def connect(hello, args, rank_0, waiting, address=None):
+    """Connect to rank 0; return (the connection, the lines that come over it as a file, its answer to `hello`).
+
+    `address`: (host, port), if it is known already. It is tried until --join_timeout has passed, because no event
+    reports that another process has started to listen. Raises UserError.
+    """
+    while True:
+        try:
+            host, port = address or _find_rank_0(args)
+            where = f"{host} port {port}"
+            return _try_to_connect(hello, host, port, where)
+        except (TimeoutError, ValueError, AttributeError, RecursionError):  # it is silent, or sends no JSON object
+            raise UserError(f"what listens at {where} is not {rank_0} (choose another --master_port)") from None
+        except OSError as error:
+            waiting.still(rank_0, f": {error}")
+            time.sleep(0.1)
+
+
+def _try_to_connect(hello, host, port, where):
+    try:
+        connection = socket.create_connection((host, port), timeout=ANSWER_SECONDS)
+    except OSError:
+        raise ConnectionError(f"nothing answers at {where} (--master_addr, --master_port)") from None
+    lines, line = connection.makefile("rb"), b""
+    with contextlib.suppress(ConnectionError):
+        send(connection, **hello)
+        line = lines.readline(1 << 20)
+    if not line:  # perhaps it is a proxy in front of a rank 0 that has not started yet
+        raise ConnectionError(f"what listens at {where} has closed the connection")
+    answer = json.loads(line)
+    if not answer.keys() & {"missing", "end"}:
+        raise ValueError
+    keep_alive(connection)
+    return connection, lines, answer
+
+
+def _find_rank_0(args):
+    """Return (host, port) of rank 0. Raises OSError if that is not known yet."""
+    address = resolve(args.master_addr)
+    if not (store := torchruns_store(address, args)):
+        return address, args.master_port
+    if not store.check(["rank 0"]):
+        raise ConnectionError("it has not started yet")
+    its_host, address, port = json.loads(store.get("rank 0"))  # perhaps that of an earlier attempt
+    if address.startswith("127.") and its_host != socket.gethostname():
+        raise UserError(loopback_only(address, its_host))
+    return address, port
+
+
+def torchruns_store(address, args):
+    """Return the store of torchrun's agent, if it listens at --master_port. It outlives an attempt."""
+    if args.launcher != "torchrun" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return dist.PrefixStore(PACKAGE, dist.TCPStore(address, args.master_port, is_master=False, wait_for_workers=False))
+
+
+def loopback_only(address, *hosts):
+    why = f"{address} is a loopback address, and there are ranks on {', '.join(sorted(hosts))}"
+    return f"{why}: use a --master_addr that all can reach (torchrun: --local-addr)"
+
+
+# ------------------------------------------------------------------------------------------------ sockets, addresses
+
+
+def send(connection, **message):
+    """Send a message: a JSON object on a line of its own."""
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def read(lines, act):
+    """Call act(message) for each message that comes over a connection, until it ends; return why it has ended."""
+    try:
+        for line in lines:
+            act(json.loads(line))
+    except (ConnectionError, ValueError):  # ValueError: the process has died in the middle of a line
+        pass
+    except OSError:  # of the kernel: see keep_alive
+        return f"silent for {LOST_AFTER_SECONDS} s: its machine or the network is gone"
+    return "its process has ended"
+
+
+def keep_alive(connection):
+    """Let the kernel end this connection when it has heard nothing from the other machine for 8 seconds.
+
+    It asks the other machine's kernel, not the process. So a process that computes, or is stopped in a debugger, is not
+    lost, as long as less than a socket's buffer is sent to it: a message has tens of bytes.
+    """
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    seconds = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 1000 * LOST_AFTER_SECONDS}
+    for option, value in seconds.items():
+        if hasattr(socket, option):  # not all systems have all
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def listen(host, port):
+    """Return a socket that listens on this address only. Raises UserError."""
+    try:
+        return socket.create_server((host, port), backlog=1024)
+    except OSError as error:
+        why = f"{error.strerror} (choose another --master_port, or a --master_addr of this machine)"
+        raise UserError(f"cannot listen on {host} port {port}: {why}") from None
+
+
+def hold_store(host):
+    """Return a TCPStore, for RPC and process groups, at a free port of this address.
+
+    By itself, torch would let it listen on all interfaces.
+    """
+    listener = listen(host, 0)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(host, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False)
+
+
+def resolve(host):
+    """Return the IPv4 address of `host`. Raises OSError, with one line for the user."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise OSError(f"--master_addr {host}: {error.strerror or error}") from None
+
+
+def listen_only_towards(address):
+    """Let RPC and Gloo listen only on the interface that leads to `address`; return this machine's address there.
+
+    Without this, they listen on the address to which this machine's *name* resolves, which may be public or wrong. A
+    job on loopback stays there, whatever the environment says; otherwise both variables together name the interface.
+    """
+    name, own = interface_towards(address)
+    variables = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+    if address.startswith("127.") or not all(os.environ.get(variable) for variable in variables):
+        os.environ.update(dict.fromkeys(variables, name))
+    return own
+
+
+def interface_towards(address):
+    """Return (interface name, own IPv4 address) of the route from this machine to `address`. Raises OSError."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # for UDP this sends nothing; it only looks up the route
+            own = probe.getsockname()[0]
+    except OSError as error:
+        raise OSError(f"--master_addr {address}: {error.strerror or error}") from None
+    # A loopback address may be 127.0.1.1, although the interface has 127.0.0.1.
+    prefix = "127." if own.startswith("127.") else f"{own}."
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.family == socket.AF_INET and (each.address + ".").startswith(prefix) for each in addresses):
+            return name, own
+    raise OSError(f"no network interface has the address {own}, from which {address} is reached")

@@ -1,0 +1,77 @@
+"""The calls that are not answered yet, of a rank that leads others: who was called, for what, and the Future.
+
+torch.futures.wait_all does not fit where workers may be lost: it raises the first error, although the others still
+work, and from a worker that is cut off comes neither an answer nor an error.
+"""
+
+import queue
+import threading
+
+import torch
+
+from glue.errors import NAMED_AFTER_SECONDS, Explained
+
+
+class OpenCalls:  # in the rank that leads, on its main thread
+    """The open calls to some workers, which are given by their ranks. Pass `on_lost` to job.on_lost()."""
+
+    def __init__(self):
+        self.open = {}  # number of the call -> (worker, what was asked, Future)
+        self.calls = 0
+        self.lost = set()
+        self.ended = queue.SimpleQueue()  # numbers of calls that are answered, functions of other events
+
+    def add(self, worker, future, asked=None):
+        """Add a call to a worker. `asked` is returned together with its answer."""
+        self.calls += 1
+        number = self.calls
+        self.open[number] = (worker, asked, future)
+        future.add_done_callback(lambda _: self.ended.put((self._take, number)))
+
+    def idle(self, workers, at_most=1):
+        """Return those of `workers` with fewer than `at_most` open calls, without those that are lost."""
+        busy = [worker for worker, _, _ in self.open.values()]
+        return [worker for worker in workers if worker not in self.lost and busy.count(worker) < at_most]
+
+    def next(self):
+        """Wait for an answer; return (worker, what was asked, answer). The answer is None if the worker is lost.
+
+        Raises the error of a call, unless its worker is lost.
+        """
+        while True:
+            with torch.profiler.record_function("wait"):  # for torch's profiler and tools/rpctrace
+                act, about = self.ended.get()
+            if entry := act(about):
+                return entry
+
+    def on_lost(self, worker):
+        """Give up the calls to a worker. Called on a thread of the job."""
+        self.ended.put((self._lose, worker))
+
+    def _take(self, number):
+        if number not in self.open:
+            return None  # it was given up; a late answer counts no more
+        worker, asked, future = self.open[number]
+        try:
+            answer = None if worker in self.lost else future.wait()
+        except Exception as error:
+            if not Explained(error).is_of_connection:
+                raise
+            # Perhaps the worker is lost. Then on_lost() is called soon.
+            timer = threading.Timer(NAMED_AFTER_SECONDS, self.ended.put, [(self._raise, (number, error))])
+            timer.daemon = True
+            timer.start()
+            return None
+        del self.open[number]
+        return worker, asked, answer
+
+    def _raise(self, about):
+        number, error = about
+        if number in self.open:
+            raise error
+
+    def _lose(self, worker):
+        self.lost.add(worker)
+        for number, (called, _, _) in self.open.items():
+            if called == worker:
+                self.ended.put((self._take, number))

@@ -1,0 +1,209 @@
+"""Waits of many kinds, all of which end by themselves. In none of them do two wait for each other.
+
+Rank 0 runs one after the other, and prints the name of each. The even numbers, or the odd ones: CASES=0 or CASES=1.
+"""
+
+import contextlib
+import os
+import queue
+import socket
+import subprocess
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+
+SECONDS = 2.5
+lock, condition, event, items = threading.Lock(), threading.Condition(), threading.Event(), queue.Queue()
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(SECONDS)
+        return gradient * 2
+
+
+class Counter:
+    def __init__(self, seconds=0):
+        time.sleep(seconds)
+
+    def count(self):
+        time.sleep(SECONDS)
+        return 1
+
+
+def nap(seconds=SECONDS):
+    time.sleep(seconds)
+
+
+def compute():
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        pass
+
+
+def poll():
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def wait_in_slices():
+    for _ in range(round(SECONDS / 0.5)):
+        event.wait(0.5)
+
+
+def wait_for_condition():
+    with condition:
+        condition.wait_for(lambda: False, SECONDS)
+
+
+def get_with_limit():
+    with contextlib.suppress(queue.Empty):
+        items.get(timeout=SECONDS)
+
+
+def acquire_with_limit():
+    with lock:
+        thread = threading.Thread(target=lambda: lock.acquire(timeout=SECONDS))
+        thread.start()
+        thread.join()
+
+
+def behind_a_lock():
+    with lock:
+        time.sleep(SECONDS)
+
+
+def back_and_forth(depth):
+    return rpc.rpc_sync(f"w{depth % 2}", back_and_forth, args=(depth - 1,)) if depth else nap()
+
+
+@rpc.functions.async_execution
+def later():
+    future = torch.futures.Future()
+    threading.Timer(SECONDS, future.set_result, (None,)).start()
+    return future
+
+
+def program():
+    subprocess.run(["sleep", str(SECONDS)], check=True)
+
+
+def read_socket():
+    one, other = socket.socketpair()
+    threading.Timer(SECONDS, one.send, (b"x",)).start()
+    other.recv(1)
+
+
+def join_thread():
+    thread = threading.Thread(target=nap)
+    thread.start()
+    thread.join()
+
+
+def wait_for_signal():
+    event.wait()
+    event.clear()
+
+
+def send_signal():
+    time.sleep(SECONDS)
+    event.set()
+
+
+def pass_on():
+    """Two threads hand something to each other, and one of them is slow."""
+    there, back = queue.Queue(), queue.Queue()
+
+    def answer():
+        time.sleep(SECONDS)
+        back.put(there.get())
+
+    threading.Thread(target=answer).start()
+    there.put(1)
+    back.get()
+
+
+def reduce(rank):
+    if rank == 0:
+        time.sleep(SECONDS)
+    dist.all_reduce(torch.ones(1))
+
+
+def sync(function, *args):
+    return lambda: rpc.rpc_sync("w1", function, args=args)
+
+
+def several(function, count):
+    return lambda: torch.futures.wait_all([rpc.rpc_async("w1", function) for _ in range(count)])
+
+
+def retry():
+    for _ in range(3):
+        with contextlib.suppress(RuntimeError):
+            rpc.rpc_sync("w1", nap, timeout=1)
+
+
+def signalled_by_a_call():
+    waiting = rpc.rpc_async("w1", wait_for_signal)
+    rpc.rpc_sync("w1", send_signal)
+    waiting.wait()
+
+
+def collective():
+    other = rpc.rpc_async("w1", reduce, args=(1,))
+    reduce(0)
+    other.wait()
+
+
+def backward():
+    with dist_autograd.context() as context:
+        answer = rpc.rpc_sync("w1", Slow.apply, args=(torch.ones(2, requires_grad=True),))
+        dist_autograd.backward(context, [answer.sum()])
+
+
+CASES = {
+    "sleep": sync(nap),
+    "compute": sync(compute),
+    "poll": sync(poll),
+    "wait in slices": sync(wait_in_slices),
+    "condition with a limit": sync(wait_for_condition),
+    "queue with a limit": sync(get_with_limit),
+    "lock with a limit": sync(acquire_with_limit),
+    "three behind a lock": several(behind_a_lock, 2),
+    "nested calls": sync(back_and_forth, 3),
+    "more calls than RPC threads": several(nap, 6),
+    "a Future that is completed later": sync(later),
+    "then": lambda: rpc.rpc_async("w1", nap).then(lambda _: nap(1)).wait(),
+    "a slow constructor": lambda: rpc.remote("w1", Counter, args=(SECONDS,)).to_here(),
+    "a slow method of an RRef": lambda: rpc.remote("w1", Counter).rpc_async().count().wait(),
+    "another program": sync(program),
+    "a socket": sync(read_socket),
+    "join": sync(join_thread),
+    "two threads": sync(pass_on),
+    "retried": retry,
+    "a signal that comes": signalled_by_a_call,
+    "a collective": collective,
+    "backward": backward,
+}
+
+if __name__ == "__main__":
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=2)
+    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 0:
+        for name in list(CASES)[int(os.environ["CASES"]) :: 2]:
+            print(name, flush=True)
+            CASES[name]()
+        print("all done", flush=True)
+    rpc.shutdown()

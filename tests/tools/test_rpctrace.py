@@ -1,0 +1,677 @@
+"""rpctrace records both sides of every RPC of any program, however its ranks are started and end."""
+
+import collections
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import sysconfig
+
+import pytest
+from matplotlib.figure import Figure
+
+from helpers import ROOT, load_module
+from jobs import JOBS, free_port
+from programs import Program, run_script
+from tutorials import changed
+from two_hosts import ADDRESSES, NAMES, TwoHosts, why_not
+
+CALLS = ("sync", "async", "remote")
+TOOL = ROOT / "tools" / "rpctrace"
+RL = [*JOBS["rl_rpc"]["size"], *JOBS["rl_rpc"]["short"], "--max_episodes", "20"]
+sys.path.insert(0, str(TOOL))
+import draw  # noqa: E402
+import read  # noqa: E402
+
+spec = importlib.util.spec_from_file_location("rpctrace_main", TOOL / "__main__.py")
+main = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(main)
+record = load_module(TOOL / "record" / "sitecustomize.py")
+sys.path.pop(0)
+
+
+def events_in(path):
+    """Return the events of a file, after checking what ui.perfetto.dev needs: bars are nested, arrows have two ends."""
+    events = json.loads(path.read_text())["traceEvents"]
+    lanes, ends = collections.defaultdict(list), collections.defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            lanes[event["pid"], event["tid"]].append((round(event["ts"] * 1e3), round(event["dur"] * 1e3)))
+        elif event["ph"] in "sf":
+            ends[event["id"]].append(event)
+    for bars in lanes.values():  # in a lane, two bars are nested or do not overlap
+        open_bars = []
+        for start, length in sorted(bars, key=lambda bar: (bar[0], -bar[1])):
+            assert start >= 0 and length >= 0
+            while open_bars and open_bars[-1] <= start:
+                open_bars.pop()
+            assert not open_bars or start + length <= open_bars[-1] + 1
+            open_bars.append(start + length)
+    for tail, tip in ends.values():
+        assert (tail["ph"], tip["ph"]) == ("s", "f") and tail["ts"] <= tip["ts"]
+        for end in (tail, tip):  # an arrow's end belongs to the bar at this time
+            time = round(end["ts"] * 1e3)
+            assert any(start <= time < start + length for start, length in lanes[end["pid"], end["tid"]]), end
+    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    assert set(lanes) <= named
+    return events
+
+
+def bars(events, cat, name=None):
+    return [event for event in events if event.get("cat") == cat and name in (None, event["name"])]
+
+
+def names_of(events):
+    return {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+
+
+def calls_of(events):
+    """Return {(caller, callee, function): how many calls were recorded on both sides}, without torch's own calls."""
+    names = names_of(events)
+    served = {bar["args"]["call"]: names[bar["pid"]] for bar in bars(events, "run")}
+    made = [bar for bar in events if bar.get("cat") in CALLS and not bar["name"].startswith("torch.rpc.")]
+    assert all(served.get(bar["args"]["call"]) == bar["args"]["to"] for bar in made)
+    return collections.Counter((names[bar["pid"]], bar["args"]["to"], bar["name"]) for bar in made)
+
+
+def run_trace(*words, **how):
+    """Run the tool to its end."""
+    return run_script("tools/rpctrace", *words, **how)
+
+
+def drawn(path, folder, capsys, *window):
+    """Draw a folder in this process; return what is printed."""
+    assert main.report(str(folder), str(path), window) == 0
+    return capsys.readouterr().err
+
+
+def run_traced(path, package, *flags):
+    return run_trace(path, "--", sys.executable, ROOT / package / "main.py", *flags)
+
+
+# ------------------------------------------------------------------------------------------ what a recording contains
+
+
+def test_both_sides_of_every_rpc_of_a_job_are_recorded(tmp_path):
+    path, summary = tmp_path / "all.json", tmp_path / "summary.json"
+    done = run_traced(path, "rl_rpc", *RL, "--summary_json", summary)
+    assert done.returncode == 0, done.stderr
+    events, result = events_in(path), json.loads(summary.read_text())
+    steps, episodes = result["env_steps"], result["episodes"]
+    assert list(names_of(events).values()) == ["agent", "observer1", "observer2"]
+    counts = calls_of(events)
+    for name in ("select_action", "report_reward"):
+        assert counts["observer1", "agent", name] + counts["observer2", "agent", name] == steps
+    assert counts["agent", "observer1", "Observer"] == 1 and counts["agent", "observer2", "run_episode"] == episodes
+    assert len(bars(events, "step")) == episodes == 20
+    served = {bar["args"]["call"]: bar for bar in bars(events, "run")}
+    for call in bars(events, "sync", "select_action"):
+        run = served[call["args"]["call"]]
+        assert call["ts"] < run["ts"] < run["ts"] + run["dur"] < call["ts"] + call["dur"]
+    assert any(event["name"] == "torch.rpc._gather_to_leader" for event in events), "torch's own calls"
+    made = [event for event in events if event.get("cat") in CALLS]
+    assert sum(event["ph"] == "s" for event in events) == 2 * len(made), "one for the call, one for the answer"
+    row = re.search(r"observer1 -> agent: select_action +([\d,]+) +([\d.]+) +([\d.]+) +([\d.]+)\n", done.stderr)
+    whole, wire, at_callee = map(float, row.groups()[1:])
+    assert 0 < at_callee < whole and 0 < wire < whole and int(row[1].replace(",", "")) > 100
+    assert sorted(os.listdir(tmp_path)) == ["all.json", "summary.json"]
+
+
+def test_answers_that_leave_later_hold_no_thread(tmp_path):
+    path = tmp_path / "all.json"
+    assert run_traced(path, "rl_rpc", *RL, "--mode", "batched").returncode == 0
+    events = events_in(path)
+    lanes = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    held = bars(events, "held", "select_action")
+    assert len(held) == len(bars(events, "sync", "select_action")) > 100
+    assert all(lanes[bar["pid"], bar["tid"]].startswith("answers owed") for bar in held)
+    ends = {bar["args"]["call"]: bar["ts"] + bar["dur"] for bar in held}
+    for call in bars(events, "sync", "select_action"):
+        assert call["ts"] < ends[call["args"]["call"]] < call["ts"] + call["dur"]
+
+
+@pytest.mark.parametrize("package", ["rnn_rpc", "param_server"])
+def test_backward_and_optimizer_have_bars(package, tmp_path):
+    path = tmp_path / "all.json"
+    done = run_traced(path, package, *JOBS[package]["size"], *JOBS[package]["short"])
+    assert done.returncode == 0, done.stderr
+    events = events_in(path)
+    steps = bars(events, "step")
+    assert steps and len(bars(events, "work", "backward")) == len(bars(events, "work", "optimizer step")) == len(steps)
+    counts = calls_of(events)
+    assert any(name == "torch.optim._new_local_optimizer" for _, _, name in counts)
+    if package == "param_server":  # the method is named, not torch's helper
+        assert len(bars(events, "run", "forward")) == len(steps) and not bars(events, "run", "call_method")
+
+
+@pytest.mark.quick
+def test_clocks_of_several_hosts_are_lined_up():
+    """Three hosts, each called by the one before. Clocks 7 s and 3 s wrong are corrected to within a round trip."""
+    ahead = {"a": 0, "b": 7_000_000_000, "c": -3_000_000_000}
+    hosts = list(ahead)
+
+    def call(caller, callee, sent, arrived, left, back):
+        """Return a call with these four times, as match() does."""
+        sides = ((caller, sent, back), (callee, arrived, left))
+        both = [{"name": "f", "pid": r, "ts": t + ahead[hosts[r]], "dur": end - t, "args": {}} for r, t, end in sides]
+        return both[0], both[1], both[1]
+
+    calls = [
+        call(0, 1, 0, 1000, 1500, 9000),
+        call(0, 1, 20_000, 27_000, 27_500, 28_500),
+        call(2, 1, 50, 650, 700, 1300),
+    ]
+    clocks = read.line_up(calls, hosts)
+    for host, (shift, error) in clocks.items():
+        assert abs(shift + ahead[host]) <= error, host
+    assert clocks["a"] == (0, 0) and clocks["b"][1] <= 1000 and clocks["c"][1] <= 2000
+
+
+# --------------------------------------------------------------------------------------- whatever program, as it runs
+
+# Rank 1 calls rank 0. A program without the variable RANK is rank 0, and starts rank 1 with subprocess.
+PAIR = """
+import os, resource, signal, subprocess, sys, threading
+import torch.distributed.rpc as rpc
+
+def increment(x):
+    return x + 1
+
+def never():
+    threading.Event().wait()
+
+calls_made = threading.Event()
+
+def slow():
+    calls_made.wait()
+
+def go_on():
+    calls_made.set()
+
+if __name__ == "__main__":
+    meet, what = sys.argv[1:]
+    if "RANK" not in os.environ:
+        started = subprocess.Popen([sys.executable, *sys.argv], env=os.environ | {"RANK": "1"})
+    rank = int(os.environ.get("RANK", "0"))
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meet}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 1:
+        if what == "full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))  # of any file
+        waiting = rpc.rpc_async("worker0", slow) if what == "waits" else None
+        for x in range(5 if what == "short" else 1000):
+            assert rpc.rpc_sync("worker0", increment, args=(x,)) == x + 1
+        if what == "waits":
+            rpc.rpc_sync("worker0", go_on)
+            waiting.wait()
+        if what == "killed":
+            rpc.rpc_async("worker0", never)
+            os.kill(os.getpid(), signal.SIGKILL)
+    if what == "killed":
+        started.wait()
+        os._exit(7)
+    rpc.shutdown()
+    print("rank", rank, "is done")
+"""
+
+
+@pytest.fixture
+def pair(tmp_path, monkeypatch):
+    """Write PAIR into a file; return the words of its command."""
+    monkeypatch.setenv("TP_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    (tmp_path / "pair.py").write_text(PAIR)
+    return [tmp_path / "pair.py", tmp_path / "meet"]
+
+
+def forty_lines():
+    return re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+
+
+@pytest.mark.quick
+def test_the_forty_lines_of_the_readme_are_drawn(tmp_path):
+    (tmp_path / "forty.py").write_text(forty_lines().replace("29500", str(free_port())))
+    done = run_trace("step.png", "--", sys.executable, "forty.py", cwd=tmp_path)
+    assert done.returncode == 0 and "to_here:   a copy, which has counted to 2" in done.stdout
+    assert re.search(r"worker0 -> worker1: increment +2 +[\d.]+ +[\d.]+ +[\d.]+\n", done.stderr), done.stderr
+    assert "trace" not in done.stdout
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(os.listdir(tmp_path)) == ["forty.py", "step.png"]
+
+
+def test_the_calls_of_a_killed_rank_are_in_the_file(tmp_path, pair):
+    """Also the last one, which was not answered. The other rank leaves without cleaning up."""
+    done = run_trace(tmp_path / "all.json", "--", sys.executable, *pair, "killed")
+    assert done.returncode == 7, done.stderr
+    events = events_in(tmp_path / "all.json")
+    (number,) = (number for number, name in names_of(events).items() if name == "worker1")
+    assert len([bar for bar in bars(events, "sync", "increment") if bar["pid"] == number]) == 1000
+    assert len(bars(events, "run", "increment")) == 1000
+    (last,) = bars(events, "async", "never (unfinished)")
+    assert last["pid"] == number and last["args"]["to"] == "worker0"
+    assert re.search(r"worker1 -> worker0: never +1 +1 unanswered\n", done.stderr), done.stderr
+
+
+class Silent:
+    """Its objects cannot be formatted."""
+
+    def method(self):
+        pass
+
+    def __call__(self):
+        pass
+
+    def __repr__(self):
+        raise RuntimeError("not initialized yet")
+
+
+@pytest.mark.parametrize(
+    ("func", "name"),
+    [
+        (Silent().method, "method"),
+        (functools.partial(Silent().method, 1), "method"),
+        (functools.partial(functools.partial(forty_lines, 1), 2), "forty_lines"),
+        (Silent(), "Silent"),
+        (Silent, "Silent"),
+    ],
+)
+def test_a_call_is_named_without_formatting_what_is_called(func, name):
+    assert record.name_of((func, (), {})) == name
+
+
+@pytest.mark.parametrize("name", ["run", "step", "work", "backward"])
+def test_a_call_is_drawn_as_waiting_whatever_its_function_is_called(name):
+    assert draw.state_of({"cat": "sync", "name": name}) == "waiting"
+
+
+def test_a_bar_that_began_before_the_picture_does_not_hide_the_name_of_the_next():
+    axes = Figure().subplots()
+    times = {"run_trainer": (-5.0, 30e3), "forward": (0.0, 9e3), "step": (10e3, 9e3)}
+    bars = [{"pid": 0, "tid": 0, "cat": "run", "name": name, "ts": ts, "dur": dur} for name, (ts, dur) in times.items()]
+    draw.draw_bars(axes, bars, {(0, 0): 0}, 0.0, 20e3)
+    assert {text.get_text().strip() for text in axes.texts} == {"forward", "step"}
+
+
+def test_ranks_in_terminals_record_into_one_folder(tmp_path, pair, capsys):
+    command = ("--into", tmp_path / "calls", "--", sys.executable, *pair, "short")
+    with Program("tools/rpctrace", *command, env={"RANK": 0}) as rank0:
+        rank1 = run_trace(*command, env={"RANK": 1})
+        assert (rank1.returncode, rank1.stdout, rank0.wait(60)) == (0, "rank 1 is done\n", 0), rank0.text()
+    (tmp_path / "calls" / "data.jsonl").write_text("[1]\n")  # a user's file
+    said = drawn(tmp_path / "all.json", tmp_path / "calls", capsys)
+    assert re.search("worker1 -> worker0: increment +5 +[0-9]", said), said
+    assert calls_of(events_in(tmp_path / "all.json")) == {("worker1", "worker0", "increment"): 5}
+    for begin, empty in ((0, False), (1_000_000, True)):
+        said = drawn(tmp_path / "part.png", tmp_path / "calls", capsys, begin, begin + 1_000_000)
+        assert ("no call is in --window" in said) == empty, said
+    assert (tmp_path / "part.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_runs_in_one_folder_are_noticed(tmp_path, capsys):
+    """Of one run, a worker may be there twice: it was started again."""
+    for run, pid in (("run-1", 1), ("run-1", 2), ("run-2", 3)):
+        (tmp_path / run).mkdir(exist_ok=True)
+        lines = [{"host": "h", "pid": pid, "main": 1, "worker": "worker1", "rank": 1}]
+        lines += [{"begin": 0, "ts": pid, "tid": 1, "cat": "sync", "name": "f", "args": {"to": "worker0", "call": "0"}}]
+        (tmp_path / run / f"h-{pid}-0.0000.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        warned = "several runs are drawn as if they were one (worker1)" in drawn(tmp_path / "a.json", tmp_path, capsys)
+        assert warned == (run == "run-2")
+
+
+def test_the_ranks_of_torchrun_are_recorded(tmp_path, pair):
+    torchrun = os.path.join(sysconfig.get_path("scripts"), "torchrun")
+    command = [torchrun, "--master-port", free_port(), "--nproc-per-node", 2, *pair, "short"]
+    done = run_trace(tmp_path / "all.json", "--", *command)
+    assert done.returncode == 0, done.stderr
+    assert calls_of(events_in(tmp_path / "all.json")) == {("worker1", "worker0", "increment"): 5}
+
+
+def test_a_rank_that_is_not_recorded_works_with_one_that_is(tmp_path, pair):
+    words = [*pair, "short"]
+    with Program(*words, env={"RANK": 0}) as other:
+        done = run_trace(tmp_path / "t.json", "--", sys.executable, *words, env={"RANK": 1})
+        assert done.returncode == other.wait(60) == 0, done.stderr + other.text()
+    one_sided = r"worker1 -> worker0: increment +5\nRecorded at the caller only: 5 of these calls"
+    assert re.search(one_sided, done.stderr), done.stderr
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_between_two_hosts_no_arrow_points_back_in_time(tmp_path, capsys):
+    record = [sys.executable, TOOL, "--into", tmp_path, "--", sys.executable]
+    flags = ["--world_size", 2, *JOBS["rl_rpc"]["short"], "--master_addr", ADDRESSES[0], "--master_port", free_port()]
+    with TwoHosts(delay_ms=5.0) as hosts, contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(Program("rl_rpc/main.py", *flags, "--rank", rank, by=hosts.on(rank, record)))
+            for rank in range(2)
+        ]
+        assert [rank.wait() for rank in ranks] == [0, 0], [rank.text() for rank in ranks]
+    said = drawn(tmp_path / "all.json", tmp_path, capsys)
+    assert re.search(rf"the clock of {NAMES[1]} was corrected by \S+ ms \(error at most \d", said), said
+    events = events_in(tmp_path / "all.json")  # also checks the arrows
+    served = {run["args"]["call"]: run for run in bars(events, "run")}
+    calls = bars(events, "sync", "select_action")
+    assert min(call["dur"] for call in calls) > 10_000 and all(call["args"]["call"] in served for call in calls)
+
+
+# ---------------------------------------------------------------------------- the program is as it is without the tool
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["t.svg", "--", "true"], "must end in .png or .json"),
+        (["no/such/folder/t.json", "--", "true"], "that folder does not exist"),
+        (["t.png", "--", "true", "--plot", "./t.png"], "the command names this file, too"),
+        (["t.png", "--", "true", "--plot=t.png"], "the command names this file, too"),
+        (["t.json", "no/such/folder"], "there is no such folder"),
+        (["--into", "/proc/here", "--", "true"], "--into /proc/here: No such file or directory"),
+        (["t.json", "/proc/self/fdinfo"], "/proc/self/fdinfo: there are no recordings in it"),
+        (["--into", "/proc/self", "--", "true"], "--into /proc/self: No such file or directory"),
+        (["--stalled", "1", "t.json", "--", "true"], "--stalled 1: at least 2 seconds"),
+        (["--end", "t.json", "--", "true"], "give a FILE"),
+        (["why"], "give a FILE"),
+        (["why", "no/such/folder"], "there is no such folder"),
+        (["--window", "5", "2", "t.json", "--", "true"], "--window 5 2: "),
+        (["--window", "-1", "nan", "t.json", "--", "true"], "--window -1 nan: "),
+        (["t.json"], "give a FILE"),
+        (["--into", "x", "t.json", "--", "true"], "give a FILE"),
+    ],
+)
+def test_wrong_command_lines_are_refused(words, why, capsys):
+    with pytest.raises(SystemExit) as refused:
+        main.main(words)
+    assert refused.value.code == 2 and why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "why"),
+    [("no-such-command", 127, "No such file or directory"), ("/etc/passwd", 126, "Permission denied")],
+)
+def test_a_command_that_cannot_be_started_has_the_status_that_a_shell_gives(command, status, why, tmp_path):
+    done = run_trace("--into", tmp_path / "calls", "--", command)
+    assert (done.returncode, done.stderr) == (status, f"rpctrace: {command}: {why}\n")
+    assert os.listdir(tmp_path / "calls") == []
+
+
+def test_a_program_ends_as_it_does_without_being_recorded(tmp_path):
+    program = tmp_path / "program.py"
+    for line, status in (("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", -signal.SIGKILL), ("sys.exit('why')", 1)):
+        program.write_text(
+            f"import os, sys\nprint('out', flush=True)\nprint('err', file=sys.stderr, flush=True)\n{line}"
+        )
+        done = run_trace(tmp_path / "t.json", "--", sys.executable, program)
+        assert done.returncode == status and done.stdout == "out\n"
+        assert done.stderr.startswith("err\nwhy\n" if status == 1 else "err\n")
+        assert os.listdir(tmp_path) == ["program.py"]
+
+
+# A torch with other functions than those that are replaced. Only a finder of the program finds its module rpc.
+FAKE_TORCH = {
+    "torch/__init__.py": "__version__ = '99'\nclass _C:\n    class Future: pass",
+    "torch/autograd/__init__.py": "",
+    "torch/autograd/profiler.py": """
+class record_function:
+    def __init__(self, name):
+        self.name = name
+    def __enter__(self):
+        pass
+    def __exit__(self, *_):
+        pass
+""",
+    "torch/distributed/__init__.py": "",
+    "torch/distributed/optim.py": "",
+    "elsewhere.py": "",
+    "program.py": """
+import importlib.util, os, sys
+here = os.path.dirname(os.path.abspath(__file__))
+class Finder:
+    def find_spec(name, path, target=None):
+        if name == "torch.distributed.rpc":
+            return importlib.util.spec_from_file_location(name, os.path.join(here, "elsewhere.py"))
+sys.meta_path.append(Finder)
+import torch.autograd.profiler, torch.distributed.rpc, torch.distributed.optim
+print("ran on with torch", torch.__version__, *getattr(torch.distributed.rpc, "made", []))
+os.closerange(3, 256)
+with open(os.path.join(here, "mine"), "w"), torch.autograd.profiler.record_function("step"):
+    pass
+""",
+}
+OTHER_PARAMETERS = """
+class api:
+    def _enable_rpc_profiler(should_profile, qualified_name, func, rpc_type, dst_worker_info, deadline):
+        return deadline
+made = [api._enable_rpc_profiler(1, 2, 3, 4, 5, 6)]
+"""
+
+
+@pytest.fixture
+def fake_torch(tmp_path):
+    """Return the path of a program with a torch of its own."""
+    for name, text in FAKE_TORCH.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path / "program.py"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("rpc", "flags", "why"),
+    [
+        ("", [], "torch 99 has no torch.distributed.rpc.api._enable_rpc_profiler"),
+        (OTHER_PARAMETERS, [], "torch 99 has other parameters of torch.distributed.rpc.api._enable_rpc_profiler: "),
+        ("", ["-I"], "no process of the command has imported torch, or Python was told to ignore its environment"),
+    ],
+)
+def test_a_program_in_which_nothing_can_be_recorded_runs_on(rpc, flags, why, fake_torch):
+    """A torch with other functions than those that are replaced, and a Python that ignores its environment."""
+    (fake_torch.parent / "elsewhere.py").write_text(rpc)
+    add_path = f"import sys; sys.path.insert(0, {str(fake_torch.parent)!r}); import program"
+    done = run_trace("--into", "calls", "--", sys.executable, *flags, "-c", add_path, cwd=fake_torch.parent)
+    assert done.returncode == 0 and done.stdout.startswith("ran on with torch 99") and why in done.stderr, done.stderr
+    assert "6" in done.stdout or not rpc
+    assert all(line.startswith("rpctrace: no") for line in done.stderr.splitlines()), done.stderr
+
+
+# One process after the other: forked and alone in its group; with callables that answer any attribute; with another
+# name; with calls that are not sent, that time out, and whose callee dies.
+AWKWARD = """
+import multiprocessing, os, signal, sys, threading, time
+import torch
+import torch.distributed.rpc as rpc
+
+class Proxy:
+    def __getattr__(self, name):
+        if name != "__name__":
+            raise AttributeError(name)
+        return ("lazy", "add")
+    def __call__(self, a, b):
+        return a + b
+
+class Raises:
+    @property
+    def __name__(self):
+        raise RuntimeError("not loaded yet")
+    def __call__(self, a, b):
+        return a + b
+
+def double(x):
+    return 2 * x
+
+def slow(seconds):
+    time.sleep(seconds)
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def fails(function, *args, **how):
+    try:
+        rpc.rpc_sync("second", function, args=args, **how)
+    except Exception as error:
+        return True
+
+def alone(name, store):
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}-{name}")
+    rpc.init_rpc(name, rank=0, world_size=1, rpc_backend_options=options)
+    sums = [rpc.rpc_sync(name, kind(), args=(1, 2)) for kind in (Proxy, Raises)]
+    print(name, rpc.rpc_sync(name, double, args=(1.5,)), *sums, flush=True)
+    if name != "one":
+        rpc.shutdown()
+        return
+    if not os.fork():  # a child of a worker has no name
+        with torch.profiler.record_function("step"):
+            os._exit(len(sys._current_frames()) - 1)
+    assert os.wait()[1] == 0
+    rpc.shutdown()
+    alone("another", store)
+
+def pair(rank, store):
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}-pair")
+    rpc.init_rpc(("first", "second")[rank], rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 0:
+        assert rpc.rpc_sync("second", double, args=(2,)) == 4
+        assert fails(double, threading.Lock()) and fails(slow, 0.8, timeout=0.3)
+        time.sleep(0.7)
+        assert fails(die)
+        print("calls failed", flush=True)
+        os._exit(0)
+    rpc.shutdown()
+
+if __name__ == "__main__":
+    fork = multiprocessing.get_context("fork")
+    assert len(sys._current_frames()) == 1, "a thread of the recorder, before the ranks are forked"
+    started = [fork.Process(target=alone, args=("one", sys.argv[1]))]
+    started += [fork.Process(target=pair, args=(rank, sys.argv[1])) for rank in range(2)]
+    for one in started:
+        one.start()
+    for one in started:
+        one.join()
+"""
+
+
+def test_awkward_programs_run_as_without_the_tool(tmp_path):
+    program = tmp_path / "awkward.py"
+    program.write_text(AWKWARD)
+    done = run_trace(tmp_path / "all.json", "--", sys.executable, program, tmp_path / "store")
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["another 3.0 3 3", "calls failed", "one 3.0 3 3"]
+    for row in (
+        r"first -> second: die +1   1 failed",
+        r"first -> second: slow +1   1 failed",
+        r"first -> second: double +1 +[\d.]+ +[\d.]+ +[\d.]+",
+        r"another -> another: Raises +1 +[\d.]+ +[\d.]+ +[\d.]+",
+        r"one -> one: Proxy +1 +[\d.]+ +[\d.]+ +[\d.]+",
+    ):
+        assert re.search(row + "\n", done.stderr), (row, done.stderr)
+    assert re.search(r"^process \d+$", "\n".join(names_of(events_in(tmp_path / "all.json")).values()), re.MULTILINE)
+
+
+@pytest.mark.quick
+def test_more_calls_than_lanes_do_not_collide():
+    """4,000 calls in flight at the same time, and then as many one after the other."""
+    calls = [{"ph": "X", "pid": 0, "tid": 1, "cat": "async", "name": "f", "ts": n, "dur": 5_000} for n in range(4_000)]
+    calls += [{**call, "ts": 10_000 + 10 * n, "dur": 5} for n, call in enumerate(calls)]
+    events = draw.lay_out([{"name": "worker0", "main": 1}], [dict(call) for call in calls])
+    lanes = collections.Counter(event["tid"] for event in events if event["ph"] == "X")
+    assert len(lanes) == 4_000 and sum(event["name"] == "thread_name" for event in events) == 4_000
+    assert max(lanes.values()) == 4_001
+
+
+def test_a_program_that_closes_all_descriptors_gets_no_lines_into_its_own_files(tmp_path, fake_torch):
+    done = run_trace("--into", "calls", "--", sys.executable, fake_torch, cwd=tmp_path)
+    assert done.returncode == 0 and (tmp_path / "mine").read_text() == "", done.stderr
+    (recording,) = (tmp_path / "calls").rglob("*.jsonl")
+    assert [line["name"] for line in map(json.loads, recording.read_text().splitlines()) if "begin" in line] == [
+        "step 1"
+    ]
+
+
+SIGNALLED = """
+import signal, sys
+SIGNALS = {signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM}
+print("ignored:", [n.name for n in sorted(SIGNALS) if signal.getsignal(n) == signal.SIG_IGN], flush=True)
+signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+while (number := signal.sigwait(SIGNALS)) != signal.SIGUSR1:
+    print(signal.Signals(number).name, flush=True)
+sys.exit(7)
+"""
+
+
+def test_the_command_starts_with_the_signals_of_the_tool_and_gets_sigterm_and_sighup(tmp_path):
+    """SIGINT is ignored at first, as in the background of a shell script. A program may wait for it nevertheless."""
+    (tmp_path / "program.py").write_text(SIGNALLED)
+    command = ("tools/rpctrace", tmp_path / "t.json", "--", sys.executable, tmp_path / "program.py")
+    with Program(*command, by=["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable]) as on:
+        assert on.wait_for_text(r"ignored: \['SIGINT'\]"), on.text()
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            on.send_signal(number)
+            assert on.wait_for_text(f"{number.name}\n")
+        os.killpg(on.pid, signal.SIGINT)
+        assert on.wait_for_text("SIGINT\n")
+        (program,) = [pid for pid in on.members() if pid != on.pid]
+        os.kill(program, signal.SIGUSR1)
+        assert on.wait(20) == 7, on.text()
+
+
+def test_an_interrupted_job_leaves_its_picture(tmp_path):
+    command = [sys.executable, ROOT / "rl_rpc" / "main.py", "--world_size", 2, *JOBS["rl_rpc"]["long"]]
+    with Program("tools/rpctrace", tmp_path / "step.png", "--", *command) as program:
+        assert program.wait_for_text("Episode 10", 60)
+        os.killpg(program.pid, signal.SIGINT)  # as a terminal sends Ctrl-C
+        assert program.wait(20) in (130, -signal.SIGINT), program.text()
+        assert "RPCs, median milliseconds" in program.errors(), program.errors()
+    picture = tmp_path / "step.png"
+    assert picture.read_bytes().startswith(b"\x89PNG") and 2_000 < picture.stat().st_size < 500_000
+
+
+def test_ctrl_c_while_it_draws_leaves_no_recording_behind(tmp_path, pair):
+    """It draws into a pipe that nobody reads."""
+    os.mkfifo(tmp_path / "all.json")
+    (tmp_path / "tmp").mkdir()
+    command = (tmp_path / "all.json", "--", sys.executable, *pair, "short")
+    with Program("tools/rpctrace", *command, env={"TMPDIR": tmp_path / "tmp"}) as program:
+        assert program.wait_for_text("RPCs, median milliseconds")
+        program.send_signal(signal.SIGINT)
+        assert program.wait(20) == 128 + signal.SIGINT and "Traceback" not in program.errors(), program.text()
+    assert not any(tmp_path.glob("tmp/rpctrace-*"))
+
+
+def test_a_program_runs_on_when_the_disk_is_full(tmp_path, pair):
+    """The disk counts as full for the file of rank 1 only."""
+    done = run_trace(tmp_path / "all.json", "--", sys.executable, *pair, "full")
+    assert done.returncode == 0 and sorted(done.stdout.splitlines()) == ["rank 0 is done", "rank 1 is done"], (
+        done.stderr
+    )
+    assert len(re.findall(r"rpctrace: process \d+ is not recorded any more: File too large\n", done.stderr)) == 1
+    events = events_in(tmp_path / "all.json")
+    assert 20 < len([bar for bar in events if bar["name"].startswith("increment") and bar["cat"] == "sync"]) < 200
+    assert len(bars(events, "run", "increment")) == 1000
+
+
+def test_a_recording_is_bounded_and_keeps_its_end_and_what_is_open(tmp_path, pair):
+    copy = shutil.copytree(TOOL, tmp_path / "rpctrace")
+    changed(copy / "record" / "sitecustomize.py", ("LINES = 200_000", "LINES = 100"))
+    done = run_script(copy, "--into", tmp_path / "calls", "--", sys.executable, *pair, "waits")
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "calls").rglob("*.jsonl"))) == 4  # two files of each rank
+    done = run_script(copy, tmp_path / "all.json", tmp_path / "calls")
+    kept = re.findall(r"worker(\d) recorded too many bars; the last (\d+) are kept", done.stderr)
+    assert [rank for rank, _ in kept] == ["0", "1"] and all(50 <= int(count) <= 110 for _, count in kept), done.stderr
+    events = events_in(tmp_path / "all.json")
+    assert any(event["name"].startswith("torch.rpc.") for event in events), "the calls of shutdown, which come last"
+    (waited,) = bars(events, "async", "slow")
+    (served,) = bars(events, "run", "slow")
+    assert waited["dur"] > served["dur"] > 0
+
+
+def test_a_users_sitecustomize_still_runs(tmp_path):
+    mine = tmp_path / "sitecustomize.py"
+    mine.write_text("print('customized', __name__, __file__)")
+    code = "import sys, sitecustomize; print(sitecustomize.__file__, [p for p in sys.path if 'record' in p])"
+    done = run_trace(tmp_path / "t.json", "--", sys.executable, "-c", code, env={"PYTHONPATH": tmp_path})
+    # The tool is a Python process as well, whose output comes last.
+    assert done.stdout == f"customized sitecustomize {mine}\n{mine} []\ncustomized sitecustomize {mine}\n"

@@ -1,0 +1,211 @@
+"""Draws a recording: a .json with everything for ui.perfetto.dev, or a .png of one step.
+
+The picture has a lane for each thread, dark while the thread works and pale while it waits, and arrows for the
+messages between the lanes. The .json has the same lanes and arrows.
+"""
+
+import bisect
+import collections
+import heapq
+import json
+
+from read import OF_TORCH, end_of, is_answered, is_within
+
+# The groups of a process's lanes, from above.
+LANES = ("main thread", "calls in flight", "RPC thread", "answers owed", "backward pass")
+# Kinds of bars during which no thread waits, or of which the thread is not known.
+NO_THREAD = {"async": LANES[1], "remote": LANES[1], "held": LANES[3], "part": LANES[4]}
+COLORS = {"waiting": "#c6dbec", "working": "#1d5b8c", "backward": "#7aa6c8"}  # of bars
+STATES = {"run": "working", "step": "working", "work": "working", "part": "backward"}  # by a bar's kind
+MESSAGE_COLORS = ("#000000", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # of calls and answers, by the caller
+MOST_CALLS, MOST_LANES = 60, 60  # in one picture
+
+
+def write(path, events, window):
+    if path.endswith(".json"):
+        with open(path, "w") as file:
+            file.write('{"traceEvents": [\n')
+            for number, event in enumerate(events):
+                file.write((",\n" if number else "") + json.dumps(event))
+            file.write("\n]}\n")
+    else:
+        draw(path, events, window)
+
+
+def lay_out(processes, bars):
+    """Return the bars with a lane as their "tid", and events that name the lanes.
+
+    A thread keeps its lane until its outermost bar ends; then the lane is free. So an RPC thread has no lane of its
+    own, because it does not matter which thread serves a call.
+    """
+    lanes = collections.defaultdict(Lanes)  # of each (process, group)
+    labels = {(n, None): label("process_name", n, 0, process["name"]) for n, process in enumerate(processes)}
+    for bar in bars:
+        number = bar["pid"]
+        group = NO_THREAD.get(bar["cat"]) or LANES[0 if bar["tid"] == processes[number]["main"] else 2]
+        lane = lanes[number, group].of(id(bar) if bar["cat"] in NO_THREAD else bar["tid"], bar)
+        bar["tid"] = 1_000_000 * LANES.index(group) + lane
+        text = f"{group} {lane + 1}" if lane else group
+        labels.setdefault((number, bar["tid"]), label("thread_name", number, bar["tid"], text))
+    return [*labels.values(), *bars]
+
+
+class Lanes:
+    """The lanes of one group. Bars come in the order of their starts."""
+
+    def __init__(self):
+        self.count, self.free = 0, []  # the lanes that are free, a heap
+        self.until = []  # a heap of (when it is free, lane)
+        self.threads = {}  # thread -> (its lane, until when it has it)
+
+    def of(self, thread, bar):
+        """Return the number of the lane that this thread has, or else of the first that is free."""
+        lane, until = self.threads.get(thread, (None, 0))
+        if lane is not None and until > bar["ts"]:
+            return lane
+        while self.until and self.until[0][0] <= bar["ts"]:
+            heapq.heappush(self.free, heapq.heappop(self.until)[1])
+        if not self.free:
+            heapq.heappush(self.free, self.count)
+            self.count += 1
+        lane = heapq.heappop(self.free)
+        heapq.heappush(self.until, (end_of(bar), lane))
+        if bar["cat"] not in NO_THREAD:
+            self.threads[thread] = lane, end_of(bar)
+        return lane
+
+
+def label(kind, process, lane, name):
+    return {"ph": "M", "name": kind, "pid": process, "tid": lane, "args": {"name": name}}
+
+
+def arrows(calls):
+    """Return the events of an arrow for each call, and of one for its answer, whose number is odd."""
+    events = []
+    for number, (call, run, answered) in enumerate(calls):
+        events += arrow(2 * number, call["name"], (call, call["ts"]), (run, run["ts"]))
+        if is_answered(call, answered):
+            # 1 ns before its end, an arrow's end is still inside the bar.
+            left, arrived = end_of(answered) - 1e-3, end_of(call) - 1e-3
+            events += arrow(2 * number + 1, call["name"], (answered, left), (call, arrived))
+    return events
+
+
+def arrow(number, name, tail, tip):
+    """`tail` and `tip`: (a bar, a moment at which it exists)."""
+    both = {"id": number, "name": name, "cat": "message", "bp": "e"}
+    return [
+        both | {"ph": phase, "pid": bar["pid"], "tid": bar["tid"], "ts": moment}
+        for phase, (bar, moment) in (("s", tail), ("f", tip))
+    ]
+
+
+def draw(path, events, window):
+    from matplotlib.figure import Figure  # a second to import, so only when asked for
+
+    start, end = window or typical_period(events)
+    figure = Figure((10, 1), layout="constrained")
+    axes = figure.subplots()
+    lanes = draw_period(axes, events, start, end)
+    axes.set_xlabel(f"milliseconds{left_out(events, start, end, lanes)}", fontsize=8)
+    figure.set_figheight(0.28 * len(axes.get_yticks()) + 1.1)
+    figure.legend(handles=legend(), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=110, format="png")
+
+
+def left_out(events, start, end, lanes):
+    """Return what the picture does not show, for its lower edge."""
+    within = sum("to" in bar.get("args", ()) and start <= bar["ts"] < end for bar in events if bar["ph"] == "X")
+    all_calls = sum("to" in bar["args"] for bar in events if bar["ph"] == "X")
+    more = f"; {lanes - MOST_LANES} further lanes are left out" if lanes > MOST_LANES else ""
+    return f" ({within:,} of the {all_calls:,} calls are shown{more})" if within < all_calls or more else ""
+
+
+def typical_period(events):
+    """Return (start, end) of what is drawn: of all steps, the one of median length. At most MOST_CALLS calls."""
+    bars = [event for event in events if event["ph"] == "X" and not event["name"].startswith(OF_TORCH)]
+    calls = [bar for bar in bars if "to" in bar["args"]]
+    periods = [(bar["ts"], end_of(bar)) for bar in bars if bar["cat"] == "step"]
+    if not periods and len(calls) <= MOST_CALLS:
+        return calls[0]["ts"], max(map(end_of, calls))
+    if not periods:
+        kinds = collections.defaultdict(list)  # (caller, callee, function) -> these calls
+        for call in calls:
+            kinds[call["pid"], call["args"]["to"], call["name"]].append(call)
+        frequent = max(kinds.values(), key=len)
+        starts = [call["ts"] for call in frequent]
+        for call in frequent:  # if calls overlap, a period ends with the first that begins after the end of its call
+            following = bisect.bisect_left(starts, end_of(call))
+            periods.append((call["ts"], starts[following] if following < len(starts) else end_of(call)))
+    periods.sort(key=lambda period: period[1] - period[0])
+    start, end = periods[len(periods) // 2]
+    within = [call["ts"] for call in calls if start <= call["ts"] < end]
+    return start, min(within[MOST_CALLS:], default=end)
+
+
+def draw_period(axes, events, start, end):
+    """Draw the bars from `start` to `end`, in microseconds, and the messages that leave then.
+
+    Lanes that only wait are left out, and so are torch's internal RPCs. Returns the number of lanes.
+    """
+    bars = [bar for bar in events if bar["ph"] == "X" and is_within(bar, start, end)]
+    bars = [bar for bar in bars if not bar["name"].startswith(OF_TORCH)]
+    heads = {event["id"]: event for event in events if event["ph"] == "f"}
+    messages = [(tail, heads[tail["id"]]) for tail in events if tail["ph"] == "s" and start <= tail["ts"] < end]
+    messages = [message for message in messages if not message[0]["name"].startswith(OF_TORCH)]
+    busy = {lane_of(bar) for bar in bars if state_of(bar) != "waiting"}
+    lanes = sorted(busy.union(lane_of(event) for message in messages for event in message), reverse=True)
+    count, lanes = len(lanes), lanes[-MOST_LANES:]
+    rows = {lane: row for row, lane in enumerate(lanes)}
+    messages = [both for both in messages if all(lane_of(event) in rows for event in both)]
+    draw_bars(axes, [bar for bar in bars if lane_of(bar) in rows], rows, start, end)
+    for tail, head in messages:
+        caller = (head if tail["id"] % 2 else tail)["pid"]
+        arrow = {"arrowstyle": "-|>", "linewidth": 0.9, "mutation_scale": 6, "shrinkA": 0, "shrinkB": 0}
+        arrow["color"] = MESSAGE_COLORS[caller % len(MESSAGE_COLORS)]
+        tip, origin = (((event["ts"] - start) / 1e3, rows[lane_of(event)]) for event in (head, tail))
+        axes.annotate("", tip, origin, arrowprops=arrow, annotation_clip=False)
+    names = {(event["name"], *lane_of(event)): event["args"]["name"] for event in events if event["ph"] == "M"}
+    labels = [f"{names['process_name', rank, 0]}, {names['thread_name', rank, lane]}" for rank, lane in lanes]
+    axes.set_yticks(range(len(lanes)), labels)
+    axes.set(xlim=(0, (end - start) / 1e3), ylim=(-0.6, len(lanes) - 0.4))
+    axes.tick_params(labelsize=7)
+    return count
+
+
+def draw_bars(axes, bars, rows, start, end):
+    """Draw the bars, with a name in each that has room for it: white letters on dark bars, black ones on pale bars."""
+    from matplotlib.patheffects import withStroke
+
+    letter = 7e-5 * (end - start) / axes.figure.get_figwidth()  # about the width of a letter, in milliseconds
+    for bar in bars:
+        left, length = (bar["ts"] - start) / 1e3, bar["dur"] / 1e3
+        color = COLORS[state_of(bar)]
+        axes.barh(rows[lane_of(bar)], length, 0.7, left, color=color, edgecolor="white", linewidth=0.2)
+    taken = collections.defaultdict(list)  # row -> (left, right) of each name in it
+    for bar in sorted(bars, key=lambda bar: bar["ts"] < start):  # a bar that began before `start` gives way to others
+        row, left, right = rows[lane_of(bar)], max(bar["ts"] - start, 0) / 1e3, (min(end_of(bar), end) - start) / 1e3
+        end_of_name = left + letter * (len(bar["name"]) + 1)
+        if end_of_name < right and all(end_of_name <= begin or over <= left for begin, over in taken[row]):
+            taken[row].append((left, end_of_name))
+            color = COLORS[state_of(bar)]
+            name = axes.text(left, row, f" {bar['name']}", fontsize=6.5, va="center", clip_on=True)
+            name.set_color("white" if color == COLORS["working"] else "black")
+            name.set_path_effects([withStroke(linewidth=1.5, foreground=color)])  # it may reach over other bars
+
+
+def legend():
+    from matplotlib.patches import Patch
+
+    return [Patch(color=color, label=state) for state, color in COLORS.items()]
+
+
+def lane_of(event):
+    """Return (rank, number of the lane within the rank)."""
+    return event["pid"], event["tid"]
+
+
+def state_of(bar):
+    """Return what the thread does during this bar: a key of COLORS."""
+    # The name of a call is the program's: its function may be called "backward", too.
+    return "backward" if (bar["cat"], bar["name"]) == ("work", "backward") else STATES.get(bar["cat"], "waiting")

@@ -1,0 +1,245 @@
+"""Reads what was recorded: the bars of all processes on one time axis, and the table of the calls."""
+
+import bisect
+import collections
+import contextlib
+import itertools
+import json
+import pathlib
+import statistics
+import sys
+
+OF_TORCH = "torch.rpc."  # so begin the names of the RPCs that torch makes by itself
+UNFINISHED = " (unfinished)"  # so end the names of bars that had no end when their process ended
+MOST_BARS = 1_000_000  # that are read, of all processes together. A bar takes about 2 kB of memory
+
+
+def say(line):
+    print(f"rpctrace: {line}", file=sys.stderr)
+
+
+def recordings(folder):
+    """Return the paths of the files that were recorded into this folder."""
+    return sorted(pathlib.Path(folder).rglob("*.[0-9][0-9][0-9][0-9].jsonl"))
+
+
+def is_recorded(recorded):
+    """Return whether these processes could be recorded, and say so if not."""
+    missing = sorted(set().union(*(process["cannot"] for process in recorded)))
+    for why in missing:
+        say(f"not recorded: {why}")
+    if not recorded:
+        say(
+            "nothing was recorded: no process of the command has imported torch, or Python was told to ignore its "
+            "environment (-I, -E, -S), or the command replaces PYTHONPATH instead of adding to it"
+        )
+    return bool(recorded and not missing)
+
+
+def read(folder, most=None):
+    """Return the recorded processes. The "bars" of each are {number: event of Chrome's trace format, but in ns}.
+
+    `most`: how many lines of each file are read. Otherwise the last bars of each process are.
+    """
+    paths = recordings(folder)
+    files = collections.Counter(path.name.rsplit(".", 2)[0] for path in paths)
+    room = MOST_BARS // max(1, len(files))
+    found = {}
+    for path in paths:
+        name, number, _ = path.name.rsplit(".", 2)
+        process = found.setdefault(name, {"bars": {}, "run": path.parent, "names": [], "cannot": set()})
+        process["full"] = process.get("full") or int(number) > 1
+        with path.open("rb") as file:
+            for line in itertools.islice(file, most):
+                with contextlib.suppress(ValueError):  # the process was killed while it wrote this line
+                    take_in(process, json.loads(line))
+                if len(process["bars"]) > room:
+                    process["full"] = True
+                    forget_the_oldest(process["bars"])
+    return [one for process in found.values() for one in split(process)]
+
+
+def forget_the_oldest(bars):
+    finished = [number for number, bar in bars.items() if "dur" in bar]
+    for number in finished[: max(1, len(finished) // 4)]:
+        del bars[number]
+
+
+def take_in(process, line):
+    if "begin" in line:
+        process["bars"][line.pop("begin")] = {"ph": "X", **line}
+    elif "end" in line:
+        if bar := process["bars"].get(line["end"]):  # or it began in a file that is gone
+            bar["dur"] = line["ts"] - bar["ts"]
+    elif "cannot" in line:
+        process["cannot"].add(line["cannot"])
+    else:
+        process.update(line)
+        if "since" in line:  # init_rpc has returned, which was called then
+            process["names"].append((line["since"], {key: line[key] for key in ("worker", "rank")}))
+
+
+def split(process):
+    """Return a process for each name that it had: it may have called init_rpc again, with another name."""
+    names = process.pop("names")
+    if len({who["worker"] for _, who in names}) < 2:
+        return [process]
+    starts = [when for when, _ in names]
+    parts = [process | who | {"bars": {}} for _, who in names]
+    for number, bar in process["bars"].items():
+        parts[max(0, bisect.bisect_right(starts, bar["ts"]) - 1)]["bars"][number] = bar
+    return [part for part in parts if part["bars"]]
+
+
+def arrange(processes):
+    """Return the processes that have bars, in the order of their ranks. Give each its "name", and each bar its end."""
+    processes = [process for process in processes if process["bars"]]
+    starts = {id(process): min(bar["ts"] for bar in process["bars"].values()) for process in processes}
+    last = len(processes)
+    processes.sort(key=lambda process: (last if process.get("rank") is None else process["rank"], starts[id(process)]))
+    workers = [process.get("worker") for process in processes]
+    runs = collections.Counter(
+        worker for worker, _ in {(process.get("worker"), process["run"]) for process in processes}
+    )
+    if again := sorted(worker for worker, count in runs.items() if worker and count > 1):
+        say(f"several runs are drawn as if they were one ({', '.join(again)}): record each into a new folder")
+    times = [end_of(bar) for process in processes for bar in process["bars"].values()] or [0]
+    end = max(times) + (max(times) - min(times)) // 20  # of all unfinished bars: so nested ones are nested in the file
+    for number, (process, worker) in enumerate(zip(processes, workers, strict=True)):
+        if not worker:  # init_rpc has not returned
+            process["name"] = f"process {process['pid']}"
+        elif workers.count(worker) > 1:  # the job was started again
+            process["name"] = f"{worker} process {process['pid']}"
+        else:
+            process["name"] = worker
+        for bar in process["bars"].values():
+            bar["pid"] = number
+            if "dur" not in bar:
+                bar |= {"dur": end - bar["ts"], "name": bar["name"] + UNFINISHED}
+    return processes
+
+
+def backward_elsewhere(processes, bars):
+    """Return a bar for each process that takes part in another one's backward pass, of which nothing is recorded."""
+    ranks = {process.get("rank"): number for number, process in enumerate(processes) if process.get("worker")}
+    return [
+        {**bar, "pid": ranks[rank], "cat": "part", "args": {"of": processes[bar["pid"]]["name"]}}
+        for bar in bars
+        if (bar["cat"], bar["name"].removesuffix(UNFINISHED)) == ("work", "backward")
+        for rank in bar["args"].get("workers", ())
+        if rank in ranks and ranks[rank] != bar["pid"]
+    ]
+
+
+def end_of(bar):
+    return bar["ts"] + bar.get("dur", 0)
+
+
+def is_within(bar, start, end):
+    """Return whether a part of this bar is between the two times."""
+    return bar["ts"] < end and end_of(bar) > start
+
+
+def is_finished(bar):
+    return not bar["name"].endswith(UNFINISHED)
+
+
+def match(bars):
+    """Return (call, run, answered) for each call that was recorded at the caller and at the callee.
+
+    `call` is the caller's bar, `run` the callee's. The answer leaves at the end of `answered`: this is `run`, or the
+    bar of a Future that was completed after `run`.
+    """
+    made, served, held = {}, {}, {}  # number of the call -> bar
+    for bar in bars:
+        found = made if "to" in bar["args"] else {"run": served, "held": held}.get(bar["cat"])
+        if found is not None:
+            found[bar["args"]["call"]] = bar
+    return [(made[number], run, held.get(number, run)) for number, run in served.items() if number in made]
+
+
+def has_timed_out(call, second):
+    """Return whether a call has ended at its time limit. `second`: in the unit of its times."""
+    limit = call["args"].get("limit") or 0
+    return 0 < limit * second <= call["dur"]
+
+
+def is_answered(call, answered):
+    """Return whether the caller got the answer. Times are in microseconds, on one time axis."""
+    both = is_finished(call) and is_finished(answered) and not has_timed_out(call, 1e6)
+    return both and end_of(answered) <= end_of(call)
+
+
+def correct_times(processes, bars, calls):
+    """Put the bars of all hosts on one time axis, in microseconds since the first bar, as the file format demands."""
+    clocks = line_up(calls, [process["host"] for process in processes])
+    for bar in bars:
+        bar["ts"] += clocks[processes[bar["pid"]]["host"]][0]
+    zero = min(bar["ts"] for bar in bars)
+    for bar in bars:
+        bar |= {"ts": (bar["ts"] - zero) / 1e3, "dur": bar["dur"] / 1e3}
+    for host, (shift, error) in clocks.items():
+        if error:
+            say(f"the clock of {host} was corrected by {shift / 1e6:+.3f} ms (error at most {error / 1e6:.3f} ms)")
+
+
+def line_up(calls, hosts):
+    """Return {host: (nanoseconds to add to its clock, the largest error of this correction)}.
+
+    `hosts`: the host of each process. The clock of the first host is taken as correct. A call is served after it was
+    sent, and before its answer arrives. So each call gives a lower and an upper bound for the difference of two clocks.
+    """
+    bounds = {}  # (host, other host) -> (lowest, highest) number to add to the other's clock
+    for call, run, answered in calls:
+        if not (is_finished(call) and is_finished(answered)) or has_timed_out(call, 1e9):
+            continue
+        one, other = hosts[call["pid"]], hosts[run["pid"]]
+        low, high = call["ts"] - run["ts"], end_of(call) - end_of(answered)
+        for pair, least, most in (((one, other), low, high), ((other, one), -high, -low)):
+            lowest, highest = bounds.get(pair, (least, most))
+            bounds[pair] = max(lowest, least), min(highest, most)
+    clocks = {hosts[0]: (0, 0)}
+    for _ in hosts:  # repeated, to reach hosts that have no calls with the first one
+        for (one, other), (low, high) in bounds.items():
+            if one in clocks and other not in clocks:
+                shift, error = clocks[one]
+                clocks[other] = shift + (low + high) // 2, error + abs(high - low) // 2
+    return dict.fromkeys(hosts, (0, 0)) | clocks
+
+
+def table(processes, made, calls):
+    """Return a table with a line for each caller, callee and function. `made`: the callers' bars.
+
+    Columns: the number of calls, and medians in milliseconds: of the whole call at the caller, of its part on the wire
+    and in queues, and of its part at the callee. If calls were not answered, or failed, their number follows.
+    """
+    counts, times = collections.Counter(), collections.defaultdict(list)
+    lost = {"unanswered": collections.Counter(), "failed": collections.Counter()}
+    answers = {call["args"]["call"]: (run, answered) for call, run, answered in calls}
+    recorded = {process.get("worker") for process in processes}
+    for call in made:
+        title = title_of(processes, call)
+        counts[title] += 1
+        run, answered = answers.get(call["args"]["call"], (None, None))
+        if not is_finished(call):
+            lost["unanswered"][title] += 1
+        elif run and is_answered(call, answered):
+            at_callee = end_of(answered) - run["ts"]
+            times[title].append((call["dur"], call["dur"] - at_callee, at_callee))
+        elif run or call["args"]["to"] in recorded:
+            lost["failed"][title] += 1
+    width = max(26, *map(len, counts))
+    lines = [f"{'RPCs, median milliseconds':<{width}}   calls   at caller  wire, queue   at callee"]
+    for title, count in sorted(counts.items()):
+        medians = [statistics.median(column) / 1e3 for column in zip(*times[title], strict=True)]
+        line = f"{title:<{width}}{count:>8,}" + "".join(f"{median:>12.3f}" for median in medians)
+        line += "".join(f"   {number[title]:,} {word}" for word, number in lost.items() if number[title])
+        lines.append(line)
+    one_sided = sum(call["args"]["call"] not in answers for call in made)
+    if one_sided:
+        lines.append(f"Recorded at the caller only: {one_sided:,} of these calls.")
+    return "\n".join(lines)
+
+
+def title_of(processes, call):
+    return f"{processes[call['pid']]['name']} -> {call['args']['to']}: {call['name'].removesuffix(UNFINISHED)}"
