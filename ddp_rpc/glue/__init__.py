@@ -19,8 +19,7 @@ import os
 import sys
 import threading
 
-PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-PACKAGE = os.path.basename(PACKAGE_FOLDER)
+PACKAGE = os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 # When a rank dies, each RPC thread of the other ranks logs this from C++, with a stack. The glue prints one line
 # instead. torch reads this level when it is imported, so each main.py imports the glue first.

@@ -1,36 +1,24 @@
 """Faults in jobs: a rank is killed at some moment, or a copy of a package is changed.
 
-A case (the job, the rank, and when it is killed) is derived from a number, so that it can be repeated. run_case checks
-what docs/RUNNING.md promises of it.
+run_case checks what docs/RUNNING.md promises of a job whose rank is killed. tools/soak_faults.py draws such cases.
 """
 
 import contextlib
 import os
-import random
 import re
 import shutil
 import signal
 import time
 
 from helpers import NOISE
-from jobs import JOBS, WAYS, RunningJob
+from jobs import JOBS, RunningJob
 from processes import command_of
 from programs import ROOT
 
-MOMENTS = ("start", "training", "end")
 JOIN_TIMEOUT = 20  # seconds
 # If the rank dies before it has joined, the others wait for it until --join_timeout, which they count from their own
 # start. Starting takes long on a busy machine.
 ALL_HAVE_ENDED_AFTER = {"start": 60, "training": 15, "end": 15}  # seconds
-
-
-def draw_case(number):
-    """Return the case of this number: (package, way, rank, moment, seconds to wait at that moment)."""
-    packages = list(JOBS)
-    draw = random.Random(number)
-    package, way = packages[number % 4], WAYS[number // 4 % 3]  # 12 successive cases have every pair
-    rank = draw.randrange(len(JOBS[package]["names"]))
-    return package, way, rank, draw.choice(MOMENTS), round(draw.uniform(0.0, 3.0), 2)
 
 
 def case_id(case):

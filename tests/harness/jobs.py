@@ -57,7 +57,6 @@ JOBS = {
         "done": r"Accuracy",
     },
 }
-WAYS = ("spawned", "terminals", "torchrun")
 # The ways with a command for each rank. In the second one, environment variables tell a rank its place.
 ONE_BY_ONE = ("terminals", "environment")
 
@@ -92,7 +91,7 @@ class RunningJob:
     """All ranks of a main.py. Used as a context manager: nothing of the job is left after the block."""
 
     def __init__(self, package, way, flags, script=None, runner_flags=(), hosts=None, other_hostname=False, **how):
-        """Start the job. `way`: one of WAYS and ONE_BY_ONE; `flags`: of main.py; `how`: see Program.
+        """Start the job. `way`: "spawned", "torchrun", or one of ONE_BY_ONE; `flags`: of main.py; `how`: see Program.
 
         `script`: what to run instead of the package's main.py; `runner_flags`: of torchrun; `hosts`: the TwoHosts on
         which the ranks are in turn, beginning with rank 0 on host 0; `other_hostname`: if root, give the host a name
