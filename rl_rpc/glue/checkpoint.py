@@ -7,7 +7,6 @@ import contextlib
 import io
 import os
 import warnings
-import zipfile
 
 import torch
 
@@ -83,15 +82,12 @@ def load(path, scenario):
     scenario.
     """
     try:
-        with open(path, "rb") as file, warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about files of other formats; the error below covers them
-            if zipfile.ZipFile(file).testzip():  # the file has a checksum of each part, which torch does not compare
-                raise zipfile.BadZipFile
-            file.seek(0)
-            saved = torch.load(file, map_location="cpu", weights_only=True)
+            saved = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"there is no checkpoint {path}") from None
-    except Exception as error:  # zipfile, pickle and torch each raise an exception class of their own
+    except Exception as error:  # pickle, zip and torch each raise an exception class of their own
         raise UserError(f"{path} is not a readable checkpoint ({type(error).__name__})") from error
     parts = [saved.get(name) for name in ("settings", "state")] if isinstance(saved, dict) else []
     if not parts or saved.get("scenario") != scenario or not all(isinstance(part, dict) for part in parts):

@@ -153,18 +153,10 @@ def _check_combinations(parser, args):
 
 def _check_files(parser, args):
     """Refuse files that cannot be written, before anything is trained."""
-    flag_of = {}  # file -> the flag that names it
     for flag in ("summary_json", "checkpoint", "save"):
-        if not (path := vars(args).get(flag)):
-            continue
-        folder = os.path.dirname(os.path.realpath(path))
-        if os.path.isdir(path):
-            parser.error(f"--{flag} {path}: that is a folder, not a file")
-        if not os.path.isdir(folder):
-            parser.error(f"--{flag} {path}: that folder does not exist")
-        if not os.access(folder, os.W_OK):
-            parser.error(f"--{flag} {path}: this user may not write in {folder}")
-        if (other := flag_of.setdefault(os.path.realpath(path), flag)) != flag:
-            parser.error(f"--{other} and --{flag} name the same file, {path}: one would replace the other")
+        if path := vars(args).get(flag):
+            folder = os.path.dirname(os.path.realpath(path))
+            if os.path.isdir(path) or not os.access(folder, os.W_OK):
+                parser.error(f"--{flag} {path}: this user cannot write a file of this name there")
     if args.checkpoint and os.path.exists(args.checkpoint) and not args.resume:
         parser.error(f"--checkpoint {args.checkpoint}: it exists; --resume goes on from it, or choose another name")

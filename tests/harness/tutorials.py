@@ -2,10 +2,13 @@
 
 import contextlib
 import shutil
+import sys
 import time
 
 from jobs import free_port
+from listeners import Listeners
 from programs import ROOT, Program, run_script
+from two_hosts import TwoHosts, why_not
 
 
 def copied_alone(path, folder):
@@ -28,17 +31,42 @@ def changed(path, *changes):
 
 
 def run_spawned(path, *flags, timeout=120, **how):
-    """Run `python path flags` on a free port; return the CompletedProcess. `how`: see Program."""
-    return run_script(path, "--master_port", free_port(), *flags, timeout=timeout, **how)
+    """Run `python path flags`; return the CompletedProcess. `how`: see Program.
+
+    If this machine can make hosts, it runs on one whose name resolves to 127.0.1.1, at which torch would listen by
+    default, and everything except torch's stores must listen at 127.0.0.1.
+    """
+    port = free_port()
+    with watched_host(port) as by:
+        return run_script(path, "--master_port", port, *flags, timeout=timeout, by=by, **how)
+
+
+@contextlib.contextmanager
+def watched_host(port):
+    """Yield the words that start Python on a host on which everything must listen on loopback, and nothing may poll.
+
+    `port`: of a store of torch, which listens everywhere.
+    """
+    if why_not():
+        yield [sys.executable]
+        return
+    with TwoHosts() as hosts, Listeners(hosts, 0) as listeners:
+        yield hosts.on(0, [sys.executable])
+    of_stores = (port, port + 1)  # ddp_rpc has two
+    assert port in {found for _, found in listeners.tcp}
+    assert {address for address, found in listeners.tcp if found not in of_stores} == {"127.0.0.1"}
+    assert listeners.unix == []  # only torch's polling transport, shm, has such sockets
 
 
 def run_in_terminals(path, world_size, *flags, order=None, timeout=120, **how):
-    """Run each rank with a command of its own; return their CompletedProcesses, by rank. `how`: see Program.
+    """Run each rank with a command of its own; return their CompletedProcesses, by rank. `how`: see run_spawned.
 
     `order`: the order in which the ranks are started; without it, the last rank first.
     """
-    place = ["--world_size", world_size, "--master_port", free_port(), *flags, "--rank"]
+    port = free_port()
+    place = ["--world_size", world_size, "--master_port", port, *flags, "--rank"]
     with contextlib.ExitStack() as stack:
+        how["by"] = stack.enter_context(watched_host(port))
         ranks = {}
         for rank in order or reversed(range(world_size)):
             ranks[rank] = stack.enter_context(Program(path, *place, rank, **how))

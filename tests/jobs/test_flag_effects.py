@@ -82,7 +82,7 @@ GLUE = {
 SEEN = {
     "rl_rpc": GLUE
     | {
-        "--world_size": "test_check_explains_the_machine_and_times_a_call_between_every_two_ranks",
+        "--world_size": "test_every_mode_is_the_single_process_loop",
         "--mode": "test_a_job_goes_on_without_an_observer",
         "--on_lost": "test_a_job_goes_on_without_an_observer",
         "--env_id": "test_an_episode_may_take_longer_than_the_rpc_timeout",

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from documented import assert_documented
 from jobs import JOBS, RunningJob
 from two_hosts import ADDRESSES, DEVICES, TwoHosts, why_not
 
@@ -22,3 +23,4 @@ def test_two_hosts_work_until_the_link_is_cut():
         for rank, process in enumerate(job.processes):
             name, other = job.names[rank], job.names[1 - rank]
             assert re.search(rf"rank {rank} \({name}\): lost rank {1 - rank} \({other}\)", process.errors()), job.text()
+        assert_documented(job.errors(), "silent for 8 s")

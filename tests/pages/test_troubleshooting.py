@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -15,13 +14,12 @@ import pytest
 import torch
 
 import two_hosts
+from documented import ENTRIES, PAGE, agrees, assert_documented, entry_of, message_of
 from faults import changed_package
 from helpers import ROOT, assert_refused
 from jobs import JOBS, RunningJob, free_port
 from programs import Program, run_main, run_script, wait_for_text
 
-PAGE = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()
-ENTRIES = dict(re.findall(r"^### ([^\n]+)\n(.*?)(?=^##|\Z)", PAGE, re.DOTALL | re.MULTILINE))  # heading -> text
 MAKERS = {}  # a function that causes failures, and returns the text that was seen -> pieces of their entries
 
 
@@ -33,28 +31,6 @@ def makes(*symptoms):
         return make
 
     return register
-
-
-def entry_of(symptom):
-    """Return the heading of the one entry that has this piece of text."""
-    (found,) = [heading for heading, text in ENTRIES.items() if symptom in " ".join(f"{heading} {text}".split())]
-    return found
-
-
-def message_of(symptom):
-    """Return the lines of the message that has this piece of text; [] if it is a failure without a message."""
-    blocks = re.findall(r"(?:^ {4}.+\n)+", ENTRIES[entry_of(symptom)], re.MULTILINE)
-    (block,) = [block for block in blocks if symptom in block] or [""]
-    return textwrap.dedent(block).splitlines()
-
-
-def agrees(message, text):
-    """Return whether `text` contains every line of the message.
-
-    "…" matches any text, and a line break in `text` counts as a space.
-    """
-    spaced = " ".join(text.split())
-    return all(re.search(".*?".join(map(re.escape, line.split("…"))), spaced) for line in message)
 
 
 @pytest.mark.quick
@@ -162,102 +138,12 @@ def without_main_guard(tmp_path):
     return subprocess.run([sys.executable, script], capture_output=True, text=True).stderr
 
 
-@makes("did not come within --join_timeout 1 s: nothing answers")
-def no_rank_0(_):
-    flags = ["--world_size", 2, "--rank", 1, "--master_port", free_port(), "--join_timeout", 1]
-    return output_of("rl_rpc", *flags)
-
-
-@makes("Name or service not known")
-def no_such_host(_):
-    return output_of(
-        "rl_rpc", "--world_size", 2, "--rank", 1, "--master_addr", "no-such-host.invalid", "--join_timeout", 1
-    )
-
-
 @makes("Cannot assign requested address")
 def another_machines_address(_):
     return output_of("rl_rpc", "--world_size", 2, "--rank", 0, "--master_addr", "192.0.2.9", "--join_timeout", 1)
 
 
-@makes("training has diverged")
-def diverged(_):
-    return output_of("rl_rpc", "--lr", "1e300", "--max_episodes", 50)
-
-
-@makes("is not a readable checkpoint")
-def nonsense_for_a_checkpoint(tmp_path):
-    (tmp_path / "c.pt").write_text("nonsense")
-    return output_of("rl_rpc", "--resume", "--checkpoint", tmp_path / "c.pt")
-
-
-@makes("was made with --env_id")
-def another_environment(tmp_path):
-    flags = ["--checkpoint", tmp_path / "c.pt", "--eval_episodes", 0, "--max_episodes", 1]
-    output_of("rl_rpc", *flags, status=0)
-    return output_of("rl_rpc", *flags, "--resume", "--env_id", "Acrobot-v1")
-
-
-@makes("MNIST cannot be downloaded to")
-def no_way_to_mnist(tmp_path):
-    (tmp_path / "file").touch()
-    return output_of("param_server", "--data_dir", tmp_path / "file" / "below")
-
-
 # ------------------------------------------------------- messages of the packages: what needs several processes
-
-
-@makes("rank 1 (observer1), rank 2 (observer2) did not come")
-def no_observers(_):
-    return output_of("rl_rpc", "--world_size", 3, "--rank", 0, "--master_port", free_port(), "--join_timeout", 1)
-
-
-@makes("is not rank 0 (agent)")
-def a_stranger_listens(_):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        flags = ["--world_size", 2, "--rank", 1, "--master_port", other.getsockname()[1], "--join_timeout", 1]
-        return output_of("rl_rpc", *flags)
-
-
-@makes(
-    "it was started with seed 7",
-    "this rank has joined already",
-    "cannot listen on 127.0.0.1",
-    "is a loopback address, and there are ranks on",
-)
-def ranks_that_do_not_fit(_):
-    """Of the two ranks 0 and the two ranks 1 that fit, the first one joins. Rank 2 seems to be on another host."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to give a process another host name")
-    place = ["--world_size", 3, "--master_port", free_port(), "--join_timeout", 60]
-    elsewhere = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere; exec "$@"', "sh", sys.executable]
-    with contextlib.ExitStack() as stack:
-        ranks = [
-            stack.enter_context(Program("rl_rpc/main.py", *place, *flags))
-            for flags in (["--rank", 0], ["--rank", 0], ["--rank", 1], ["--rank", 1], ["--rank", 1, "--seed", 7])
-        ]
-        wait_until(lambda: [rank.poll() for rank in ranks].count(None) == 2)
-        ranks.append(stack.enter_context(Program("rl_rpc/main.py", *place, "--rank", 2, by=elsewhere)))
-        return "\n".join(rank.result(60).stderr for rank in ranks)
-
-
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-@makes("silent for 8 s")
-def cut_off(_):
-    if reason := two_hosts.why_not():
-        pytest.skip(reason)
-    flags = [*JOBS["rnn_rpc"]["long"], "--master_addr", two_hosts.ADDRESSES[0]]
-    with two_hosts.TwoHosts() as hosts, RunningJob("rnn_rpc", "terminals", flags, hosts=hosts) as job:
-        assert job.wait_for_text(JOBS["rnn_rpc"]["training"], 90), job.text()
-        hosts.cut()
-        job.wait(30)
-        return job.errors()
 
 
 @makes("killed by SIGKILL")
@@ -339,8 +225,7 @@ def test_the_range_of_ports_for_containers(tmp_path):
 def test_what_a_program_says(make, tmp_path):
     text = make(tmp_path)
     for symptom in MAKERS[make]:
-        message = message_of(symptom)
-        assert message and agrees(message, text), (message, text)
+        assert_documented(text, symptom)
 
 
 # These commands are refused by parse_args, so no program needs to be started.
@@ -357,7 +242,9 @@ def test_what_a_refused_command_says(symptom, capsys):
 
 @pytest.mark.quick
 def test_every_entry_is_caused_or_says_that_it_is_not():
-    symptoms = [*TORCH, NAMELESS, *REFUSED, *(symptom for each in MAKERS.values() for symptom in each)]
+    others = "".join(path.read_text() for path in (ROOT / "tests" / "jobs").glob("**/test_*.py"))
+    elsewhere = re.findall(r'assert_documented\(.+, "(.+)"\)', others)
+    symptoms = [*TORCH, NAMELESS, *REFUSED, *elsewhere, *(symptom for each in MAKERS.values() for symptom in each)]
     made = {entry_of(symptom) for symptom in symptoms}
     assert made | NOT_TESTED == set(ENTRIES) and not made & NOT_TESTED
     messages = {tuple(message_of(symptom)) for symptom in symptoms}
@@ -410,19 +297,3 @@ def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
     original = program.splitlines()
     assert sorted(places) == sorted((original[int(number) - 1], name) for number, name in shown)
     assert "in _run_function" in dump and "in rpc_sync" in dump
-
-
-# -------------------------------------------------------------------------------------------------------------- --check
-
-
-def test_the_example_of_check_is_what_it_prints():
-    (example,) = re.findall(r"^    \$ python rl_rpc/main.py --world_size 2 --check\n((?: {4}.+\n)+)", PAGE, re.M)
-    done = run_main("rl_rpc", "--world_size", 2, "--check")
-
-    def masked(text):  # without what differs from machine to machine, and in order
-        text = re.sub(r"^(host +)\S+|^(GPUs +)\d+ \(.*?\)|^(torch +)[\w.+]+", r"\1\2\3", text, flags=re.M)
-        return sorted(re.sub(r"\b\d+\b", "", text).splitlines())
-
-    assert masked(done.stdout) == masked(textwrap.dedent(example))
-    _, *table = re.findall(r"^\| ([\w ]+) \| [^|]+ \|$", PAGE, re.MULTILINE)
-    assert table and set(table) <= {line[:13].strip() for line in done.stdout.splitlines()}

@@ -58,67 +58,27 @@ def test_the_lines_that_rpc_adds_are_those_of_the_programs(package):
 
 # --------------------------------------------------------------------------------------------- sockets and transports
 
-# For each program: its flags, and what it prints when all its sockets are open.
-SPAWNED = {
-    "rl_rpc/tutorial.py": ([], "This will run until"),
-    "rl_rpc/tutorial_batch.py": (["--world_size", "2", "--num_episode", "1"], "Last reward"),
-    "rnn_rpc/tutorial.py": ([], "Training epoch 0"),
-    "docs/primer.py": ([], "rpc_sync"),
-    "ddp_rpc/tutorial.py": ([], "Training done for epoch 0"),
-    "param_server/tutorial.py": (["--world_size", "2", "--dataset", "synthetic"], "training batch 0"),
-    "param_server/tutorial_batch.py": (["--world_size", "2"], "reporting grads"),
-}
-PORT = 29500  # the default of all programs; ddp_rpc uses the next one, too
-on_a_host = pytest.mark.skipif(bool(why_not()), reason=why_not())
+PORT = 29500  # the default of all programs
 
 
 def addresses_of(listeners):
     """Return where a program has listened, except for its stores, which listen everywhere."""
     assert PORT in {port for _, port in listeners.tcp}
-    return {address for address, port in listeners.tcp if port not in (PORT, PORT + 1)}
+    return {address for address, port in listeners.tcp if port != PORT}
 
 
-def listeners_of(hosts, commands, text, folder, env=({}, {})):
-    """Run programs until one prints `text`; return the addresses at which host 0 has listened, and its Unix sockets.
-
-    `commands`: (host, path of the program, flags). `env`: environment variables, by host. Only torch's polling
-    transport, shm, has Unix sockets that listen.
-    """
-    with Listeners(hosts, 0) as listeners, contextlib.ExitStack() as stack:
-        programs = []
-        for host, path, flags in commands:
-            how = {"by": hosts.on(host, [sys.executable]), "env": {"PYTHONUNBUFFERED": "1"} | env[host]}
-            programs.append(stack.enter_context(Program(path, *flags, cwd=folder, **how)))
-        assert wait_for_text(programs, re.escape(text), 60)
-    return addresses_of(listeners), listeners.unix
-
-
-@on_a_host
-@pytest.mark.parametrize("path", SPAWNED)
-def test_spawned_ranks_listen_on_loopback_and_do_not_poll(path, tmp_path):
-    """The name of the host resolves to 127.0.1.1, and there torch would listen by default."""
-    flags, text = SPAWNED[path]
-    with TwoHosts() as hosts:
-        found = listeners_of(hosts, [(0, path, flags)], text, tmp_path)
-    assert found == ({"127.0.0.1"}, [])
-
-
-@on_a_host
-def test_ranks_in_terminals_listen_on_loopback_and_do_not_poll(tmp_path):
-    with TwoHosts() as hosts:
-        commands = [(0, "rl_rpc/elastic.py", ["--master_addr", "localhost", "--rank", rank]) for rank in range(2)]
-        found = listeners_of(hosts, commands, "Episode", tmp_path)
-    assert found == ({"127.0.0.1"}, [])
-
-
-@on_a_host
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_ranks_on_two_hosts_listen_where_the_user_says(tmp_path):
-    with TwoHosts() as hosts:
-        place = ["--master_addr", ADDRESSES[0], "--rank"]
-        commands = [(rank, "rnn_rpc/tutorial.py", [*place, rank]) for rank in range(2)]
-        env = [{f"{library}_SOCKET_IFNAME": device for library in ("TP", "GLOO")} for device in DEVICES]
-        found = listeners_of(hosts, commands, "Training epoch 0", tmp_path, env)
-    assert found == ({ADDRESSES[0]}, [])
+    """Wherever a test runs a tutorial on one host, harness/tutorials.py checks that it listens on loopback only."""
+    variables = [{f"{library}_SOCKET_IFNAME": device for library in ("TP", "GLOO")} for device in DEVICES]
+    with TwoHosts() as hosts, Listeners(hosts, 0) as listeners, contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            how = {"by": hosts.on(rank, [sys.executable]), "env": {"PYTHONUNBUFFERED": "1"} | variables[rank]}
+            flags = ["--master_addr", ADDRESSES[0], "--rank", rank]
+            ranks.append(stack.enter_context(Program("rnn_rpc/tutorial.py", *flags, cwd=tmp_path, **how)))
+        assert wait_for_text(ranks, "Training epoch 0", 60)
+    assert (addresses_of(listeners), listeners.unix) == ({ADDRESSES[0]}, [])
 
 
 # ------------------------------------------------------------------- the primer, and the forty lines of the root README

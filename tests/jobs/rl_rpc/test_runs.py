@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from documented import assert_documented
 from helpers import assert_one_line_error, assert_refused, package_on_path
 from programs import run_main
 
@@ -42,6 +43,7 @@ def test_training_that_diverges_ends_the_run_in_one_line(tmp_path):
     flags = ("--mode", "rollout", "--lr", 1e300, "--max_episodes", 50, "--summary_json", summary)
     done = run_main("rl_rpc", *flags, "--checkpoint", saved, "--log_interval", 1)
     assert done.returncode == 1 and not summary.exists()
+    assert_documented(done.stderr, "training has diverged")
     cause, *others = done.stderr.strip().splitlines()
     pattern = r"rl_rpc: rank 0 \(agent\): step (\d+): the policy's loss is nan: training has diverged, try a lower --lr"
     step = int(re.fullmatch(pattern, cause)[1])
@@ -157,7 +159,7 @@ def test_an_episode_may_take_longer_than_the_rpc_timeout(tmp_path):
         (("--gamma", 1.5), "--gamma"),
         (("--lr", 0), "--lr"),
         (("--mode", "psychic"), "--mode"),
-        (("--save", "no/such/folder/policy.pt"), "folder does not exist"),
+        (("--save", "no/such/folder/policy.pt"), "cannot write"),
         (("--resume",), "--resume"),
     ],
 )
