@@ -22,8 +22,8 @@ The fourth line is the one to understand. worker0 has added t1, a tensor of work
 and the backward pass has come back through that call. Yet t1.grad is None: the gradient is in the
 autograd context, from which an optimizer takes it.
 
-The last two follow the examples in torch's documentation of distributed autograd and of the
-distributed optimizer. How autograd crosses a call, drawn as a graph:
+The last two follow two examples in torch's documentation: that of dist_autograd.context, and the
+one in the design note about distributed autograd, which also draws how autograd crosses a call:
 https://docs.pytorch.org/docs/stable/rpc/distributed_autograd.html
 """
 
