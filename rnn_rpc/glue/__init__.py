@@ -25,6 +25,12 @@ PACKAGE = os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__fil
 # instead. torch reads this level when it is imported, so each main.py imports the glue first.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
+import torch.distributed.rpc  # noqa: E402
+
+if not torch.distributed.rpc.is_available():
+    why = "torch's own builds for Linux and macOS have it, those for Windows do not"
+    sys.exit(f"{PACKAGE}: this torch ({torch.__version__}) was built without torch.distributed.rpc: {why}")
+
 
 class UserError(ValueError):
     """Something that the user must correct: a bad file, a port that is taken, training that diverges.

@@ -56,7 +56,7 @@ def watch():
     """Look until stdin is closed, then print what was found."""
     tcp, unix = set(), set()
     print("watching", flush=True)
-    while not select.select([sys.stdin], [], [], 0.02)[0]:  # not more often: each look takes milliseconds
+    while not select.select([sys.stdin], [], [], 0.05)[0]:  # not more often: each look takes milliseconds
         tcp.update(tcp_listeners())
         unix.update(unix_listeners())
     print(json.dumps([sorted(tcp), sorted(unix)]))

@@ -230,6 +230,19 @@ def test_what_answers_at_the_port_is_recognised():
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.quick
+def test_a_torch_without_rpc_is_named_in_one_line(tmp_path):
+    """It imports, but torch.distributed.rpc is empty. Such a build is pretended here."""
+    folder = tmp_path / "torch" / "distributed" / "rpc"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("def is_available():\n    return False\n")
+    (folder.parent / "__init__.py").touch()
+    (folder.parent.parent / "__init__.py").write_text("__version__ = '9.9'\n")
+    done = run_main("rnn_rpc", env={"PYTHONPATH": tmp_path})
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
+    assert done.stderr.startswith("rnn_rpc: this torch (9.9) was built without torch.distributed.rpc")
+
+
 # -------------------------------------------------------------------------------------------------------------- --check
 
 
