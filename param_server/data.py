@@ -35,41 +35,30 @@ def load_digits(dataset, data_dir, seed, train, download=False):
     """
     if dataset == "synthetic":
         return draw_digits(20_000 if train else 4_000, seed_for(seed, "train" if train else "test"))
-    from torchvision.datasets.mnist import read_image_file, read_label_file  # takes a second: imported if needed
+    from torchvision.datasets.mnist import MNIST, read_image_file, read_label_file  # takes a second: only if needed
 
     folder = os.path.join(data_dir, "MNIST", "raw")  # torchvision's
     if download and not all(os.path.exists(os.path.join(folder, name)) for name in FILES[True] + FILES[False]):
-        _download(data_dir, folder)
+        say(f"Downloading MNIST to {data_dir}")
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # a progress bar for each file
+                MNIST(data_dir, download=True)
+        except (OSError, RuntimeError) as error:  # RuntimeError: no mirror answers
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            ways = f"Two ways out: put its four files, unpacked, into {folder}; or --dataset synthetic"
+            raise UserError(f"MNIST cannot be downloaded to {data_dir} ({reason}). {ways}") from None
     images_path, labels_path = (os.path.join(folder, name) for name in FILES[train])
-    images_N28, labels_N = _read(read_image_file, images_path), _read(read_label_file, labels_path)
-    if images_N28.shape != (len(labels_N), 28, 28):
-        raise UserError(f"{images_path} and {labels_path} do not belong together: delete both")
-    return images_N28, labels_N
-
-
-def _download(data_dir, folder):
-    from torchvision.datasets import MNIST
-
-    say(f"Downloading MNIST to {data_dir}")
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar for each file
-            MNIST(data_dir, download=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: no mirror answers
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        ways = f"Two ways out: put its four files, unpacked, into {folder}; or --dataset synthetic"
-        raise UserError(f"MNIST cannot be downloaded to {data_dir} ({reason}). {ways}") from None
-
-
-def _read(read, path):
-    """Return the tensor of one file. `read`: torchvision's function for this kind of file."""
-    try:
-        return read(path)
-    except FileNotFoundError:
+        images_N28, labels_N = read_image_file(images_path), read_label_file(labels_path)
+        if images_N28.shape != (len(labels_N), 28, 28):
+            raise ValueError("they do not belong together")
+    except FileNotFoundError as error:
         how = "only rank 0 downloads, so put MNIST there first"
-        raise UserError(f"there is no {path} on {socket.gethostname()}: {how}") from None
+        raise UserError(f"there is no {error.filename} on {socket.gethostname()}: {how}") from None
     except Exception as error:  # torchvision and torch raise different ones
         why = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{path} cannot be read ({why}): delete it, and it is unpacked again") from None
+        raise UserError(f"{images_path} and {labels_path} cannot be read ({why}): delete both") from None
+    return images_N28, labels_N
 
 
 def normalised(images_B28):
@@ -86,19 +75,17 @@ class Batches:  # in a trainer, on one thread
     """
 
     def __init__(self, images, labels, batch_size, seed, device="cpu"):
-        """`images`: (N, 28, 28) uint8; `labels`: (N,). Both are copied to `device`."""
         self.images, self.labels = images.to(device), labels.to(device)
         self.batch_size = batch_size
         self.seed = seed
-        self.size = len(images)
-        self.per_epoch = math.ceil(self.size / batch_size)
+        self.per_epoch = math.ceil(len(images) / batch_size)
         self.epoch, self.order = None, None  # of the images in the epoch of the last batch
 
     def get(self, epoch, number):
         """Return (images (B, 1, 28, 28) float32, labels (B,)) of one batch of an epoch."""
         if epoch != self.epoch:
             generator = torch.Generator().manual_seed(seed_for(self.seed, "epoch", epoch))
-            self.order = torch.randperm(self.size, generator=generator)
+            self.order = torch.randperm(len(self.images), generator=generator)
             self.epoch = epoch
         chosen_B = self.order[number * self.batch_size : (number + 1) * self.batch_size].to(self.images.device)
         return normalised(self.images[chosen_B]), self.labels[chosen_B]
