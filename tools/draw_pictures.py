@@ -187,7 +187,6 @@ def play_on(policy):
 
     The last picture of an episode is repeated for half a second.
     """
-    import play
     from actor import Actor
     from environment import make_env
     from glue.seeds import seed_for
@@ -195,13 +194,12 @@ def play_on(policy):
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # the renderer needs no screen
     env = make_env("CartPole-v1", render_mode="rgb_array")
     for episode in itertools.count():
-        poles = []
-
-        def render(poles=poles):
+        state, _ = env.reset(seed=seed_for(1, "play", episode))
+        poles, done = [env.render()[150:350]], False
+        while not done:
+            state, _, terminated, truncated, _ = env.step(Actor(policy).act_greedily(state))
             poles.append(env.render()[150:350])
-
-        play.play_episode(env, Actor(policy).act_greedily, seed_for(1, "play", episode), on_step=render)
-        render()  # the state after the last step
+            done = terminated or truncated
         for step, pole in enumerate(poles):
             yield pole, f"{step} steps"
         for _ in range(FRAMES_PER_SECOND // 2):
