@@ -60,7 +60,7 @@ def save_policy(path):
 
 
 @pytest.mark.quick
-def test_play_obeys_its_flags(tmp_path, capsys):
+def test_play_obeys_its_flags(tmp_path, capsys, monkeypatch):
     policy = save_policy(tmp_path / "policy.pt")
     two = rewards_of(capsys, policy, "--episodes", 2)
     assert len(two) == 2 and rewards_of(capsys, policy, "--episodes", 1) == two[:1]
@@ -71,6 +71,9 @@ def test_play_obeys_its_flags(tmp_path, capsys):
     except ImportError:
         with pytest.raises(SystemExit, match=r"gymnasium\[classic-control\]"):
             play_module.main([str(policy), "--show"])
+    else:
+        monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")  # a window that nobody sees
+        assert rewards_of(capsys, policy, "--episodes", 1, "--show") == two[:1]
 
 
 @pytest.mark.quick
