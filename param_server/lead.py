@@ -33,9 +33,8 @@ class Counts:  # in a server
         """
         batches, trainers, versions, images = zip(*gradients, strict=True)
         if self.update_list is not None:
-            self.update_list.append(
-                {"epoch": self.epoch, "batches": batches, "trainers": trainers, "versions": versions}
-            )
+            update = {"epoch": self.epoch, "batches": batches, "trainers": trainers, "versions": versions}
+            self.update_list.append(update)
         self.stale.update(self.updates - version for version in versions)
         self.images[self.epoch] += sum(images)
         self.new_images += sum(images)

@@ -69,7 +69,7 @@ def draw_kill(number, draw, seed):
     kind, nth = kinds[number], kinds[:number].count(kinds[number])
     package, rest = [*JOBS][nth % 4], nth // 4
     way = "spawned" if kind.startswith("starter") else WAYS[rest % 3]
-    ignores = " &" * (kind.startswith("starter") and rest % 2)  # with SIGINT ignored, as after a shell's `&`
+    ignores = " &" * (kind.startswith("starter") and (nth + rest) % 2)  # with SIGINT ignored, as after a shell's `&`
     return (kind, package, way + ignores), functools.partial(run_kill, kind, package, way, ignores, draw)
 
 
