@@ -72,7 +72,9 @@ def draw_panels(path, traces, step, milliseconds):
     for axes, (title, events) in zip(panels, traces.items(), strict=True):
         draw_panel(axes, events, step, milliseconds)
         axes.set_title(title, loc="left", fontsize=9)
-    fit_heights(figure, panels, 0.22, 0.4 * len(panels) + 0.7)
+    lanes = [len(axes.get_yticks()) for axes in panels]
+    panels[0].get_gridspec().set_height_ratios(lanes)
+    figure.set_figheight(0.22 * sum(lanes) + 0.4 * len(panels) + 0.7)  # inches
     panels[-1].set_xlabel("milliseconds", fontsize=8)
     figure.legend(handles=draw.legend(), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
     figure.savefig(path, dpi=220)
@@ -83,13 +85,6 @@ def draw_panels(path, traces, step, milliseconds):
 def draw_panel(axes, events, step, milliseconds):
     start = start_of_step(events, step)
     draw.draw_period(axes, events, start, start + 1e3 * milliseconds)
-
-
-def fit_heights(figure, panels, lane, rest):
-    """Give each panel a height for its lanes. In inches: the height of a lane, and of the rest of the figure."""
-    lanes = [len(axes.get_yticks()) for axes in panels]
-    panels[0].get_gridspec().set_height_ratios(lanes)
-    figure.set_figheight(lane * sum(lanes) + rest)
 
 
 def start_of_step(events, step):
