@@ -17,9 +17,10 @@ import sys
 import psutil
 import torch
 
-from common import ROOT, run_script, use_package
+from common import ROOT, use_package
 
 LINE = re.compile(r"Bytes on the wire per step: (\d+)\n")
+COUNTED = []  # the bytes of each step of this process
 
 
 def wire_bytes():
@@ -35,34 +36,22 @@ def wire_bytes():
             continue
         with ours:
             information = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-            acknowledged, received = struct.unpack_from("QQ", information, 120)  # tcpi_bytes_acked and _received
-            total += acknowledged + received
+            total += sum(struct.unpack_from("QQ", information, 120))  # tcpi_bytes_acked and _received
     return total
 
 
-def count_steps():
-    """Return a list that gets the bytes of each `with record_function("step")` of this process from now on."""
-    counted = []
+class Counting(torch.profiler.record_function):
+    """`with record_function("step")` notes in COUNTED the bytes that were sent and received meanwhile."""
 
-    class Counting(torch.profiler.record_function):
-        def __enter__(self):
-            if self.name == "step":
-                self.before = wire_bytes()
-            return super().__enter__()
+    def __enter__(self):
+        if self.name == "step":
+            self.before = wire_bytes()
+        return super().__enter__()
 
-        def __exit__(self, *error):
-            super().__exit__(*error)
-            if self.name == "step":
-                counted.append(wire_bytes() - self.before)
-
-    torch.profiler.record_function = Counting
-    return counted
-
-
-def run_counted(package, flags):
-    """Run main.py with these flags; return its summary, and the bytes per step, a mean over the ranks with steps."""
-    summary, out = run_script("bench/bytes_per_step.py", [package, *flags])
-    return summary, per_step(out)
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        if self.name == "step":
+            COUNTED.append(wire_bytes() - self.before)
 
 
 def per_step(out):
@@ -71,11 +60,11 @@ def per_step(out):
 
 
 def run_worker(rank, args, job):
-    counted = count_steps()
+    torch.profiler.record_function = Counting
     main.run_worker(rank, args, job)
-    if counted:
+    if COUNTED:
         # The line break is part of the text: print would write it apart, perhaps after another rank's line.
-        print(f"Bytes on the wire per step: {statistics.mean(counted):.0f}\n", end="", flush=True)
+        print(f"Bytes on the wire per step: {statistics.mean(COUNTED):.0f}\n", end="", flush=True)
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the second name is the one in a spawned rank

@@ -1,7 +1,7 @@
 """Measure rl_rpc: environment steps per second of each mode, and of one process without RPC.
 
-    python bench/rl_rpc.py                         # world sizes 2, 3 and 5: about ten minutes on 2 cores
-    python bench/rl_rpc.py --world_sizes 3 --repeats 1 --json bench.json
+    python bench/rl_rpc.py                                   # world sizes 2, 3 and 5: about ten minutes on 2 cores
+    python bench/rl_rpc.py --world_sizes 3 --repeats 1
 
 All variants of a table play the same episodes, from the same seed, and learn from these episodes. There are two
 exceptions: mode async plays other episodes, and the bare environment only takes steps. The time of training counts,
@@ -9,26 +9,25 @@ and the time of start-up does not. The modes that send RPCs in every environment
 because all episodes would take too long.
 """
 
-import argparse
+import functools
+import itertools
 import random
 import time
 
 import numpy as np
 import torch
 
-from common import interleave, places, run_main, table, use_package, write_json
+from common import argument_parser, compare, places, run_main, use_package, write_json
 
 use_package("rl_rpc")
 
 from actor import Actor
 from environment import make_env, reward_threshold, sizes
-from glue import flags, host
 from glue.seeds import seed_for
 from policy import Policy, draw
 from reinforce import Learner, Trajectory, reinforce_loss
 
 MODES = ("step", "packed", "batched", "rollout", "async")
-
 SINGLE, BARE = "single process", "bare environment"
 
 
@@ -48,8 +47,7 @@ def single_process(seed, observers, episodes):
     for episode in range(1, episodes + 1):
         trajectories = [play(env, actor, seed, ob_id, episode) for ob_id in range(1, observers + 1)]
         learner.learn(trajectories, reinforce_loss(learner.policy, trajectories, learner.gamma))
-    seconds = time.perf_counter() - started
-    return {"env_steps": learner.env_steps, "env_steps_per_second": learner.env_steps / seconds}
+    return {"env_steps": learner.env_steps, "env_steps_per_second": learner.env_steps / (time.perf_counter() - started)}
 
 
 def play(env, actor, seed, ob_id, episode):
@@ -81,55 +79,29 @@ def bare_environment(seed, steps=50_000):
     return {"env_steps": steps, "env_steps_per_second": steps / (time.perf_counter() - started)}
 
 
-def main_py(mode, place, world_size, episodes, seed):
-    """Run main.py once; return its summary."""
-    words = ["--mode", mode, *place, "--world_size", world_size, "--seed", seed]
-    words += ["--max_episodes", episodes, "--log_interval", episodes, "--eval_episodes", 0]
-    return run_main("rl_rpc", [*words, "--reward_threshold", 1e9])
-
-
-def parse_args(argv=None):
-    parser = argparse.ArgumentParser(
-        prog="bench/rl_rpc.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--world_sizes", type=flags.positive_int, nargs="+", default=[2, 3, 5], metavar="N", help="a table for each")
-    add("--repeats", type=flags.positive_int, default=3, metavar="N", help="runs of each variant, interleaved")
-    episodes_help = "episodes of modes rollout and async, and of the single process"
-    add("--episodes", type=flags.positive_int, default=250, metavar="N", help=episodes_help)
-    add("--step_episodes", type=flags.positive_int, default=25, metavar="N", help="episodes of the other modes")
-    add("--seed", type=flags.non_negative_int, default=1, metavar="N")
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: measure on the GPU as well as on the CPU")
-    add("--json", metavar="FILE", help="write the raw numbers")
-    return parser.parse_args(argv)
-
-
 def main():
-    args = parse_args()
-    print(
-        f"torch {torch.__version__}, {host.usable_cores()} cores, device {args.device}, seed {args.seed}, "
-        f"{args.repeats} repeats, {args.step_episodes} episodes ({args.episodes}: rollout, async, {SINGLE})"
-    )
-    numbers = {}
+    parser = argument_parser(__doc__)
+    parser.add_argument("--world_sizes", type=int, nargs="+", default=[2, 3, 5], metavar="N", help="a table for each")
+    parser.add_argument("--episodes", type=int, default=250, help="of rollout, async and the single process (250)")
+    parser.add_argument("--step_episodes", type=int, default=25, help="of the other modes (25)")
+    args = parser.parse_args()
+    tables = {}
     for world_size in args.world_sizes:
         observers = world_size - 1
         episodes = {"rollout": args.episodes, "async": args.episodes * observers}  # async counts each observer's
-        # The default arguments bind the current values of the loop's variables. A closure would read the last ones.
-        variants = {
-            mode + suffix: lambda mode=mode, place=place, size=world_size, episodes=episodes: main_py(
-                mode, place, size, episodes.get(mode, args.step_episodes), args.seed
-            )
-            for mode in MODES
-            for suffix, place in places(args.device).items()
-        }
-        variants[SINGLE] = lambda observers=observers: single_process(args.seed, observers, args.episodes)
-        variants[BARE] = lambda: bare_environment(args.seed)
-        rows = interleave(variants, args.repeats)
-        if len({row["env_steps"] for name in ("rollout", SINGLE) for row in rows[name]}) != 1:
+        variants = {}
+        for mode, (suffix, place) in itertools.product(MODES, places(args.device).items()):
+            count = episodes.get(mode, args.step_episodes)
+            words = ["--mode", mode, *place, "--world_size", world_size, "--seed", args.seed, "--eval_episodes", 0]
+            words += ["--max_episodes", count, "--log_interval", count, "--reward_threshold", 1e9]
+            variants[mode + suffix] = functools.partial(run_main, "rl_rpc", *words)
+        variants[SINGLE] = functools.partial(single_process, args.seed, observers, args.episodes)
+        variants[BARE] = functools.partial(bare_environment, args.seed)
+        title = f"environment steps per second, world size {world_size}, torch {torch.__version__}"
+        rows = tables[world_size] = compare(variants, args, "env_steps_per_second", SINGLE, title)
+        if len({run["env_steps"] for name in ("rollout", SINGLE) for run in rows[name]}) != 1:
             raise RuntimeError("rollout and the single process did not play the same episodes")
-        title = f"environment steps per second, world size {world_size} ({observers} observer{'s' * (observers > 1)})"
-        numbers[world_size] = table(rows, "env_steps_per_second", SINGLE, title)
-    write_json(args.json, numbers)
+    write_json(args.json, tables)
 
 
 if __name__ == "__main__":

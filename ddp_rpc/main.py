@@ -24,7 +24,7 @@ import pipelined
 import sync
 from glue.report import NOTHING_LEFT, Report
 from glue.seeds import seed_for
-from ranks import ROLES, check_trainer_devices, worker_name
+from ranks import ROLES, worker_name
 from shards import create_table, gather_table, scatter_table
 from training import Training, evaluate_in, run_epoch_in
 
@@ -45,11 +45,9 @@ def parse_args(argv=None):
     add("--batches", type=flags.positive_int, default=200, metavar="N", help="batches of one trainer in an epoch")
     add("--epochs", type=flags.positive_int, default=20, metavar="N", help="number of epochs")
     add("--lr", type=flags.positive_float, default=0.05, metavar="X", help="learning rate of SGD")
-    targets = "teacher: the classes come from a hidden model and can be learned; random: as in the tutorial"
-    add("--targets", choices=["teacher", "random"], default="teacher", help=targets)
+    add("--targets", choices=["teacher", "random"], default="teacher", help="random: as in the tutorial")
     add("--sparse", action="store_true", help="update only the rows that the batch used, not the whole table")
-    interval = "training steps per point of the loss curve"
-    add("--log_interval", type=flags.positive_int, default=50, metavar="N", help=interval)
+    add("--log_interval", type=flags.positive_int, default=50, metavar="N", help="steps per point of the loss curve")
     add("--table_device", choices=["same", "cpu"], default="same", help="the table's device: that of --device, or cpu")
     args = parser.parse_args(argv)
 
@@ -76,7 +74,6 @@ def run_worker(rank, args, job):
 
     A trainer or a server only joins its groups, and then serves the calls of the master and of the trainers.
     """
-    check_trainer_devices(job.devices[: args.num_trainers])
     is_trainer = rank < args.num_trainers
     if is_trainer:
         # DDP needs a process group of the trainers. All ranks, trainers included, also join one RPC group.
@@ -97,9 +94,8 @@ def run_master(args, devices):
     servers = {worker_name(rank, args): devices[rank] for rank in range(args.num_trainers + 1, args.world_size)}
     mode = MODES[args.mode]
     sizes = (args.num_embeddings, args.embedding_dim)
-    emb_rrefs = create_table(
-        mode.EmbeddingShard, servers, *sizes, sparse=args.sparse, seed=seed_for(args.seed, "table")
-    )
+    seed = seed_for(args.seed, "table")
+    emb_rrefs = create_table(mode.EmbeddingShard, servers, *sizes, sparse=args.sparse, seed=seed)
     report = Report("ddp_rpc", args, total=args.epochs * args.batches)
     settings = {key: vars(args)[key] for key in RESUME_KEYS}
     first_epoch, fc_state = 0, None
@@ -137,16 +133,10 @@ def run_master(args, devices):
             fc_state = trainers[0].rpc_sync(timeout=0).fc_state()
             state = {"epoch": epoch, "table": gather_table(emb_rrefs), "fc": fc_state}
             checkpoint.save(args.checkpoint, "ddp_rpc", settings, state)
-    samples = rate * args.batch_bags
-    report.say(
-        f"{args.mode}: held-out accuracy {figures['heldout_accuracy']:.4f}, "
-        f"the teacher's own {figures['ceiling_accuracy']:.4f}; {rate:.0f} batches/s, {samples:.0f} samples/s; "
-        f"replicas of fc identical on {args.num_trainers} trainer{'s' * (args.num_trainers > 1)}"
-    )
     report.close(
         **figures,
         batches_per_second=rate,
-        samples_per_second=samples,
+        samples_per_second=rate * args.batch_bags,
         num_trainers=args.num_trainers,
         num_servers=args.num_servers,
     )

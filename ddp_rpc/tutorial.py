@@ -173,10 +173,8 @@ def run_worker(rank, args):
     # As in the tutorial, init_rpc and init_process_group use two ports. (One would do here, because
     # the same process is rank 0 of both.) MASTER_PORT is the port of the process group.
 
-    # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
-    # all ranks are slow if there are few cores. "basic" sends a tensor along with its message. By
-    # default torch also opens channels for GPUs. They are not used here, but they can end the
-    # process if two ranks see different GPUs. Both arguments are private to torch.
+    # TCP: torch's default, shared memory, keeps a core busy in every rank. Without "basic", torch
+    # would open channels for GPUs too. Both are private to torch (docs/CONCEPTS.md, Which transport?).
     rpc_backend_options = TensorPipeRpcBackendOptions(
         init_method=f"tcp://{args.master_addr}:{args.master_port + 1}",
         _transports=["uv"],
@@ -273,8 +271,7 @@ if __name__ == "__main__":
         # loopback interface only. The stores, at the two ports, still listen on all interfaces.
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.update(TP_SOCKET_IFNAME=loopback, GLOO_SOCKET_IFNAME=loopback)
-    # RPC sends functions and classes by name. All ranks find the names, because every rank has this
-    # file as its main module.
+    # RPC sends functions and classes by name: every rank has this file as its main module.
     if args.rank is None:
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
         print("Distributed RPC example completed successfully.")

@@ -35,41 +35,30 @@ def load_digits(dataset, data_dir, seed, train, download=False):
     """
     if dataset == "synthetic":
         return draw_digits(20_000 if train else 4_000, seed_for(seed, "train" if train else "test"))
-    from torchvision.datasets.mnist import read_image_file, read_label_file  # takes a second: imported if needed
+    from torchvision.datasets.mnist import MNIST, read_image_file, read_label_file  # takes a second: only if needed
 
     folder = os.path.join(data_dir, "MNIST", "raw")  # torchvision's
     if download and not all(os.path.exists(os.path.join(folder, name)) for name in FILES[True] + FILES[False]):
-        _download(data_dir, folder)
+        say(f"Downloading MNIST to {data_dir}")
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # a progress bar for each file
+                MNIST(data_dir, download=True)
+        except (OSError, RuntimeError) as error:  # RuntimeError: no mirror answers
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            ways = f"Two ways out: put its four files, unpacked, into {folder}; or --dataset synthetic"
+            raise UserError(f"MNIST cannot be downloaded to {data_dir} ({reason}). {ways}") from None
     images_path, labels_path = (os.path.join(folder, name) for name in FILES[train])
-    images_N28, labels_N = _read(read_image_file, images_path), _read(read_label_file, labels_path)
-    if images_N28.shape != (len(labels_N), 28, 28):
-        raise UserError(f"{images_path} and {labels_path} do not belong together: delete both")
-    return images_N28, labels_N
-
-
-def _download(data_dir, folder):
-    from torchvision.datasets import MNIST
-
-    say(f"Downloading MNIST to {data_dir}")
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar for each file
-            MNIST(data_dir, download=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: no mirror answers
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        ways = f"Two ways out: put its four files, unpacked, into {folder}; or --dataset synthetic"
-        raise UserError(f"MNIST cannot be downloaded to {data_dir} ({reason}). {ways}") from None
-
-
-def _read(read, path):
-    """Return the tensor of one file. `read`: torchvision's function for this kind of file."""
-    try:
-        return read(path)
-    except FileNotFoundError:
+        images_N28, labels_N = read_image_file(images_path), read_label_file(labels_path)
+        if images_N28.shape != (len(labels_N), 28, 28):
+            raise ValueError("they do not belong together")
+    except FileNotFoundError as error:
         how = "only rank 0 downloads, so put MNIST there first"
-        raise UserError(f"there is no {path} on {socket.gethostname()}: {how}") from None
+        raise UserError(f"there is no {error.filename} on {socket.gethostname()}: {how}") from None
     except Exception as error:  # torchvision and torch raise different ones
         why = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{path} cannot be read ({why}): delete it, and it is unpacked again") from None
+        raise UserError(f"{images_path} and {labels_path} cannot be read ({why}): delete both") from None
+    return images_N28, labels_N
 
 
 def normalised(images_B28):
@@ -86,19 +75,17 @@ class Batches:  # in a trainer, on one thread
     """
 
     def __init__(self, images, labels, batch_size, seed, device="cpu"):
-        """`images`: (N, 28, 28) uint8; `labels`: (N,). Both are copied to `device`."""
         self.images, self.labels = images.to(device), labels.to(device)
         self.batch_size = batch_size
         self.seed = seed
-        self.size = len(images)
-        self.per_epoch = math.ceil(self.size / batch_size)
+        self.per_epoch = math.ceil(len(images) / batch_size)
         self.epoch, self.order = None, None  # of the images in the epoch of the last batch
 
     def get(self, epoch, number):
         """Return (images (B, 1, 28, 28) float32, labels (B,)) of one batch of an epoch."""
         if epoch != self.epoch:
             generator = torch.Generator().manual_seed(seed_for(self.seed, "epoch", epoch))
-            self.order = torch.randperm(self.size, generator=generator)
+            self.order = torch.randperm(len(self.images), generator=generator)
             self.epoch = epoch
         chosen_B = self.order[number * self.batch_size : (number + 1) * self.batch_size].to(self.images.device)
         return normalised(self.images[chosen_B]), self.labels[chosen_B]
@@ -110,18 +97,15 @@ def draw_digits(count, seed):
     Each image is a digit in Pillow's own font, turned, sheared, scaled and moved at random, with noise: too hard for a
     linear classifier, which reaches 0.76. Accuracies cannot be compared with those on MNIST.
     """
-    digits_1028 = torch.stack([_glyph(digit) for digit in "0123456789"])
+    digits_1028 = torch.empty(10, 28, 28)
+    for number, digit_28 in enumerate(digits_1028):
+        image = Image.new("L", (28, 28))
+        ImageDraw.Draw(image).text((14, 14), str(number), fill=255, font=ImageFont.load_default(size=22), anchor="mm")
+        digit_28[:] = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(28, 28) / 255
     random = torch.Generator().manual_seed(seed)
     labels_N = torch.randint(0, 10, (count,), generator=random)
     # In parts, to limit the memory of the sampling grid.
     return torch.cat([_distort(digits_1028[part_N], random) for part_N in labels_N.split(5_000)]), labels_N
-
-
-def _glyph(digit):
-    """Return the picture of a digit, (28, 28), float32 from 0 to 1."""
-    image = Image.new("L", (28, 28))
-    ImageDraw.Draw(image).text((14, 14), digit, fill=255, font=ImageFont.load_default(size=22), anchor="mm")
-    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(28, 28).float() / 255
 
 
 def _distort(digits_N28, random):

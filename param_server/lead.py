@@ -9,7 +9,6 @@ import torch
 
 from data import normalised
 from glue import say
-from glue.host import share_cores
 
 STATE = ("epoch", "batch", "updates", "images", "stale", "accuracy")  # what a checkpoint has of Counts
 
@@ -52,7 +51,7 @@ class Counts:  # in a server
 def run_loops(trainers, epoch, shares, report, log_interval, counts):
     """Let each trainer train with its share of the batches in a loop of its own, by one long call; wait for all.
 
-    Meanwhile show how many images have been applied. `trainers`: RRefs; `shares`: their batches, in the same order.
+    `trainers`: RRefs; `shares`: their batches, in the same order.
     """
     updates = counts.updates - counts.batch  # before the first batch of this epoch
     calls = [
@@ -85,9 +84,6 @@ def get_accuracy(net, images, labels):
     net.eval()
     device = next(net.parameters()).device
     correct = 0
-    threads = torch.get_num_threads()
-    share_cores(1)  # no trainer computes now, so this may use all cores
     for batch, target in zip(images.split(500), labels.split(500), strict=True):
         correct += (net(normalised(batch.to(device))).argmax(dim=1).cpu() == target).sum().item()
-    torch.set_num_threads(threads)
     return correct / len(labels)

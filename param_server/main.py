@@ -20,7 +20,6 @@ import math
 import time
 from types import SimpleNamespace
 
-import torch
 import torch.distributed.rpc as rpc
 from torch.futures import wait_all
 
@@ -32,14 +31,14 @@ import sharded
 import sync
 from data import load_digits
 from glue.host import share_cores
-from glue.report import NOTHING_LEFT, Report, check_finite, staleness_figures
+from glue.report import NOTHING_LEFT, Report, staleness_figures
 from lead import get_accuracy
-from ranks import roles, worker_name
+from ranks import ROLES, worker_name
 
 MODES = {"remote": remote, "replica": replica, "bounded": bounded, "sync": sync, "overlap": overlap, "sharded": sharded}
 # Flags that must be equal in all ranks, when ranks are started one by one:
 MUST_MATCH = ("dataset", "data_dir", "epochs", "max_batches", "batch_size", "lr", "lr_step", "momentum", "no_dropout")
-MUST_MATCH += ("max_staleness", "num_servers", "num_gpus")
+MUST_MATCH += ("max_staleness", "num_servers")
 # Flags that a resumed run must not change:
 RESUME_KEYS = ("seed", "mode", "num_servers", "dataset", "batch_size", "max_batches")
 
@@ -50,47 +49,31 @@ def parse_args(argv=None):
     add("--dataset", choices=["mnist", "synthetic"], default="mnist", help="synthetic: digits drawn by the program")
     add("--data_dir", default="data", metavar="DIR", help="folder of MNIST, to which rank 0 downloads it if needed")
     add("--epochs", type=flags.positive_int, default=1, metavar="N", help="passes over the data by all trainers")
-    most = "batches per epoch, times the number of trainers; 0: all"
-    add("--max_batches", type=flags.non_negative_int, default=0, metavar="N", help=most)
+    add("--max_batches", type=flags.non_negative_int, default=0, metavar="N", help="per epoch and trainer; 0: all")
     add("--batch_size", type=flags.positive_int, default=32, metavar="B", help="images in a trainer's batch")
     add("--lr", type=flags.positive_float, default=0.03, metavar="X", help="learning rate")
-    lr_step = "divide --lr by 10 every E epochs; 0: never"
-    add("--lr_step", type=flags.non_negative_int, default=0, metavar="E", help=lr_step)
+    add("--lr_step", type=flags.non_negative_int, default=0, metavar="E", help="epochs until --lr falls to a tenth")
     add("--momentum", type=flags.fraction, default=0.0, metavar="X", help="momentum of the server's SGD")
     add("--no_dropout", action="store_true", help="train without dropout, to compare runs")
-    log_interval = "print a loss every N batches of a trainer"
-    add("--log_interval", type=flags.positive_int, default=100, metavar="N", help=log_interval)
-    evaluations = "per epoch, measure the accuracy and write the checkpoint N times; trainers wait meanwhile"
-    add("--evaluations", type=flags.positive_int, default=1, metavar="N", help=evaluations)
-    staleness = "bounded: how many batches a trainer may be ahead of the slowest (default: 4)"
-    add("--max_staleness", type=flags.non_negative_int, metavar="S", help=staleness)
-    servers = "sharded: servers that share the weights (default: 2)"
-    add("--num_servers", type=flags.positive_int, metavar="M", help=servers)
-    num_gpus = "remote: GPUs for the network; 0 means --device cpu, 1 --device cuda; 2: it is split over two"
-    add("--num_gpus", type=int, choices=[0, 1, 2], help=num_gpus)
+    add("--log_interval", type=flags.positive_int, default=100, metavar="N", help="batches of a trainer per loss")
+    add("--evaluations", type=flags.positive_int, default=1, metavar="N", help="accuracies and checkpoints per epoch")
+    add("--max_staleness", type=flags.non_negative_int, metavar="S", help="bounded: batches ahead of the slowest (4)")
+    add("--num_servers", type=flags.positive_int, metavar="M", help="sharded: servers that share the weights (2)")
     args = parser.parse_args(argv)
 
-    if args.dataset == "synthetic" and args.data_dir != parser.get_default("data_dir"):
-        parser.error(f"--data_dir {args.data_dir} is for --dataset mnist")
-    for flag, mode in (("max_staleness", "bounded"), ("num_servers", "sharded"), ("num_gpus", "remote")):
+    for flag, mode in (("max_staleness", "bounded"), ("num_servers", "sharded")):
         if vars(args)[flag] is not None and args.mode != mode:
             parser.error(f"--{flag} is for --mode {mode}")
     args.max_staleness = 4 if args.max_staleness is None else args.max_staleness
     args.num_servers = args.num_servers or (2 if args.mode == "sharded" else 1)
-    if args.num_gpus == 0 and args.device == "cuda":
-        parser.error("--num_gpus 0 and --device cuda contradict each other")
-    if args.num_gpus:
-        args.device = "cuda"
     flags.check_arguments(
         parser,
         args,
         min_world_size=args.num_servers + 1,
-        roles=roles(args.num_servers),
+        roles=ROLES,
         must_match=MUST_MATCH,
         device_ranks=[0] if args.mode == "remote" else None,  # in `remote` the whole network is on the server
     )
-    if args.num_gpus == 2 and torch.cuda.device_count() < 2 and args.rank in (None, 0):
-        parser.error(f"--num_gpus 2: torch sees {torch.cuda.device_count()} CUDA GPU here")
     return args
 
 
@@ -146,8 +129,6 @@ def run_server(server_class, test_digits, args, job):
         seconds += time.perf_counter() - started
 
         # All trainers are idle, so what is measured and saved is of one moment.
-        for name, weights in server.model.named_parameters():
-            check_finite(weights.sum(), f"sum of the weights {name}", counts.updates)
         counts.accuracy = get_accuracy(server.model, *test_digits)
         report.scalar("test accuracy", counts.accuracy, counts.updates)
         counts.batch = end % batches  # 0: the next epoch begins
@@ -155,7 +136,12 @@ def run_server(server_class, test_digits, args, job):
             report.say(f"Epoch {counts.epoch + 1}, update {counts.updates}: Accuracy {counts.accuracy:.4f}")
         else:
             counts.epoch += 1
-            report.say(summary_of_epoch(counts, seconds))
+            late = staleness_figures(counts.stale)
+            line = (
+                f"Epoch {counts.epoch}: Accuracy {counts.accuracy:.4f}, {counts.new_images / seconds:,.0f} images/s, "
+            )
+            line += f"{counts.updates} updates, staleness mean {late['staleness_mean']:.2f} max {late['staleness_max']}"
+            report.say(line)
         if args.checkpoint:
             state = {"model": server.model.state_dict(), "optimizer": server.optimizer.state_dict()}
             state["progress"] = counts.state_dict()
@@ -184,13 +170,6 @@ def go_on_from(state, server, args, report):
     report.say(f"Going on after update {updates}, with {epoch} of {args.epochs} epochs done.")
     if epoch >= args.epochs:
         report.say(NOTHING_LEFT)
-
-
-def summary_of_epoch(counts, seconds):
-    figures = staleness_figures(counts.stale)
-    staleness = f"staleness mean {figures['staleness_mean']:.2f} max {figures['staleness_max']}"
-    speed = f"{counts.new_images / seconds:,.0f} images/s"
-    return f"Epoch {counts.epoch}: Accuracy {counts.accuracy:.4f}, {speed}, {counts.updates} updates, {staleness}"
 
 
 if __name__ == "__main__":

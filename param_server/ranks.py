@@ -1,10 +1,6 @@
 """Which rank has which role, and its name in RPC."""
 
-
-def roles(num_servers):
-    """Say which rank has which role."""
-    servers = "rank 0 is the server" if num_servers == 1 else f"the first {num_servers} ranks are servers"
-    return f"{servers}, every other rank a trainer"
+ROLES = "rank 0 is the server (in sharded, the first --num_servers ranks are servers), every other rank a trainer"
 
 
 def worker_name(rank, args):

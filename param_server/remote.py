@@ -38,7 +38,7 @@ class Trainer:  # in a trainer, on the RPC thread that serves the call of `train
         self.steps = 0
 
     def count_images(self):
-        return self.batches.size
+        return len(self.batches.images)
 
     def train(self, epoch, batches, log_interval):
         """Train with these batches; return [(batch, loss)] of those whose loss was printed."""
@@ -91,10 +91,9 @@ class ParameterServer:  # in server1
     def __init__(self, plan, devices):
         """`plan`: the flags on which all ranks agree. `devices`: of the ranks."""
         self.counts = Counts()
-        num_gpus = 2 if plan.num_gpus == 2 else int(devices[0] != "cpu")
         torch.manual_seed(seed_for(plan.seed, "net"))
-        self.model = Net(num_gpus=num_gpus)
-        self.input_device = next(self.model.parameters()).device
+        self.model = Net().to(devices[0])  # made on the CPU: the same weights for every device
+        self.input_device = devices[0]
         self.optimizer = optim.SGD(self.model.parameters(), lr=plan.lr, momentum=plan.momentum)
         # It guards the weights, the counts, and the two dicts below. It is not held during a forward or backward pass.
         self.lock = threading.Lock()

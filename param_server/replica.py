@@ -38,7 +38,7 @@ class Trainer:  # in a trainer, whose one RPC thread computes one batch at a tim
         self.net = Net().to(self.device).train(not plan.no_dropout)
 
     def count_images(self):
-        return self.batches.size
+        return len(self.batches.images)
 
     def gradient(self, weights_P, epoch, batch):
         """Return (gradient (P,), number of images, loss) of one batch, computed with these weights."""
@@ -61,7 +61,6 @@ class ParameterServer:  # in server1, on its main thread: so it needs no lock
     TRAINER_THREADS = 1  # RPC threads of a trainer
 
     def __init__(self, plan, devices):
-        """`plan`: the flags on which all ranks agree. `devices`: of the ranks."""
         self.plan = plan
         self.counts = Counts()
         torch.manual_seed(seed_for(plan.seed, "net"))
@@ -71,12 +70,14 @@ class ParameterServer:  # in server1, on its main thread: so it needs no lock
         self.weights_P = parameters_to_vector(self.model.parameters()).detach()
         vector_to_parameters(self.weights_P, self.model.parameters())
         self.optimizer = optim.SGD([self.weights_P], lr=plan.lr, momentum=plan.momentum)
-        # timeout=0: no time limit, here and below. remote() does not wait: all trainers read their images meanwhile.
-        self.trainers = {
-            rank: rpc.remote(rank, Trainer, args=(plan, devices[rank]), timeout=0) for rank in range(1, plan.world_size)
-        }
+        self.trainers = self.make_trainers(devices)  # {rank: RRef}
         self.done = dict.fromkeys(self.trainers, 0)  # how many batches each of them has done
         self.calls = OpenCalls()  # with --on_lost continue, it gives up the calls to a lost trainer
+
+    def make_trainers(self, devices):
+        # timeout=0: no time limit, here and below. remote() does not wait: all trainers read their images meanwhile.
+        ranks = range(1, self.plan.world_size)
+        return {rank: rpc.remote(rank, Trainer, args=(self.plan, devices[rank]), timeout=0) for rank in ranks}
 
     def train(self, epoch, batches, report, log_interval):
         """Whoever has answered gets the newest weights and the next batch. `batches`: their numbers."""

@@ -4,8 +4,8 @@ In `replica` all weights pass through one server, so its network connection is t
 several servers (--num_servers), and each has a range of the weights. A server gets its range of each gradient, and does
 not know of the others. So each may serve two trainers in a different order, and the weights that a trainer gets may
 contain a gradient in one range and not yet in another.
-Read it in the order of a step: Trainer.train (in a trainer), then Shard.push (in each server). Rank 0 starts the
-trainers' loops by one long call to each: ParameterServer.train.
+Read replica.py first, then Trainer.train (in a trainer) and Shard.push (in each server). Rank 0 starts the trainers'
+loops by one long call to each: ParameterServer.train.
 Source: Li et al., as for replica.py. (There, several servers keep each range, so that one of them may die.)
 
 Shapes: P weights in the whole network, R in the range of one server. tensor_split makes ranges whose lengths differ by
@@ -16,67 +16,42 @@ import threading
 
 import torch
 import torch.distributed.rpc as rpc
-import torch.nn.functional as F
 from torch import optim
 from torch.futures import wait_all
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from data import Batches, load_digits
+import replica
 from glue.report import check_finite
-from glue.seeds import seed_for
 from lead import Counts, print_loss, run_loops
-from net import Net
 
 
-class Trainer:  # in a trainer, on the RPC thread that serves the call of `train`
-    """Trains a copy of the network."""
+class Trainer(replica.Trainer):  # in a trainer, on the RPC thread that serves the call of `train`
+    """Trains a copy of the network, whose gradients are computed as in `replica`."""
 
     def __init__(self, shards, plan, device):
+        super().__init__(plan, device)
         self.rank = rpc.get_worker_info().id
-        self.seed, self.device = plan.seed, torch.device(device)
-        digits = load_digits(plan.dataset, plan.data_dir, plan.seed, train=True)
-        self.batches = Batches(*digits, plan.batch_size, plan.seed, self.device)
-        self.net = Net().to(self.device).train(not plan.no_dropout)
         self.shards = shards  # RRefs
-        self.versions = []  # of the weights in `net`, for each shard
         self.steps = 0
-
-    def count_images(self):
-        return self.batches.size
 
     def train(self, epoch, batches, log_interval):
         """Train with these batches; return [(batch, loss)] of those whose loss was printed."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # each thread has a current device of its own
         losses = []
-        self.load([shard.rpc_async().pull() for shard in self.shards])
+        answers = [shard.rpc_async().pull() for shard in self.shards]
         for batch in batches:
             with torch.profiler.record_function("step"):
-                data, target = self.batches.get(epoch, batch)
-                # With a seed for each batch, dropout is the same in every run, whoever computes it.
-                torch.manual_seed(seed_for(self.seed, "dropout", epoch, batch))
-                loss = F.nll_loss(self.net(data), target)
-                gradients = torch.autograd.grad(loss, list(self.net.parameters()))
-                gradient_P = torch.cat([gradient.reshape(-1) for gradient in gradients]).cpu()
-                futures = []
-                for shard, gradient_R, version in self.ranges(gradient_P):
-                    about = (batch, self.rank, version, len(target))
-                    futures.append(shard.rpc_async().push(gradient_R, about))
-                self.load(futures)  # which waits until all servers have answered
+                versions, weights = zip(*wait_all(answers), strict=True)  # of each server
+                gradient_P, images, loss = self.gradient(torch.cat(weights), epoch, batch)
+                ranges = gradient_P.tensor_split(len(self.shards))
+                answers = [
+                    shard.rpc_async().push(gradient_R, (batch, self.rank, version, images))
+                    for shard, gradient_R, version in zip(self.shards, ranges, versions, strict=True)
+                ]
             if self.steps % log_interval == 0:
-                losses.append((batch, loss.item()))
-                print_loss(self.rank, batch, loss.item())
+                losses.append((batch, loss))
+                print_loss(self.rank, batch, loss)
             self.steps += 1
+        wait_all(answers)
         return losses
-
-    def ranges(self, gradient_P):
-        """Return (shard, its range of the gradient, the version of its weights) for all shards."""
-        return zip(self.shards, gradient_P.tensor_split(len(self.shards)), self.versions, strict=True)
-
-    def load(self, futures):
-        """Wait for the answers of all servers, each (version, weights (R,)), and load them into the network."""
-        self.versions, weights = zip(*wait_all(futures), strict=True)
-        vector_to_parameters(torch.cat(weights).to(self.device), self.net.parameters())
 
 
 class Shard:  # in every server, on RPC threads
@@ -117,31 +92,24 @@ class Shard:  # in every server, on RPC threads
         return self.weights_R.cpu(), self.optimizer.state[self.weights_R]["momentum_buffer"].cpu()
 
 
-class ParameterServer:  # in server1, on its main thread
-    """Leads the servers, of which one is in this process too, and the trainers."""
+class ParameterServer(replica.ParameterServer):  # in server1, on its main thread
+    """Leads the servers, of which one is in this process too, and the trainers.
+
+    The weights here, and the momentum of their SGD, are up to date while no trainer computes.
+    """
 
     TRAINER_THREADS = 16  # RPC threads of a trainer: torch's default
 
-    def __init__(self, plan, devices):
-        """`plan`: the flags on which all ranks agree. `devices`: of the ranks."""
-        torch.manual_seed(seed_for(plan.seed, "net"))
-        self.model = Net().to(devices[0])
-        # All weights in one tensor, of which the model's parameters become views. This, and the momentum of its SGD,
-        # is up to date while no trainer computes.
-        self.weights_P = parameters_to_vector(self.model.parameters()).detach()
-        vector_to_parameters(self.weights_P, self.model.parameters())
-        self.optimizer = optim.SGD([self.weights_P], lr=plan.lr, momentum=plan.momentum)
+    def make_trainers(self, devices):
+        plan = self.plan
         self.optimizer.state[self.weights_P]["momentum_buffer"] = torch.zeros_like(self.weights_P)
         first = Shard(devices[0], plan.momentum)
         self.counts = first.counts  # each server makes as many updates
-        # remote() does not wait: all trainers read their images at the same time. timeout=0: no time limit.
         others = range(1, plan.num_servers)
         shards = [rpc.remote(rank, Shard, args=(devices[rank], plan.momentum), timeout=0) for rank in others]
         self.shards = [rpc.RRef(first), *shards]
         ranks = range(plan.num_servers, plan.world_size)
-        self.trainers = {
-            rank: rpc.remote(rank, Trainer, args=(self.shards, plan, devices[rank]), timeout=0) for rank in ranks
-        }
+        return {rank: rpc.remote(rank, Trainer, args=(self.shards, plan, devices[rank]), timeout=0) for rank in ranks}
 
     def train(self, epoch, batches, report, log_interval):
         """Deal these batches, which are given by their numbers, to the trainers, and let them train."""

@@ -162,10 +162,8 @@ class SGD(optim.SGD):
         self.zero_grad()
 
 
-# Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
-# all ranks are slow if there are few cores. "basic" sends a tensor along with its message. By
-# default torch also opens channels for GPUs. They are not used here, but they can end the
-# process if two ranks see different GPUs. Both arguments are private to torch.
+# TCP: torch's default, shared memory, keeps a core busy in every rank. Without "basic", torch
+# would open channels for GPUs too. Both are private to torch (docs/CONCEPTS.md, Which transport?).
 options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
 
 
@@ -325,13 +323,11 @@ if __name__ == "__main__":
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
     if args.master_addr in ("localhost", "127.0.0.1"):
-        # Anyone who can connect to a rank can run code in it. So RPC listens on the loopback
-        # interface only, and so does Gloo, which init_rpc uses for a moment. The store, at
-        # --master_port, still listens on all interfaces.
+        # Anyone who can connect can run code here, so RPC and Gloo listen on loopback only. The store,
+        # at --master_port, still listens on all interfaces.
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.update(TP_SOCKET_IFNAME=loopback, GLOO_SOCKET_IFNAME=loopback)
-    # RPC sends functions and classes by name. All ranks find the names, because every rank has this
-    # file as its main module.
+    # RPC sends functions and classes by name: every rank has this file as its main module.
     if args.rank is None:
         mp.spawn(run_rank, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:

@@ -259,10 +259,8 @@ if __name__ == "__main__":  # RPC sends functions by name: every rank finds them
         # Anyone who can connect to a rank can run code in it. So RPC listens on the loopback
         # interface only. The store, at --master_port, still listens on all interfaces.
         os.environ["TP_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
-    # all ranks are slow if there are few cores. "basic" sends a tensor along with its message. By
-    # default torch also opens channels for GPUs. They are not used here, but they can end the
-    # process if two ranks see different GPUs. Both arguments are private to torch.
+    # TCP: torch's default, shared memory, keeps a core busy in every rank. Without "basic", torch
+    # would open channels for GPUs too. Both are private to torch (docs/CONCEPTS.md, Which transport?).
     tcp = {"_transports": ["uv"], "_channels": ["basic"]}
     options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=10, **tcp)
     options.init_method = f"tcp://{args.master_addr}:{args.master_port}"

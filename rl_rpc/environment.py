@@ -25,14 +25,11 @@ def make_env(env_id, render_mode=None):
         raise UserError(f"environment {env_id!r} cannot be made: {' '.join(str(error).split())}") from error
     observed = env.observation_space
     acted = env.action_space
-    if not (isinstance(observed, gym.spaces.Box) and len(observed.shape) == 1):
+    is_flat = isinstance(observed, gym.spaces.Box) and len(observed.shape) == 1
+    if not is_flat or not isinstance(acted, gym.spaces.Discrete):
         env.close()
-        raise UserError(
-            f"environment {env_id!r} has the observation space {observed}; the policy needs a flat Box (one row)"
-        )
-    if not isinstance(acted, gym.spaces.Discrete):
-        env.close()
-        raise UserError(f"environment {env_id!r} has the action space {acted}; the policy needs a Discrete one")
+        has = f"environment {env_id!r} has the observation space {observed} and the action space {acted}"
+        raise UserError(f"{has}; the policy needs a flat Box (one row) and a Discrete one")
     if env.spec.max_episode_steps is None:
         env = gym.wrappers.TimeLimit(env, MAX_STEPS)
     if acted.start != 0:  # the policy always counts from 0

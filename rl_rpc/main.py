@@ -45,8 +45,7 @@ def parse_args(argv=None):
     add("--lr", type=flags.positive_float, default=5e-3, metavar="LR", help="Adam's learning rate")
     add("--reward_threshold", type=float, metavar="R", help="solved above this running reward (None: environment's)")
     add("--max_episodes", type=flags.positive_int, default=2000, metavar="N", help="end after N episodes in any case")
-    interval = "print a line and write the checkpoint every N episodes"
-    add("--log_interval", type=flags.positive_int, default=10, metavar="N", help=interval)
+    add("--log_interval", type=flags.positive_int, default=10, metavar="N", help="episodes per line and checkpoint")
     add("--eval_episodes", type=flags.non_negative_int, default=100, metavar="N", help="episodes of greedy evaluation")
     add("--save", metavar="FILE.pt", help="write the trained policy, for play.py")
     args = parser.parse_args(argv)

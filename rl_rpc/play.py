@@ -2,7 +2,7 @@
 
     python rl_rpc/main.py --mode rollout --save policy.pt       # trains the policy
     python rl_rpc/play.py policy.pt --episodes 3                # prints the reward of each episode
-    python rl_rpc/play.py policy.pt --episodes 1 --gif out.gif  # draws it: pip install "gymnasium[classic-control]"
+    python rl_rpc/play.py policy.pt --episodes 1 --show         # in a window: pip install "gymnasium[classic-control]"
 
 Runs in one process, without RPC. It also plays a --checkpoint file of main.py. The evaluation at the end of main.py
 is the function play_greedily of this file.
@@ -27,11 +27,8 @@ def parse_args(argv=None):
     parser.add_argument("policy", metavar="FILE.pt", help="written by main.py --save")
     parser.add_argument("--episodes", type=flags.positive_int, default=3, metavar="N", help="default: 3")
     parser.add_argument("--seed", type=flags.non_negative_int, default=1, metavar="N", help="default: 1")
-    parser.add_argument("--gif", metavar="FILE.gif", help="write the episodes as an animation")
-    args = parser.parse_args(argv)
-    if args.gif and os.path.realpath(args.gif) == os.path.realpath(args.policy):
-        parser.error(f"--gif {args.gif} would replace the policy")
-    return args
+    parser.add_argument("--show", action="store_true", help="show the episodes in a window")
+    return parser.parse_args(argv)
 
 
 def load_policy(path):
@@ -53,40 +50,25 @@ def load_policy(path):
 
 def main(argv=None):
     args = parse_args(argv)
-    if args.gif:
-        # The frames are written to a file. Without this, the renderer prints errors on a machine without a screen.
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-    frames = []
     try:
         policy, env_id = load_policy(args.policy)
-        env = make_env(env_id, render_mode="rgb_array" if args.gif else None)
-
-        def keep_frame():
-            if args.gif:
-                frames.append(env.render())
-
+        env = make_env(env_id, render_mode="human" if args.show else None)
         for episode in range(1, args.episodes + 1):
-            seed = seed_for(args.seed, "play", episode)
-            reward = play_episode(env, Actor(policy).act_greedily, seed, on_step=keep_frame)
+            reward = play_episode(env, Actor(policy).act_greedily, seed_for(args.seed, "play", episode))
             print(f"Episode {episode}\tReward: {reward:.2f}", flush=True)
-        if args.gif:
-            write_gif(args.gif, frames, fps=env.metadata.get("render_fps", 30))
-    except (ValueError, ImportError, OSError, gymnasium.error.Error) as error:  # the last: no renderer
+    except (ValueError, ImportError, gymnasium.error.Error) as error:  # the last: no renderer
         sys.exit(f"{os.path.basename(sys.argv[0])}: {' '.join(str(error).split())}")
 
 
-def play_episode(env, choose_action, seed=None, on_step=None):
+def play_episode(env, choose_action, seed=None):
     """Play one episode in `env`, an environment of this process; return its total reward.
 
-    choose_action gets a state, a (D,) float array, and returns an action, an int in [0, A). on_step is called before
-    each environment step.
+    choose_action gets a state, a (D,) float array, and returns an action, an int in [0, A).
     """
     state, _ = env.reset(seed=seed)
     total = 0.0
     done = False
     while not done:
-        if on_step is not None:
-            on_step()
         state, reward, terminated, truncated, _ = env.step(choose_action(state))
         total += float(reward)
         done = terminated or truncated
@@ -98,20 +80,6 @@ def play_greedily(policy, env_id, episodes, seed):
     actor = Actor(copy.deepcopy(policy).cpu())  # for one state at a time the CPU is faster than a GPU
     env = make_env(env_id)
     return [play_episode(env, actor.act_greedily, seed_for(seed, "evaluation", n)) for n in range(episodes)]
-
-
-def write_gif(path, frames, fps):
-    """Write an animation. frames is a list of (height, width, 3) uint8 arrays, which env.render() returns."""
-    from PIL import Image  # imported in this function, because only --gif needs Pillow
-
-    pictures = [Image.fromarray(frame) for frame in frames]
-    checkpoint.write_aside(
-        path,
-        lambda aside: pictures[0].save(
-            aside, format="GIF", save_all=True, append_images=pictures[1:], duration=1000 / fps, loop=0
-        ),
-    )
-    print(f"{len(frames)} frames written to {path}")
 
 
 if __name__ == "__main__":

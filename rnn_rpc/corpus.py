@@ -66,19 +66,14 @@ def corpus_from_file(path, tokens):
     Raises UserError, with a text of one line, if the file cannot be read or is not a text.
     """
     try:
-        with open(path, "rb") as file:
-            data = file.read()
+        with open(path, encoding="utf-8-sig", newline="") as file:  # -sig: without a byte order mark
+            text = file.read()
     except OSError as error:
         raise UserError(f"--corpus {path}: {error.strerror}") from None
-    try:
-        text = data.decode("utf-8-sig")  # -sig: without a byte order mark
     except UnicodeDecodeError as error:
-        where = f"byte {error.start} is {data[error.start]:#04x}"
-        raise UserError(f"--corpus {path}: not a UTF-8 text ({where})") from None
-    if "\0" in text:
-        raise UserError(f"--corpus {path}: not a text (it contains zero bytes)")
-    if not text.strip():
-        raise UserError(f"--corpus {path}: there is no text in it")
+        raise UserError(f"--corpus {path}: not a UTF-8 text ({error.reason}, byte {error.start})") from None
+    if "\0" in text or not text.strip():
+        raise UserError(f"--corpus {path}: there is no text in it, or it contains zero bytes")
     if tokens == "char":
         units = list(text)
     else:  # as in the word language model: words between white space, and a token for the end of each line
@@ -137,12 +132,10 @@ def training_streams(corpus, batch_size, bptt):
     B' is at most EVAL_BATCH_SIZE. Raises UserError if the text is too short for one batch.
     """
     needed = batch_size * (bptt + 1)
-    if len(corpus.train) < needed:
+    eval_batch_size = min(EVAL_BATCH_SIZE, len(corpus.heldout) // 2)
+    if len(corpus.train) < needed or eval_batch_size == 0:
         raise UserError(
             f"{corpus.name}: {len(corpus.train)} tokens to train on are less than one batch, "
-            f"{needed} = --batch_size {batch_size} x (--bptt {bptt} + 1)"
+            f"{needed} = --batch_size {batch_size} x (--bptt {bptt} + 1), or too few to hold out a tenth"
         )
-    eval_batch_size = min(EVAL_BATCH_SIZE, len(corpus.heldout) // 2)
-    if eval_batch_size == 0:
-        raise UserError(f"{corpus.name}: too short to hold out a tenth of it")
     return streams(corpus.train, batch_size), streams(corpus.heldout, eval_batch_size)

@@ -47,17 +47,15 @@ def parse_args(argv=None):
     add("--num_layers", type=flags.positive_int, default=1, metavar="L", help="LSTM layers")
     add("--dropout", type=flags.fraction, default=0.0, metavar="P", help="dropout in all layers (without seeds)")
     add("--epochs", type=flags.positive_int, default=6, metavar="N", help="passes over the text")
-    streams = "parts of the text that are read side by side"
-    add("--batch_size", type=flags.positive_int, default=20, metavar="B", help=streams)
-    bptt = "time steps per batch; gradients go no further back"
-    add("--bptt", type=flags.positive_int, default=35, metavar="T", help=bptt)
+    add("--batch_size", type=flags.positive_int, default=20, metavar="B", help="parts of the text, read side by side")
+    add("--bptt", type=flags.positive_int, default=35, metavar="T", help="time steps of a batch, and of its gradients")
     add("--optimizer", choices=list(OPTIMIZERS), default="sgd", help="optimizer of each process with parameters")
     lr = ", ".join(f"{lr} with {optimizer}" for optimizer, lr in DEFAULT_LR.items())
     add("--lr", type=flags.positive_float, metavar="X", help=f"learning rate (if not given: {lr})")
-    clip = "limit of the norm of all gradients; 0: no limit"
-    add("--clip", type=flags.non_negative_float, default=0.25, metavar="X", help=clip)
-    interval = "training steps per point of the loss curve"
-    add("--log_interval", type=flags.positive_int, default=50, metavar="N", help=interval)
+    add(
+        "--clip", type=flags.non_negative_float, default=0.25, metavar="X", help="limit of all gradients' norm; 0: none"
+    )
+    add("--log_interval", type=flags.positive_int, default=50, metavar="N", help="steps per point of the loss curve")
     args = parser.parse_args(argv)
 
     if args.vocabulary < 2:
@@ -90,7 +88,10 @@ def run_trainer(args, devices):
 
     `devices`: each rank's device, as the rank itself has announced it, by name.
     """
-    corpus = read_text(args)
+    if args.corpus:
+        corpus = corpus_from_file(args.corpus, args.tokens)
+    else:
+        corpus = generated_corpus(args.vocabulary, args.corpus_tokens, args.seed)
     train_SB, heldout_SB = training_streams(corpus, args.batch_size, args.bptt)
     sizes = (len(corpus.vocabulary), args.embedding_dim, args.hidden_dim, args.num_layers)
     servers = [name for name in devices if name != "trainer"]
@@ -100,7 +101,13 @@ def run_trainer(args, devices):
     batches = list(get_next_batch(train_SB, args.bptt))  # views of the text, which take no memory
 
     report = Report("rnn_rpc", args, total=args.epochs * len(batches))
-    describe(corpus, report)
+    sizes = f"{len(corpus.train):,} tokens of {corpus.name} to train on, {len(corpus.heldout):,} held out"
+    report.say(f"{sizes}, V = {len(corpus.vocabulary):,}.")
+    if corpus.floor:
+        report.say(
+            f"No model can get below a perplexity of {corpus.floor:.3f}. "
+            f"A model that uses only the last word cannot get below {corpus.bigram_floor:.3f}."
+        )
     settings = {key: vars(args)[key] for key in RESUME_KEYS} | {"text": corpus.fingerprint()}
     if state := checkpoint.resume(args, "rnn_rpc", settings):
         go_on_from(state, trainer, args, report)
@@ -144,24 +151,6 @@ def run_trainer(args, devices):
     )
     if args.generate:  # after the files are written, because perhaps nobody reads stdout any more
         report.say(corpus.spell(trainer.generate(args.generate)))
-
-
-def read_text(args):
-    """Return the text to learn, as a Corpus."""
-    if args.corpus:
-        return corpus_from_file(args.corpus, args.tokens)
-    return generated_corpus(args.vocabulary, args.corpus_tokens, args.seed)
-
-
-def describe(corpus, report):
-    """Print what the text is, and how good a model of it can be."""
-    sizes = f"{len(corpus.train):,} tokens of {corpus.name} to train on, {len(corpus.heldout):,} held out"
-    report.say(f"{sizes}, V = {len(corpus.vocabulary):,}.")
-    if corpus.floor:
-        report.say(
-            f"No model can get below a perplexity of {corpus.floor:.3f}. "
-            f"A model that uses only the last word cannot get below {corpus.bigram_floor:.3f}."
-        )
 
 
 def go_on_from(state, trainer, args, report):

@@ -1,15 +1,20 @@
 """Kill and signal jobs at random moments, and check what DESIGN promises of their end: a name, a status, nothing left.
 
-    python tools/soak_faults.py kills --cases 150     # kill -9, in each of the ways to start a job
-    python tools/soak_faults.py signals --cases 60    # Ctrl-C, SIGTERM, SIGHUP
-    python tools/soak_faults.py healthy --cases 500   # short jobs beside one busy process per core: all end with 0
+    python tools/soak_faults.py kills --cases 150      # kill -9, in each of the ways to start a job
+    python tools/soak_faults.py forward --cases 30     # a server of ddp_rpc dies while it serves a forward pass
+    python tools/soak_faults.py signals --cases 60     # Ctrl-C, SIGTERM, SIGHUP
+    python tools/soak_faults.py continue --cases 60    # kill -9 with --on_lost continue: the others do all the work
+    python tools/soak_faults.py healthy --cases 500    # short jobs beside one busy process per core: all end with 0
 
-A case is drawn from --seed and its number. `--only 17` runs case 17 alone. The last lines are a table of seconds.
+It prints a line for each case, and then a table of the seconds between a fault and the end of the job. The exit status
+is 1 if a case has failed. A case depends on --seed and its number only: `--only 17` runs case 17 alone.
 """
 
 import argparse
 import collections
 import contextlib
+import functools
+import json
 import multiprocessing
 import os
 import pathlib
@@ -23,16 +28,27 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "harness"))
-os.environ.setdefault("COUNT_OF_STARTS", os.devnull)
 
+import lost_trainers  # noqa: E402
+from faults import assert_named, changed_package  # noqa: E402
 from jobs import JOBS, RunningJob  # noqa: E402
-from processes import environment_of, forks_of  # noqa: E402
+from processes import command_of, environment_of, forks_of  # noqa: E402
+from programs import kill  # noqa: E402
 
-STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+WAYS = ("spawned", "terminals", "torchrun")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LIMIT = 15  # seconds
 # The kind of a case, and how many of 150 are of this kind.
-KINDS = {"joining": 40, "last barrier": 25, "saving": 15, "starter": 20, "two": 10, "training": 40}
-CHECK = "import sys, torch; torch.load(sys.argv[1], weights_only=True)"
+KINDS = {"joining": 40, "last barrier": 25, "saving": 15, "starter": 15, "starter, early": 5, "two": 10, "training": 40}
+LOADS = "import sys, torch; torch.load(sys.argv[1], weights_only=True)"
+# What a server does when a forward pass has called it for the Nth time: it dies.
+LOOK_UP = "        with torch.set_grad_enabled(with_gradient):\n"
+DIES = """        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == {}:
+            __import__("os").kill(__import__("os").getpid(), 9)
+"""
+EPISODES = {"rollout": 200, "async": 400}
+CONTINUING = [("param_server", mode) for mode in lost_trainers.MODES] + [("rl_rpc", mode) for mode in EPISODES]
 
 
 def wait_until(true, seconds=60):
@@ -42,144 +58,185 @@ def wait_until(true, seconds=60):
         time.sleep(0.001)
 
 
-def kill(*pids):
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+# Each of the next functions draws a case. It returns what the case is, in words, and a function that runs it and
+# returns after how many seconds the job had ended.
 
 
-def kill_case(number, draw):
-    """Run one case; return (kind, seconds until the others had ended)."""
-    kind = draw.choices([*KINDS], [*KINDS.values()])[0]
-    package = draw.choice([*JOBS])
-    way = "spawned" if kind == "starter" else draw.choice(("spawned", "terminals", "torchrun"))
-    facts, size = JOBS[package], len(JOBS[package]["names"])
-    victims = draw.sample(range(size), 2 if kind == "two" else 1)
+def draw_kill(number, draw, seed):
+    kinds = [kind for kind, count in KINDS.items() for _ in range(count)]
+    random.Random(seed).shuffle(kinds)
+    number %= len(kinds)
+    kind, nth = kinds[number], kinds[:number].count(kinds[number])
+    package, rest = [*JOBS][nth % 4], nth // 4
+    way = "spawned" if kind.startswith("starter") else WAYS[rest % 3]
+    ignores = " &" * (kind.startswith("starter") and (nth + rest) % 2)  # with SIGINT ignored, as after a shell's `&`
+    return (kind, package, way + ignores), functools.partial(run_kill, kind, package, way, ignores, draw)
+
+
+def run_kill(kind, package, way, ignores, draw):
+    facts, ranks = JOBS[package], range(len(JOBS[package]["names"]))
+    victims = draw.sample(ranks, 2 if kind == "two" else 1)
     flags = [*facts["short" if kind == "last barrier" else "long"], "--join_timeout", 60]
-    file = pathlib.Path(tempfile.mkdtemp(), "checkpoint")
-    how = {}
-    if kind == "saving":
-        flags += ["--checkpoint", file]
-        victims = [facts["names"].index(facts["writer"])]
-    if kind == "starter" and draw.random() < 0.5:  # with SIGINT ignored, as after a shell's `&`
-        how = {"by": ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable]}
-    with RunningJob(package, way, flags, **how) as job:
-        pids = wait_for_the_moment(job, kind, victims, file, draw)
-        kill(pids[0])
-        began = time.monotonic()
-        if kind == "two":
-            time.sleep(draw.uniform(0, 1))
-            kill(pids[1])
-        statuses = job.wait(LIMIT + 30 * (way == "torchrun"))
-        seconds = time.monotonic() - began
-        left = job.survivors(6)
-        assert not left, (left, job.text())
-        if kind == "starter":
-            assert statuses == [-signal.SIGKILL], (statuses, job.text())
-        else:
-            check_consoles(job, kind, victims, statuses)
-        if kind == "saving" and file.exists():
-            assert os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", CHECK, str(file)) == 0, "a broken file"
-    return kind, seconds
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder, "checkpoint")
+        if kind == "saving":
+            flags += ["--checkpoint", file]
+            victims = [facts["names"].index(facts["writer"])]
+        how = {"by": ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable]} if ignores else {}
+        with RunningJob(package, way, flags, **how) as job:
+            pids = wait_for_the_moment(job, kind, victims, file, draw)
+            kill(pids[:1])
+            began = time.monotonic()
+            if kind == "two":
+                time.sleep(draw.uniform(0, 1))
+                kill(pids[1:])
+            seconds = end_of(job, began, LIMIT + 30 * (way == "torchrun"))
+            if kind.startswith("starter"):
+                assert job.processes[0].returncode == -signal.SIGKILL, job.text()
+            else:
+                assert_named(job, victims, may_be_done=kind in ("last barrier", "saving"))
+        if file.exists():
+            assert os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", LOADS, file) == 0, "a broken file"
+    return seconds
 
 
 def wait_for_the_moment(job, kind, victims, file, draw):
     """Return the process ids of those that are to be killed, at the moment when the first one is."""
-    starter, facts = job.processes[0].pid, JOBS[job.package]
-    if kind == "joining" or (kind == "starter" and draw.random() < 0.25):
-        if job.way == "terminals":  # the last rank is missing, so all wait for it, until a rank that has come is killed
-            victims[0] = draw.randrange(len(job.names) - 1)
-            last = len(job.names) - 1
-            kill(job.processes[last].pid)
-            assert job.wait_for_text(rf"waiting for .*rank {last} ", 90), job.text()
-            return [job.processes[victims[0]].pid]
-        pids = [pid_at_the_start(job, victim) for victim in victims]
-        time.sleep(draw.uniform(0, 0.05 if kind == "starter" else 0.5))
-        return [starter] if kind == "starter" else pids
-    pids = [starter] if kind == "starter" else [job.pid_of(victim) for victim in victims]
+    facts, last = JOBS[job.package], len(job.names) - 1
+    starter = [job.processes[0].pid] if kind.startswith("starter") else None
+    if kind == "joining" and job.way == "terminals":
+        # The last rank is missing, so all wait for it, until a rank that has come is killed.
+        victims[0] = draw.randrange(last)
+        kill([job.processes[last].pid])
+        assert job.wait_for_text(rf"waiting for .*rank {last} ", 90), job.text()
+        return [job.processes[victims[0]].pid]
+    if kind in ("joining", "starter, early"):
+        pid = pid_at_the_start(job, victims[0])
+        time.sleep(draw.uniform(0, 0.05 if starter else 0.5))
+        return starter or [pid]
+    pids = starter or [job.pid_of(victim) for victim in victims]
     if kind == "saving":
         wait_until(lambda: os.path.exists(f"{file}.part"), 90)
-    elif kind == "last barrier":
-        assert job.wait_for_text(facts["done"], 90), job.text()
-        time.sleep(draw.uniform(0, 0.1))
     else:
-        assert job.wait_for_text(facts["training"], 90), job.text()
-        time.sleep(draw.uniform(0, 2))
+        at_the_end = kind == "last barrier"
+        assert job.wait_for_text(facts["done" if at_the_end else "training"], 90), job.text()
+        time.sleep(draw.uniform(0, 0.1 if at_the_end else 2))
     return pids
 
 
 def pid_at_the_start(job, rank):
     """Return the process id of a rank as soon as its process exists."""
-    found = []
 
-    def look():
+    def found():
         if job.way == "spawned":
-            found[:] = forks_of(job.processes[0].pid)[rank : rank + 1]
-        else:
-            members = job.processes[0].members()
-            found[:] = [pid for pid in members if f"RANK={rank}" in environment_of(pid)]
-        return found
+            return forks_of(job.processes[0].pid)[rank : rank + 1]
+        return [pid for pid in job.processes[0].members() if f"RANK={rank}" in environment_of(pid)]
 
-    wait_until(look)
-    return found[0]
+    wait_until(found)
+    return found()[0]
 
 
-def check_consoles(job, kind, victims, statuses):
-    """Check that each console has one line that names a victim; at the last barrier, all may have done their work."""
-    named = "|".join(rf"rank {victim} \({job.names[victim]}\)" for victim in victims)
-    by_torchrun = "|".join(rf"rank +: {victim} " for victim in victims)
-    for process in job.processes:
-        if process.returncode == -signal.SIGKILL:
-            continue
-        if process.returncode == 0:
-            assert kind in ("last barrier", "saving"), (statuses, job.text())
-            continue
-        own = process.errors()
-        lines = re.findall(rf"^{job.package}: .*lost .*$", own, re.M)
-        assert process.returncode == 1, (statuses, job.text())
-        assert job.way == "torchrun" or "Traceback" not in own, job.text()
-        assert len(lines) == 1 or (job.way == "torchrun" and re.search(by_torchrun, own)), (statuses, job.text())
-        assert not lines or re.search(f"lost ({named})", lines[0]), (named, statuses, job.text())
+def end_of(job, began, limit):
+    """Wait until the job has ended, and nothing of it is left; return the seconds since `began`."""
+    job.wait(limit)
+    seconds = time.monotonic() - began
+    left = job.survivors(6)
+    assert not left, (left, job.text())
+    return seconds
 
 
-def signal_case(number, draw):
-    """Send a signal to a job, at any moment from launch() to the end; return (way, seconds)."""
-    package, way = draw.choice([*JOBS]), draw.choice(("spawned group", "spawned starter", "terminals"))
-    facts, kind = JOBS[package], draw.choice([*STATUS])
-    flags = facts[draw.choice(("long", "short"))]
-    with RunningJob(package, way.split()[0], flags) as job:
+def draw_forward(number, draw, seed):
+    mode, way, calls = ("hogwild", "sync")[number // 3 % 2], WAYS[number % 3], draw.randint(1, 500)
+    return (way, mode, f"look-up {calls}"), functools.partial(run_forward, mode, way, calls)
+
+
+def run_forward(mode, way, calls):
+    server = JOBS["ddp_rpc"]["names"].index("server1")
+    with tempfile.TemporaryDirectory() as folder:
+        dies = DIES.format(calls) + LOOK_UP
+        script = changed_package("ddp_rpc", pathlib.Path(folder), "hogwild.py", LOOK_UP, dies)
+        with RunningJob("ddp_rpc", way, [*JOBS["ddp_rpc"]["long"], "--mode", mode], script) as job:
+            pid = job.pid_of(server)
+            wait_until(lambda: not command_of(pid))
+            seconds = end_of(job, time.monotonic(), LIMIT + 30 * (way == "torchrun"))
+            assert_named(job, [server])
+    return seconds
+
+
+def draw_signal(number, draw, seed):
+    """At any moment from launch() to the end."""
+    sent_to = ("spawned group", "spawned starter", "terminals")[number % 3]
+    package, kind = draw.choice([*JOBS]), draw.choice(SIGNALS)
+    run = functools.partial(run_signal, package, sent_to, kind, draw.choice(("long", "short")), draw)
+    return (sent_to, package, kind.name), run
+
+
+def run_signal(package, sent_to, kind, size, draw):
+    with RunningJob(package, sent_to.split()[0], JOBS[package][size]) as job:
         victim = draw.choice(job.processes)
         wait_until(lambda: handles_signals_by_default(victim.pid) or victim.poll() is not None)
         time.sleep(draw.uniform(0, 6))
         with contextlib.suppress(ProcessLookupError):
-            (os.kill if way == "spawned starter" else os.killpg)(victim.pid, kind)
-        began = time.monotonic()
-        statuses = job.wait(6)
-        seconds = time.monotonic() - began
-        text = job.text()
-        assert not job.survivors(1), text
-        assert victim.returncode in (-kind, 0), (statuses, text)
-        assert victim.errors() == "", text
-        assert way == "terminals" or statuses[0] in (-kind, 0), (statuses, text)
-    return way, seconds
+            (os.kill if sent_to == "spawned starter" else os.killpg)(victim.pid, kind)
+        seconds = end_of(job, time.monotonic(), 6)
+        assert victim.returncode in (-kind, 0) and victim.errors() == "", (victim.returncode, job.text())
+    return seconds
 
 
 def handles_signals_by_default(pid):
     """Return whether launch() has been called: before it, Python handles SIGINT."""
     try:
         caught = int(re.search(r"^SigCgt:\s+(\w+)", pathlib.Path(f"/proc/{pid}/status").read_text(), re.M)[1], 16)
+        loaded = b"libtorch" in pathlib.Path(f"/proc/{pid}/maps").read_bytes()
     except (OSError, TypeError):
         return False
-    loaded = b"libtorch" in pathlib.Path(f"/proc/{pid}/maps").read_bytes()
     return loaded and not caught >> (signal.SIGINT - 1) & 1
 
 
-def healthy_case(number, draw):
-    package = draw.choice([*JOBS])
+def draw_continue(number, draw, seed):
+    package, mode = CONTINUING[number % len(CONTINUING)]
+    if package == "rl_rpc":
+        run, kills = run_rl, {draw.randint(1, 2): round(draw.uniform(0.0, 1.0), 3)}
+    else:
+        victims = draw.sample(range(1, 5), draw.randint(1, 3))
+        run, kills = lost_trainers.run_case, {victim: round(draw.uniform(0.0, 3.0), 3) for victim in victims}
+    shown = " ".join(f"{victim}:{at}" for victim, at in sorted(kills.items()))
+    return (f"{package} {mode}", shown), functools.partial(run_continue, run, mode, kills)
+
+
+def run_continue(run, mode, kills):
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        run(pathlib.Path(folder), mode, kills)
+    return time.monotonic() - began
+
+
+def run_rl(folder, mode, kills):
+    """Run a job of rl_rpc, and check that all episodes were played. `kills`: {rank: seconds after episode 3}."""
+    flags = ["--mode", mode, "--on_lost", "continue", "--max_episodes", EPISODES[mode], "--reward_threshold", 1e9]
+    flags += ["--log_interval", 1, "--eval_episodes", 1, "--summary_json", folder / "summary.json"]
+    with RunningJob("rl_rpc", "spawned", flags) as job:
+        assert job.wait_for_text("Episode 3", 90), job.text()
+        for victim, after in kills.items():
+            pid = job.pid_of(victim)
+            time.sleep(after)
+            kill([pid])
+        assert job.wait(90) == [0], job.text()
+        assert not job.survivors() and "Traceback" not in job.text(), job.text()
+    result = json.loads((folder / "summary.json").read_text())
+    assert set(result["lost"]) <= set(kills) and result["episodes"] == EPISODES[mode], (result, job.text())
+
+
+def draw_healthy(number, draw, seed):
+    package = [*JOBS][number % 4]
+    return (package,), functools.partial(run_healthy, package)
+
+
+def run_healthy(package):
     began = time.monotonic()
     with RunningJob(package, "spawned", JOBS[package]["shortest"]) as job:
         assert job.wait(120) == [0] and job.errors() == "", job.text()
-    return package, time.monotonic() - began
+    return time.monotonic() - began
 
 
 def burn():
@@ -187,28 +244,38 @@ def burn():
         pass
 
 
+DRAW = {
+    "kills": draw_kill,
+    "forward": draw_forward,
+    "signals": draw_signal,
+    "continue": draw_continue,
+    "healthy": draw_healthy,
+}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kills", "signals", "healthy"])
+    parser.add_argument("what", choices=DRAW)
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", type=int)
+    parser.add_argument("--only", type=int, metavar="CASE")
     args = parser.parse_args()
-    case = {"kills": kill_case, "signals": signal_case, "healthy": healthy_case}[args.what]
     if args.what == "healthy":
         for _ in range(os.cpu_count()):
             multiprocessing.Process(target=burn, daemon=True).start()
     seconds, failed = collections.defaultdict(list), []
     for number in range(args.cases) if args.only is None else [args.only]:
+        words, run = DRAW[args.what](number, random.Random(f"{args.seed} {number}"), args.seed)
         try:
-            kind, taken = case(number, random.Random(f"{args.seed} {number}"))
-            seconds[kind].append(taken)
+            taken = run()
+            seconds[words[0]].append(taken)
+            outcome = f"{taken:.2f} s"
         except AssertionError as error:
             failed.append(number)
-            print(f"case {number} failed: {error}", flush=True)
+            outcome = f"FAILED: {error}"
+        print(f"case {number}: {', '.join(words)}: {outcome}", flush=True)
     for kind, values in sorted(seconds.items()):
-        values.sort()
-        print(f"{kind:<16} {len(values):>4} cases: median {statistics.median(values):.2f} s, most {values[-1]:.2f} s")
+        print(f"{kind:<22} {len(values):>4} cases: median {statistics.median(values):.2f} s, most {max(values):.2f} s")
     print(f"{len(failed)} failed {failed or ''}")
     sys.exit(bool(failed))
 

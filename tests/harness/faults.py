@@ -51,29 +51,33 @@ def kill_and_check(job, rank, pids, moment="training"):
         assert time.monotonic() < killed_at + ALL_HAVE_ENDED_AFTER[moment], job.text()
         time.sleep(0.02)
     took = time.monotonic() - killed_at
-    statuses, text, left = job.wait(15), job.text(), job.survivors()
-    assert not left, (left, text)
+    statuses, left = job.wait(15), job.survivors()
+    assert not left, (left, job.text())
     if job.one_by_one:
         del statuses[rank]
     # At the end the work may have been done already. Under torchrun the job then fails only if the rank was the last.
-    assert set(statuses) == {1} or (moment == "end" and set(statuses) == {0}), (statuses, text)
-    if set(statuses) == {1}:
-        assert_named(job, rank, moment)
-    assert job.way == "torchrun" or not re.search(NOISE, text), text  # torchrun's own report has a traceback
+    assert set(statuses) == {1} or (moment == "end" and set(statuses) == {0}), (statuses, job.text())
+    assert_named(job, [rank], may_be_done=moment == "end")
     return took
 
 
-def assert_named(job, rank, moment):
-    """Assert that a line on each console names the rank that was killed."""
-    who = rf"rank {rank} \({job.names[rank]}\)"
-    if moment == "training":
-        who = f"lost {who}"
-    if job.way == "torchrun":  # which may end the others before they notice; its own report names the rank
-        who += rf"|\brank +: {rank} "
-    consoles = [process for number, process in enumerate(job.processes) if not job.one_by_one or number != rank]
-    # At the end those that have done their work print nothing.
-    named = [bool(re.search(who, process.text())) for process in consoles]
-    assert any(named) if moment == "end" else all(named), job.text()
+def assert_named(job, victims, may_be_done=False):
+    """Assert that each console has one line that names a rank of `victims`, and the status 1.
+
+    `may_be_done`: a rank may also have done its work. It prints nothing then, and its status is 0.
+    """
+    names = "|".join(rf"rank {victim} \({job.names[victim]}\)" for victim in victims)
+    of_torchrun = "|".join(rf"\brank +: {victim} " for victim in victims)  # it may end the others before they notice
+    for process in job.processes:
+        if process.returncode == -signal.SIGKILL or (may_be_done and process.returncode == 0):
+            continue
+        assert job.way == "torchrun" or not re.search(NOISE, process.text()), (
+            job.text()
+        )  # torchrun's own has a traceback
+        lines = re.findall(rf"^{job.package}: .*\blost .*$", process.errors(), re.M)
+        named = len(lines) == 1 or (job.way == "torchrun" and re.search(of_torchrun, process.errors()))
+        named = named and all(re.search(f"lost ({names})", line) for line in lines)
+        assert process.returncode == 1 and named, (process.returncode, names, job.text())
 
 
 def changed_package(package, folder, name, right, wrong):

@@ -1,12 +1,11 @@
 """Cases of lost trainers. They check the promise of `--on_lost continue` by the list of updates in the summary.
 
-Used by tests/jobs/param_server/test_lost_trainers.py and tools/soak_lost.py.
+Used by tests/jobs/param_server/test_lost_trainers.py and tools/soak_faults.py.
 """
 
 import contextlib
 import json
 import os
-import random
 import re
 import signal
 import time
@@ -17,14 +16,6 @@ from programs import Program
 
 MODES = ("replica", "bounded", "sync", "overlap")
 TRAINERS, EPOCHS, BATCHES = 4, 3, 100
-
-
-def draw_case(number):
-    """Return one case, drawn from a seed: (mode, {trainer's rank: seconds after training began, when it is killed})."""
-    draw = random.Random(number)
-    mode = MODES[number % len(MODES)]
-    victims = draw.sample(range(1, TRAINERS + 1), draw.randint(1, TRAINERS - 1))
-    return mode, {victim: round(draw.uniform(0.0, 3.0), 3) for victim in victims}
 
 
 def run_case(folder, mode, kills, flags=(), trainers=TRAINERS):

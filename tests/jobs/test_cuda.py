@@ -120,8 +120,8 @@ PS = ["--dataset", "synthetic", "--max_batches", 5]
 @pytest.mark.parametrize(
     "package, flags, says",
     [
-        ("ddp_rpc", [*DDP, "--mode", "sync"], "replicas of fc identical on 2 trainers"),
-        ("ddp_rpc", [*DDP, "--mode", "pipelined", "--world_size", 5, "--num_servers", 2], "identical on 2 trainers"),
+        ("ddp_rpc", [*DDP, "--mode", "sync"], "held-out loss"),
+        ("ddp_rpc", [*DDP, "--mode", "pipelined", "--world_size", 5, "--num_servers", 2], "held-out loss"),
         ("param_server", [*PS, "--mode", "sync", "--world_size", 4], "Accuracy"),
         ("param_server", [*PS, "--mode", "bounded"], "Accuracy"),
         ("param_server", [*PS, "--mode", "overlap"], "Accuracy"),

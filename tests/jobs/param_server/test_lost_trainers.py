@@ -1,6 +1,6 @@
 """--on_lost continue: trainers are lost at any moment, and every batch of every epoch is applied exactly once.
 
-`python tools/soak_lost.py param_server` runs more cases.
+`python tools/soak_faults.py continue` runs more cases.
 """
 
 import os

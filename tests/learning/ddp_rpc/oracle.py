@@ -89,7 +89,7 @@ def join(parts):
     return torch.cat([p[0] for p in parts]), torch.cat(offsets), torch.cat([p[2] for p in parts])
 
 
-def distributed(tmp_path, *flags, says="replicas of fc identical"):
+def distributed(tmp_path, *flags, says="held-out loss"):
     """Run main.py; return (table [N, D], fc's state_dict) from its checkpoint."""
     file = tmp_path / "end.pt"
     done = run_main("ddp_rpc", *FLAGS, "--checkpoint", file, *flags)

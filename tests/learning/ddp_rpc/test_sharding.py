@@ -19,8 +19,7 @@ from tutorials import changed
 
 oracle = load_oracle("ddp_rpc")
 evaluation, hogwild, main, pipelined = oracle.evaluation, oracle.hogwild, oracle.main, oracle.pipelined
-ranks, sync, training, ClickLog, whole_table = (
-    oracle.ranks,
+sync, training, ClickLog, whole_table = (
     oracle.sync,
     oracle.training,
     oracle.ClickLog,
@@ -217,18 +216,6 @@ def test_the_learning_rate_falls_in_the_second_half_in_a_straight_line():
     rates = [training.learning_rate(SimpleNamespace(lr=0.5, epochs=4), epoch) for epoch in (1, 2, 3, 4)]
     assert rates == [0.5, 0.5, 0.375, 0.125]
     assert training.learning_rate(SimpleNamespace(lr=0.5, epochs=1), 1) == 0.5
-
-
-@quick
-@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cuda:0", "cuda:0"], ["cuda:0", "cuda:1"]])
-def test_trainers_on_one_kind_of_device_are_accepted(devices):
-    ranks.check_trainer_devices(devices)
-
-
-@quick
-def test_trainers_on_cpus_and_gpus_are_refused():
-    with pytest.raises(ValueError, match=r"trainers on CPUs and on GPUs \(trainer1 on cuda:0, trainer2 on cpu\)"):
-        ranks.check_trainer_devices(["cuda:0", "cpu"])
 
 
 @quick

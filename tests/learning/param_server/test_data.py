@@ -102,22 +102,22 @@ def test_reads_the_files_where_torchvision_puts_them(folder):
 
 
 @pytest.mark.parametrize(
-    "name, content, complaint",
+    "name, content",
     [
-        ("train-images-idx3-ubyte", idx((40, 28, 28))[:-1], "cannot be read .*delete it"),
-        ("train-images-idx3-ubyte", b"", "cannot be read .*delete it"),
-        ("train-images-idx3-ubyte", b"<html>404</html>", "cannot be read .*delete it"),
-        ("train-images-idx3-ubyte", idx((40,)), "cannot be read .*delete it"),
-        ("train-images-idx3-ubyte", idx((40, 28, 28), kind=13), "cannot be read .*delete it"),
-        ("train-images-idx3-ubyte", idx((40, 27, 28)), "delete both"),
-        ("train-labels-idx1-ubyte", idx((39,)), "delete both"),
-        ("train-labels-idx1-ubyte", idx((40, 28, 28)), "cannot be read .*delete it"),
+        ("train-images-idx3-ubyte", idx((40, 28, 28))[:-1]),
+        ("train-images-idx3-ubyte", b""),
+        ("train-images-idx3-ubyte", b"<html>404</html>"),
+        ("train-images-idx3-ubyte", idx((40,))),
+        ("train-images-idx3-ubyte", idx((40, 28, 28), kind=13)),
+        ("train-images-idx3-ubyte", idx((40, 27, 28))),
+        ("train-labels-idx1-ubyte", idx((39,))),
+        ("train-labels-idx1-ubyte", idx((40, 28, 28))),
     ],
 )
-def test_a_bad_file_is_refused_in_one_line_that_says_what_to_delete(folder, name, content, complaint):
+def test_a_bad_file_is_refused_in_one_line_that_says_what_to_delete(folder, name, content):
     """A process that was killed while torchvision unpacked a file leaves a short one."""
     (folder / "MNIST" / "raw" / name).write_bytes(content)
-    with pytest.raises(ValueError, match=complaint) as caught:
+    with pytest.raises(ValueError, match=r"cannot be read .*delete both") as caught:
         load(folder)
     assert name in str(caught.value) and "\n" not in str(caught.value)
     load(folder, train=False)

@@ -57,11 +57,7 @@ def test_the_network_is_evaluated_on_images_only():
     assert lead.get_accuracy(ImagesOnly(), images, labels) == 1.0
 
 
-# ------------------------------------------------------------------------- differences 7 and 8: the network
-
-
-def test_one_gpu_means_one_gpu():
-    assert net.DEVICES == [("cpu", "cpu"), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")]
+# ------------------------------------------------------------------------- difference 8: the network
 
 
 def test_the_networks_dropout_is_not_deprecated_and_the_tutorials_is():
@@ -95,7 +91,17 @@ def test_the_defaults_are_the_tutorials_but_for_two():
 
 def test_ranks_must_agree_on_their_plan():
     agree = set(arguments().must_match)
-    assert {"lr", "batch_size", "dataset", "data_dir", "max_staleness", "num_gpus", "seed", "mode", "on_lost"} <= agree
+    assert {
+        "lr",
+        "batch_size",
+        "dataset",
+        "data_dir",
+        "max_staleness",
+        "num_servers",
+        "seed",
+        "mode",
+        "on_lost",
+    } <= agree
     assert not {"checkpoint", "summary_json", "log_interval"} & agree  # of rank 0 alone
 
 

@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You are using a Backend"),
     pytest.mark.xdist_group("rnn_rpc"),
 ]
-BENCH = load_bench("rnn_rpc")
 BYTES = load_bench("bytes_per_step")
 
 
@@ -141,9 +140,11 @@ def test_the_tutorials_sizes_run(tmp_path):
 def test_bytes_on_the_wire_are_what_the_tensors_weigh(mode):
     """Besides the tensors, the messages have at most 3 % and 30 kB. E = H = 200, V = 1,000."""
     flags = ["--embedding_dim", 200, "--hidden_dim", 200, "--vocabulary", 1000, "--epochs", 1, "--mode", mode]
-    done = run_script("bench/bytes_per_step.py", "rnn_rpc", *flags, "--corpus_tokens", BENCH.text_length(20))
+    done = run_script("bench/bytes_per_step.py", "rnn_rpc", *flags, "--corpus_tokens", 15_578)  # 20 whole batches
     assert (done.returncode, done.stderr) == (0, "")
-    computed = BENCH.payload_bytes(mode, 1000)
+    n = 35 * 20  # tokens in a batch
+    computed = 8 * n + 2 * 4 * n * 200 + 2 * 4 * n * 200  # ids; vectors and outputs, and the gradients of both
+    computed += 2 * 4 * n * 1000 if mode == "logits" else 8 * n  # scores and their gradients; or target ids
     assert computed < BYTES.per_step(done.stdout) < 1.03 * computed + 30_000
 
 
