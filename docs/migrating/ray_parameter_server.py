@@ -1,13 +1,15 @@
-"""The job of `param_server/tutorial.py --dataset synthetic` in Ray, with the same network, data and batches.
+"""The job of param_server/tutorial.py in Ray, with the same network, data and batches.
 
 Ray has no autograd across processes. So a trainer computes with a copy of the weights. For each
 batch it makes one call, which sends gradients to the server and returns the new weights.
 
-pip install ray torch
-python ray_parameter_server.py    # the server and two trainers
+pip install ray torch torchvision
+python ray_parameter_server.py                        # the server and two trainers
+python ray_parameter_server.py --dataset synthetic    # random patterns: no download
 """
 
 import argparse
+import os
 import time
 
 import ray
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 from torch.utils.data import DataLoader, Subset, TensorDataset
+from torchvision import datasets, transforms
 
 
 class Net(nn.Module):
@@ -100,6 +103,9 @@ class Trainer:
 
 def load_digits(args, train):
     """Return the training or the test set: pairs of an image (1, 28, 28), float32, and a label."""
+    if args.dataset == "mnist":
+        steps = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+        return datasets.MNIST(args.data_dir, train, transforms.Compose(steps), download=True)
     generator = torch.Generator().manual_seed(args.seed)
     patterns = torch.randn(10, 1, 28, 28, generator=generator)  # one for each digit
     labels = torch.randint(0, 10, (5_000,), generator=generator)
@@ -112,7 +118,10 @@ def parse_args():
     parser = argparse.ArgumentParser(description="Parameter server in Ray")
     parser.add_argument("--world_size", type=int, default=3, help="the server and the trainers (3)")
     parser.add_argument("--seed", type=int, default=1, help="seed of all random numbers (1)")
+    parser.add_argument("--dataset", choices=["mnist", "synthetic"], default="mnist")
+    parser.add_argument("--data_dir", default="data", help="folder for the files of MNIST (data)")
     args = parser.parse_args()
+    args.data_dir = os.path.abspath(args.data_dir)  # an actor has another working directory
     if args.world_size < 2:
         parser.error("--world_size must be 2 or more: the server and at least one trainer")
     return args
@@ -120,7 +129,7 @@ def parse_args():
 
 if __name__ == "__main__":
     args = parse_args()
-    number = len(load_digits(args, train=True))
+    number = len(load_digits(args, train=True))  # also downloads MNIST, before the actors read it
     ray.init(include_dashboard=False, logging_level="ERROR")
     server = ParameterServer.remote(args)
     trainers = [Trainer.remote(rank, server, args) for rank in range(1, args.world_size)]
