@@ -1,4 +1,4 @@
-"""Measure one call to another process: with torch RPC over both transports, and with a Pipe.
+"""Measure one call to another process: with torch RPC over both transports, with a Pipe, and with a Ray actor.
 
     python bench/calls.py                                    # a minute on 2 cores
     python bench/calls.py --repeats 1 --calls 50
@@ -6,12 +6,16 @@
 Each call sends one payload to another process of this machine, where a function does nothing and returns None. In each
 round, all ways to call are measured in turn. Each measurement starts two processes, and ends them: an idle rank would
 slow down the next measurement, because the shm transport polls, and so keeps a core busy. The table shows medians over
-the rounds. A Pipe sends the numpy array that shares the tensor's memory, because pickling a torch tensor takes longer.
+the rounds. A Pipe and Ray send the numpy array that shares the tensor's memory, because pickling a torch tensor takes
+longer. Ray has a row if it is installed (`pip install ray`).
 """
 
 import argparse
 import collections
+import functools
+import importlib.util
 import itertools
+import json
 import os
 import statistics
 import tempfile
@@ -29,7 +33,7 @@ SMALL, LARGE = PAYLOADS
 WARM_UP = 20  # calls with each payload that are not timed
 FORMS = {"by name": 1, "through an RRef": 1, "8 calls in flight": 8}  # how many calls are in flight together
 TRANSPORTS = {"shm": ["shm", "uv"], "uv": ["uv"]}  # shm is torch's default on one machine, uv is TCP
-PIPE = ("Pipe", None)
+PIPE, RAY = ("Pipe", None), ("Ray actor", None)
 
 
 class Target:
@@ -51,15 +55,15 @@ def run_process(rank, form, transport, schedule, folder, pipes, results):
         meet = {"init_method": f"file://{folder}/rpc", "_transports": TRANSPORTS[transport]}
         options = rpc.TensorPipeRpcBackendOptions(**meet)
         rpc.init_rpc(["server", "caller"][rank], rank=rank, world_size=2, rpc_backend_options=options)
-    elif rank == 0:
+    elif rank == 0 and form == "Pipe":
         while pipes[0].recv() is not None:
             pipes[0].send(None)
-    if rank == 1:
+    if rank == 1:  # (Ray starts a process of its own for the actor)
         send = way_to_send(form, pipes[1])
         results.put({name: time_calls(send, name, calls, FORMS.get(form, 1)) for name, calls in schedule.items()})
     if transport:
         rpc.shutdown()  # the server serves until the caller comes here too
-    elif rank == 1:
+    elif rank == 1 and form == "Pipe":
         pipes[1].send(None)
 
 
@@ -72,6 +76,12 @@ def way_to_send(form, pipe):
 
     if form == "Pipe":
         return send
+    if form == "Ray actor":
+        import ray
+
+        ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+        call = ray.remote(Target).remote().do_nothing.remote
+        return lambda payload: types.SimpleNamespace(wait=functools.partial(ray.get, call(payload.numpy())))
     if form == "through an RRef":
         rref = rpc.remote("server", Target)
         return lambda payload: rref.rpc_async().do_nothing(payload)
@@ -98,9 +108,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="rounds; each measures every way once (5)")
     parser.add_argument("--calls", type=int, default=300, metavar="N", help="with 1 MB, a quarter of them (300)")
+    parser.add_argument("--json", metavar="FILE", help="write the figures of all rounds")
     args = parser.parse_args()
     schedule = {SMALL: args.calls, LARGE: max(10, args.calls // 4)}
-    ways = [*itertools.product(FORMS, TRANSPORTS), PIPE]
+    ways = [*itertools.product(FORMS, TRANSPORTS), PIPE, *[RAY] * bool(importlib.util.find_spec("ray"))]
     runs = collections.defaultdict(list)
     for _, way in itertools.product(range(args.repeats), ways):
         with tempfile.TemporaryDirectory() as folder:
@@ -120,6 +131,9 @@ def main():
             f" {median_of(way, name, 'p50'):.2f} ({median_of(way, name, 'p95'):.2f}) |" for name in PAYLOADS
         )
         print(f"| {way[0]}, {way[1]} |{cells} {median_of(way, SMALL, 'calls per second'):,.0f} |")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({f"{form}, {transport}": rounds for (form, transport), rounds in runs.items()}, file, indent=2)
 
 
 if __name__ == "__main__":

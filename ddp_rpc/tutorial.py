@@ -174,7 +174,7 @@ def run_worker(rank, args):
     # the same process is rank 0 of both.) MASTER_PORT is the port of the process group.
 
     # TCP: torch's default, shared memory, keeps a core busy in every rank. Without "basic", torch
-    # would open channels for GPUs too. Both are private to torch (docs/CONCEPTS.md, Which transport?).
+    # would open channels for GPUs too. Both are private to torch (docs/COSTS.md).
     rpc_backend_options = TensorPipeRpcBackendOptions(
         init_method=f"tcp://{args.master_addr}:{args.master_port + 1}",
         _transports=["uv"],

@@ -133,7 +133,7 @@ def run_worker(rank, args):
     name = f"worker{rank}"
     neighbour = f"worker{(rank + 1) % args.world_size}"
     # TCP: torch's default, shared memory, keeps a core busy in every rank. Without "basic", torch
-    # would open channels for GPUs too. Both are private to torch (docs/CONCEPTS.md, Which transport?).
+    # would open channels for GPUs too. Both are private to torch (docs/COSTS.md).
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
     torch.manual_seed(args.seed * args.world_size + rank)

@@ -20,6 +20,7 @@ import math
 import time
 from types import SimpleNamespace
 
+import torch
 import torch.distributed.rpc as rpc
 from torch.futures import wait_all
 
@@ -38,7 +39,7 @@ from ranks import ROLES, worker_name
 MODES = {"remote": remote, "replica": replica, "bounded": bounded, "sync": sync, "overlap": overlap, "sharded": sharded}
 # Flags that must be equal in all ranks, when ranks are started one by one:
 MUST_MATCH = ("dataset", "data_dir", "epochs", "max_batches", "batch_size", "lr", "lr_step", "momentum", "no_dropout")
-MUST_MATCH += ("max_staleness", "num_servers")
+MUST_MATCH += ("max_staleness", "num_servers", "num_gpus")
 # Flags that a resumed run must not change:
 RESUME_KEYS = ("seed", "mode", "num_servers", "dataset", "batch_size", "max_batches")
 
@@ -59,13 +60,18 @@ def parse_args(argv=None):
     add("--evaluations", type=flags.positive_int, default=1, metavar="N", help="accuracies and checkpoints per epoch")
     add("--max_staleness", type=flags.non_negative_int, metavar="S", help="bounded: batches ahead of the slowest (4)")
     add("--num_servers", type=flags.positive_int, metavar="M", help="sharded: servers that share the weights (2)")
+    add("--num_gpus", type=int, choices=[0, 1, 2], help="remote: 0: CPU; 1: a GPU; 2: two GPUs share the network")
     args = parser.parse_args(argv)
 
-    for flag, mode in (("max_staleness", "bounded"), ("num_servers", "sharded")):
+    for flag, mode in (("max_staleness", "bounded"), ("num_servers", "sharded"), ("num_gpus", "remote")):
         if vars(args)[flag] is not None and args.mode != mode:
             parser.error(f"--{flag} is for --mode {mode}")
     args.max_staleness = 4 if args.max_staleness is None else args.max_staleness
     args.num_servers = args.num_servers or (2 if args.mode == "sharded" else 1)
+    if args.num_gpus == 0 and args.device == "cuda":
+        parser.error("--num_gpus 0 and --device cuda contradict each other")
+    if args.num_gpus:
+        args.device = "cuda"
     flags.check_arguments(
         parser,
         args,
@@ -74,6 +80,8 @@ def parse_args(argv=None):
         must_match=MUST_MATCH,
         device_ranks=[0] if args.mode == "remote" else None,  # in `remote` the whole network is on the server
     )
+    if args.num_gpus == 2 and torch.cuda.device_count() < 2 and args.rank in (None, 0):
+        parser.error(f"--num_gpus 2: torch sees {torch.cuda.device_count()} CUDA GPU here")
     return args
 
 

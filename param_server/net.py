@@ -7,18 +7,27 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+# For --num_gpus 0, 1 and 2: the device of the convolutions, and that of the linear layers.
+DEVICES = [("cpu", "cpu"), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")]
+
 
 class Net(nn.Module):
-    """Images (B, 1, 28, 28), normalised float32 -> log-probabilities (B, 10). Source: tutorial, Net."""
+    """Images (B, 1, 28, 28), normalised float32 -> log-probabilities (B, 10). Source: tutorial, Net.
 
-    def __init__(self):
+    `num_gpus` 0: all layers on the CPU. 1: all layers on cuda:0. 2: the convolutions on cuda:0, the linear layers on
+    cuda:1, so that one network is split over two GPUs, as in the tutorial.
+    """
+
+    def __init__(self, num_gpus=0):
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 3, 1)
-        self.conv2 = nn.Conv2d(32, 64, 3, 1)
+        first, rest = DEVICES[num_gpus]
+        # Made on the CPU, then moved: so the same seed gives the same weights on every device.
+        self.conv1 = nn.Conv2d(1, 32, 3, 1).to(first)
+        self.conv2 = nn.Conv2d(32, 64, 3, 1).to(first)
         self.dropout1 = nn.Dropout2d(0.25)
         self.dropout2 = nn.Dropout(0.5)
-        self.fc1 = nn.Linear(9216, 128)
-        self.fc2 = nn.Linear(128, 10)
+        self.fc1 = nn.Linear(9216, 128).to(rest)
+        self.fc2 = nn.Linear(128, 10).to(rest)
 
     def forward(self, x):
         # Mark x as stored in the order (B, H, W, C), "channels last". The convolutions then compute in that layout. On
@@ -27,5 +36,6 @@ class Net(nn.Module):
         x = F.relu(self.conv1(x))  # (B, 32, 26, 26)
         x = F.max_pool2d(self.conv2(x), 2)  # (B, 64, 12, 12)
         x = torch.flatten(self.dropout1(x), 1)  # (B, 9216)
+        x = x.to(self.fc1.weight.device)  # with two GPUs: from cuda:0 to cuda:1
         x = self.dropout2(F.relu(self.fc1(x)))  # (B, 128)
         return F.log_softmax(self.fc2(x), dim=1)

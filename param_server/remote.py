@@ -92,8 +92,8 @@ class ParameterServer:  # in server1
         """`plan`: the flags on which all ranks agree. `devices`: of the ranks."""
         self.counts = Counts()
         torch.manual_seed(seed_for(plan.seed, "net"))
-        self.model = Net().to(devices[0])  # made on the CPU: the same weights for every device
-        self.input_device = devices[0]
+        self.model = Net(num_gpus=2 if plan.num_gpus == 2 else int(devices[0] != "cpu"))
+        self.input_device = next(self.model.parameters()).device
         self.optimizer = optim.SGD(self.model.parameters(), lr=plan.lr, momentum=plan.momentum)
         # It guards the weights, the counts, and the two dicts below. It is not held during a forward or backward pass.
         self.lock = threading.Lock()

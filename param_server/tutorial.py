@@ -163,7 +163,7 @@ class SGD(optim.SGD):
 
 
 # TCP: torch's default, shared memory, keeps a core busy in every rank. Without "basic", torch
-# would open channels for GPUs too. Both are private to torch (docs/CONCEPTS.md, Which transport?).
+# would open channels for GPUs too. Both are private to torch (docs/COSTS.md).
 options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
 
 

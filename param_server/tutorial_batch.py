@@ -177,7 +177,7 @@ def run_worker(rank, args):
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     # TCP: torch's default, shared memory, keeps a core busy in every rank. Without "basic", torch
-    # would open channels for GPUs too. Both are private to torch (docs/CONCEPTS.md, Which transport?).
+    # would open channels for GPUs too. Both are private to torch (docs/COSTS.md).
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     name = "ps" if rank == 0 else f"trainer{rank}"
     rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)

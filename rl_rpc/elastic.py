@@ -260,7 +260,7 @@ if __name__ == "__main__":  # RPC sends functions by name: every rank finds them
         # interface only. The store, at --master_port, still listens on all interfaces.
         os.environ["TP_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     # TCP: torch's default, shared memory, keeps a core busy in every rank. Without "basic", torch
-    # would open channels for GPUs too. Both are private to torch (docs/CONCEPTS.md, Which transport?).
+    # would open channels for GPUs too. Both are private to torch (docs/COSTS.md).
     tcp = {"_transports": ["uv"], "_channels": ["basic"]}
     options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=10, **tcp)
     options.init_method = f"tcp://{args.master_addr}:{args.master_port}"

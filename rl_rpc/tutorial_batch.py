@@ -211,7 +211,7 @@ def run_worker(rank, args, world_size, batch, delays=None, print_log=True):
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     torch.set_num_threads(1)  # such small operations are slower with more threads
     # TCP: torch's default, shared memory, keeps a core busy in every rank. Without "basic", torch
-    # would open channels for GPUs too. Both are private to torch (docs/CONCEPTS.md, Which transport?).
+    # would open channels for GPUs too. Both are private to torch (docs/COSTS.md).
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     name = AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)

@@ -186,7 +186,7 @@ def run_worker(rank, args):
     torch.set_num_threads(1)  # such small operations are slower with more threads
     torch.manual_seed(args.seed + rank)
     # TCP: torch's default, shared memory, keeps a core busy in every rank. Without "basic", torch
-    # would open channels for GPUs too. Both are private to torch (docs/CONCEPTS.md, Which transport?).
+    # would open channels for GPUs too. Both are private to torch (docs/COSTS.md).
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     world_size = args.world_size
     if rank == 1:

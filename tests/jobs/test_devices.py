@@ -63,6 +63,19 @@ def test_a_rank_that_does_not_compute_needs_no_gpu_on_its_host(monkeypatch, caps
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+def test_num_gpus_says_which_device(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with package_on_path("param_server"):
+        import main
+
+        chosen = [main.parse_args(["--num_gpus", number]).device for number in "01"]
+        assert chosen == ["cpu", "cuda"]
+        with pytest.raises(SystemExit):
+            main.parse_args(["--num_gpus", "2"])
+    assert "--num_gpus 2: torch sees 1 CUDA GPU here" in capsys.readouterr().err
+
+
 # ----------------------------------------------------------------------------------------- how tensors cross the wire
 
 

@@ -139,6 +139,7 @@ SEEN = {
         "--on_lost": "test_a_killed_trainers_batches_go_to_the_others",
         "--data_dir": "test_a_killed_trainers_batches_go_to_the_others",
         "--max_staleness": "test_every_update_of_concurrent_trainers_is_right",
+        "--num_gpus": "test_num_gpus_says_which_device",
         "--dataset synthetic": lambda run: run.summary["dataset"] == "synthetic",
         "--mode sharded": lambda run: run.summary["mode"] == "sharded",
         "--world_size 4": lambda run: re.findall(r"^Rank (\d)", run.text, re.M) == ["3"] * 3,

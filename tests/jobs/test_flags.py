@@ -81,7 +81,6 @@ def test_what_cannot_work_is_refused_at_the_start(package, flags, words, capsys)
         ("rnn_rpc", ["--tokens", "char"], ["--tokens char", "--corpus"]),
         ("rnn_rpc", ["--corpus", "text", "--vocabulary", "9"], ["--vocabulary", "generated text", "--corpus"]),
         ("rnn_rpc", ["--corpus", "text", "--corpus_tokens", "9"], ["--corpus_tokens", "generated text", "--corpus"]),
-        ("param_server", ["--dataset", "synthetic", "--data_dir", "x"], ["--data_dir", "--dataset mnist"]),
         ("param_server", ["--num_servers", "2"], ["--num_servers", "--mode sharded"]),
         ("param_server", ["--mode", "sharded", "--on_lost", "continue"], ["--on_lost continue", "replica"]),
         ("rl_rpc", ["--mode", "packed", "--on_lost", "continue"], ["--on_lost continue", "rollout, async"]),

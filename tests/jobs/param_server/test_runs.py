@@ -69,6 +69,9 @@ def test_output_that_nobody_reads_for_a_while_delays_the_job_and_breaks_nothing(
 @pytest.mark.parametrize(
     "flags, words",
     [
+        (["--num_gpus", "3"], ["--num_gpus"]),  # difference 7: the tutorial's check lets 3 through
+        (["--mode", "replica", "--num_gpus", "1"], ["--num_gpus", "remote"]),
+        (["--device", "cuda", "--num_gpus", "0"], ["--num_gpus 0 and --device cuda"]),
         (["--world_size", "1"], ["--world_size 1", "trainer"]),
         (["--mode", "sharded", "--num_servers", "3", "--world_size", "3"], ["--world_size 3", "at least 4", "trainer"]),
         (["--mode", "replica", "--max_staleness", "2"], ["--max_staleness", "bounded"]),
@@ -76,7 +79,7 @@ def test_output_that_nobody_reads_for_a_while_delays_the_job_and_breaks_nothing(
         (["--mode", "sharded", "--on_lost", "continue"], ["--on_lost continue", "replica, bounded, sync, overlap"]),
         (["--lr", "-1"], ["--lr"]),
         (["--batch_size", "0"], ["--batch_size"]),
-        (["0"], ["unrecognized arguments: 0"]),  # difference 6: --rank is a flag
+        (["0", "0"], ["unrecognized arguments: 0 0"]),  # difference 6: --rank and --num_gpus are flags
     ],
 )
 def test_a_wrong_command_line_is_refused_in_one_line(flags, words, capsys):

@@ -12,6 +12,7 @@ from helpers import load_oracle
 oracle = load_oracle("param_server")
 full_precision, STEPS = oracle.full_precision, oracle.STEPS
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine does not have two CUDA GPUs")
 MOMENTUM = ("--momentum", 0.8, "--lr", 0.01)
 BOTH = {"epochs": 2, "momentum": 0.8, "lr": 0.01}
 
@@ -20,8 +21,8 @@ def case(*flags, expect, marks=()):
     return pytest.param(("--mode", *flags), expect, id=flags[0], marks=marks)
 
 
-def cuda(*flags, name, expect=None):
-    return pytest.param(("--device", "cuda", *flags), expect or {}, id=name, marks=[pytest.mark.cuda, NO_GPU])
+def cuda(*flags, name, expect=None, need=NO_GPU):
+    return pytest.param(("--device", "cuda", *flags), expect or {}, id=name, marks=[pytest.mark.cuda, need])
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,7 @@ def cuda(*flags, name, expect=None):
         cuda("--mode", "remote", name="remote on a GPU"),
         cuda("--mode", "replica", name="replica on a GPU"),
         cuda("--mode", "sharded", "--world_size", 3, *MOMENTUM, name="sharded on a GPU", expect=BOTH),
+        cuda("--mode", "remote", "--num_gpus", 2, name="remote on two GPUs", need=TWO_GPUS),
     ],
 )
 def test_one_trainer_equals_one_process(tmp_path, few_digits, flags, settings):

@@ -57,7 +57,11 @@ def test_the_network_is_evaluated_on_images_only():
     assert lead.get_accuracy(ImagesOnly(), images, labels) == 1.0
 
 
-# ------------------------------------------------------------------------- difference 8: the network
+# ------------------------------------------------------------------------- differences 7 and 8: the network
+
+
+def test_one_gpu_means_one_gpu():
+    assert net.DEVICES == [("cpu", "cpu"), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")]
 
 
 def test_the_networks_dropout_is_not_deprecated_and_the_tutorials_is():
@@ -98,6 +102,7 @@ def test_ranks_must_agree_on_their_plan():
         "data_dir",
         "max_staleness",
         "num_servers",
+        "num_gpus",
         "seed",
         "mode",
         "on_lost",
