@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
-from glue import UserError, say
+from glue import UserError
 from glue.seeds import seed_for
 
 MEAN, STD = 0.1307, 0.3081  # of MNIST's training images, scaled to 0..1; the tutorial uses the same
@@ -39,7 +39,7 @@ def load_digits(dataset, data_dir, seed, train, download=False):
 
     folder = os.path.join(data_dir, "MNIST", "raw")  # torchvision's
     if download and not all(os.path.exists(os.path.join(folder, name)) for name in FILES[True] + FILES[False]):
-        say(f"Downloading MNIST to {data_dir}")
+        print(f"Downloading MNIST to {data_dir}")
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # a progress bar for each file
                 MNIST(data_dir, download=True)

@@ -8,7 +8,6 @@ import threading
 import torch
 
 from data import normalised
-from glue import say
 from glue.host import share_cores
 
 STATE = ("epoch", "batch", "updates", "images", "stale", "accuracy")  # what a checkpoint has of Counts
@@ -72,7 +71,7 @@ def print_loss(trainer, batch, loss):
     """Print the loss of a batch, in a trainer, in the tutorial's words."""
     # On a terminal, first erase the progress bar, which server1 draws on the line of the cursor, and draws again.
     erase = "\r\033[K" if sys.stdout.isatty() else ""
-    say(f"{erase}Rank {trainer} training batch {batch} loss {loss}")
+    print(f"{erase}Rank {trainer} training batch {batch} loss {loss}")
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import time
 import torch
 from tqdm import tqdm
 
-from glue import UserError, say
+from glue import UserError
 from glue.checkpoint import write_aside
 
 NOTHING_LEFT = "Nothing is left to do: the checkpoint is of a finished run."  # printed after "Going on after ..."
@@ -31,7 +31,7 @@ class Report:
     def say(self, text):
         """Print a line on stdout, above the progress bar if there is one."""
         with tqdm.external_write_mode():
-            say(text)
+            print(text)
 
     def scalar(self, name, value, step):
         """Record one point of the curve `name`, for --summary_json."""

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rpc import internal
 
-from glue import UserError, host, meet, print_error, say, within
+from glue import UserError, host, meet, print_error, within
 from glue.errors import NAMED_AFTER_SECONDS, Explained
 
 DONE = 10**9  # the number of the last barrier
@@ -126,7 +126,7 @@ class Job:
         own = meet.listen_only_towards(self.host)
         if not self.host.startswith("127."):
             where = f"{own} ({os.environ['TP_SOCKET_IFNAME']})"
-            say(f"Listening on {where}. RPC runs what peers send, unencrypted: trusted networks only.")
+            print(f"Listening on {where}. RPC runs what peers send, unencrypted: trusted networks only.")
         with self.changed:
             while missing := self.state["missing"]:
                 waiting.still(", ".join(self.names[rank] for rank in missing))

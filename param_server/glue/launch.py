@@ -14,7 +14,7 @@ import warnings
 
 import torch.multiprocessing as mp
 
-from glue import UserError, check, meet, print_error, say
+from glue import UserError, check, meet, print_error
 from glue.host import keep_freed_memory
 from glue.job import Job
 
@@ -55,9 +55,9 @@ def run_rank(rank, run_worker, args, workers, listener=None, starter=None, start
         run_worker(rank, args, job)
         job.leave()
         if job.lost:
-            say(f"The job finished without {', '.join(job.names[lost] for lost in sorted(job.lost))}.")
+            print(f"The job finished without {', '.join(job.names[lost] for lost in sorted(job.lost))}.")
         if rank == 0 and args.restarts:
-            say(f"The job was restarted {args.restarts} time{'s' * (args.restarts > 1)}.")
+            print(f"The job was restarted {args.restarts} time{'s' * (args.restarts > 1)}.")
     except BaseException as error:  # SystemExit as well, because a rank that calls sys.exit has not done its work
         job.fail(error)
     os._exit(0)  # not sys.exit, which would wait for threads of torch
@@ -72,8 +72,8 @@ def end_with(starter):
 
 
 def keep_console_clean():
-    """Print characters that stdout cannot show as \\x..., and suppress three known messages of torch by their texts."""
-    sys.stdout.reconfigure(errors="backslashreplace")
+    """Print whole lines, and what stdout cannot show as \\x...; suppress three known messages of torch."""
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     warnings.filterwarnings("ignore", message="You are using a Backend .*ProcessGroupGloo.* as a ProcessGroup")
     # DistributedOptimizer warns that an optimizer in Python holds the GIL.
     noisy = logging.getLogger("torch.distributed.optim.optimizer")

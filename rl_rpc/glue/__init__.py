@@ -40,16 +40,6 @@ class UserError(ValueError):
     """
 
 
-def say(text):
-    """Print a line on stdout. Raises UserError if that is not possible, for example because a disk is full."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # nobody reads it any more: see Job.fail
-        raise
-    except OSError as error:
-        raise UserError(f"cannot write to stdout: {error.strerror}") from None
-
-
 def print_error(text):
     """Print on stderr, in at most 2 seconds: perhaps nobody reads it, and this process is about to end."""
     # In one piece with its newline, because the ranks of a job may share this stream.

@@ -10,7 +10,7 @@ import time
 import torch
 import torch.distributed.rpc as rpc
 
-from glue import UserError, say
+from glue import UserError
 from glue.host import usable_cores, why_no_gpu
 from glue.meet import interface_towards
 
@@ -22,12 +22,12 @@ def run_worker(rank, args, job):
         interface, own_address = interface_towards(job.host)
         why = why_no_gpu()
         gpus = f"0 ({why})" if why else f"{torch.cuda.device_count()} ({torch.cuda.get_device_name()})"
-        say(f"host         {socket.gethostname()}")
-        say(f"listens on   {own_address} ({interface}), the way to {job.host}")
+        print(f"host         {socket.gethostname()}")
+        print(f"listens on   {own_address} ({interface}), the way to {job.host}")
         threads = f"{torch.get_num_threads()} intra-op thread(s) in each of {job.ranks_here} rank(s)"
-        say(f"cores        {usable_cores()}: {threads}")
-        say(f"GPUs         {gpus}; --device {args.device}: ranks on {', '.join(dict.fromkeys(job.devices))}")
-        say(f"torch        {torch.__version__}")
+        print(f"cores        {usable_cores()}: {threads}")
+        print(f"GPUs         {gpus}; --device {args.device}: ranks on {', '.join(dict.fromkeys(job.devices))}")
+        print(f"torch        {torch.__version__}")
     args.rpc_timeout = SECONDS
     awaited = "all ranks"
     try:
@@ -39,7 +39,7 @@ def run_worker(rank, args, job):
                 rpc.rpc_sync(job.workers[peer], torch.add, args=(torch.ones(4), 1))
                 times.append(time.perf_counter() - started)
             milliseconds = statistics.median(times) * 1000
-            say(f"round trip   {job.names[rank]} to {awaited}: {milliseconds:.2f} ms")
+            print(f"round trip   {job.names[rank]} to {awaited}: {milliseconds:.2f} ms")
     except RuntimeError as error:
         raise UserError(f"cannot reach {awaited}: {error}") from error
     job.wait_for_all()

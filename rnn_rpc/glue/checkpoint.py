@@ -10,7 +10,7 @@ import warnings
 
 import torch
 
-from glue import UserError, say
+from glue import UserError
 
 
 def write_aside(path, write):
@@ -53,7 +53,7 @@ def resume(args, scenario, settings):
     if not args.resume:
         return None
     if not os.path.exists(path):
-        say(f"There is no checkpoint {path} yet: starting from the beginning.")
+        print(f"There is no checkpoint {path} yet: starting from the beginning.")
         return None
     saved = load(path, scenario)
     for name, value in settings.items():

@@ -14,7 +14,7 @@ import time
 import psutil
 import torch.distributed as dist
 
-from glue import PACKAGE, UserError, say
+from glue import PACKAGE, UserError
 
 PRINT_AFTER_SECONDS, PRINT_EVERY_SECONDS = 3.0, 30.0  # when a rank that waits prints for whom
 ANSWER_SECONDS = 5.0  # for rank 0 to answer when a rank has connected
@@ -36,7 +36,7 @@ class Waiting:
         if time.monotonic() > self.started + self.timeout:
             raise UserError(f"{awaited} did not come within {limit}{why}")
         if time.monotonic() > self.print_at and not self.quiet:
-            say(f"{self.me}: waiting for {awaited}{why} ({limit})")
+            print(f"{self.me}: waiting for {awaited}{why} ({limit})")
             self.print_at = time.monotonic() + PRINT_EVERY_SECONDS
 
 
