@@ -39,16 +39,20 @@ class Waiting:
             print(f"{self.me}: waiting for {awaited}{why} ({limit})")
             self.print_at = time.monotonic() + PRINT_EVERY_SECONDS
 
+    def retry(self, awaited, attempt):
+        """Return attempt() as soon as it raises no OSError. No event reports that another process listens now."""
+        while True:
+            try:
+                return attempt()
+            except OSError as error:
+                self.still(awaited, f": {error}")
+                time.sleep(0.1)
+
 
 def listen_as_rank_0(args, waiting):
     """Return a socket that listens for the other ranks. Raises UserError."""
-    address = None
-    while not address:
-        try:
-            address = resolve(args.master_addr)
-        except OSError as error:  # in Kubernetes, the name of a pod may be known some seconds later
-            waiting.still("the address", f": {error}")
-            time.sleep(0.1)
+    # In Kubernetes, the name of a pod may be known some seconds later.
+    address = waiting.retry("the address", lambda: resolve(args.master_addr))
     store = torchruns_store(address, args)
     listener = listen(address, 0 if store else args.master_port)
     if store:
@@ -60,35 +64,29 @@ def listen_as_rank_0(args, waiting):
 def connect(hello, args, rank_0, waiting, address=None):
     """Connect to rank 0; return (the connection, the lines that come over it as a file, its answer to `hello`).
 
-    `address`: (host, port), if it is known already. It is tried until --join_timeout has passed, because no event
-    reports that another process has started to listen. Raises UserError.
+    `address`: (host, port), if it is known already. It is tried until --join_timeout has passed. Raises UserError.
     """
-    while True:
-        try:
-            host, port = address or _find_rank_0(args)
-            where = f"{host} port {port}"
-            return _try_to_connect(hello, host, port, where)
-        except (TimeoutError, ValueError, AttributeError, RecursionError):  # it is silent, or sends no JSON object
-            raise UserError(f"what listens at {where} is not {rank_0} (choose another --master_port)") from None
-        except OSError as error:
-            waiting.still(rank_0, f": {error}")
-            time.sleep(0.1)
+    return waiting.retry(rank_0, lambda: _try_to_connect(hello, address or _find_rank_0(args), rank_0))
 
 
-def _try_to_connect(hello, host, port, where):
+def _try_to_connect(hello, address, rank_0):
+    where = "{} port {}".format(*address)
     try:
-        connection = socket.create_connection((host, port), timeout=ANSWER_SECONDS)
+        connection = socket.create_connection(address, timeout=ANSWER_SECONDS)
     except OSError:
         raise ConnectionError(f"nothing answers at {where} (--master_addr, --master_port)") from None
     lines, line = connection.makefile("rb"), b""
-    with contextlib.suppress(ConnectionError):
-        send(connection, **hello)
-        line = lines.readline(1 << 20)
-    if not line:  # perhaps it is a proxy in front of a rank 0 that has not started yet
-        raise ConnectionError(f"what listens at {where} has closed the connection")
-    answer = json.loads(line)
-    if not answer.keys() & {"missing", "end"}:
-        raise ValueError
+    try:
+        with contextlib.suppress(ConnectionError):
+            send(connection, **hello)
+            line = lines.readline(1 << 20)
+        if not line:  # perhaps it is a proxy in front of a rank 0 that has not started yet
+            raise ConnectionError(f"what listens at {where} has closed the connection")
+        answer = json.loads(line)
+        if not answer.keys() & {"missing", "end"}:
+            raise ValueError
+    except (TimeoutError, ValueError, AttributeError, RecursionError):  # it is silent, or sends no JSON object
+        raise UserError(f"what listens at {where} is not {rank_0} (choose another --master_port)") from None
     keep_alive(connection)
     return connection, lines, answer
 
