@@ -162,7 +162,7 @@ def lead(workers, tasks):
 def is_lost(error):
     """Return True if the worker has died or is silent, and False if its function has raised an exception."""
     text = str(error)
-    if "On WorkerInfo(" in text:  # the function has raised; the traceback in the worker follows
+    if "On WorkerInfo(" in text or "when running the callback" in text:  # `play` has raised, or the simulator
         return False
     return "originated at tensorpipe" in text or "RPC ran for more than set timeout" in text
 
