@@ -17,6 +17,7 @@ import faulthandler
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -190,7 +191,7 @@ def join(name, rank):
     os.environ.setdefault("MASTER_ADDR", "localhost")  # where the leader is
     os.environ.setdefault("MASTER_PORT", "29500")  # a free port there
     # Whoever can connect can run code. So listen on loopback only, or on the one interface that leads to the others.
-    os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("TP_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["TP_SOCKET_IFNAME"]
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])  # both are private to torch
     faulthandler.dump_traceback_later(START_TIMEOUT, exit=True)  # ends this process if another never comes
