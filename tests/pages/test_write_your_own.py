@@ -1,0 +1,61 @@
+"""docs/WRITE_YOUR_OWN.md: every program runs as printed on the page, and prints the output that is shown below it."""
+
+import os
+import re
+import shutil
+import signal
+import sys
+
+import pytest
+
+from helpers import ROOT
+from jobs import free_port
+from programs import Program, run_script
+
+PAGE = (ROOT / "docs" / "WRITE_YOUR_OWN.md").read_text()
+BLOCK = r"(?ms)^```python\n# (\w+\.py)\n(.*?)^```\n\n(?:`torchrun[^\n]+\n\n)?(?:```text\n(.*?)^```)?"
+PROGRAMS = {name: found for name, *found in re.findall(BLOCK, PAGE)}  # program, output
+UNNEEDED = ("open_calls.py", "report.py", "checkpoint.py", "seeds.py")  # files of the glue
+TIME = r"\b(\d+\.\d) m?s\b"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return a folder with all programs of the page, and what they need."""
+    for name, (program, _) in PROGRAMS.items():
+        (tmp_path / name).write_text(program)
+    (tmp_path / "squares.py").write_text("def square(x):\n    return x * x\n")
+    shutil.copy(ROOT / "docs" / "pool.py", tmp_path)
+    shutil.copytree(ROOT / "rl_rpc/glue", tmp_path / "glue", ignore=shutil.ignore_patterns(*UNNEEDED))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", [name for name, (_, output) in PROGRAMS.items() if output])
+def test_a_program_prints_what_the_page_shows(name, folder):
+    by = [*TORCHRUN, "--master-port", free_port()] if name == "sent.py" else None
+    done = run_script(folder / name, env={"MASTER_PORT": free_port()}, cwd=folder, by=by)
+    assert done.returncode == 0, done.stderr
+    assert re.sub(TIME, "… s", done.stdout) == re.sub(TIME, "… s", PROGRAMS[name][1])
+    times = [float(time) for time in re.findall(TIME, done.stdout)]
+    if name == "tensors.py":
+        many, one, tensor, array = times
+        assert many > 3 * one and array > 2 * tensor
+    if name == "busy.py":
+        add, function, add_with_the_lock, function_with_the_lock = times
+        assert max(add, function, add_with_the_lock) < 1 < function_with_the_lock
+
+
+def test_the_tests_of_the_page_pass(folder):
+    done = run_script(folder / "test_pool.py", by=[sys.executable, "-m", "pytest", "-q"], cwd=folder, timeout=300)
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout
+
+
+def test_workers_in_other_terminals_end_with_their_leader(folder):
+    port = free_port()
+    ranks = [Program(folder / "pool.py", cwd=folder, env={"RANK": rank, "MASTER_PORT": port}) for rank in range(3)]
+    with ranks[0] as leader, ranks[1] as worker1, ranks[2] as worker2:
+        assert leader.wait_for_text("worker2 has done", 90), leader.text()
+        os.kill(leader.pid, signal.SIGKILL)
+        assert worker1.wait(60) == worker2.wait(60) == 1
+        assert "the leader is lost" in worker1.output() and "the leader is lost" in worker2.output()
