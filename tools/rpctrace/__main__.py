@@ -171,7 +171,7 @@ class Command:
         self.began, self.interrupted, self.asked, self.status = time.time_ns(), [], False, None
         self.patience_ended, self.before = False, None
         self.printed, self.looked, self.told = "", time.monotonic(), False
-        self.seen = {}  # process id -> (its pidfd, what is known of it)
+        self.files, self.notes = {}, {}  # the pidfd of each process; what is known of it
         path = os.pathsep.join(filter(None, (RECORD, os.environ.get("PYTHONPATH"))))
         self.mark = f"RPCTRACE_INTO={os.path.abspath(folder)}"
         environ = os.environ | {"PYTHONPATH": path, "RPCTRACE_INTO": os.path.abspath(folder)}
@@ -249,23 +249,23 @@ class Command:
 
     def note_processes(self):
         """Write which of the recorded processes have ended, and how, and which are stopped: only this host knows it."""
-        for path in pathlib.Path(self.folder).glob(f"{socket.gethostname()}-*.0000.jsonl"):
+        host = socket.gethostname()
+        for path in pathlib.Path(self.folder).glob(f"{host}-*.0000.jsonl"):
             pid = int(path.name.rsplit("-", 2)[1])
-            if pid not in self.seen:
+            if pid not in self.files:
                 with contextlib.suppress(OSError, AttributeError):  # it has ended; or this system has no pidfd
-                    self.seen[pid] = os.pidfd_open(pid), {}
-        notes = {pid: known for pid, (_, known) in self.seen.items()}
-        for pid, (file, known) in self.seen.items():
-            fields = stat_of(pid)
+                    self.files[pid] = os.pidfd_open(pid)
+        for pid, file in self.files.items():
+            fields, known = stat_of(pid), self.notes.setdefault(f"{host}-{pid}", {})
             known["stopped"] = fields[:1] in (["T"], ["t"])
             if not fields or fields[0] in "ZX":
                 known.setdefault("gone", time.time_ns())
                 if known.get("how", "has ended") == "has ended":
                     known["how"] = how_it_ended(file, fields)
-        name = os.path.join(self.folder, f"{socket.gethostname()}.processes")
+        name = os.path.join(self.folder, f"{host}.processes")
         with contextlib.suppress(OSError):
             with open(name + ".new", "w") as file:
-                json.dump(notes, file)
+                json.dump(self.notes, file)
             os.replace(name + ".new", name)
 
     def kill_all(self):
