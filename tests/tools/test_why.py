@@ -89,8 +89,8 @@ def test_no_circle_is_claimed_where_everything_goes_on(cases, tmp_path):
     program = ["--", *START, HERE / "not_hanging.py", 2]
     with Program("tools/rpctrace", "--into", tmp_path, "--stalled", 2, *program, env={"CASES": cases}) as running:
         while running.poll() is None:
-            report, said = why.explain(tmp_path)
-            assert said["verdict"] != "circle", running.output() + report
+            said = why.Run(tmp_path).verdict()
+            assert said["verdict"] != "circle", running.output() + said["report"]
             time.sleep(0.2)
         assert running.wait() == 0 and "all done" in running.output(), running.text()
         assert "CIRCLE" not in running.errors(), running.text()

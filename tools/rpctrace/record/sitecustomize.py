@@ -24,6 +24,7 @@ import threading
 import time
 import weakref
 
+encode = json.JSONEncoder(default=str).encode
 HERE = os.path.dirname(os.path.abspath(__file__))
 MARKS = {"step", "wait"}  # the names for torch.profiler.record_function
 LINES = 200_000  # in a file. A process keeps its last two files, and so at least its last 100,000 bars
@@ -128,7 +129,7 @@ class Recorder:
         """Begin a bar on the current thread, and return its number. `known`: for the .now only."""
         bar, start = next(self.bars), start or time.time_ns()
         about = {"begin": bar, "ts": start, "tid": threading.get_ident(), "cat": kind, "name": name, "args": args}
-        line = json.dumps(about)
+        line = encode(about)
         self.write(line)
         self.open[bar], self.moved = (line, known), start
         return bar
@@ -186,24 +187,26 @@ class Recorder:
 
     def replace(self, module):
         """Put ours around all functions of REPLACED for this module, or around none."""
+        import inspect  # torch has imported it
+
         self.torch, self.rpc = sys.modules["torch"], sys.modules.get(RPC)
-        done, about = [], f"torch {self.torch.__version__}"
+        done = []
         try:
             for where, path, ours, parameters in REPLACED[module.__name__]:
                 *outer, name = path.split(".")
-                try:
-                    owner = functools.reduce(getattr, outer, sys.modules[where])
-                    plain = getattr(owner, name)
-                except (AttributeError, KeyError):
-                    raise LookupError(f"{about} has no {where}.{path}") from None
-                check(plain, parameters, f"{about} has other parameters of {where}.{path}")
+                owner = functools.reduce(found_in, outer, sys.modules.get(where))
+                plain = found_in(owner, name)
+                if not plain:
+                    raise LookupError(f"there is no {where}.{path}")
+                if parameters and list(inspect.signature(plain).parameters) != parameters.split():
+                    raise LookupError(f"{where}.{path} has other parameters")
                 if ours:
                     done.append((owner, name, vars(owner).get(name)))
                     setattr(owner, name, put_around(plain, getattr(self, ours)))
         except Exception as error:  # whatever it is, the program runs on
             for owner, name, plain in reversed(done):
                 delattr(owner, name) if plain is None else setattr(owner, name, plain)
-            self.not_recorded(str(error))
+            self.not_recorded(f"torch {self.torch.__version__}: {error}")
 
     # Each of these gets the function that it replaces as `plain`.
 
@@ -219,8 +222,7 @@ class Recorder:
         if self.worker.get("worker", given.get("name")) != given.get("name"):  # from now on, it is another worker
             self.begin_recording()
         self.watch()
-        about = {"worker": str(given.get("name")), "rank": number_in(given, "rank")}
-        about["world"] = number_in(given, "world_size")
+        about = {"worker": given.get("name"), "rank": given.get("rank"), "world": given.get("world_size")}
         self.around("group", "init_rpc", about, plain, *args, **kwargs)
         with contextlib.suppress(Exception):  # the agent of another backend is not the current one
             me = self.rpc.get_worker_info()
@@ -229,13 +231,13 @@ class Recorder:
 
     def leave(self, plain, /, *args, **kwargs):
         given = dict(zip(("graceful", "timeout"), args, strict=False)) | kwargs
-        about = {"limit": number_in(given, "timeout"), "graceful": bool(given.get("graceful", True))}
+        about = {"limit": given.get("timeout"), "graceful": bool(given.get("graceful", True))}
         self.around("group", "shutdown", about, plain, *args, **kwargs)
         self.worker = {**self.worker, "left": True}
 
     def meet(self, plain, /, *args, **kwargs):
         self.watch()
-        about = {"rank": number_in(kwargs, "rank"), "world": number_in(kwargs, "world_size")}
+        about = {"rank": kwargs.get("rank"), "world": kwargs.get("world_size")}
         return self.around("group", "init_process_group", about, plain, *args, **kwargs)
 
     def make_store(self, plain, /, *args, **kwargs):
@@ -381,14 +383,8 @@ class Recorder:
                 self.not_recorded(f"where the threads stand: {error}")
 
 
-def check(function, parameters, fault):
-    """Raise if this function of torch is not the one that we know."""
-    if parameters:
-        import inspect  # torch has imported it
-
-        found = list(inspect.signature(function).parameters)
-        if found != parameters.split():
-            raise LookupError(f"{fault}: {', '.join(found)}")
+def found_in(owner, name):
+    return getattr(owner, name, None)
 
 
 def put_around(plain, ours):
@@ -420,10 +416,6 @@ def name_of(message):
 def number_of(rref):
     found = RREF.search(str(rref))
     return ".".join(found.groups()) if found else ""
-
-
-def number_in(given, key):
-    return given.get(key) if isinstance(given.get(key), (int, float)) else None
 
 
 if __name__ == "sitecustomize" and "RPCTRACE_INTO" in os.environ:

@@ -20,8 +20,9 @@ import threading
 import time
 
 PERIOD = 1.0  # seconds
-FRAMES, BARS = 40, 1000  # at most so many of a thread, and so many open ones at each end of the list
-WAITS = {"acquire", "wait", "join", "get", "put", "result", "wait_for", "barrier"}  # methods that may wait
+BARS = 1000  # at most so many open ones at each end of the list
+LOCKS = ("lock", "RLock", "Condition")
+WAITS = {"acquire", "wait", "get", "barrier"}  # methods that may wait outside of SIGNALS
 OWNER = re.compile(r"owner=(\d+) count=[1-9]")  # in the repr of a threading.RLock
 SIGNALS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py")  # files in which threads wait for each other
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -60,27 +61,27 @@ class Watcher:
             where = (id(frame), frame.f_lasti)
             self.stood[tid] = stood[tid] if tid in stood and stood[tid][0] == where else (where, now)
             since, name = self.stood[tid][1], getattr(known.get(tid), "name", None)  # no name: C++ has started it
-            threads[tid] = {"name": name, "ts": since, "ran": self.has_run(known.get(tid))}
-            threads[tid]["frames"] = self.stack(frame, since < now)
-        if any("takes" in one[-1] for thread in threads.values() for one in thread["frames"]):  # who holds that lock?
-            for tid, frame in frames.items():
-                waits = {one[-1]["object"][1] for one in threads[tid]["frames"] if "object" in one[-1]}
-                threads[tid]["holds"] = [lock for lock in self.held(frame) if lock[2] not in waits]
+            place, wait = self.stand(frame, since < now, self.has_run(known.get(tid)))
+            threads[tid] = {"name": name, "ts": since, "place": place, "wait": wait, "holds": []}
+            threads[tid]["autograd"] = any("/torch/autograd/" in one.f_code.co_filename for one in outwards(frame))
+        if any("locks" in thread["wait"] or "lock" in thread["wait"] for thread in threads.values()):
+            for tid, frame in frames.items():  # who holds that lock? Not who waits for a signal, and has given it back
+                back = threads[tid]["wait"].get("lock", [None, None])[1]
+                threads[tid]["holds"] = [lock for lock in self.held(frame) if lock[2] != back]
         about = {"ts": now, "pid": self.pid, "main": threading.main_thread().ident, "moved": recorder.moved}
         about |= {"host": socket.gethostname(), "more": len(bars) - len(some), **recorder.worker}
-        with contextlib.suppress(Exception):
-            about |= self.pool()
-        with contextlib.suppress(Exception):
-            about |= self.groups()
+        for more in (self.pool, self.groups):
+            with contextlib.suppress(Exception):  # before init_rpc, or init_process_group
+                about |= more()
         return about | {"threads": threads, "open": [json.loads(line) | {"known": more or {}} for line, more in some]}
 
     def has_run(self, thread):
-        """Return whether this thread has used the CPU since the last time, or None if that is not known."""
+        """Return whether this thread has used the CPU since the last time; it is not known of those of C++."""
         try:
             with open(f"/proc/self/task/{thread.native_id}/schedstat") as file:
                 spent = int(file.read().split()[0])
         except (OSError, AttributeError, ValueError):
-            return None
+            return False
         before, self.ran[thread] = self.ran.get(thread, spent), spent
         return spent - before > 2e7 * PERIOD
 
@@ -100,62 +101,78 @@ class Watcher:
 
     # --------------------------------------------------------------------------------------------- one thread
 
-    def stack(self, frame, still):
-        """Return [file, line, function, the line itself, {what it waits for}] of each frame, the innermost first."""
-        found, innermost = [], still
-        while frame and len(found) < FRAMES:
-            path, line = frame.f_code.co_filename, frame.f_lineno or 0
-            known = {"library": self.recorder.is_library(path)}
+    def stand(self, frame, still, ran):
+        """Return the innermost line of the program, and what a thread waits for there."""
+        place, wait, signals = ["", 0, "", ""], {}, True
+        for one in outwards(frame):
+            path, line = one.f_code.co_filename, one.f_lineno or 0
+            signals = signals and path.endswith(SIGNALS)
             if still:
                 with contextlib.suppress(Exception):
-                    known |= self.known(frame, innermost)
-            innermost = innermost and path.endswith(SIGNALS)
-            found.append([path, line, frame.f_code.co_name, linecache.getline(path, line).strip(), known])
-            frame = frame.f_back
-        return found
+                    wait = self.wait(one, wait, signals)
+            if not self.recorder.is_library(path):
+                place = [path, line, one.f_code.co_name, linecache.getline(path, line).strip()]
+                break
+        if not wait or (ran and wait["kind"] in ("lock", "work", "engine")):
+            does = "computes" if ran else "sleeps" if "sleep(" in place[3] else "runs, or waits for something outside"
+            wait = {"kind": "other", "what": f"it {does}"}
+        return place, wait
 
-    def known(self, frame, innermost):
-        """Return what the variables of this frame tell about the wait."""
-        path, function = frame.f_code.co_filename, frame.f_code.co_name
+    def wait(self, frame, wait, signals):
+        """Return what a thread waits for, as this frame tells it. `wait` is what the frames within it have told."""
+        path, function, names = frame.f_code.co_filename, frame.f_code.co_name, frame.f_locals
         if path.endswith("/distributed/rpc/api.py") and function in ("rpc_sync", "_invoke_rpc"):
-            to, func = frame.f_locals["to"], frame.f_locals["func"]
-            worker = getattr(to, "name", None) or self.recorder.rpc.get_worker_info(to).name
-            return {"to": worker, "func": getattr(func, "__name__", type(func).__name__)}
+            to = getattr(names["to"], "name", None) or self.recorder.rpc.get_worker_info(names["to"]).name
+            return {"kind": "operator", "to": to, "func": getattr(names["func"], "__name__", "")}
         if path.endswith("/distributed/distributed_c10d.py") and "group" in frame.f_code.co_varnames:
-            c10d = self.recorder.torch.distributed.distributed_c10d
-            return {"group": (frame.f_locals.get("group") or c10d._get_default_group()).group_name}
-        if innermost and path.endswith(SIGNALS):
-            this, timeout = frame.f_locals.get("self"), frame.f_locals.get("timeout")
-            joins = this.ident if isinstance(this, threading.Thread) else None
-            return {"object": described(this), "timed": timeout not in (None, -1), "joins": joins}
-        return self.own_wait(frame) if innermost and not self.recorder.is_library(path) else {}
-
-    def own_wait(self, frame):
-        """Return what the innermost line of the program itself waits for."""
-        for node in nodes_of(frame.f_code):
-            if isinstance(node, ast.With) and node.lineno <= frame.f_lineno <= max(
-                node.lineno, node.body[0].lineno - 1
-            ):
-                return {"takes": [lock(item.context_expr, frame) for item in node.items]}
-            if isinstance(node, ast.Call) and node.lineno <= frame.f_lineno <= node.end_lineno:
-                what, timed = lock(node.func.value, frame), bool(node.args or node.keywords)
-                if node.func.attr == "acquire":
-                    return {"takes": [what], "timed": timed}
-                return {"calls": node.func.attr, "object": what, "timed": timed}
-        return {}
+            group = names.get("group") or self.recorder.torch.distributed.distributed_c10d._get_default_group()
+            return {"kind": "collective", "name": function, "group": group.group_name}
+        if signals:
+            this, timed = names.get("self"), names.get("timeout") not in (None, -1)
+            again = "_acquire_restore" in function + linecache.getline(path, frame.f_lineno)
+            joins = this.ident if isinstance(this, threading.Thread) else wait.get("joins")
+            inner = {"kind": "signal", "lock": described(this), "timed": timed, "again": again}
+            return inner | wait | {"type": type(this).__name__, "joins": joins}
+        if function == "_engine_run_backward" and not wait:
+            return {"kind": "engine"}
+        return wait or ({} if self.recorder.is_library(path) else own_wait(frame))
 
     def held(self, frame):
         """Return the locks in whose `with` blocks a thread stands, with the place. The innermost come first."""
-        found, innermost = [], True
-        while frame:
-            path, line = frame.f_code.co_filename, frame.f_lineno
+        found = []
+        for one in outwards(frame):
+            path, line = one.f_code.co_filename, one.f_lineno
             with contextlib.suppress(Exception):
-                for node in () if self.recorder.is_library(path) else nodes_of(frame.f_code):
+                for node in () if self.recorder.is_library(path) else nodes_of(one.f_code):
                     first = isinstance(node, ast.With) and node.body[0].lineno
-                    if first and first + (innermost and first == node.lineno) <= line <= node.end_lineno:
-                        found += [[*lock(item.context_expr, frame), path, node.lineno] for item in node.items]
-            frame, innermost = frame.f_back, False
+                    if first and first + (one is frame and first == node.lineno) <= line <= node.end_lineno:
+                        found += [[*lock(item.context_expr, one), path, node.lineno] for item in node.items]
         return found
+
+
+def outwards(frame):
+    """Yield the frames of a thread, the innermost first."""
+    while frame:
+        yield frame
+        frame = frame.f_back
+
+
+def own_wait(frame):
+    """Return what a line of the program itself waits for: a lock, a collective, or a store."""
+    for node in nodes_of(frame.f_code):
+        if isinstance(node, ast.With) and node.lineno <= frame.f_lineno <= max(node.lineno, node.body[0].lineno - 1):
+            locks = [one for one in (lock(item.context_expr, frame) for item in node.items) if one[1] in LOCKS]
+            if locks:
+                return {"kind": "lock", "locks": locks, "timed": False}
+        if isinstance(node, ast.Call) and node.lineno <= frame.f_lineno <= node.end_lineno:
+            what, method = lock(node.func.value, frame), node.func.attr
+            if what[1] in LOCKS and method == "acquire":
+                return {"kind": "lock", "locks": [what], "timed": bool(node.args or node.keywords)}
+            if what[1].endswith("Work") and method == "wait":
+                return {"kind": "work"}
+            if what[1].endswith("Store"):
+                return {"kind": "other", "what": "a key in a store, with a time limit"}
+    return {}
 
 
 @functools.lru_cache(256)
