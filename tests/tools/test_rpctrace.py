@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import functools
 import importlib.util
 import json
 import os
@@ -12,9 +11,8 @@ import signal
 import sys
 
 import pytest
-from matplotlib.figure import Figure
 
-from helpers import ROOT, load_module
+from helpers import ROOT
 from jobs import JOBS, free_port
 from programs import Program, run_script
 from tutorials import changed
@@ -29,7 +27,6 @@ import read  # noqa: E402
 spec = importlib.util.spec_from_file_location("rpctrace_main", TOOL / "__main__.py")
 main = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(main)
-record = load_module(TOOL / "record" / "sitecustomize.py")
 sys.path.pop(0)
 
 
@@ -228,46 +225,6 @@ def test_a_recording_is_bounded_and_keeps_what_is_open_and_the_end_of_a_killed_r
     assert names_of(events)[first["pid"]] == "worker1" and bars(events, "run", "never (unfinished)")
     assert max(bar["ts"] for bar in bars(events, "sync", "increment")) > first["ts"]
     assert re.search(r"worker1 -> worker0: never +1 +1 unanswered\n", said), said
-
-
-class Silent:
-    """Its objects cannot be formatted."""
-
-    def method(self):
-        pass
-
-    def __call__(self):
-        pass
-
-    def __repr__(self):
-        raise RuntimeError("not initialized yet")
-
-
-@pytest.mark.parametrize(
-    ("func", "name"),
-    [
-        (Silent().method, "method"),
-        (functools.partial(Silent().method, 1), "method"),
-        (functools.partial(functools.partial(forty_lines, 1), 2), "forty_lines"),
-        (Silent(), "Silent"),
-        (Silent, "Silent"),
-    ],
-)
-def test_a_call_is_named_without_formatting_what_is_called(func, name):
-    assert record.name_of((func, (), {})) == name
-
-
-@pytest.mark.parametrize("name", ["run", "step", "work", "backward"])
-def test_a_call_is_drawn_as_waiting_whatever_its_function_is_called(name):
-    assert draw.state_of({"cat": "sync", "name": name}) == "waiting"
-
-
-def test_a_bar_that_began_before_the_picture_does_not_hide_the_name_of_the_next():
-    axes = Figure().subplots()
-    times = {"run_trainer": (-5.0, 30e3), "forward": (0.0, 9e3), "step": (10e3, 9e3)}
-    bars = [{"pid": 0, "tid": 0, "cat": "run", "name": name, "ts": ts, "dur": dur} for name, (ts, dur) in times.items()]
-    draw.draw_bars(axes, bars, {(0, 0): 0}, 0.0, 20e3)
-    assert {text.get_text().strip() for text in axes.texts} == {"forward", "step"}
 
 
 def test_ranks_in_terminals_record_into_one_folder_and_one_that_is_not_recorded_works_with_them(tmp_path, pair, capsys):

@@ -185,7 +185,8 @@ def table(processes, made, calls):
     answers = {call["args"]["call"]: (run, answered) for call, run, answered in calls}
     recorded = {process.get("worker") for process in processes}
     for call in made:
-        title = title_of(processes, call)
+        name = call["name"].removesuffix(UNFINISHED)
+        title = f"{processes[call['pid']]['name']} -> {call['args']['to']}: {name}"
         counts[title] += 1
         run, answered = answers.get(call["args"]["call"], (None, None))
         if not is_finished(call):
@@ -206,7 +207,3 @@ def table(processes, made, calls):
     if one_sided:
         lines.append(f"Recorded at the caller only: {one_sided:,} of these calls.")
     return "\n".join(lines)
-
-
-def title_of(processes, call):
-    return f"{processes[call['pid']]['name']} -> {call['args']['to']}: {call['name'].removesuffix(UNFINISHED)}"

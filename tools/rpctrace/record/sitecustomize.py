@@ -53,8 +53,8 @@ REPLACED = {
         (RPC, "init_rpc", "join", "name backend rank world_size rpc_backend_options"),
         (RPC, "shutdown", "leave", "graceful timeout"),
         ("torch._C", "Future.wait", "wait", None),
-        ("torch._C", "Future.then", "follow_then", None),
-        ("torch._C", "_collect_all", "follow_all", None),
+        ("torch._C", "Future.then", "follow", None),
+        ("torch._C", "_collect_all", "follow", None),
         ("torch.distributed.autograd", "backward", "backward", None),
     ],
     PROXY: [(PROXY, "_invoke_rpc", "follow_rref", "rref rpc_api func_name timeout args kwargs")],
@@ -64,7 +64,7 @@ REPLACED = {
     ],
     C10D: [
         (C10D, "init_process_group", "meet", None),
-        ("torch._C._distributed_c10d", "TCPStore.__init__", "make_store", None),
+        ("torch._C._distributed_c10d", "TCPStore.__init__", "meet", None),
     ],
     OPTIM: [(OPTIM, "DistributedOptimizer.step", "step", "self context_id")],
 }
@@ -236,13 +236,12 @@ class Recorder:
         self.worker = {**self.worker, "left": True}
 
     def meet(self, plain, /, *args, **kwargs):
+        """A store, too, is a place to meet, but making one has no bar."""
         self.watch()
+        if plain.__name__ == "__init__":
+            return plain(*args, **kwargs)
         about = {"rank": kwargs.get("rank"), "world": kwargs.get("world_size")}
         return self.around("group", "init_process_group", about, plain, *args, **kwargs)
-
-    def make_store(self, plain, /, *args, **kwargs):
-        self.watch()
-        return plain(*args, **kwargs)
 
     def step(self, plain, /, *args, **kwargs):
         return self.around("work", "optimizer step", {}, plain, *args, **kwargs)
@@ -334,16 +333,13 @@ class Recorder:
 
     # What completes a Future: the numbers of bars, or [owner, method] of an object behind an RRef.
 
-    def follow_then(self, plain, future, callback):
-        following = plain(future, callback)
-        self.futures[following] = self.futures.get(future, [])
-        return following
-
-    def follow_all(self, plain, futures):
-        known = [self.futures.get(future, []) for future in futures if not future.done()]
-        collected = plain(futures)
-        self.futures[collected] = list(itertools.chain(*known)) if all(known) else []
-        return collected
+    def follow(self, plain, futures, *callback):
+        """Future.then, or what is below wait_all and collect_all."""
+        several = futures if isinstance(futures, list) else [futures]
+        known = [self.futures.get(future, []) for future in several if not future.done()]
+        answer = plain(futures, *callback)
+        self.futures[answer] = list(itertools.chain(*known)) if all(known) else []
+        return answer
 
     def follow_rref(self, plain, rref, rpc_api, func_name, timeout, /, *args, **kwargs):
         answer = plain(rref, rpc_api, func_name, timeout, *args, **kwargs)
