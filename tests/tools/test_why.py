@@ -27,7 +27,7 @@ HANGS = {  # name -> (the verdict, the number of ranks, what the report must con
     "served_loop": (END, 3, "it sleeps"),
     "two_locks": (CIRCLE, 2, "`lock`, which its main thread holds since hangs.py:"),
 }
-BY_CTRL_C = {"two_locks": "python", "served_loop": "sh"}  # what has started the ranks
+BY_CTRL_C = {"two_locks": "sh", "served_loop": "python"}  # what has started the ranks
 sys.path.insert(0, str(ROOT / "tools" / "rpctrace"))
 import why  # noqa: E402
 

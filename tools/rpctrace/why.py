@@ -25,7 +25,7 @@ HANGS, THREADS = "TROUBLESHOOTING.md#my-program-hangs-what-now", "CONCEPTS.md#th
 BACKWARD = "TROUBLESHOOTING.md#dist_autogradbackward-does-not-return"
 COLLECTIVE = "TROUBLESHOOTING.md#an-rpc-and-a-collective-wait-for-each-other"
 PATTERNS = {  # what it is, and the page that explains it; the more telling ones come first
-    "pool": ("all RPC threads of a process wait for RPCs", "TROUBLESHOOTING.md#a-call-does-not-even-time-out"),
+    "pool": ("all RPC threads of a process are busy", "TROUBLESHOOTING.md#a-call-does-not-even-time-out"),
     "collective": ("a collective waits for its other members", COLLECTIVE),
     "lock": ("a thread waits while it holds a lock that others need", THREADS),
     "gone": ("a process has ended, and others wait for it", "TROUBLESHOOTING.md#shutdown-does-not-return"),
@@ -304,9 +304,8 @@ class Run:
 
     def lock(self, process, tid, wait):
         """Its holder is known if it tells, or if it stands in a `with` block of the same object."""
-        text = f"`{wait['locks'][0][0]}`"
         if wait["timed"]:
-            return f"{text}, with a time limit", "busy", []
+            return f"`{wait['locks'][0][0]}`, with a time limit", "busy", []
         for text, kind, number, owner in wait["locks"]:
             for other, thread in process["threads"].items():
                 held = next((one for one in thread["holds"] if one[2] == number), None)

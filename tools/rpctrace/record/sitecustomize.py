@@ -203,6 +203,10 @@ class Recorder:
                 if ours:
                     done.append((owner, name, vars(owner).get(name)))
                     setattr(owner, name, put_around(plain, getattr(self, ours)))
+            if module is self.rpc:
+                self.write(
+                    json.dumps({"torch": str(self.torch.__version__)})
+                )  # so it is known that this process is there
         except Exception as error:  # whatever it is, the program runs on
             for owner, name, plain in reversed(done):
                 delattr(owner, name) if plain is None else setattr(owner, name, plain)

@@ -132,10 +132,13 @@ class Watcher:
             again = "_acquire_restore" in function + linecache.getline(path, frame.f_lineno)
             joins = this.ident if isinstance(this, threading.Thread) else wait.get("joins")
             inner = {"kind": "signal", "lock": described(this), "timed": timed, "again": again}
+            inner["enters"] = function == "__enter__"  # `with` of a Condition, which waits for its lock only
             return inner | wait | {"type": type(this).__name__, "joins": joins}
         if function == "_engine_run_backward" and not wait:
             return {"kind": "engine"}
-        return wait or ({} if self.recorder.is_library(path) else own_wait(frame))
+        if self.recorder.is_library(path) or not wait.get("enters", not wait):
+            return wait
+        return own_wait(frame) or wait
 
     def held(self, frame):
         """Return the locks in whose `with` blocks a thread stands, with the place. The innermost come first."""
