@@ -37,13 +37,9 @@ def test_a_program_prints_what_the_page_shows(name, folder):
     done = run_script(folder / name, env={"MASTER_PORT": free_port()}, cwd=folder, by=by)
     assert done.returncode == 0, done.stderr
     assert re.sub(TIME, "… s", done.stdout) == re.sub(TIME, "… s", PROGRAMS[name][1])
-    times = [float(time) for time in re.findall(TIME, done.stdout)]
-    if name == "tensors.py":
-        many, one, tensor, array = times
-        assert many > 3 * one and array > 2 * tensor
-    if name == "busy.py":
-        add, function, add_with_the_lock, function_with_the_lock = times
-        assert max(add, function, add_with_the_lock) < 1 < function_with_the_lock
+    if name == "busy.py":  # a function waits until the lock is free, an operator does not
+        *_, add_with_the_lock, function_with_the_lock = map(float, re.findall(TIME, done.stdout))
+        assert add_with_the_lock < function_with_the_lock
 
 
 def test_the_tests_of_the_page_pass(folder):

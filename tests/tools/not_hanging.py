@@ -6,7 +6,6 @@ Rank 0 runs one after the other, and prints the name of each. The even numbers, 
 import contextlib
 import os
 import queue
-import socket
 import subprocess
 import threading
 import time
@@ -50,17 +49,6 @@ def compute():
         pass
 
 
-def poll():
-    until = time.monotonic() + SECONDS
-    while time.monotonic() < until:
-        time.sleep(0.01)
-
-
-def wait_in_slices():
-    for _ in range(round(SECONDS / 0.5)):
-        event.wait(0.5)
-
-
 def wait_for_condition():
     with condition:
         condition.wait_for(lambda: False, SECONDS)
@@ -96,12 +84,6 @@ def later():
 
 def program():
     subprocess.run(["sleep", str(SECONDS)], check=True)
-
-
-def read_socket():
-    one, other = socket.socketpair()
-    threading.Timer(SECONDS, one.send, (b"x",)).start()
-    other.recv(1)
 
 
 def join_thread():
@@ -174,8 +156,6 @@ def backward():
 CASES = {
     "sleep": sync(nap),
     "compute": sync(compute),
-    "poll": sync(poll),
-    "wait in slices": sync(wait_in_slices),
     "condition with a limit": sync(wait_for_condition),
     "queue with a limit": sync(get_with_limit),
     "lock with a limit": sync(acquire_with_limit),
@@ -187,7 +167,6 @@ CASES = {
     "a slow constructor": lambda: rpc.remote("w1", Counter, args=(SECONDS,)).to_here(),
     "a slow method of an RRef": lambda: rpc.remote("w1", Counter).rpc_async().count().wait(),
     "another program": sync(program),
-    "a socket": sync(read_socket),
     "join": sync(join_thread),
     "two threads": sync(pass_on),
     "retried": retry,

@@ -1,10 +1,8 @@
 """rpctrace says why a program hangs: the circle, or the end of the chain, down to the lines. And it claims no circle
 where there is none.
-
-Each program in hangs/ hangs. Its docstring begins with the verdict, the number of ranks, and words of the report. The
-lines that the report must name end in "# here".
 """
 
+import json
 import os
 import re
 import signal
@@ -17,38 +15,38 @@ from helpers import ROOT
 from programs import Program, run_script
 
 HERE = ROOT / "tests" / "tools"
-START = [sys.executable, HERE / "start_ranks.py"]
-HANGS = sorted(path.stem for path in (HERE / "hangs").glob("*.py"))
+START = [sys.executable, HERE / "start_ranks.py", HERE / "hangs.py"]
+CIRCLE, END = "CIRCLE", "END OF A CHAIN"
+HANGS = {  # name -> (the verdict, the number of ranks, what the report must contain)
+    "backward_hook": (CIRCLE, 2, "gradients from w1"),
+    "call_and_collective": (CIRCLE, 2, "w0 to begin all_reduce of ranks 0, 1"),
+    "constructor": (CIRCLE, 3, "the value of an RRef: w2's answer to Server"),
+    "forgotten_future": (END, 3, "the Future that meet has returned"),
+    "killed": (END, 3, "was killed by SIGKILL"),
+    "no_free_thread": (CIRCLE, 2, "all its 3 RPC threads are busy"),
+    "served_loop": (END, 3, "it sleeps"),
+    "two_locks": (CIRCLE, 2, "`lock`, which its main thread holds since hangs.py:"),
+}
+BY_CTRL_C = {"two_locks": "sh", "served_loop": "python"}  # what has started the ranks
 sys.path.insert(0, str(ROOT / "tools" / "rpctrace"))
 import why  # noqa: E402
 
 sys.path.pop(0)
 
 
-def expected(name):
-    """Return (the verdict, the number of ranks, words of the report, the lines that it must name)."""
-    text = (HERE / "hangs" / f"{name}.py").read_text()
-    verdict, ranks, words = re.match(r'"""(\w+), (\d) ranks: (.*?)(?:\.\s|\.""")', text, re.DOTALL).groups()
-    lines = [number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# here")]
-    return verdict, int(ranks), words, lines
-
-
 def check(name, report):
-    verdict, _, words, lines = expected(name)
-    title = {"circle": "CIRCLE", "end": "END OF A CHAIN"}
-    _, found, rest = report.partition(title[verdict])
-    assert found and rest, report
-    assert {int(number) for number in re.findall(rf"{name}\.py:(\d+), in ", rest)} >= set(lines), report
-    assert verdict == "circle" or words in rest, report
-    assert re.search(r"See docs/\w+\.md#\S+$", rest, re.MULTILINE), report
+    title, _, words = HANGS[name]
+    _, found, rest = report.partition(title)
+    assert found and words in rest and re.search(r"See docs/\w+\.md#\S+$", rest, re.MULTILINE), report
+    lines = enumerate((HERE / "hangs.py").read_text().splitlines(), 1)
+    expected = {number for number, line in lines if line.endswith(f"# here: {name}")}
+    assert {int(number) for number in re.findall(r"hangs\.py:(\d+), in ", rest)} >= expected, report
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.quick] if name == "two_locks" else []) for name in HANGS]
-)
+@pytest.mark.parametrize("name", sorted(HANGS.keys() - BY_CTRL_C))
 def test_a_program_that_hangs_is_explained_and_ended(name, tmp_path):
-    program = ["--", *START, HERE / "hangs" / f"{name}.py", expected(name)[1]]
-    done = run_script("tools/rpctrace", tmp_path / "t.json", "--stalled", 3, "--end", *program)
+    command = (tmp_path / "t.json", "--stalled", 3, "--end", "--", *START, HANGS[name][1])
+    done = run_script("tools/rpctrace", *command, env={"HANG": name})
     assert done.returncode == 3, done.stderr
     check(name, done.stderr)
 
@@ -63,13 +61,17 @@ def wait_until_stuck(folder, seconds=60):
     raise AssertionError("it does not hang")
 
 
-@pytest.mark.parametrize(("name", "by"), [("two_locks", "python"), ("served_loop", "sh")])
-def test_ctrl_c_explains_and_a_second_one_ends_everything(name, by, tmp_path):
-    path, ranks = HERE / "hangs" / f"{name}.py", expected(name)[1]
-    command, env = [*START, path, ranks], {}
-    if by == "sh":
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29871}
-        command = ["sh", "-c", "".join(f"RANK={rank} {sys.executable} {path} & " for rank in range(ranks)) + "wait"]
+@pytest.mark.parametrize("name", [pytest.param("two_locks", marks=pytest.mark.quick), "served_loop"])
+def test_ctrl_c_explains_and_a_second_one_ends_everything(name, tmp_path):
+    ranks, env = HANGS[name][1], {"HANG": name}
+    command = [*START, ranks]
+    if BY_CTRL_C[name] == "sh":
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29871, "WORLD_SIZE": ranks}
+        command = [
+            "sh",
+            "-c",
+            "".join(f"RANK={rank} {sys.executable} {START[-1]} & " for rank in range(ranks)) + "wait",
+        ]
     folder = tmp_path / "calls"
     with Program("tools/rpctrace", "--into", folder, "--", *command, env=env) as program:
         wait_until_stuck(folder)
@@ -80,17 +82,19 @@ def test_ctrl_c_explains_and_a_second_one_ends_everything(name, by, tmp_path):
         os.killpg(program.pid, signal.SIGINT)
         assert program.wait(5) == 130 and not program.left_over(0), program.text()
         check(name, program.errors().partition("the command still runs")[2])
-    done = run_script("tools/rpctrace", "why", folder)
-    check(name, done.stdout)
+    if name == "two_locks":
+        said = json.loads(run_script("tools/rpctrace", "why", "--json", folder).stdout)
+        assert said["verdict"] == "circle" and {step["worker"] for step in said["steps"]} == {"w0", "w1"}
+        check(name, said["report"])
 
 
 @pytest.mark.parametrize("cases", [0, 1])
 def test_no_circle_is_claimed_where_everything_goes_on(cases, tmp_path):
-    program = ["--", *START, HERE / "not_hanging.py", 2]
+    program = ["--", START[0], START[1], HERE / "not_hanging.py", 2]
     with Program("tools/rpctrace", "--into", tmp_path, "--stalled", 2, *program, env={"CASES": cases}) as running:
         while running.poll() is None:
-            report, said = why.explain(tmp_path)
-            assert said["verdict"] != "circle", running.output() + report
+            said = why.Run(tmp_path).verdict()
+            assert said["verdict"] != "circle", running.output() + said["report"]
             time.sleep(0.2)
         assert running.wait() == 0 and "all done" in running.output(), running.text()
         assert "CIRCLE" not in running.errors(), running.text()

@@ -25,8 +25,7 @@ Where something else starts the processes, for example Slurm, two environment va
     PYTHONPATH=.../tools/rpctrace/record RPCTRACE_INTO=.../calls
 
 A step is a block `with torch.profiler.record_function("step"):` of the program. A block named "wait" is drawn as
-waiting. In a program without steps, the picture shows the time from one call of the most frequent kind to the next.
---window chooses another time.
+waiting. In a program without steps, the picture shows some calls from the middle of the run.
 
 All calls of Python functions are recorded. Three things run in C++ and are not recorded: built-in operators such as
 torch.add, functions of TorchScript, and what a server does during a distributed backward pass. (The picture shows which
@@ -55,7 +54,8 @@ from read import say
 
 RECORD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "record")
 PATIENCE = 5.0  # seconds that the command has to end after Ctrl-C
-EXIT_CODE = 8, 3 << 30 | 64 << 16 | 0xFF << 8 | 11  # of Linux's ioctl on a pidfd: PIDFD_INFO_EXIT, PIDFD_GET_INFO
+LONG = 3.0  # seconds: a shorter wait is nothing to report
+EXIT_CODE, GET_INFO = 8, 3 << 30 | 64 << 16 | 0xFF << 8 | 11  # PIDFD_INFO_EXIT and PIDFD_GET_INFO of Linux
 
 
 def main(words):
@@ -64,48 +64,27 @@ def main(words):
     args = parse(words[:at], command)
     if args.file == "why":
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
-        print(why.explain(args.folder, args.json)[0])
+        said = why.Run(args.folder).verdict()
+        print(json.dumps(said, indent=1) if args.json else said["report"])
         return
     if not command:
-        sys.exit(report(args.folder, args.file, args.window))
-    end_at((signal.SIGTERM, signal.SIGHUP))
-    with contextlib.ExitStack() as stack:
+        sys.exit(report(args.folder, args.file))
+    with tempfile.TemporaryDirectory(prefix="rpctrace-", ignore_cleanup_errors=True) as folder:
         if args.into:
-            folder, around = tempfile.mkdtemp(prefix="run-", dir=args.into), args.into
-            stack.callback(remove_if_empty, folder)
-        else:
-            temporary = tempfile.TemporaryDirectory(prefix="rpctrace-", ignore_cleanup_errors=True)
-            folder = around = stack.enter_context(temporary)
-        running = Command(command, folder, around, args.stalled, args.end)
-        status = running.wait()
-        end_at((signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
+            folder = tempfile.mkdtemp(prefix="run-", dir=args.into)
+        status = Command(command, folder, args.into or folder, args.stalled, args.end).wait()
+        for number in (signal.SIGTERM, signal.SIGINT):  # from now on, end with an exception, which removes the folder
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
         if args.into:
             read.is_recorded(read.read(folder, most=10))  # a process that cannot be recorded says so in its first lines
         else:
-            failed = report(folder, args.file, args.window)
-            status = status or failed
-    if status < 0:  # end as the command has ended
-        with contextlib.suppress(OSError):  # SIGKILL has no handler
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    sys.exit(status)
-
-
-def end_at(signals):
-    """From now on, end at these signals with an exception, so that folders are removed."""
-    for number in signals:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
-
-
-def remove_if_empty(folder):
-    with contextlib.suppress(OSError):
-        os.rmdir(folder)
+            status = report(folder, args.file) or status
+    sys.exit(status if status >= 0 else 128 - status)  # of a command that a signal has killed, it is as in a shell
 
 
 def parse(words, command):
     parser = argparse.ArgumentParser(
-        usage="rpctrace [--window FROM TO] FILE (FOLDER | [--stalled S [--end]] -- COMMAND)\n"
+        usage="rpctrace FILE (FOLDER | [--stalled S [--end]] -- COMMAND)\n"
         "       rpctrace --into FOLDER [--stalled S [--end]] -- COMMAND\n       rpctrace why [--json] FOLDER",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -114,53 +93,38 @@ def parse(words, command):
     parser.add_argument("file", nargs="?", metavar="FILE", help="what is written: .png or .json")
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="with recordings, which are read")
     parser.add_argument("--into", metavar="FOLDER", help="record into this folder, and draw nothing")
-    window_help = "what the picture shows, in milliseconds as in the .json (they begin with the first bar)"
-    parser.add_argument("--window", nargs=2, type=float, metavar=("FROM", "TO"), help=window_help)
     stalled_help = "say who waits for whom when nothing has moved for so many seconds, or a circle is so old"
     parser.add_argument("--stalled", type=float, metavar="S", help=stalled_help)
     parser.add_argument("--end", action="store_true", help="with --stalled: kill the command then; the status is 3")
     parser.add_argument("--json", action="store_true", help="of `why`: for a program")
     args = parser.parse_intermixed_args(words)
     if command:
-        complete = bool(args.file) != bool(args.into) and not args.folder and not args.json
+        complete = bool(args.file) != bool(args.into) and args.file != "why" and not args.folder
     else:
         complete = args.file and args.folder and not (args.into or args.stalled)
     if not complete or (args.end and not args.stalled) or (args.json and args.file != "why"):
-        parser.error(
-            "give a FILE or --into, and a command after `--`; or a FILE or `why`, and a FOLDER with recordings"
-        )
-    if args.file and args.file != "why" and (fault := why_not_written(args.file, command)):
+        parser.error("give FILE or --into, and a command after `--`; or FILE or `why`, and a FOLDER with recordings")
+    if args.file and args.file != "why" and (fault := why_not_written(args.file)):
         parser.error(f"{args.file}: {fault}")
-    if args.window and not 0 <= args.window[0] < args.window[1] < float("inf"):
-        parser.error("--window {:g} {:g}: FROM must be less than TO, and not negative".format(*args.window))
     if args.stalled is not None and not 2 <= args.stalled < float("inf"):
         parser.error(f"--stalled {args.stalled:g}: at least 2 seconds")
-    if args.folder and not os.path.isdir(args.folder):
-        parser.error(f"{args.folder}: there is no such folder")
     if args.folder and not read.recordings(args.folder):
-        parser.error(f"{args.folder}: there are no recordings in it")
+        parser.error(f"{args.folder}: there is no such folder, or there are no recordings in it")
     if args.into:
         try:
             os.makedirs(args.into, exist_ok=True)
-            remove_if_empty(tempfile.mkdtemp(prefix="run-", dir=args.into))
         except OSError as error:
             parser.error(f"--into {args.into}: {error.strerror}")
     return args
 
 
-def why_not_written(path, command):
-    folder = os.path.dirname(os.path.abspath(path))
+def why_not_written(path):
     if not path.endswith((".png", ".json")):
         return "the name must end in .png or .json"
     if path.endswith(".png") and not importlib.util.find_spec("matplotlib"):
         return "this needs matplotlib (pip install matplotlib)"
-    if not os.path.isdir(folder):
-        return "that folder does not exist"
-    if not os.access(folder, os.W_OK):
-        return "this user may not write in that folder"
-    if os.path.realpath(path) in [os.path.realpath(word.partition("=")[2] or word) for word in command]:
-        return "the command names this file, too"
-    return ""
+    found = os.access(os.path.dirname(os.path.abspath(path)), os.W_OK)
+    return "" if found else "that folder does not exist, or this user may not write in it"
 
 
 class Command:
@@ -168,12 +132,13 @@ class Command:
 
     def __init__(self, command, folder, around, stalled, end):
         self.folder, self.around, self.stalled, self.end = folder, around, stalled, end
-        self.began, self.interrupted, self.asked, self.status = time.time_ns(), [], False, None
-        self.patience_ended, self.before = False, None
-        self.printed, self.looked, self.told = "", time.monotonic(), False
-        self.seen = {}  # process id -> (its pidfd, what is known of it)
-        path = os.pathsep.join(filter(None, (RECORD, os.environ.get("PYTHONPATH"))))
+        self.began, self.status = time.time_ns(), None
+        self.interrupted, self.asked = [], False  # when Ctrl-C was pressed; whether Ctrl-\ was
+        self.before, self.printed = None, False  # what was found at the first Ctrl-C; whether anything was printed
+        self.looked, self.told = time.monotonic(), False  # when it was looked whether it has stalled; whether it had
+        self.files, self.notes = {}, {}  # the pidfd of each process; what is known of it
         self.mark = f"RPCTRACE_INTO={os.path.abspath(folder)}"
+        path = os.pathsep.join(filter(None, (RECORD, os.environ.get("PYTHONPATH"))))
         environ = os.environ | {"PYTHONPATH": path, "RPCTRACE_INTO": os.path.abspath(folder)}
         # A terminal sends Ctrl-\ to all its processes. It is for this tool; for a command it would be the end.
         plain = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
@@ -191,149 +156,130 @@ class Command:
 
     def wait(self):
         """Return its exit status, -n if signal n has killed it."""
-        noted = 0.0
         while self.status is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                status = self.process.wait(0.1)
+                status = self.process.wait(0.2)
                 if not self.interrupted or not self.living():  # Ctrl-C may have ended it, but not what it has started
                     self.status = status
                     break
-                time.sleep(0.1)
-            if time.monotonic() - noted > 0.5:
-                noted = time.monotonic()
-                self.note_processes()
+                time.sleep(0.2)
+            self.note_processes()
             self.look()
         if self.status and not self.printed:
-            text, said = self.before or self.explained()
+            said = self.before or self.explained()
             if is_long(said):
-                self.print("When the command ended:", text, said)
+                self.print("When the command ended:", said)
         return self.status
 
     def look(self):
         """Do what the signals and --stalled ask for."""
         now = time.monotonic()
-        if self.interrupted and self.before is None:
+        if self.interrupted and not self.before:
             self.before = self.explained()  # Ctrl-C may end some processes, and the others go on to wait for them
         if len(self.interrupted) > 1:
-            self.kill_all()
-            self.status = 130
-        elif self.interrupted and now - self.interrupted[0] > PATIENCE and not self.patience_ended:
-            self.patience_ended = True
+            self.kill_all(130)
+        elif self.interrupted and now - self.interrupted[0] > PATIENCE:
             first = f"{PATIENCE:.0f} s after Ctrl-C, the command still runs. Another Ctrl-C kills all of it."
-            self.print(first, *(self.before if is_long(self.before[1]) else self.explained()))
+            self.print(first, self.before if is_long(self.before) else self.explained())
+            self.interrupted[0] = float("inf")  # it is printed once
         elif self.asked:
             self.asked = False
-            self.print("The command goes on.", *self.explained())
+            self.print("The command goes on.", self.explained())
         elif self.stalled and now - self.looked > max(1.0, self.stalled / 10):
             self.looked = now
-            stalled = why.is_stalled(self.around, self.stalled, self.began)
+            said = self.explained()
+            quiet = said["verdict"] != "nothing" and time.time_ns() - said["moved"] > self.stalled * 1e9
+            stalled = quiet or (said["verdict"] == "circle" and said["seconds"] >= self.stalled)
             if stalled and not self.told:
-                first = f"Nothing has moved for {self.stalled:g} s, or a circle is so old."
-                self.print(first, *self.explained())
+                self.print(f"Nothing has moved for {self.stalled:g} s, or a circle is so old.", said)
                 if self.end:
-                    self.kill_all()
-                    self.status = 3
+                    self.kill_all(3)
             self.told = stalled
 
     def explained(self):
-        """Return the report on who waits for whom, and its verdict."""
+        """Return what is found about who waits for whom."""
         self.note_processes()
         try:
-            return why.explain(self.around, since=self.began)
+            return why.Run(self.around, self.began).verdict()
         except Exception as error:  # the recordings may be of another version, or be cut off
-            return f"who waits for whom cannot be said: {type(error).__name__}: {error}", {"waits": [], "steps": []}
+            report = f"who waits for whom cannot be said: {type(error).__name__}: {error}"
+            return {"verdict": "nothing", "waits": [], "steps": [], "report": report}
 
-    def print(self, first, text, said):
-        print(f"{first}\n{text}", file=sys.stderr, flush=True)
-        self.printed = text
+    def print(self, first, said):
+        self.printed = True
+        print(f"{first}\n{said['report']}", file=sys.stderr, flush=True)
 
     def note_processes(self):
         """Write which of the recorded processes have ended, and how, and which are stopped: only this host knows it."""
-        for path in pathlib.Path(self.folder).glob(f"{socket.gethostname()}-*.0000.jsonl"):
+        host = socket.gethostname()
+        for path in pathlib.Path(self.folder).glob(f"{host}-*.0000.jsonl"):
             pid = int(path.name.rsplit("-", 2)[1])
-            if pid not in self.seen:
+            if pid not in self.files:
                 with contextlib.suppress(OSError, AttributeError):  # it has ended; or this system has no pidfd
-                    self.seen[pid] = os.pidfd_open(pid), {}
-        notes = {pid: known for pid, (_, known) in self.seen.items()}
-        for pid, (file, known) in self.seen.items():
-            fields = stat_of(pid)
-            known["stopped"] = fields[:1] in (["T"], ["t"])
-            if not fields or fields[0] in "ZX":
+                    self.files[pid] = os.pidfd_open(pid)
+        for pid, file in self.files.items():
+            fields, known = stat_of(pid), self.notes.setdefault(f"{host}-{pid}", {})
+            known["stopped"] = fields[0] in "Tt"
+            if fields[0] in "ZX":
                 known.setdefault("gone", time.time_ns())
                 if known.get("how", "has ended") == "has ended":
                     known["how"] = how_it_ended(file, fields)
-        name = os.path.join(self.folder, f"{socket.gethostname()}.processes")
+        name = os.path.join(self.folder, f"{host}.processes")
         with contextlib.suppress(OSError):
             with open(name + ".new", "w") as file:
-                json.dump(notes, file)
+                json.dump(self.notes, file)
             os.replace(name + ".new", name)
 
-    def kill_all(self):
+    def kill_all(self, status):
         """Kill the command and all that it has started."""
+        self.status, deadline = status, time.monotonic() + 2
         self.process.kill()  # where there is no /proc, nothing else is known
-        deadline = time.monotonic() + 2
-        while time.monotonic() < deadline:
-            self.process.poll()
-            living = self.living()
+        while (living := self.living()) and time.monotonic() < deadline:
             for pid in living:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-            if not living:
-                break
+            self.process.poll()
             time.sleep(0.02)
 
     def living(self):
-        """Return the processes that the command has started, directly or indirectly, and itself."""
-        return [pid for pid in started_with(self.mark, self.process.pid) if stat_of(pid)[:1] not in ([], ["Z"], ["X"])]
+        """Return the processes that the command has started: they have its mark, or descend from one that is there."""
+        found = {self.process.pid}
+        for pid in sorted(int(path.name) for path in pathlib.Path("/proc").glob("[0-9]*")):
+            with contextlib.suppress(OSError):
+                marked = self.mark.encode() in pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if marked or (stat_of(pid)[1:2] and int(stat_of(pid)[1]) in found):
+                    found.add(pid)
+        return [pid for pid in found - {os.getpid()} if stat_of(pid)[0] not in "ZX"]
 
 
 def is_long(said):
     """Return whether somebody has waited for so long that it is worth a report."""
-    return any(step["seconds"] >= why.LONG for step in [*said["waits"], *said["steps"]])
+    return any(node["seconds"] >= LONG for node in [*said["waits"], *said["steps"]])
 
 
 def stat_of(pid):
-    """Return what Linux tells about a process, from its state on, or nothing if it is gone."""
+    """Return what Linux tells about a process, from its state on: X if it is gone."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return []
+        return ["X"]
 
 
 def how_it_ended(file, fields):
     """Return how a process has ended. If its parent has been told, only Linux from 6.15 on tells it, by the pidfd."""
-    info, (mask, request) = bytearray(64), EXIT_CODE
-    struct.pack_into("Q", info, 0, mask)
-    status = int(fields[49]) if len(fields) > 49 else None
+    status, info = fields[49:50], bytearray(64)
+    struct.pack_into("Q", info, 0, EXIT_CODE)
     with contextlib.suppress(OSError):
-        fcntl.ioctl(file, request, info)
-        if struct.unpack_from("Q", info)[0] & mask:
-            status = struct.unpack_from("i", info, 60)[0]
-    if status is None:
+        fcntl.ioctl(file, GET_INFO, info)
+        if struct.unpack_from("Q", info)[0] & EXIT_CODE:
+            status = struct.unpack_from("i", info, 60)
+    if not status:
         return "has ended"
-    if os.WIFSIGNALED(status):
-        return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-    return f"has ended with status {os.WEXITSTATUS(status)}"
+    code = os.waitstatus_to_exitcode(int(status[0]))
+    return f"has ended with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
-def started_with(mark, first):
-    """Return the ids of the processes that have this environment variable, or descend from `first`."""
-    found, parents = {first}, {}
-    for entry in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.add(int(entry.name))
-    for _ in parents:
-        more = {pid for pid, parent in parents.items() if parent in found} - found
-        if not more:
-            break
-        found |= more
-    return found - {os.getpid()}
-
-
-def report(folder, path, window):
+def report(folder, path):
     """Write the file, and print a table of the calls. Returns the exit status."""
     recorded = read.read(folder)
     complete = read.is_recorded(recorded)
@@ -352,12 +298,8 @@ def report(folder, path, window):
     for process in processes:
         if process["full"]:
             say(f"{process['name']} recorded too many bars; the last {len(process['bars']):,} are kept")
-    window = window and [1e3 * milliseconds for milliseconds in window]
-    if window and not any(read.is_within(bar, *window) for bar in made):
-        times = [*window, min(bar["ts"] for bar in made), max(map(read.end_of, made))]
-        say("no call is in --window {:g} {:g}: they are from {:.0f} to {:.0f}".format(*(time / 1e3 for time in times)))
     try:
-        draw.write(path, draw.lay_out(processes, bars) + draw.arrows(calls), window)
+        draw.write(path, draw.lay_out(processes, bars) + draw.arrows(calls))
     except OSError as error:
         say(f"{path}: {error.strerror}")
         return 1

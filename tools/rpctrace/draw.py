@@ -4,7 +4,6 @@ The picture has a lane for each thread, dark while the thread works and pale whi
 messages between the lanes. The .json has the same lanes and arrows.
 """
 
-import bisect
 import collections
 import heapq
 import json
@@ -21,7 +20,7 @@ MESSAGE_COLORS = ("#000000", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # of c
 MOST_CALLS, MOST_LANES = 60, 60  # in one picture
 
 
-def write(path, events, window):
+def write(path, events):
     if path.endswith(".json"):
         with open(path, "w") as file:
             file.write('{"traceEvents": [\n')
@@ -29,7 +28,7 @@ def write(path, events, window):
                 file.write((",\n" if number else "") + json.dumps(event))
             file.write("\n]}\n")
     else:
-        draw(path, events, window)
+        draw(path, events)
 
 
 def lay_out(processes, bars):
@@ -80,30 +79,22 @@ def label(kind, process, lane, name):
 
 
 def arrows(calls):
-    """Return the events of an arrow for each call, and of one for its answer, whose number is odd."""
+    """Return the two ends of an arrow for each call, and of one for its answer, whose number is odd."""
     events = []
     for number, (call, run, answered) in enumerate(calls):
-        events += arrow(2 * number, call["name"], (call, call["ts"]), (run, run["ts"]))
-        if is_answered(call, answered):
-            # 1 ns before its end, an arrow's end is still inside the bar.
-            left, arrived = end_of(answered) - 1e-3, end_of(call) - 1e-3
-            events += arrow(2 * number + 1, call["name"], (answered, left), (call, arrived))
+        ends = [(call, call["ts"], "s", 0), (run, run["ts"], "f", 0)]
+        if is_answered(call, answered):  # 1 ns before its end, an arrow's end is still inside the bar
+            ends += [(answered, end_of(answered) - 1e-3, "s", 1), (call, end_of(call) - 1e-3, "f", 1)]
+        for bar, moment, phase, answer in ends:
+            event = {"ph": phase, "pid": bar["pid"], "tid": bar["tid"], "ts": moment, "id": 2 * number + answer}
+            events.append(event | {"name": call["name"], "cat": "message", "bp": "e"})
     return events
 
 
-def arrow(number, name, tail, tip):
-    """`tail` and `tip`: (a bar, a moment at which it exists)."""
-    both = {"id": number, "name": name, "cat": "message", "bp": "e"}
-    return [
-        both | {"ph": phase, "pid": bar["pid"], "tid": bar["tid"], "ts": moment}
-        for phase, (bar, moment) in (("s", tail), ("f", tip))
-    ]
-
-
-def draw(path, events, window):
+def draw(path, events):
     from matplotlib.figure import Figure  # a second to import, so only when asked for
 
-    start, end = window or typical_period(events)
+    start, end = typical_period(events)
     figure = Figure((10, 1), layout="constrained")
     axes = figure.subplots()
     lanes = draw_period(axes, events, start, end)
@@ -125,20 +116,11 @@ def typical_period(events):
     """Return (start, end) of what is drawn: of all steps, the one of median length. At most MOST_CALLS calls."""
     bars = [event for event in events if event["ph"] == "X" and not event["name"].startswith(OF_TORCH)]
     calls = [bar for bar in bars if "to" in bar["args"]]
-    periods = [(bar["ts"], end_of(bar)) for bar in bars if bar["cat"] == "step"]
-    if not periods and len(calls) <= MOST_CALLS:
-        return calls[0]["ts"], max(map(end_of, calls))
-    if not periods:
-        kinds = collections.defaultdict(list)  # (caller, callee, function) -> these calls
-        for call in calls:
-            kinds[call["pid"], call["args"]["to"], call["name"]].append(call)
-        frequent = max(kinds.values(), key=len)
-        starts = [call["ts"] for call in frequent]
-        for call in frequent:  # if calls overlap, a period ends with the first that begins after the end of its call
-            following = bisect.bisect_left(starts, end_of(call))
-            periods.append((call["ts"], starts[following] if following < len(starts) else end_of(call)))
-    periods.sort(key=lambda period: period[1] - period[0])
-    start, end = periods[len(periods) // 2]
+    steps = sorted((bar for bar in bars if bar["cat"] == "step"), key=lambda bar: bar["dur"])
+    if not steps:  # some calls from the middle
+        first = max(0, (len(calls) - MOST_CALLS) // 2)
+        return calls[first]["ts"], max(end_of(call) for call in calls[first : first + MOST_CALLS])
+    start, end = steps[len(steps) // 2]["ts"], end_of(steps[len(steps) // 2])
     within = [call["ts"] for call in calls if start <= call["ts"] < end]
     return start, min(within[MOST_CALLS:], default=end)
 

@@ -1,6 +1,5 @@
 """Reads what was recorded: the bars of all processes on one time axis, and the table of the calls."""
 
-import bisect
 import collections
 import contextlib
 import itertools
@@ -25,7 +24,7 @@ def recordings(folder):
 
 def is_recorded(recorded):
     """Return whether these processes could be recorded, and say so if not."""
-    missing = sorted(set().union(*(process["cannot"] for process in recorded)))
+    missing = sorted({process["cannot"] for process in recorded if "cannot" in process})
     for why in missing:
         say(f"not recorded: {why}")
     if not recorded:
@@ -41,77 +40,45 @@ def read(folder, most=None):
 
     `most`: how many lines of each file are read. Otherwise the last bars of each process are.
     """
-    paths = recordings(folder)
-    files = collections.Counter(path.name.rsplit(".", 2)[0] for path in paths)
-    room = MOST_BARS // max(1, len(files))
-    found = {}
+    files = collections.defaultdict(list)
+    for path in recordings(folder):
+        files[path.name.rsplit(".", 2)[0]].append(path)
+    return [read_process(paths, MOST_BARS // len(files), most) for paths in files.values()]
+
+
+def read_process(paths, room, most):
+    bars, process = {}, {"full": ".0000." not in paths[0].name}
     for path in paths:
-        name, number, _ = path.name.rsplit(".", 2)
-        process = found.setdefault(name, {"bars": {}, "run": path.parent, "names": [], "cannot": set()})
-        process["full"] = process.get("full") or int(number) > 1
         with path.open("rb") as file:
-            for line in itertools.islice(file, most):
+            for text in itertools.islice(file, most):
                 with contextlib.suppress(ValueError):  # the process was killed while it wrote this line
-                    take_in(process, json.loads(line))
-                if len(process["bars"]) > room:
+                    line = json.loads(text)
+                    if "begin" in line:
+                        bars[line.pop("begin")] = {"ph": "X", **line}
+                    elif "end" not in line:
+                        process |= line  # about the process itself
+                    elif line["end"] in bars:  # otherwise it began in a file that is gone
+                        bars[line["end"]]["dur"] = line["ts"] - bars[line["end"]]["ts"]
+                if len(bars) > room:
                     process["full"] = True
-                    forget_the_oldest(process["bars"])
-    return [one for process in found.values() for one in split(process)]
-
-
-def forget_the_oldest(bars):
-    finished = [number for number, bar in bars.items() if "dur" in bar]
-    for number in finished[: max(1, len(finished) // 4)]:
-        del bars[number]
-
-
-def take_in(process, line):
-    if "begin" in line:
-        process["bars"][line.pop("begin")] = {"ph": "X", **line}
-    elif "end" in line:
-        if bar := process["bars"].get(line["end"]):  # or it began in a file that is gone
-            bar["dur"] = line["ts"] - bar["ts"]
-    elif "cannot" in line:
-        process["cannot"].add(line["cannot"])
-    else:
-        process.update(line)
-        if "since" in line:  # init_rpc has returned, which was called then
-            process["names"].append((line["since"], {key: line[key] for key in ("worker", "rank")}))
-
-
-def split(process):
-    """Return a process for each name that it had: it may have called init_rpc again, with another name."""
-    names = process.pop("names")
-    if len({who["worker"] for _, who in names}) < 2:
-        return [process]
-    starts = [when for when, _ in names]
-    parts = [process | who | {"bars": {}} for _, who in names]
-    for number, bar in process["bars"].items():
-        parts[max(0, bisect.bisect_right(starts, bar["ts"]) - 1)]["bars"][number] = bar
-    return [part for part in parts if part["bars"]]
+                    finished = [number for number, bar in bars.items() if "dur" in bar]
+                    for number in finished[: max(1, len(finished) // 4)]:
+                        del bars[number]
+    return process | {"bars": bars}
 
 
 def arrange(processes):
     """Return the processes that have bars, in the order of their ranks. Give each its "name", and each bar its end."""
     processes = [process for process in processes if process["bars"]]
-    starts = {id(process): min(bar["ts"] for bar in process["bars"].values()) for process in processes}
-    last = len(processes)
-    processes.sort(key=lambda process: (last if process.get("rank") is None else process["rank"], starts[id(process)]))
+    for process in processes:
+        process["start"] = min(bar["ts"] for bar in process["bars"].values())
+    processes.sort(key=lambda process: (process.get("rank", len(processes)), process["start"]))
     workers = [process.get("worker") for process in processes]
-    runs = collections.Counter(
-        worker for worker, _ in {(process.get("worker"), process["run"]) for process in processes}
-    )
-    if again := sorted(worker for worker, count in runs.items() if worker and count > 1):
-        say(f"several runs are drawn as if they were one ({', '.join(again)}): record each into a new folder")
     times = [end_of(bar) for process in processes for bar in process["bars"].values()] or [0]
     end = max(times) + (max(times) - min(times)) // 20  # of all unfinished bars: so nested ones are nested in the file
     for number, (process, worker) in enumerate(zip(processes, workers, strict=True)):
-        if not worker:  # init_rpc has not returned
-            process["name"] = f"process {process['pid']}"
-        elif workers.count(worker) > 1:  # the job was started again
-            process["name"] = f"{worker} process {process['pid']}"
-        else:
-            process["name"] = worker
+        alone = worker and workers.count(worker) == 1  # otherwise init_rpc has not returned, or it was started again
+        process["name"] = worker if alone else f"{worker or ''} process {process['pid']}".strip()
         for bar in process["bars"].values():
             bar["pid"] = number
             if "dur" not in bar:
@@ -218,7 +185,8 @@ def table(processes, made, calls):
     answers = {call["args"]["call"]: (run, answered) for call, run, answered in calls}
     recorded = {process.get("worker") for process in processes}
     for call in made:
-        title = title_of(processes, call)
+        name = call["name"].removesuffix(UNFINISHED)
+        title = f"{processes[call['pid']]['name']} -> {call['args']['to']}: {name}"
         counts[title] += 1
         run, answered = answers.get(call["args"]["call"], (None, None))
         if not is_finished(call):
@@ -239,7 +207,3 @@ def table(processes, made, calls):
     if one_sided:
         lines.append(f"Recorded at the caller only: {one_sided:,} of these calls.")
     return "\n".join(lines)
-
-
-def title_of(processes, call):
-    return f"{processes[call['pid']]['name']} -> {call['args']['to']}: {call['name'].removesuffix(UNFINISHED)}"

@@ -9,6 +9,7 @@ import _thread
 import ast
 import contextlib
 import functools
+import inspect
 import json
 import linecache
 import os
@@ -19,228 +20,212 @@ import threading
 import time
 
 PERIOD = 1.0  # seconds
-FRAMES, BARS = 40, 1000  # at most so many of a thread, and so many open ones at each end of the list
-WAITS = {"acquire", "wait", "join", "get", "put", "result", "wait_for", "barrier"}  # methods that may wait
+BARS = 1000  # at most so many open ones at each end of the list
+LOCKS = ("lock", "RLock", "Condition")
+WAITS = {"acquire", "wait", "get", "barrier"}  # methods that may wait outside of SIGNALS
 OWNER = re.compile(r"owner=(\d+) count=[1-9]")  # in the repr of a threading.RLock
 SIGNALS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py")  # files in which threads wait for each other
-NOTHING = object()
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+parsed = functools.lru_cache(32)(lambda path: ast.parse("".join(linecache.getlines(path))))
 
 
 class Watcher:
     def __init__(self, recorder):
         self.recorder, self.pid = recorder, os.getpid()
-        self.stood, self.ran = {}, {}  # thread -> (where it stood, since when); thread -> its CPU time
-
-    def start(self):
+        self.stood, self.ran = {}, {}  # thread -> (where it stood, since when); its CPU time
         _thread.start_new_thread(self.run, ())
 
     def run(self):
         while os.getpid() == self.pid:
             try:
-                self.write()
+                path = self.recorder.base.rpartition("-")[0] + ".now"
+                with open(path + ".new", "w") as file:
+                    json.dump(self.look(), file, default=str)
+                os.replace(path + ".new", path)
             except OSError:  # the disk is full, or the command has ended before this process
                 return
             except Exception:  # something is as we do not know it: perhaps not any more in a second
                 pass
             time.sleep(PERIOD)
 
-    def write(self):
-        path = self.recorder.base() + ".now"
-        with open(path + ".new", "w") as file:
-            json.dump(self.look(), file, default=str)
-        os.replace(path + ".new", path)
-
     def look(self):
         recorder, now = self.recorder, time.time_ns()
-        bars = list(recorder.open.items())
-        lines = bars if len(bars) <= 2 * BARS else bars[:BARS] + bars[-BARS:]
-        opened = [json.loads(line) | {"known": known or {}} for _, (line, known) in lines]
+        bars = list(recorder.open.values())
+        some = bars if len(bars) <= 2 * BARS else bars[:BARS] + bars[-BARS:]
         frames = sys._current_frames()
         frames.pop(_thread.get_ident(), None)
-        names = dict(getattr(threading, "_active", {}))
-        standing = {tid: (id(frame), frame.f_lasti) for tid, frame in frames.items()}
-        self.stood = {
-            tid: self.stood[tid] if tid in self.stood and self.stood[tid][0] == where else (where, now)
-            for tid, where in standing.items()
-        }
-        still = {tid for tid, (_, since) in self.stood.items() if since < now}
-        threads = {
-            tid: {
-                "name": getattr(names.get(tid), "name", None),  # None: C++ has started it
-                "since": self.stood[tid][1],
-                "ran": self.has_run(names.get(tid)),
-                "frames": self.stack(frame, tid in still),
-            }
-            for tid, frame in frames.items()
-        }
-        if any("takes" in frame[-1] for thread in threads.values() for frame in thread["frames"]):
-            for tid, frame in frames.items():  # who holds that lock?
-                threads[tid]["holds"] = list(self.held(frame))
+        known, stood = dict(threading._active), self.stood
+        self.stood, threads = {}, {}
+        for tid, frame in frames.items():
+            where = (id(frame), frame.f_lasti)
+            self.stood[tid] = stood[tid] if tid in stood and stood[tid][0] == where else (where, now)
+            since, name = self.stood[tid][1], getattr(known.get(tid), "name", None)  # no name: C++ has started it
+            place, wait = self.stand(frame, since < now, self.has_run(known.get(tid)))
+            threads[tid] = {"name": name, "ts": since, "place": place, "wait": wait, "holds": []}
+            threads[tid]["autograd"] = any("/torch/autograd/" in one.f_code.co_filename for one in outwards(frame))
+        if any("locks" in thread["wait"] or "lock" in thread["wait"] for thread in threads.values()):
+            for tid, frame in frames.items():  # who holds that lock? Not who waits for a signal, and has given it back
+                back = threads[tid]["wait"].get("lock", [None, None])[1]
+                threads[tid]["holds"] = [lock for lock in self.held(frame) if lock[2] != back]
         about = {"ts": now, "pid": self.pid, "main": threading.main_thread().ident, "moved": recorder.moved}
-        about |= {"cut": len(recorder.paths) > 1, "more": len(bars) - len(lines), **recorder.worker}
-        about |= {"host": socket.gethostname(), **self.pool(), **self.groups()}
-        return about | {"open": opened, "threads": threads}
+        about |= {"host": socket.gethostname(), "more": len(bars) - len(some), **recorder.worker}
+        for more in (self.pool, self.groups):
+            with contextlib.suppress(Exception):  # before init_rpc, or init_process_group
+                about |= more()
+        return about | {"threads": threads, "open": [json.loads(line) | {"known": more or {}} for line, more in some]}
 
     def has_run(self, thread):
-        """Return whether this thread has used the CPU since the last time, or None if that is not known."""
+        """Return whether this thread has used the CPU since the last time; it is not known of those of C++."""
         try:
             with open(f"/proc/self/task/{thread.native_id}/schedstat") as file:
                 spent = int(file.read().split()[0])
         except (OSError, AttributeError, ValueError):
-            return None
-        before, self.ran[thread.native_id] = self.ran.get(thread.native_id, spent), spent
+            return False
+        before, self.ran[thread] = self.ran.get(thread, spent), spent
         return spent - before > 2e7 * PERIOD
 
     def pool(self):
         """Return how many RPC threads there are, and how many of them are free."""
-        with contextlib.suppress(Exception):
-            api = self.recorder.rpc.api
-            if api._is_current_rpc_agent_set():
-                counts = api._get_current_rpc_agent().get_debug_info()
-                return {"pool": [int(counts["agent.thread_pool_size"]), int(counts["agent.num_idle_threads"])]}
-        return {}
+        api = self.recorder.rpc.api
+        counts = api._get_current_rpc_agent().get_debug_info() if api._is_current_rpc_agent_set() else {}
+        return {"pool": [int(counts["agent.thread_pool_size"]), int(counts["agent.num_idle_threads"])]}
 
     def groups(self):
         """Return the rank in the process groups, and for each group how many collectives this process has begun."""
-        with contextlib.suppress(Exception):
-            dist = self.recorder.torch.distributed
-            if dist.is_initialized():
-                world = dist.distributed_c10d._world.pg_map
-                counts = {g.group_name: g._get_sequence_number_for_group() for g in list(world) if g.rank() >= 0}
-                members = {g.group_name: dist.get_process_group_ranks(g) for g in list(world) if g.rank() >= 0}
-                return {"group_rank": dist.get_rank(), "counts": counts, "members": members}
-        return {}
+        dist = self.recorder.torch.distributed
+        mine = [group for group in list(dist.distributed_c10d._world.pg_map) if group.rank() >= 0]
+        counts = {group.group_name: group._get_sequence_number_for_group() for group in mine}
+        members = {group.group_name: dist.get_process_group_ranks(group) for group in mine}
+        return {"group_rank": dist.get_rank(), "counts": counts, "members": members}
 
     # --------------------------------------------------------------------------------------------- one thread
 
-    def stack(self, frame, still):
-        """Return [file, line, function, the line itself, {what it waits for}] of each frame, the innermost first."""
-        found, innermost = [], True
-        while frame and len(found) < FRAMES:
-            code = frame.f_code
-            known = {}
+    def stand(self, frame, still, ran):
+        """Return the innermost line of the program, and what a thread waits for there."""
+        place, wait, signals = ["", 0, "", ""], {}, True
+        for one in outwards(frame):
+            path, line = one.f_code.co_filename, one.f_lineno or 0
+            signals = signals and path.endswith(SIGNALS)
             if still:
                 with contextlib.suppress(Exception):
-                    known = self.known(frame, innermost)
-            library = self.recorder.is_library(code.co_filename)
-            innermost = innermost and code.co_filename.endswith(SIGNALS)
-            line = linecache.getline(code.co_filename, frame.f_lineno or 0).strip()
-            known["library"] = library
-            found.append([code.co_filename, frame.f_lineno or 0, code.co_name, line, known])
-            frame = frame.f_back
-        return found
+                    wait = self.wait(one, wait, signals)
+            if not self.recorder.is_library(path):
+                place = [path, line, one.f_code.co_name, linecache.getline(path, line).strip()]
+                break
+        if not wait or (ran and wait["kind"] in ("lock", "work", "engine")):
+            does = "computes" if ran else "sleeps" if "sleep(" in place[3] else "runs, or waits for something outside"
+            wait = {"kind": "other", "what": f"it {does}"}
+        return place, wait
 
-    def known(self, frame, innermost):
-        """Return what the variables of this frame tell about the wait."""
-        name, function = frame.f_code.co_filename, frame.f_code.co_name
-        if innermost and name.endswith(SIGNALS):
-            values = frame.f_locals
-            what = values.get("self")
-            timed = values.get("timeout", -1)
-            known = {"object": described(what), "timed": timed is not None and timed != -1}
-            return known | ({"joins": what.ident} if isinstance(what, threading.Thread) else {})
-        if name.endswith("/distributed/rpc/api.py") and function in ("rpc_sync", "_invoke_rpc"):
-            values = frame.f_locals
-            to, func = values["to"], values["func"]
-            worker = getattr(to, "name", None) or self.recorder.rpc.get_worker_info(to).name
-            return {"to": worker, "func": getattr(func, "__name__", type(func).__name__)}
-        if name.endswith("/distributed/distributed_c10d.py") and "group" in frame.f_code.co_varnames:
-            c10d = self.recorder.torch.distributed.distributed_c10d
-            group = frame.f_locals.get("group") or c10d._get_default_group()
-            return {"group": group.group_name, "ranks": c10d.get_process_group_ranks(group)}
-        if not innermost or self.recorder.is_library(name):
-            return {}
-        for node in blocking(name).get(scope_of(frame), ()):
-            if isinstance(node, ast.With) and node.lineno <= frame.f_lineno <= last_line_of_header(node):
-                return {"takes": [self.lock(item.context_expr, frame) for item in node.items]}
-            if isinstance(node, ast.Call) and node.lineno <= frame.f_lineno <= node.end_lineno:
-                lock = self.lock(node.func.value, frame)
-                timed = bool(node.args or node.keywords)
-                if node.func.attr == "acquire" and lock[1] in ("lock", "RLock", "Condition"):
-                    return {"takes": [lock], "timed": timed}
-                return {"calls": node.func.attr, "object": lock, "timed": timed}
-        return {}
-
-    def lock(self, expression, frame):
-        """Return [its text, its type, its id, the thread that holds it] of what an expression means in a frame."""
-        return [ast.unparse(expression), *described(evaluated(expression, frame))]
+    def wait(self, frame, wait, signals):
+        """Return what a thread waits for, as this frame tells it. `wait` is what the frames within it have told."""
+        path, function, names = frame.f_code.co_filename, frame.f_code.co_name, frame.f_locals
+        if path.endswith("/distributed/rpc/api.py") and function in ("rpc_sync", "_invoke_rpc"):
+            to = getattr(names["to"], "name", None) or self.recorder.rpc.get_worker_info(names["to"]).name
+            return {"kind": "operator", "to": to, "func": getattr(names["func"], "__name__", "")}
+        if path.endswith("/distributed/distributed_c10d.py") and "group" in frame.f_code.co_varnames:
+            group = names.get("group") or self.recorder.torch.distributed.distributed_c10d._get_default_group()
+            return {"kind": "collective", "name": function, "group": group.group_name}
+        if signals:
+            this, timed = names.get("self"), names.get("timeout") not in (None, -1)
+            again = "_acquire_restore" in function + linecache.getline(path, frame.f_lineno)
+            joins = this.ident if isinstance(this, threading.Thread) else wait.get("joins")
+            inner = {"kind": "signal", "lock": described(this), "timed": timed, "again": again}
+            inner["enters"] = function == "__enter__"  # `with` of a Condition, which waits for its lock only
+            return inner | wait | {"type": type(this).__name__, "joins": joins}
+        if function == "_engine_run_backward" and not wait:
+            return {"kind": "engine"}
+        if self.recorder.is_library(path) or not wait.get("enters", not wait):
+            return wait
+        return own_wait(frame) or wait
 
     def held(self, frame):
         """Return the locks in whose `with` blocks a thread stands, with the place. The innermost come first."""
-        innermost = True
-        while frame:
-            if not self.recorder.is_library(frame.f_code.co_filename):
-                for node in blocking(frame.f_code.co_filename).get(scope_of(frame), ()):
-                    if not isinstance(node, ast.With):
-                        continue
-                    first = node.body[0].lineno + (innermost and node.body[0].lineno == node.lineno)
-                    if first <= frame.f_lineno <= node.end_lineno:
-                        for item in node.items:
-                            yield [*self.lock(item.context_expr, frame), frame.f_code.co_filename, node.lineno]
-            innermost = False
-            frame = frame.f_back
+        found = []
+        for one in outwards(frame):
+            path, line = one.f_code.co_filename, one.f_lineno
+            with contextlib.suppress(Exception):
+                for node in () if self.recorder.is_library(path) else nodes_of(one.f_code):
+                    first = isinstance(node, ast.With) and node.body[0].lineno
+                    if first and first + (one is frame and first == node.lineno) <= line <= node.end_lineno:
+                        found += [[*lock(item.context_expr, one), path, node.lineno] for item in node.items]
+        return found
 
 
-def scope_of(frame):
-    code = frame.f_code
-    return code.co_name, 0 if code.co_name == "<module>" else code.co_firstlineno
+def outwards(frame):
+    """Yield the frames of a thread, the innermost first."""
+    while frame:
+        yield frame
+        frame = frame.f_back
 
 
-def last_line_of_header(node):
-    return max(node.lineno, node.body[0].lineno - 1)
+def own_wait(frame):
+    """Return what a line of the program itself waits for: a lock, a collective, or a store."""
+    for node in nodes_of(frame.f_code):
+        if isinstance(node, ast.With) and node.lineno <= frame.f_lineno <= max(node.lineno, node.body[0].lineno - 1):
+            locks = [one for one in (lock(item.context_expr, frame) for item in node.items) if one[1] in LOCKS]
+            if locks:
+                return {"kind": "lock", "locks": locks, "timed": False}
+        if isinstance(node, ast.Call) and node.lineno <= frame.f_lineno <= node.end_lineno:
+            what, method = lock(node.func.value, frame), node.func.attr
+            if what[1] in LOCKS and method == "acquire":
+                return {"kind": "lock", "locks": [what], "timed": bool(node.args or node.keywords)}
+            if what[1].endswith("Work") and method == "wait":
+                return {"kind": "work"}
+            if what[1].endswith("Store"):
+                return {"kind": "other", "what": "a key in a store, with a time limit"}
+    return {}
 
 
 @functools.lru_cache(256)
-def blocking(path):
-    """Return {(function, its first line): its `with` blocks and its calls of methods that may wait} of a file."""
-    found = {}
-    with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError), open(path) as file:
-        collect(ast.parse(file.read()), ("<module>", 0), found)
-    return found
+def nodes_of(code):
+    """Return the `with` blocks of a function, and its calls of methods that may wait; not those of functions in it."""
+    tree = parsed(code.co_filename)
+    if code.co_name == "<module>":
+        return list(inside(tree))
+    for scope in ast.walk(tree):
+        if isinstance(scope, SCOPES) and scope.name == code.co_name:
+            firsts = (scope.lineno, *(line.lineno for line in scope.decorator_list))
+            if code.co_firstlineno in firsts:
+                return list(inside(scope))
+    return []
 
 
-def collect(node, scope, found):
+def inside(node):
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
-            collect(child, (child.name, first), found)
-        elif not isinstance(child, ast.Lambda):
+        if not isinstance(child, (*SCOPES, ast.Lambda)):
             method = isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute) and child.func.attr in WAITS
-            if isinstance(child, ast.With) or method:
-                found.setdefault(scope, []).append(child)
-            collect(child, scope, found)
+            if method or isinstance(child, ast.With):
+                yield child
+            yield from inside(child)
 
 
 def evaluated(expression, frame):
-    """Return the value of names, attributes and constant indices, or NOTHING. No code of the program runs."""
+    """Return the value of names, attributes and constant indices. No code of the program runs."""
     if isinstance(expression, ast.Name):
-        for names in (frame.f_locals, frame.f_globals):
-            if expression.id in names:
-                return names[expression.id]
-    elif isinstance(expression, ast.Attribute):
-        owner = evaluated(expression.value, frame)
-        for names in (owner, *type(owner).__mro__, *(owner.__mro__ if isinstance(owner, type) else ())):
-            names = getattr(names, "__dict__", {}) if isinstance(names, type) else instance_of(names)
-            if expression.attr in names and not hasattr(type(names[expression.attr]), "__get__"):
-                return names[expression.attr]
-    elif isinstance(expression, ast.Subscript):
-        owner, index = evaluated(expression.value, frame), expression.slice
-        index = index.value if isinstance(index, ast.Constant) else evaluated(index, frame)
-        if type(owner) in (list, tuple, dict) and type(index) in (int, str):
-            return owner[index]
-    return NOTHING
+        names = frame.f_locals if expression.id in frame.f_locals else frame.f_globals
+        return names[expression.id]
+    if isinstance(expression, ast.Attribute):
+        return inspect.getattr_static(evaluated(expression.value, frame), expression.attr)
+    if isinstance(expression, ast.Constant):
+        return expression.value
+    owner, index = evaluated(expression.value, frame), evaluated(expression.slice, frame)
+    if type(owner) in (list, tuple, dict) and type(index) in (int, str):
+        return owner[index]
+    raise LookupError
 
 
-def instance_of(thing):
+def lock(expression, frame):
+    """Return [its text, its type, its id, the thread that holds it] of what an expression means in a frame."""
     try:
-        return object.__getattribute__(thing, "__dict__")
-    except AttributeError:
-        return {}
+        return [ast.unparse(expression), *described(evaluated(expression, frame))]
+    except Exception:
+        return [ast.unparse(expression), "", 0, None]
 
 
 def described(thing):
     """Return [type, id of the lock in it, the thread that holds it or None] of an object."""
-    kind = type(thing).__name__ if thing is not NOTHING else ""
-    lock = instance_of(thing).get("_lock", thing) if isinstance(thing, threading.Condition) else thing
+    lock = inspect.getattr_static(thing, "_lock") if isinstance(thing, threading.Condition) else thing
     owner = OWNER.search(repr(lock)) if type(lock) is type(threading.RLock()) else None
-    return [kind, id(lock) if kind else 0, int(owner[1]) if owner else None]
+    return [type(thing).__name__, id(lock), int(owner[1]) if owner else None]
