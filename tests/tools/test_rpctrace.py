@@ -211,7 +211,7 @@ def test_the_forty_lines_of_the_readme_are_drawn(tmp_path):
 
 
 def test_the_calls_of_a_killed_rank_are_in_the_file(tmp_path, pair, capsys):
-    """A recording is bounded, here to 200 lines, and keeps the call that is never answered. The other rank just leaves."""
+    """A recording is bounded, here to 200 lines, and keeps the call that is never answered. The other rank leaves."""
     copy = shutil.copytree(TOOL, tmp_path / "rpctrace")
     changed(copy / "record" / "sitecustomize.py", ("LINES = 200_000", "LINES = 100"))
     done = run_script(copy, "--into", tmp_path / "calls", "--", sys.executable, *pair, "killed")
