@@ -88,7 +88,7 @@ def drawn(path, folder, capsys):
 # ------------------------------------------------------------------------------------------ what a recording contains
 
 
-def test_both_sides_of_every_rpc_are_recorded_also_of_answers_that_leave_later(tmp_path):
+def test_both_sides_of_every_rpc_of_a_job_are_recorded(tmp_path):
     path, summary = tmp_path / "all.json", tmp_path / "summary.json"
     job = [*JOBS["rl_rpc"]["size"], *JOBS["rl_rpc"]["short"], "--max_episodes", 20, "--mode", "batched"]
     command = [sys.executable, ROOT / "rl_rpc" / "main.py", *job, "--summary_json", summary]
@@ -210,8 +210,8 @@ def test_the_forty_lines_of_the_readme_are_drawn(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["forty.py", "step.png"]
 
 
-def test_a_recording_is_bounded_and_keeps_what_is_open_and_the_end_of_a_killed_rank(tmp_path, pair, capsys):
-    """A file has only 100 lines. The first call is never answered; the other rank leaves without cleaning up."""
+def test_the_calls_of_a_killed_rank_are_in_the_file(tmp_path, pair, capsys):
+    """A recording is bounded, here to 200 lines, and keeps the call that is never answered. The other rank leaves."""
     copy = shutil.copytree(TOOL, tmp_path / "rpctrace")
     changed(copy / "record" / "sitecustomize.py", ("LINES = 200_000", "LINES = 100"))
     done = run_script(copy, "--into", tmp_path / "calls", "--", sys.executable, *pair, "killed")

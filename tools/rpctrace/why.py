@@ -109,7 +109,8 @@ class Run:
     def make_nodes(self, process):
         name, threads = process["name"], process["threads"]
         if process["lost"]:
-            (how, ended), place = process["lost"], threads.get(process["main"], {"place": ("", 0, "", "")})["place"]
+            how, ended = process["lost"]
+            place = threads[process["main"]]["place"] if process["main"] in threads else ("", 0, "", "")
             self.add((name, "gone", 0), "", how, "gone" if ended else "silent", [[]] if ended else [], place)
             return
         for tid, thread in threads.items():
