@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 import sys
 
 import pytest
@@ -50,16 +51,17 @@ def record(folder, package, *flags):
 def assert_drawn(diagram, events):
     drawn = {name for caller, callee, _ in CALL.findall(diagram) for name in (caller, callee)}
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    step = next(bar for bar in events if bar["name"] == "step 5" and names[bar["pid"]] in drawn)
+    steps = [bar for bar in events if re.fullmatch(r"step \d+", bar["name"]) and names[bar["pid"]] in drawn]
     bars = sorted((bar for bar in events if "to" in bar.get("args", ())), key=lambda bar: bar["ts"])
-    within = [bar for bar in bars if step["ts"] <= bar["ts"] < step["ts"] + step["dur"]]
-    calls = [(names[bar["pid"]], bar["args"]["to"], bar["name"].removeprefix("torch.optim.")) for bar in within]
-    made = "".join(
-        f"{caller}>{callee}:{name};"
-        for caller, callee, name in calls
-        if {caller, callee} <= drawn and not name.startswith("torch.")
-    )
-    assert re.fullmatch(as_pattern(diagram), made), (as_pattern(diagram), made)
+    made = []
+    for step in steps:
+        within = [bar for bar in bars if step["ts"] <= bar["ts"] < step["ts"] + step["dur"]]
+        calls = [(names[bar["pid"]], bar["args"]["to"], bar["name"].removeprefix("torch.optim.")) for bar in within]
+        calls = [call for call in calls if {*call[:2]} <= drawn and not call[2].startswith("torch.")]
+        made.append("".join("{}>{}:{};".format(*call) for call in calls))
+    # The first and the last step of an epoch may be different, and in `replica` many are of the other trainer.
+    usual = statistics.mode(each for each in made if each)
+    assert re.fullmatch(as_pattern(diagram), usual), (as_pattern(diagram), made)
 
 
 @pytest.mark.parametrize("package", ["rnn_rpc", "ddp_rpc", "param_server"])
