@@ -201,15 +201,21 @@ def join(name, rank):
 
 def main():
     rank = int(os.environ.get("RANK", 0))
+    if rank:
+        run_worker(rank)
+        return
+    processes = []
     if "RANK" not in os.environ:  # start the workers here, too
         for number, name in enumerate(WORKERS, start=1):
-            process = mp.get_context("spawn").Process(target=run_worker, args=(number,), daemon=True)
+            process = mp.get_context("spawn").Process(target=run_worker, args=(number,))
             process.start()
             print(f"{name} is process {process.pid}", flush=True)
-    if rank == 0:
+            processes.append(process)
+    try:
         run_leader()
-    else:
-        run_worker(rank)
+    finally:
+        for process in processes:  # one that was given up because it was late may still be alive
+            process.kill()
 
 
 if __name__ == "__main__":
