@@ -53,7 +53,7 @@ def parse_args(argv=None):
     add("--max_batches", type=flags.non_negative_int, default=0, metavar="N", help="per epoch and trainer; 0: all")
     add("--batch_size", type=flags.positive_int, default=32, metavar="B", help="images in a trainer's batch")
     add("--lr", type=flags.positive_float, default=0.03, metavar="X", help="learning rate")
-    add("--lr_step", type=flags.non_negative_int, default=0, metavar="E", help="epochs until --lr falls to a tenth")
+    add("--lr_step", type=flags.non_negative_int, default=0, metavar="E", help="divide --lr by 10 every E epochs")
     add("--momentum", type=flags.fraction, default=0.0, metavar="X", help="momentum of the server's SGD")
     add("--no_dropout", action="store_true", help="train without dropout, to compare runs")
     add("--log_interval", type=flags.positive_int, default=100, metavar="N", help="batches of a trainer per loss")
@@ -145,11 +145,9 @@ def run_server(server_class, test_digits, args, job):
         else:
             counts.epoch += 1
             late = staleness_figures(counts.stale)
-            line = (
-                f"Epoch {counts.epoch}: Accuracy {counts.accuracy:.4f}, {counts.new_images / seconds:,.0f} images/s, "
-            )
-            line += f"{counts.updates} updates, staleness mean {late['staleness_mean']:.2f} max {late['staleness_max']}"
-            report.say(line)
+            staleness = f"staleness mean {late['staleness_mean']:.2f} max {late['staleness_max']}"
+            speed = f"{counts.new_images / seconds:,.0f} images/s, {counts.updates} updates"
+            report.say(f"Epoch {counts.epoch}: Accuracy {counts.accuracy:.4f}, {speed}, {staleness}")
         if args.checkpoint:
             state = {"model": server.model.state_dict(), "optimizer": server.optimizer.state_dict()}
             state["progress"] = counts.state_dict()

@@ -21,7 +21,7 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 # some tests take twenty times as long with two. Torch reads the variable when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# Each Program adds a character to this file. The processes of pytest-xdist inherit the variable.
+# Each Program adds a line to this file. The processes of pytest-xdist inherit the variable.
 os.environ.setdefault("COUNT_OF_STARTS", os.path.join(tempfile.mkdtemp(), "starts"))
 
 ENVIRONMENT = dict(os.environ)
@@ -41,7 +41,8 @@ def same_environment():
 
 def pytest_terminal_summary(terminalreporter):
     if os.path.exists(os.environ["COUNT_OF_STARTS"]):
-        terminalreporter.write_line(f"programs started: {os.path.getsize(os.environ['COUNT_OF_STARTS'])}")
+        with open(os.environ["COUNT_OF_STARTS"]) as file:
+            terminalreporter.write_line(f"programs started: {len(list(file))}")
 
 
 @pytest.fixture(scope="session")

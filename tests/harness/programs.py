@@ -118,10 +118,10 @@ class Program:
 
 
 def count_a_start():
-    """Add one to the number that conftest.py prints after the tests."""
+    """Add a line to the file whose lines conftest.py counts after the tests."""
     if path := os.environ.get("COUNT_OF_STARTS"):  # not in tools/
         with open(path, "a") as file:
-            file.write(".")
+            file.write(os.environ.get("PYTEST_CURRENT_TEST", "") + "\n")
 
 
 def kill(pids):
