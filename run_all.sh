@@ -6,7 +6,9 @@
 #   ./run_all.sh test [full]      run the quick tests, or all tests (full)
 #   ./run_all.sh bench            run the four benchmarks
 set -euo pipefail
-cd "$(dirname "$0")"
+self=$(readlink -f "$0")
+cd "$(dirname "$self")"
+trap 'exit 130' INT
 
 # Use the active environment (venv or conda) if there is one, else .venv in this folder. Install the missing packages.
 use_environment() { # argument: a requirements file
@@ -15,9 +17,10 @@ use_environment() { # argument: a requirements file
         python=$active/bin/python
         [ ! -x "$python" ] || break
     done
-    if [ ! -x "$python" ]; then
+    if ! "$python" -m pip --version >/dev/null 2>&1; then # there is none, or making it was interrupted
         python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or later is needed" >&2; exit 1; }
-        python3 -m venv .venv
+        python3 -m venv --clear .venv
+        python=.venv/bin/python
     fi
     echo "Installing the packages of $1 (the first time this takes some minutes) ..."
     "$python" -m pip install --quiet --disable-pip-version-check -r "$1"
@@ -66,7 +69,7 @@ PYTHON
 }
 
 usage() {
-    sed -n 's/^#   //p' "$0" >&2
+    sed -n 's/^#   //p' "$self" >&2
     exit 2
 }
 

@@ -18,9 +18,9 @@ first), and prints what it got:
     worker1: p after one step of SGD, lr 0.05:  0.2376 0.6363 0.5520
     worker1:   = p - 0.05 * gradient, which is 1 everywhere
 
-The fourth line is the one to understand. worker0 has added t1, a tensor of worker1, to another one,
-and the backward pass has come back through that call. Yet t1.grad is None: the gradient is in the
-autograd context, from which an optimizer takes it.
+The fourth line is the one to understand. worker1 asked worker0 to compute t1 + t2. The backward pass
+went through that call and came back. Yet t1.grad is None, because the gradient is in the autograd
+context, from which an optimizer takes it.
 
 The last two follow two examples in torch's documentation: that of dist_autograd.context, and the
 one in the design note about distributed autograd, which also draws how autograd crosses a call:
@@ -88,9 +88,8 @@ def backward_through_a_call(neighbour, say):
 
 
 class SGD(optim.SGD):
-    """An empty subclass. Instead of torch's own class, DistributedOptimizer would use another
-    version of it. That version takes no lock, so the steps of several workers could overlap, and
-    every process that owns a parameter would print a warning about TorchScript."""
+    """Empty, because DistributedOptimizer keeps a subclass as it is. torch's own SGD it would replace
+    by a version without a lock, which prints a warning about TorchScript in each process."""
 
 
 def run_ring(neighbour, seeds, lr, say):
@@ -102,8 +101,8 @@ def run_ring(neighbour, seeds, lr, say):
         rref1 = rpc.remote(neighbour, random_tensor, args=(seeds[0],))
         rref2 = rpc.remote(neighbour, random_tensor, args=(seeds[1],))
         before = [rpc.rpc_sync(neighbour, value_of, args=(rref,)) for rref in (rref1, rref2)]
-        # to_here() returns a copy, and the context remembers where it came from, so backward()
-        # sends its gradient to the owner: 1 everywhere for rref1's tensor, and 2 for rref2's.
+        # to_here() returns a copy. backward() sends the gradient of the copy to the owner: 1
+        # everywhere for rref1's tensor, and 2 for rref2's.
         total = rref1.to_here() + 2 * rref2.to_here()
         dist_autograd.backward(context_id, [total.sum()])
         # This makes an SGD in each process that owns one of these tensors. step() lets all of them
@@ -128,12 +127,12 @@ def run_worker(rank, args):
     if parent := mp.parent_process():  # a spawned rank ends when its parent ends
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     warnings.filterwarnings("ignore", "You are using a Backend")  # torch itself does this
-    # Hides a remark of DistributedOptimizer: Python's GIL may slow down a class such as SGD above.
+    # Hides a line about Python's GIL.
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
     name = f"worker{rank}"
     neighbour = f"worker{(rank + 1) % args.world_size}"
-    # TCP: torch's default, shared memory, keeps a core busy in every rank. Without "basic", torch
-    # would open channels for GPUs too. Both are private to torch (docs/COSTS.md).
+    # Two arguments that are private to torch, to save CPU time. You can leave them out. Why they
+    # are here: docs/COSTS.md
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
     torch.manual_seed(args.seed * args.world_size + rank)

@@ -20,9 +20,10 @@ begin with `import time` and `time.sleep(5)` first, to have more time.
 Run it again. When it has printed the first result, `kill -9` one of the two processes in a second
 terminal. The other worker goes on alone. torch prints warnings that a connection was closed.
 
-Then put a mistake into Worker.work. Each worker that meets it prints a traceback, and the leader ends
-with one more. Look there for `On WorkerInfo(` with the worker's name, and below it for the last line
-that is in your own file.
+Then put a mistake into Worker.work. The worker prints a traceback, then the leader prints one and ends.
+In the leader's, find `On WorkerInfo(`. Below it, the last line of your own file is the mistake.
+
+Ctrl-C ends everything, and leaves an empty folder in the directory for temporary files.
 """
 
 import faulthandler
@@ -42,7 +43,7 @@ import torch.multiprocessing as mp
 RATES = [0.0001, 0.0002, 0.0003, 0.0006, 0.001, 0.002, 0.003, 0.006, 0.01, 0.02, 0.03, 0.06]
 WORKERS = 2
 START_TIMEOUT = 60  # seconds: by then all processes must have started
-TIMEOUT = 30  # seconds for a call. No task may take longer, because a worker that is late counts as lost
+TIMEOUT = 30  # seconds for a call. A worker that takes longer for a task is killed
 
 
 class Worker:
@@ -61,7 +62,7 @@ class Worker:
 
     def work(self, lr):
         """Train a linear model with this learning rate, and return its loss."""
-        generator = torch.Generator().manual_seed(2)  # one for each call, or two calls would share its numbers
+        generator = torch.Generator().manual_seed(2)  # two calls at once must not draw from one
         weights = torch.zeros(50)
         for _ in range(4000):
             batch = torch.randint(1000, (8,), generator=generator)
@@ -98,7 +99,7 @@ def join(name, rank, folder):
     # with its message; the other channels are for GPUs and shared memory. Both arguments are private to torch.
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     options.init_method = f"file://{folder}/store"  # how the processes find each other, without any port
-    faulthandler.dump_traceback_later(START_TIMEOUT, exit=True)  # ends this process if another never comes
+    faulthandler.dump_traceback_later(START_TIMEOUT, exit=True)  # ends this process if the others are not here by then
     rpc.init_rpc(name, rank=rank, world_size=1 + WORKERS, rpc_backend_options=options)
     faulthandler.cancel_dump_traceback_later()
 
@@ -107,7 +108,9 @@ def lead(tasks, processes, workers):
     """Let the workers do all tasks. Return {task: result}. The processes of lost workers are removed."""
     todo = list(tasks)
     results = {}
-    idle = [*workers, *workers]  # each name twice: a worker does two tasks at once, on two of its RPC threads
+    # Each name twice: a worker does two tasks at once, on two of its RPC threads. If your Worker.work cannot run twice
+    # at the same time, write [*workers].
+    idle = [*workers, *workers]
     in_flight = 0
     answers = queue.SimpleQueue()
 
@@ -126,7 +129,8 @@ def lead(tasks, processes, workers):
         in_flight -= 1
         try:
             results[task] = future.wait()
-            idle.append(name)
+            if name in processes:  # it was not given up because of its other task
+                idle.append(name)
             print(f"{name} has done {task}", flush=True)
         except Exception as error:
             if not is_lost(error):
@@ -150,8 +154,8 @@ def is_lost(error):
 
 
 def main(folder):
-    # Let Ctrl-C end this process immediately, and its workers end with it. As a KeyboardInterrupt it could be raised in
-    # a callback, and torch only logs what a callback raises.
+    # Let Ctrl-C end this process immediately, and its workers end with it. Python might raise KeyboardInterrupt inside
+    # the callback in send(), and torch would only log it and go on.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     processes = {}
     for rank in range(1, 1 + WORKERS):
@@ -177,8 +181,8 @@ def main(folder):
                 processes.pop(name).kill()
         complete = len(processes) == WORKERS
     finally:
-        # A graceful shutdown waits until every process has called it. A lost process never does, so if a worker is
-        # lost, do not wait. Then Python ends the other workers, because they are daemons.
+        # A graceful shutdown waits until every process has called it. A lost process never calls it, so if one is lost,
+        # do not wait: Python kills the other workers when the leader ends (daemon=True).
         rpc.shutdown(graceful=complete, timeout=TIMEOUT)
 
 

@@ -71,8 +71,8 @@ class Observer:
             # do it
             state, reward, terminated, truncated, _ = self.env.step(action)
 
-            # Tell it what this has earned, and wait for the answer. Without waiting, two such calls
-            # could run on two threads of the agent, and be stored in the wrong order.
+            # Tell the agent the reward of this action, and wait until it is stored. Otherwise two such
+            # calls could run on two threads of the agent, and be stored in the wrong order.
             agent_rref.rpc_sync().report_reward(self.id, reward)
 
             # the pole has fallen, or has stood for 500 steps
@@ -107,8 +107,8 @@ class Agent:
         # Observers call this and report_reward, several at the same time. It needs no lock, because
         # each observer has separate lists, nothing changes the policy while episodes run, and torch
         # itself locks its random generator (difference 10).
-        # The log-probability stays here with its graph, since the observer needs only a number. So
-        # an ordinary backward() is enough, without distributed autograd.
+        # Only a number goes to the observer. The graph stays in this process, so the ordinary
+        # backward() is enough.
         state = torch.from_numpy(state).float().unsqueeze(0)
         probs = self.policy(state)
         m = Categorical(probs)
@@ -126,8 +126,8 @@ class Agent:
             # there is no time limit, because an episode may take longer than the default of 60 s.
             futs.append(ob_rref.rpc_async(timeout=0).run_episode(self.agent_rref))
 
-        # All episodes are needed before the agent learns, and no observer waits for another. So
-        # each Future completes, and they can be waited for in any order.
+        # All episodes are needed before the agent learns, so the Futures can be waited for in any
+        # order. (If one fails, it is noticed only when its turn comes.)
         for fut in futs:
             fut.wait()
 
