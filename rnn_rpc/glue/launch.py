@@ -90,6 +90,9 @@ def start_all(run_worker, args, workers):
     # A fork of this process has torch already, so it begins to work in a tenth of a second. Forks are safe here,
     # because this process has only imported modules. But CUDA does not survive a fork, and macOS has its own reasons.
     method = "spawn" if args.device == "cuda" or sys.platform == "darwin" else "fork"
+    if method == "fork":
+        # torch's optimizers import it at their first step. Once here takes less time than once in each rank.
+        import torch._dynamo  # noqa: F401
     assert method == "spawn" or threading.active_count() == 1, threading.enumerate()
     # The ranks hold the other end of this connection, which ends with this process. Only rank 0 sends something.
     own, theirs = mp.get_context(method).Pipe()

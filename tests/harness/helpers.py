@@ -52,29 +52,6 @@ def write_noise(folder):
             (raw / f"{name}-{kind}-ubyte").write_bytes(head + values)
 
 
-def note_lock(thing, lock, *names):
-    """From now on, note each use of these attributes of `thing`: whether the lock was held. Return the list of notes.
-
-    A lock that is missing is noticed by no result, as long as only one thread at a time comes to these lines.
-    """
-    notes = []
-    is_held = lock._is_owned if hasattr(lock, "_is_owned") else lock.locked  # the first: an RLock, a Condition
-
-    class Watched(type(thing)):
-        def __getattribute__(self, name):
-            if name in names:
-                notes.append(is_held())
-            return super().__getattribute__(name)
-
-        def __setattr__(self, name, value):
-            if name in names:
-                notes.append(is_held())
-            super().__setattr__(name, value)
-
-    thing.__class__ = Watched
-    return notes
-
-
 @contextlib.contextmanager
 def package_on_path(package):
     """Allow `import main` and the like from this package; remove its modules from sys.modules afterwards.

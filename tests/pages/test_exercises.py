@@ -75,15 +75,14 @@ for program, *words in json.loads(sys.argv[1]):
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_check_passes_with_the_solution_and_fails_without_a_published_one(package, tmp_path):
-    """If the code contains the solution, the check is one of its own tests, which pass with it."""
+def test_a_check_passes_with_the_solution(package, tmp_path):
+    """If the code contains the solution, the check is one of its own tests."""
     root = copy_to(tmp_path)
     (root / "commands.py").write_text(COMMANDS)
-    commands, expected = [], []
+    commands = []
     for exercise in exercises_of(package):
-        apply, take_out = ["git", "apply", exercise.diff], ["git", "apply", "-R", exercise.diff]
-        there, back = (take_out, apply) if exercise.is_published else (apply, take_out)
-        commands += [there, ["pytest", *exercise.check], back]
-        expected += ["git 0", f"pytest {int(exercise.is_published)}", "git 0"]
+        if not exercise.is_published:
+            apply = ["git", "apply", exercise.diff]
+            commands += [apply, ["pytest", *exercise.check], [*apply, "-R"]]
     done = run_script(root / "commands.py", json.dumps(commands), cwd=root, timeout=280)
-    assert done.stdout.splitlines() == expected, done.stderr
+    assert done.stdout.splitlines() == [f"{program} 0" for program, *_ in commands], done.stderr

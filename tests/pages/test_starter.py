@@ -7,9 +7,7 @@ import shutil
 import signal
 
 import psutil
-import pytest
 
-from helpers import load_module, note_lock
 from programs import ROOT, Program
 from tutorials import changed
 
@@ -32,14 +30,6 @@ class Starter(Program):
         status = self.wait(60)
         assert not self.left_over(30), "a process outlives the program"
         return status, self.output(), self.errors()
-
-
-@pytest.mark.quick
-def test_a_worker_counts_its_tasks_under_its_lock():
-    worker = load_module(ROOT / "docs" / "starter.py").Worker()
-    used = note_lock(worker, worker.lock, "done")
-    worker.work(0.001)
-    assert used == [True, True]  # read, and written
 
 
 def rates_in(out):

@@ -164,11 +164,3 @@ def test_the_tutorial_ends_with_its_first_trainer_to_fail(tmp_path):
     done = run_spawned(program, timeout=200)
     assert done.returncode == 1
     assert "ValueError: On WorkerInfo(id=1, name=trainer1):" in done.stderr and "a trainer that fails" in done.stderr
-
-
-def test_the_tutorial_with_torchs_own_sgd_warns(tmp_path):
-    """The published program uses torch's own SGD. As long as it warns, the tutorial needs the subclass."""
-    own = ("DistributedOptimizer(SGD,", "DistributedOptimizer(optim.SGD,")
-    program = changed(copied_alone("ddp_rpc/tutorial.py", tmp_path), *sizes(1, 1), own)
-    done = run_spawned(program, "--world_size", 3, timeout=200)
-    assert done.returncode == 0 and "functional optimizers is deprecated" in done.stderr

@@ -95,31 +95,6 @@ def test_the_first_model_is_a_copy_as_well():
     assert not torch.equal(flat(server.get_model().parameters()), before)
 
 
-class WatchedGradient:
-    """A trainer's gradient that records whether the server's lock is held when it is added."""
-
-    def __init__(self, gradient, lock, locked):
-        self.gradient, self.lock, self.locked = gradient, lock, locked
-
-    def __radd__(self, other):
-        self.locked.append(self.lock.locked())
-        return other.add_(self.gradient)
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        assert function in (torch.Tensor.__iadd__, torch.Tensor.add_), function
-        return args[1].__radd__(args[0])
-
-
-@quick
-@pytest.mark.parametrize("server_class, right", [(Server, True), (PublishedServer, False)])
-def test_gradients_are_added_under_the_lock_and_the_published_ones_are_not(server_class, right):
-    server, locked = server_class(1), []
-    watched = [WatchedGradient(gradient, server.lock, locked) for gradient in gradients(server, seed=1)]
-    server_class.update_and_fetch_model(LocalRRef(server), watched).wait()
-    assert locked == [right] * 4
-
-
 @quick
 @pytest.mark.parametrize("updates", [1, 10])
 def test_updates_are_those_of_one_process_on_the_mean_gradient(updates):
