@@ -132,8 +132,12 @@ def pid_at_the_start(job, rank):
             return forks_of(job.processes[0].pid)[rank : rank + 1]
         return [pid for pid in job.processes[0].members() if f"RANK={rank}" in environment_of(pid)]
 
-    wait_until(found)
-    return found()[0]
+    while True:
+        wait_until(found)
+        pids = found()
+        time.sleep(0.01)  # an import of torch starts ldconfig, and for a moment its process looks like a rank
+        if pids and found() == pids:
+            return pids[0]
 
 
 def end_of(job, began, limit):
