@@ -90,7 +90,7 @@ def start_all(run_worker, args, workers):
     # A fork of this process has torch already, so it begins to work in a tenth of a second. Forks are safe here,
     # because this process has only imported modules. But CUDA does not survive a fork, and macOS has its own reasons.
     method = "spawn" if args.device == "cuda" or sys.platform == "darwin" else "fork"
-    if method == "fork":
+    if method == "fork" and not args.check:
         # torch's optimizers import it at their first step. Once here takes less time than once in each rank.
         import torch._dynamo  # noqa: F401
     assert method == "spawn" or threading.active_count() == 1, threading.enumerate()
