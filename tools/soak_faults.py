@@ -158,7 +158,7 @@ def run_forward(mode, way, calls):
     server = JOBS["ddp_rpc"]["names"].index("server1")
     with tempfile.TemporaryDirectory() as folder:
         dies = DIES.format(calls) + LOOK_UP
-        script = changed_package("ddp_rpc", pathlib.Path(folder), "hogwild.py", LOOK_UP, dies)
+        script = changed_package("ddp_rpc", pathlib.Path(folder), "hogwild.py", (LOOK_UP, dies))
         with RunningJob("ddp_rpc", way, [*JOBS["ddp_rpc"]["long"], "--mode", mode], script) as job:
             pid = job.pid_of(server)
             wait_until(lambda: not command_of(pid))

@@ -14,6 +14,7 @@ from helpers import NOISE
 from jobs import JOBS, RunningJob
 from processes import command_of
 from programs import ROOT
+from tutorials import changed
 
 JOIN_TIMEOUT = 20  # seconds
 # If the rank dies before it has joined, the others wait for it until --join_timeout, which they count from their own
@@ -71,20 +72,22 @@ def assert_named(job, victims, may_be_done=False):
     for process in job.processes:
         if process.returncode == -signal.SIGKILL or (may_be_done and process.returncode == 0):
             continue
-        assert job.way == "torchrun" or not re.search(NOISE, process.text()), (
-            job.text()
-        )  # torchrun's own has a traceback
+        # torchrun's own report has a traceback.
+        assert job.way == "torchrun" or not re.search(NOISE, process.text()), job.text()
         lines = re.findall(rf"^{job.package}: .*\blost .*$", process.errors(), re.M)
         named = len(lines) == 1 or (job.way == "torchrun" and re.search(of_torchrun, process.errors()))
         named = named and all(re.search(f"lost ({names})", line) for line in lines)
         assert process.returncode == 1 and named, (process.returncode, names, job.text())
 
 
-def changed_package(package, folder, name, right, wrong):
-    """Copy a package, and replace `right` by `wrong` wherever it stands in one of its files; return the main.py."""
+def changed_package(package, folder, name, *changes, more=""):
+    """Copy a package; make these changes, (right, wrong), in one of its files, and append `more`; return the main.py.
+
+    Further calls with the same folder change the same copy.
+    """
     copy = folder / package
-    shutil.copytree(ROOT / package, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    text = (copy / name).read_text()
-    assert right in text
-    (copy / name).write_text(text.replace(right, wrong))
+    if not copy.exists():
+        shutil.copytree(ROOT / package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    with open(changed(copy / name, *changes), "a") as file:
+        file.write(more)
     return str(copy / "main.py")

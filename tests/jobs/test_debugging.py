@@ -17,7 +17,7 @@ def typing(*lines):
 def test_pdb_starts_a_rank_and_stops_in_a_served_function(tmp_path):
     """Python's pdb starts rank 0. Rank 1 stops on an RPC thread, while rank 0 waits for the episode."""
     stops = changed_package(
-        "rl_rpc", tmp_path, "step.py", "        done = False\n", "        breakpoint()\n        done = False\n"
+        "rl_rpc", tmp_path, "step.py", ("        done = False\n", "        breakpoint()\n        done = False\n")
     )
     flags = ["--world_size", 2, "--max_episodes", 1, "--eval_episodes", 0, "--master_port", free_port(), "--rank"]
     with (

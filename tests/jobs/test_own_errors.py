@@ -14,7 +14,7 @@ from programs import run_script
 
 def run_with_mistake(package, folder, name, right, wrong, *flags):
     """Run a copy of a package in which `right` is replaced by `wrong`; return what it has written to stderr."""
-    main = changed_package(package, folder, name, right, wrong)
+    main = changed_package(package, folder, name, (right, wrong))
     with RunningJob(package, "spawned", [*JOBS[package]["long"], *flags], script=main) as job:
         assert job.wait(60) == [1] and not job.survivors(), job.text()
         return job.errors()
@@ -100,7 +100,7 @@ def test_a_rank_that_keeps_the_gil_is_not_lost(tmp_path):
     """Its C code runs for longer than a machine that is gone is waited for, and no thread of Python runs meanwhile."""
     right = "    def reset(self, episode):\n"
     busy = f"{right}        episode == 2 and __import__('ctypes').PyDLL(None).sleep(12)\n"
-    main = changed_package("rl_rpc", tmp_path, "step.py", right, busy)
+    main = changed_package("rl_rpc", tmp_path, "step.py", (right, busy))
     done = run_script(main, *JOBS["rl_rpc"]["size"], *JOBS["rl_rpc"]["short"])
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -109,7 +109,7 @@ def test_a_killed_rank_is_named_although_its_child_lives(tmp_path):
     """The child, such as a worker of a DataLoader, is a fork, and would keep the connection open."""
     right = "        self.env = make_env(env_id)\n"
     forks = f"{right}        __import__('os').fork() or __import__('time').sleep(600)\n"
-    main = changed_package("rl_rpc", tmp_path, "step.py", right, forks)
+    main = changed_package("rl_rpc", tmp_path, "step.py", (right, forks))
     with RunningJob("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], script=main) as job:
         assert job.wait_for_text("Episode", 60), job.text()
         os.kill(job.pid_of(1), signal.SIGKILL)

@@ -158,7 +158,7 @@ def killed(_):
 @makes("rank 1 (trainer): ValueError")
 def the_trainer_fails(tmp_path):
     wrong = 'raise ValueError("a mistake")'
-    main = changed_package("rnn_rpc", tmp_path, "trainer.py", "summed_loss = loss.item()", wrong)
+    main = changed_package("rnn_rpc", tmp_path, "trainer.py", ("summed_loss = loss.item()", wrong))
     with RunningJob("rnn_rpc", "terminals", JOBS["rnn_rpc"]["long"], script=main) as job:
         job.wait(60)
         return job.errors()

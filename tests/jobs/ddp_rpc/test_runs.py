@@ -22,8 +22,10 @@ def run(tmp_path, *flags, program="ddp_rpc/main.py", timeout=120):
 
 def test_pipelined_learns_for_longer_than_an_rpc_may_take(tmp_path):
     """An epoch is one RPC, which would fail with a timeout. A line is printed for each epoch."""
-    right = "        self.use_device()\n"
-    slow = changed_package("ddp_rpc", tmp_path, "training.py", right, f"        time.sleep(3)\n{right}")
+    right = (
+        "    def use_device(self):\n"  # a trainer is made, measures, and trains an epoch with this as its first step
+    )
+    slow = changed_package("ddp_rpc", tmp_path, "training.py", (right, f"{right}        time.sleep(3)\n"))
     flags = ("--mode", "pipelined", "--world_size", 5, "--num_servers", 2, "--epochs", 3, "--lr", 0.2)
     out, summary = run(tmp_path, *flags, "--rpc_timeout", 2, program=slow)
     losses = [float(loss) for loss in re.findall(r"held-out loss (\S+)", out)]
@@ -52,7 +54,7 @@ def test_trainers_whose_replicas_differ_fail(tmp_path):
     """Here each trainer adds its rank to its replica of fc."""
     right = "        return loss.detach()\n"
     wrong = "        self.model.fc.module.bias.data += torch.distributed.get_rank()\n"
-    done = run_script(changed_package("ddp_rpc", tmp_path, "hogwild.py", right, wrong + right), *SMALL)
+    done = run_script(changed_package("ddp_rpc", tmp_path, "hogwild.py", (right, wrong + right)), *SMALL)
     assert done.returncode == 1 and "the trainers' replicas of fc differ by up to" in done.stderr, done.stderr
 
 

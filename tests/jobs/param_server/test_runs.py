@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from documented import assert_documented
-from helpers import assert_one_line_error, assert_refused, load_bench, load_oracle, package_on_path
+from faults import changed_package
+from helpers import assert_one_line_error, assert_refused, load_bench, package_on_path
 from programs import Program, run_main, run_script
 
 BYTES = load_bench("bytes_per_step")
-copy_with = load_oracle("param_server").copy_with
 
 
 def test_a_run_learns_and_reports_its_figures(tmp_path, digits):
@@ -120,7 +120,7 @@ def test_no_network_names_both_ways_out_and_a_reader_that_has_gone_is_not_blamed
 def test_a_gradient_that_does_not_arrive_is_noticed(tmp_path, few_digits):
     """Difference 4. Here the network does not use one of its parameters."""
     change = ("return F.log_softmax(self.fc2(x), dim=1)", "return F.log_softmax(F.linear(x, self.fc2.weight), dim=1)")
-    done = run_script(copy_with(tmp_path, "net.py", change), "--data_dir", few_digits)
+    done = run_script(changed_package("param_server", tmp_path, "net.py", change), "--data_dir", few_digits)
     assert done.returncode == 1
     assert "RuntimeError: rank 1's backward pass produced no gradient for fc2.bias" in done.stderr, done.stderr
 

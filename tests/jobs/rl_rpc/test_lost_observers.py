@@ -58,7 +58,7 @@ def test_without_the_last_observer_a_job_ends():
 def test_error_of_the_agent_after_a_loss_is_not_blamed_on_observers(tmp_path):
     mark = tmp_path / "mark"
     wrong = f"loss.backwards() if __import__('os').path.exists({str(mark)!r}) else loss.backward()"
-    main = changed_package("rl_rpc", tmp_path, "reinforce.py", "loss.backward()", wrong)
+    main = changed_package("rl_rpc", tmp_path, "reinforce.py", ("loss.backward()", wrong))
     with start("rollout", "--max_episodes", 10**6, "--reward_threshold", 1e9, script=main) as job:
         lose(job, 2)
         mark.touch()

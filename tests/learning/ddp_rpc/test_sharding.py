@@ -150,7 +150,7 @@ def run_with(folder, mode, module, *flags):
 
     The job fails if a rank has a process group when its work is done.
     """
-    main = changed_package("ddp_rpc", folder, "main.py", f"import {mode}\n", f"import {module} as {mode}\n")
+    main = changed_package("ddp_rpc", folder, "main.py", (f"import {mode}\n", f"import {module} as {mode}\n"))
     changed(main, ("\n\n\ndef run_master(", "\n    assert not dist.is_initialized()\n\n\ndef run_master("))
     shutil.copy(pathlib.Path(__file__).parent / f"{module}.py", folder / "ddp_rpc")
     done = run_script(main, "--mode", mode, *flags, "--epochs", 1)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 
 import pytest
 import torch
@@ -90,19 +89,6 @@ def distributed(folder, data_dir, *flags, main="param_server/main.py", run=run_s
         losses.setdefault(int(trainer), []).append(float(loss))
     summary = json.loads((folder / "summary.json").read_text())
     return summary, losses, torch.load(folder / "end.pt", weights_only=True)["state"]["model"]
-
-
-def copy_with(folder, name, *changes, more=""):
-    """Copy param_server, replace texts in one of its files, and append `more` to it; return the copy's main.py."""
-    copy = folder / "param_server"
-    if not copy.exists():
-        shutil.copytree(ROOT / "param_server", copy, ignore=shutil.ignore_patterns("__pycache__"))
-    text = (copy / name).read_text()
-    for old, new in changes:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    (copy / name).write_text(text + more)
-    return copy / "main.py"
 
 
 def assert_same_weights(weights, expected, tolerance=1e-6):

@@ -7,6 +7,7 @@ than one process: the tolerance is 1e-12 in float64.
 import pytest
 import torch
 
+from faults import changed_package
 from helpers import load_oracle
 
 oracle = load_oracle("param_server")
@@ -67,7 +68,9 @@ def test_one_trainer_equals_one_process(tmp_path, few_digits, flags, settings):
 def test_sync_equals_one_process_on_the_joined_batch(tmp_path, few_digits, trainers, flags):
     """In float64, where another order of additions changes only the 15th digit. In float32 it can change the 6th."""
     double = ("self.fc2 = nn.Linear(128, 10).to(rest)", "self.fc2 = nn.Linear(128, 10).to(rest)\n        self.double()")
-    main = oracle.copy_with(tmp_path, "net.py", double, ("x = x.squeeze(1)", "x = x.double().squeeze(1)"))
+    main = changed_package(
+        "param_server", tmp_path, "net.py", double, ("x = x.squeeze(1)", "x = x.double().squeeze(1)")
+    )
     flags = ("--mode", "sync", "--world_size", trainers + 1, "--batch_size", 8, "--max_batches", STEPS, *flags)
     _, losses, weights = oracle.distributed(tmp_path, few_digits, *flags, main=main)
     updates = oracle.updates_of_one_process(STEPS)

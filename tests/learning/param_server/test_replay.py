@@ -6,6 +6,7 @@ gradients were applied. Made again in one process, the updates must end with the
 
 import pytest
 
+from faults import changed_package
 from helpers import load_oracle
 
 oracle = load_oracle("param_server")
@@ -44,8 +45,8 @@ SLOW_CLONES = """
 )
 def test_every_update_of_concurrent_trainers_is_right(tmp_path, digits_of_size, mode):
     """With momentum, --lr_step, checkpoints, a smaller last batch, and a last round with a batch too few."""
-    oracle.copy_with(tmp_path, "data.py", more=SLOW_TRAINER)
-    main = oracle.copy_with(tmp_path, "net.py", more=SLOW_CLONES)
+    changed_package("param_server", tmp_path, "data.py", more=SLOW_TRAINER)
+    main = changed_package("param_server", tmp_path, "net.py", more=SLOW_CLONES)
     flags = ("--mode", mode, "--world_size", TRAINERS + 1, "--epochs", EPOCHS, "--lr_step", 1, "--batch_size", 8)
     flags = (*flags, "--lr", 0.02, "--momentum", 0.5, "--evaluations", 3)
     flags = (*flags, "--max_staleness", 0) if mode == "bounded" else flags
