@@ -173,8 +173,7 @@ def run_worker(rank, args):
     # As in the tutorial, init_rpc and init_process_group use two ports. (One would do here, because
     # the same process is rank 0 of both.) MASTER_PORT is the port of the process group.
 
-    # TCP: torch's default, shared memory, keeps a core busy in every rank. Without "basic", torch
-    # would open channels for GPUs too. Both are private to torch (docs/COSTS.md).
+    # TCP instead of shared memory, and no channels for GPUs: private to torch (docs/COSTS.md).
     rpc_backend_options = TensorPipeRpcBackendOptions(
         init_method=f"tcp://{args.master_addr}:{args.master_port + 1}",
         _transports=["uv"],
@@ -267,11 +266,9 @@ if __name__ == "__main__":
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
     if args.master_addr in ("localhost", "127.0.0.1"):
-        # Anyone who can connect to a rank can run code in it. So RPC and Gloo listen on the
-        # loopback interface only. The stores, at the two ports, still listen on all interfaces.
+        # RPC and Gloo on loopback only; torch's stores listen on all interfaces (docs/CLUSTERS.md).
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.update(TP_SOCKET_IFNAME=loopback, GLOO_SOCKET_IFNAME=loopback)
-    # RPC sends functions and classes by name: every rank has this file as its main module.
     if args.rank is None:
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
         print("Distributed RPC example completed successfully.")

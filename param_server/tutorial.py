@@ -162,8 +162,7 @@ class SGD(optim.SGD):
         self.zero_grad()
 
 
-# TCP: torch's default, shared memory, keeps a core busy in every rank. Without "basic", torch
-# would open channels for GPUs too. Both are private to torch (docs/COSTS.md).
+# TCP instead of shared memory, and no channels for GPUs: private to torch (docs/COSTS.md).
 options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
 
 
@@ -323,11 +322,9 @@ if __name__ == "__main__":
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
     if args.master_addr in ("localhost", "127.0.0.1"):
-        # Anyone who can connect can run code here, so RPC and Gloo listen on loopback only. The store,
-        # at --master_port, still listens on all interfaces.
+        # RPC and Gloo on loopback only; torch's store listens on all interfaces (docs/CLUSTERS.md).
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.update(TP_SOCKET_IFNAME=loopback, GLOO_SOCKET_IFNAME=loopback)
-    # RPC sends functions and classes by name: every rank has this file as its main module.
     if args.rank is None:
         mp.spawn(run_rank, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:

@@ -256,11 +256,9 @@ if __name__ == "__main__":  # RPC sends functions by name: every rank finds them
     logging.getLogger("torch.distributed.rpc").setLevel(logging.CRITICAL)
     name = f"observer{args.rank}" if args.rank else "agent"
     if args.master_addr in ("localhost", "127.0.0.1"):
-        # Anyone who can connect to a rank can run code in it. So RPC listens on the loopback
-        # interface only. The store, at --master_port, still listens on all interfaces.
+        # RPC on loopback only; torch's store listens on all interfaces (docs/CLUSTERS.md).
         os.environ["TP_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    # TCP: torch's default, shared memory, keeps a core busy in every rank. Without "basic", torch
-    # would open channels for GPUs too. Both are private to torch (docs/COSTS.md).
+    # TCP instead of shared memory, and no channels for GPUs: private to torch (docs/COSTS.md).
     tcp = {"_transports": ["uv"], "_channels": ["basic"]}
     options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=10, **tcp)
     options.init_method = f"tcp://{args.master_addr}:{args.master_port}"

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib.util
 import math
+import pathlib
 import random
 import re
 import sys
@@ -89,7 +90,7 @@ def load_oracle(package):
 
 def load_module(path):
     """Import one file by its path."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

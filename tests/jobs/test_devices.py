@@ -74,29 +74,3 @@ def test_num_gpus_says_which_device(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             main.parse_args(["--num_gpus", "2"])
     assert "--num_gpus 2: torch sees 1 CUDA GPU here" in capsys.readouterr().err
-
-
-# ----------------------------------------------------------------------------------------- how tensors cross the wire
-
-
-@pytest.mark.parametrize("lacking", [TypeError("unexpected keyword argument"), RuntimeError("unknown transport")])
-def test_a_torch_without_these_transports_uses_its_own(lacking, monkeypatch):
-    made = []
-
-    def options(**keywords):
-        if "_channels" in keywords:
-            raise lacking
-        made.append(keywords)
-
-    monkeypatch.setattr(host.rpc, "TensorPipeRpcBackendOptions", options)
-    host.tensorpipe_options("shm", rpc_timeout=5)
-    assert made == [{"rpc_timeout": 5}]
-
-
-@pytest.mark.parametrize("transport, channels", [("uv", ["cma", "mpt_uv", "basic"]), ("tcp", ["basic"])])
-def test_no_channel_for_cuda_is_made(transport, channels, monkeypatch):
-    """All channels for the CPU are named, in torch's own order."""
-    made = []
-    monkeypatch.setattr(host.rpc, "TensorPipeRpcBackendOptions", lambda **keywords: made.append(keywords))
-    host.tensorpipe_options(transport)
-    assert made[-1]["_channels"] == channels

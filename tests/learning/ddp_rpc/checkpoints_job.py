@@ -1,21 +1,14 @@
-"""For exercises.py: main.py, whose servers print how many bytes of tensors they have answered with.
+"""For exercises.py, in a copy of ddp_rpc: main.py, whose servers print how many bytes of tensors they have sent.
 
-python tests/learning/ddp_rpc/checkpoints_job.py --world_size 4 --batches 5 --checkpoint end.pt
-
-An evaluation has only a few bags. So nearly all of these bytes are for the checkpoints, if the table is large.
+The copy's evaluation has only a few bags. So nearly all of these bytes are for the checkpoints, if the table is large.
 """
 
-import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "ddp_rpc"))
-from torch.distributed.rpc import internal
-
-import evaluation
-import main
+import main  # first, because its glue sets a variable for torch
 from glue import launch
 
-evaluation.HELDOUT_BATCHES, evaluation.HELDOUT_BAGS = 1, 8
+# isort: split
+from torch.distributed.rpc import internal
+
 pickle_message = internal._internal_rpc_pickler.serialize  # torch calls it for each call and each answer
 sent = []
 

@@ -4,11 +4,14 @@ It fails on the package as published, which has no solution of this exercise. So
 with `test_`, and pytest runs it only if it is named.
 """
 
+import os
 import re
+import shutil
 
 import torch
 
-from helpers import load_oracle
+from faults import changed_package
+from helpers import ROOT, load_oracle
 from programs import run_script
 
 oracle = load_oracle("ddp_rpc")
@@ -26,7 +29,9 @@ def test_changed_rows(tmp_path, monkeypatch):
     oracle.save_checkpoint(file, *oracle.one_process(epochs=1))
     sizes = [word for name, value in oracle.SIZES.items() for word in (f"--{name}", value)]
     flags = ("--world_size", 5, "--num_servers", 3, "--sparse", "--checkpoint", file, "--resume")
-    done = run_script("tests/learning/ddp_rpc/checkpoints_job.py", *sizes, *flags)
+    main = changed_package("ddp_rpc", tmp_path, "evaluation.py", ("= 16, 512", "= 1, 8"))
+    job = shutil.copy(ROOT / "tests" / "learning" / "ddp_rpc" / "checkpoints_job.py", os.path.dirname(main))
+    done = run_script(job, *sizes, *flags)
     assert (done.returncode, done.stderr) == (0, "")
 
     state = torch.load(file, weights_only=True)["state"]

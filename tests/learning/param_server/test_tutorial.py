@@ -12,9 +12,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 from helpers import ROOT, load_module, package_on_path
-from jobs import free_port
-from programs import run_script
-from tutorials import copied_alone, run_in_terminals, run_spawned
+from tutorials import changed, copied_alone, run_in_terminals, run_spawned
 
 tutorial = load_module(ROOT / "param_server" / "tutorial.py")
 single = load_module(ROOT / "param_server" / "single.py")
@@ -94,26 +92,6 @@ def test_a_gradient_is_not_left_for_the_next_trainers_step():
     assert all(map(torch.equal, params, after))
 
 
-class RRefToThisProcess:
-    """Replaces an RRef to an object of the server: its calls run in this process, and everything is copied."""
-
-    def __init__(self, owner, function, args):
-        assert owner == "parameter_server"
-        self.value = function(*args)
-
-    def rpc_sync(self):
-        return self.value
-
-
-@pytest.fixture
-def trainer_net(monkeypatch):
-    """A trainer's network, whose server is in this process."""
-    monkeypatch.setattr(tutorial, "param_server", None)
-    monkeypatch.setattr(tutorial.rpc, "remote", RRefToThisProcess)
-    torch.manual_seed(1)
-    return tutorial.TrainerNet()
-
-
 def assert_accuracy_is_measured_without_dropout(program, net, classify, capsys):
     images = torch.randn(200, 1, 28, 28)
     labels = classify(images).argmax(dim=1)
@@ -123,12 +101,23 @@ def assert_accuracy_is_measured_without_dropout(program, net, classify, capsys):
 
 
 @quick
-def test_accuracy_is_measured_without_dropout_on_the_server(trainer_net, capsys):
-    """eval() of a trainer's network reaches the layers on the server, and only for the calls of this trainer."""
-    model = trainer_net.param_server_rref.value.model
-    classify = copy.deepcopy(model).eval()
-    assert_accuracy_is_measured_without_dropout(tutorial, trainer_net, classify, capsys)
-    assert not trainer_net.training and model.training
+def test_accuracy_is_measured_without_dropout_on_the_server(tmp_path, capsys):
+    """eval() of a trainer's network reaches the layers on the server, and only for the calls of this trainer.
+
+    In this copy of the program the server is in the trainer's process.
+    """
+    path = changed(
+        copied_alone("param_server/tutorial.py", tmp_path),
+        (
+            "rpc.remote(name, get_parameter_server, args=(num_gpus,))",
+            "argparse.Namespace(rpc_sync=lambda: get_parameter_server(num_gpus))",
+        ),
+    )
+    torch.manual_seed(1)
+    net = load_module(path).TrainerNet()
+    model = net.param_server_rref.rpc_sync().model
+    assert_accuracy_is_measured_without_dropout(tutorial, net, copy.deepcopy(model).eval(), capsys)
+    assert not net.training and model.training
 
 
 @quick
@@ -196,10 +185,24 @@ def test_a_world_size_or_rank_that_cannot_work_is_refused(flags, monkeypatch, ca
 # ------------------------------------------------------------------------- all ranks, over real RPC
 
 
-def test_every_gradient_of_the_tutorials_concurrent_trainers_is_right():
+def test_every_gradient_of_the_tutorials_concurrent_trainers_is_right(tmp_path):
     """Three trainers with six batches each. Together these are one pass over the images (difference 3)."""
-    done = run_script("tests/learning/param_server/tutorial_job.py", 4, 6, free_port(), timeout=200)
-    assert done.returncode == 0, done.stderr
+    here = ROOT / "tests" / "learning" / "param_server"
+    program = changed(
+        copied_alone("param_server/tutorial.py", tmp_path),
+        ("import argparse\n", "import argparse\nfrom noting import check, note_forward, note_step\n"),
+        ("slice(0, 4_000)", f"slice(0, {18 * 32})"),
+        (".train(training)\n", ".eval()\n        if training:\n            note_forward(weights, inp)\n"),
+        ("            super().step()\n", "            note_step(self, super().step)\n"),
+        ("    get_accuracy(test_loader, net)\n", ""),
+        (
+            '    print("RPC shutdown on parameter server.")\n',
+            "    args = argparse.Namespace(dataset='synthetic', seed=1)\n"
+            "    check(Net().eval(), load_digits(args, train=True))\n",
+        ),
+    )
+    done = run_spawned(program, "--dataset", "synthetic", env={"PYTHONPATH": here}, timeout=200)
+    assert (done.returncode, done.stderr) == (0, "")
     line = re.search(r"checked (\d+) gradients of (\d+) images, (\d+) late, worst difference (\S+)", done.stdout)
     assert (int(line[1]), int(line[2])) == (18, 18 * 32)
     assert int(line[3]) > 3  # training steps must have overlapped for this test to show anything

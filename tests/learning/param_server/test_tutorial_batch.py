@@ -1,6 +1,5 @@
 """tutorial_batch.py: every gradient counts once, answers do not change, and what the published code does."""
 
-import argparse
 import re
 import sys
 import threading
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers import ROOT, load_module
-from tutorials import copied_alone, run_in_terminals, run_spawned
+from tutorials import changed, copied_alone, run_in_terminals, run_spawned
 
 batch_page = load_module(ROOT / "param_server" / "tutorial_batch.py")
 Server = batch_page.BatchUpdateParameterServer
@@ -161,10 +160,11 @@ def test_without_batching_each_gradient_is_an_update():
 
 
 @quick
-def test_a_trainers_batches_repeat_exactly_and_are_its_own(monkeypatch):
+def test_a_trainers_batches_repeat_exactly_and_are_its_own(tmp_path):
     def batches_of(rank):
-        monkeypatch.setattr(batch_page.rpc, "get_worker_info", lambda: argparse.Namespace(id=rank))
-        return [images for images, _ in batch_page.Trainer(None, 1, 2).get_next_batch()]
+        program = copied_alone("param_server/tutorial_batch.py", tmp_path)
+        trainer = load_module(changed(program, ("rpc.get_worker_info().id", str(rank)))).Trainer(None, 1, 2)
+        return [images for images, _ in trainer.get_next_batch()]
 
     assert all(map(torch.equal, batches_of(1), batches_of(1)))
     assert not any(map(torch.equal, batches_of(1), batches_of(2)))

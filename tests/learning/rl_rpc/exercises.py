@@ -7,6 +7,7 @@ import json
 
 import torch
 
+from faults import changed_package
 from helpers import load_oracle
 from programs import run_script
 
@@ -29,9 +30,11 @@ def test_late_rewards(tmp_path):
     """Mode `late` plays and learns as one process does, and no observer reports a reward during an episode."""
     file = tmp_path / "end.pt"
     flags = ("--max_episodes", EPISODES, "--seed", SEED, "--eval_episodes", 0, "--log_interval", 1)
-    done = run_script(
-        "tests/learning/rl_rpc/late_job.py", "--mode", "late", "--world_size", 3, *flags, "--checkpoint", file
-    )
+    right = "    def report_reward(self, ob_id, reward):\n"
+    here = "__import__('threading').current_thread() is __import__('threading').main_thread()"
+    refuses = f"{right}        assert {here}, 'an observer has reported a reward'\n"
+    main = changed_package("rl_rpc", tmp_path, "step.py", (right, refuses))
+    done = run_script(main, "--mode", "late", "--world_size", 3, *flags, "--checkpoint", file)
     assert (done.returncode, done.stderr) == (0, "")
     lines, state = oracle.EPISODE_LINE.findall(done.stdout), torch.load(file, weights_only=True)["state"]
     oracle.assert_is_the_single_process_loop(lines, state, oracle.single_process_reinforce(SEED, EPISODES, observers=2))

@@ -2,17 +2,16 @@
 Agent of a program in one file, whose observers are in this process.
 """
 
-import pickle
+import pathlib
 import random
 import re
-import threading
-from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import torch
 
-from helpers import ROOT, load_module, package_on_path
+from helpers import load_module, package_on_path
+from tutorials import changed, copied_alone
 
 with package_on_path("rl_rpc"):
     import actor
@@ -147,66 +146,6 @@ def assert_same_policy(state, parameters):
 # ---- without RPC -----------------------------------------------------------------------------------------------------
 
 
-class Handle:
-    """A replacement of RRef. Calls run in this process: rpc_sync in the calling thread, rpc_async in a new thread.
-
-    Arguments and results are pickled, as RPC does it, except a Handle, which is passed as it is.
-    """
-
-    def __init__(self, value):
-        self.value = value
-
-    def rpc_sync(self):
-        return Caller(self.value, answer_of)
-
-    def rpc_async(self, timeout):
-        def in_a_thread(method, args):
-            future = torch.futures.Future()
-
-            def run():
-                try:
-                    future.set_result(answer_of(method, args))
-                except Exception as error:
-                    future.set_exception(error)
-
-            threading.Thread(target=run, daemon=True).start()
-            return future
-
-        return Caller(self.value, in_a_thread)
-
-
-class Caller:
-    def __init__(self, value, call):
-        self.__value, self.__call = value, call
-
-    def __getattr__(self, name):
-        return lambda *args: self.__call(getattr(self.__value, name), args)
-
-
-def answer_of(method, args):
-    answer = method(*map(over_the_wire, args))
-    return over_the_wire(answer.wait() if hasattr(answer, "wait") else answer)  # a Future, perhaps made by then()
-
-
-def over_the_wire(value):
-    return value if isinstance(value, Handle) else pickle.loads(pickle.dumps(value))
-
-
-class InTurn(Handle):
-    """A Handle whose rpc_async runs the call to its end before it returns, so observers play one after the other.
-
-    They share the generator of the agent's process, so only then are the draws the same in every run.
-    """
-
-    def rpc_async(self, timeout):
-        def call(method, args):
-            future = torch.futures.Future()
-            future.set_result(answer_of(method, args))
-            return future
-
-        return Caller(self.value, call)
-
-
 def trajectory_of(steps, reward=1.0, features=4):
     states = np.random.default_rng(0).normal(size=(steps, features)).astype(np.float32)
     return reinforce.Trajectory(states, [0, 1] * (steps // 2) + [0] * (steps % 2), [reward] * steps)
@@ -224,22 +163,19 @@ def make_learner(env_id="CartPole-v1", seed=1, lr=5e-3, gamma=0.99):
     return reinforce.Learner(net, lr, gamma, environment.reward_threshold(env))
 
 
-def tutorial_agent(path, world_size, *settings, handle=Handle):
-    """Return the Agent of a program in one file, without RPC: each observer is in this process, in a Handle."""
-    module = load_module(ROOT / path)
-    here = []  # the observer whose constructor runs
-
-    def get_worker_info(name=None):
-        return SimpleNamespace(id=int(re.search(r"\d+", name)[0]) if name else here[-1])
-
-    def remote(info, cls, args):
-        here.append(info.id if isinstance(info, SimpleNamespace) else get_worker_info(info).id)
-        return handle(cls(*args))
-
-    module.rpc = SimpleNamespace(get_worker_info=get_worker_info, remote=remote, RRef=handle)
-    module.remote = remote
-    module.RRef = handle
-    return module.Agent(world_size, *settings)
+def tutorial_agent(path, folder, world_size, *settings, changes=()):
+    """Return the Agent of a copied program in one file, without RPC: see one_process_rpc.py. `changes`: in the copy."""
+    stand_in = str(pathlib.Path(__file__).with_name("one_process_rpc.py"))
+    program = changed(
+        copied_alone(path, folder),
+        (
+            "import torch.distributed.rpc as rpc\n",
+            f"from helpers import load_module\nrpc = load_module({stand_in!r})\n",
+        ),
+        ("from torch.distributed.rpc import RRef, remote\n", "RRef, remote = rpc.RRef, rpc.remote\n"),
+        *changes,
+    )
+    return load_module(program).Agent(world_size, *settings)
 
 
 def distance(agent, parameters):

@@ -101,8 +101,8 @@ def test_tutorial_keeps_the_trajectories_of_observers_apart_that_play_at_once(tm
 
 
 @pytest.mark.quick
-def test_tutorial_episode_of_one_step_leaves_the_policy_finite():
-    agent = oracle.tutorial_agent(PATH, 2, 0.99, 1)
+def test_tutorial_episode_of_one_step_leaves_the_policy_finite(tmp_path):
+    agent = oracle.tutorial_agent(PATH, tmp_path, 2, 0.99, 1)
     agent.select_action(1, gym.make("CartPole-v1").reset(seed=1)[0])
     agent.report_reward(1, 1.0)
     assert agent.finish_episode() == 1.0

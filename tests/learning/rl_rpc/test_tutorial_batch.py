@@ -20,24 +20,11 @@ NUM_STEPS = 500
 quick = pytest.mark.quick
 
 
-class AtOnce(oracle.Handle):
-    def owner(self):
-        return None
-
-    def local_value(self):
-        return self.value
-
-
-class InTurn(AtOnce, oracle.InTurn):
-    pass
-
-
-def make_agent(observers, batch):
+def make_agent(tmp_path, observers, batch):
     """With batching, observers must play at once; without, they play in turn, so that draws are always the same."""
-    agent = oracle.tutorial_agent(PATH, observers + 1, batch, 1.0, 1, handle=AtOnce if batch else InTurn)
-    rpc = type(agent).run_episode.__globals__["rpc"]
-    rpc.rpc_sync = lambda owner, function, args: oracle.answer_of(function, args)
-    return agent
+    call = "futs.append(ob_rref.rpc_async(timeout=0).run_episode(self.agent_rref, n_steps))\n"
+    in_turn = [] if batch else [(call, call + " " * 12 + "futs[-1].wait()\n")]
+    return oracle.tutorial_agent(PATH, tmp_path, observers + 1, batch, 1.0, 1, changes=in_turn)
 
 
 def reinforce(episodes, observers, batch, steps):
@@ -81,15 +68,15 @@ def reinforce(episodes, observers, batch, steps):
 @quick
 @pytest.mark.parametrize(("observers", "episodes"), [(1, 2), (3, 1)])
 @pytest.mark.parametrize("batch", [True, False])
-def test_batch_page_is_the_plain_loop(batch, observers, episodes):
-    agent = make_agent(observers, batch)
+def test_batch_page_is_the_plain_loop(tmp_path, batch, observers, episodes):
+    agent = make_agent(tmp_path, observers, batch)
     for _ in range(episodes):
         agent.run_episode(100)
     assert oracle.distance(agent, reinforce(episodes, observers, batch, steps=100)) < 1e-4
 
 
 @quick
-def test_batch_page_credits_each_observer_with_its_own_rewards():
+def test_batch_page_credits_each_observer_with_its_own_rewards(tmp_path):
     """Without batching, the published code multiplies (N, T, 1) by (T, N): each step by all observers' rewards."""
     probs_NT1 = torch.rand(3, 5, 1, requires_grad=True)
     rewards_NT = torch.rand(3, 5)
@@ -101,8 +88,8 @@ def test_batch_page_credits_each_observer_with_its_own_rewards():
     assert (credited - rewards_NT).abs().min() > 0
 
     # tutorial_batch.py: one observer gets rewards and the other none. Steps of the second must not change the policy.
-    agent = make_agent(2, False)
-    agent.ob_rrefs = [InTurn(Player(number, number == 0)) for number in range(2)]
+    agent = make_agent(tmp_path, 2, False)
+    agent.ob_rrefs = [type(agent.agent_rref)(Player(number, number == 0)) for number in range(2)]
     agent.run_episode(NUM_STEPS)
     assert agent.kept[0].grad.item() == pytest.approx(-500 / 2) and agent.kept[1].grad.item() == 0
 
@@ -142,8 +129,8 @@ def ask_together(agent, states, rounds=1):
 
 
 @quick
-def test_batch_page_gives_each_observer_the_action_for_its_own_state():
-    agent = make_agent(8, True)
+def test_batch_page_gives_each_observer_the_action_for_its_own_state(tmp_path):
+    agent = make_agent(tmp_path, 8, True)
     agent.policy = lambda x_N14: torch.stack([x_N14[:, :, 0] < 0, x_N14[:, :, 0] > 0], dim=2).float()
     states = [torch.full((1, 4), 1.0 if ob_id % 3 == 0 else -1.0) for ob_id in range(8)]
     answers = ask_together(agent, states, rounds=200)
@@ -152,9 +139,9 @@ def test_batch_page_gives_each_observer_the_action_for_its_own_state():
 
 
 @quick
-def test_batch_page_tells_all_observers_of_an_error():
+def test_batch_page_tells_all_observers_of_an_error(tmp_path):
     """In the published code the last observer that asks gets it, and the others wait until their RPCs time out."""
-    agent = make_agent(3, True)
+    agent = make_agent(tmp_path, 3, True)
 
     def diverged(x_N14):
         raise ValueError("nan")
@@ -182,7 +169,7 @@ def test_batch_page_tells_all_observers_of_an_error():
 
 
 @quick
-def test_batch_page_does_not_write_into_what_autograd_keeps():
+def test_batch_page_does_not_write_into_what_autograd_keeps(tmp_path):
     """The published code writes all states into one tensor. On a GPU .cuda() copies it; on a CPU backward() fails."""
     layer, states = torch.nn.Linear(4, 2), torch.zeros(3, 4)
     kept = []
@@ -191,16 +178,16 @@ def test_batch_page_does_not_write_into_what_autograd_keeps():
         kept.append(layer(states.cpu()).sum())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         sum(kept).backward()
-    agent = make_agent(1, True)
+    agent = make_agent(tmp_path, 1, True)
     for step in range(2):
         agent.select_action_batch(agent.agent_rref, 0, torch.full((1, 4), float(step))).wait()
     sum(agent.saved_log_probs).sum().backward()
     assert agent.policy.affine1.weight.grad.isfinite().all()
 
 
-def test_batch_page_learns():
+def test_batch_page_learns(tmp_path):
     """An untrained policy keeps the pole up for about 22 steps."""
-    agent, averages = make_agent(1, False), []
+    agent, averages = make_agent(tmp_path, 1, False), []
     for _ in range(10):
         agent.run_episode(NUM_STEPS)
         averages.append(agent.running_reward)

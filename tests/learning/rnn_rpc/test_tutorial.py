@@ -8,54 +8,39 @@ import pytest
 import torch
 from torch import nn
 
-from helpers import ROOT, package_on_path
+from helpers import ROOT, load_module
 from tutorials import changed, copied_alone, run_in_terminals
-
-with package_on_path("rnn_rpc"):
-    import single
-    import tutorial
 
 TUTORIAL = "rnn_rpc/tutorial.py"
 EPOCH = re.compile(r"Training epoch (\d): perplexity ([\d.]+) \(lowest possible ([\d.]+)\)")
 V, E, H, T, B = 10, 16, 32, 20, 20  # the constants of run_trainer
 
 
-class Enough(Exception):
-    """Raised instead of the next training step, to end a training loop after a number of updates."""
+def copy_of(name, folder):
+    """Return a copy of the program, as a module whose run_trainer makes some updates only, and returns what it has."""
+    program = changed(
+        copied_alone(f"rnn_rpc/{name}.py", folder),
+        ("def run_trainer():\n", "def run_trainer(updates, parameters_of):\n"),
+        (
+            "    criterion = torch.nn.CrossEntropyLoss()\n",
+            "    criterion = torch.nn.CrossEntropyLoss()\n"
+            "    start = parameters_of(model), [state.clone() for state in hidden]\n",
+        ),
+        ("    for epoch in range(10):\n", "    batches = []\n    for epoch in range(1):\n"),
+        (
+            "        for data, target in get_next_batch():\n",
+            "        for _, (data, target) in zip(range(updates), get_next_batch()):\n"
+            "            batches.append((data, target))\n",
+        ),
+        ("        perplexity = torch.exp(total_loss / 160)\n", "        return model, start, batches\n"),
+    )
+    return load_module(program)
 
 
-def trained(module, monkeypatch, updates, rnn_model=None):
-    """Run the module's run_trainer for some updates; return (batches, model, first parameters, first hidden state)."""
-    inputs, targets, models, start, first_hidden = [], [], [], [], []
-
-    class Recorded(rnn_model or module.RNNModel):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            models.append(self)
-            start.extend(parameters_of(self))
-
-        def forward(self, input, hidden):
-            if len(inputs) == updates:
-                raise Enough
-            if not inputs:
-                first_hidden.extend(state.clone() for state in hidden)
-            inputs.append(input)
-            return super().forward(input, hidden)
-
-    class Criterion(nn.CrossEntropyLoss):
-        def forward(self, scores, target):
-            targets.append(target)
-            return super().forward(scores, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "RNNModel", Recorded)
-        patch.setattr(nn, "CrossEntropyLoss", Criterion)
-        torch.manual_seed(3)
-        with pytest.raises(Enough):
-            module.run_trainer()
-    assert len(inputs) == updates
-    batches = [(input, target.view_as(input)) for input, target in zip(inputs, targets, strict=True)]
-    return batches, models[0], start, first_hidden
+def trained(module, updates):
+    """Return (model, (first parameters, first hidden state), batches)."""
+    torch.manual_seed(3)
+    return module.run_trainer(updates, parameters_of)
 
 
 def parameters_of(model):
@@ -95,12 +80,13 @@ def largest_difference(ones, others):
 @pytest.mark.quick
 @pytest.mark.xdist_group("rnn_rpc")
 @pytest.mark.filterwarnings("ignore:You are using a Backend")
-@pytest.mark.parametrize("module", [tutorial, single], ids=["tutorial", "single"])
-def test_a_program_in_one_file_equals_a_plain_loop(rpc_group, monkeypatch, module):
+@pytest.mark.parametrize("name", ["tutorial", "single"])
+def test_a_program_in_one_file_equals_a_plain_loop(rpc_group, monkeypatch, tmp_path, name):
     """The tutorial's server is another process. With the published loss (difference 4), they would not be equal."""
-    monkeypatch.setitem(sys.modules, "tutorial", tutorial)  # RPC pickles its classes by their module's name
-    batches, model, start, hidden = trained(module, monkeypatch, updates=10)
-    if module is tutorial:
+    module = copy_of(name, tmp_path)
+    monkeypatch.setitem(sys.modules, name, module)  # RPC pickles its classes by their module's name
+    model, (start, hidden), batches = trained(module, updates=10)
+    if name == "tutorial":
         assert {rref.owner_name() for rref in model.parameter_rrefs()} == {"ps", "trainer"}
     after = parameters_of(model)
     assert largest_difference(after, plain_loop(start, hidden, batches)) < 1e-6
@@ -109,24 +95,20 @@ def test_a_program_in_one_file_equals_a_plain_loop(rpc_group, monkeypatch, modul
 
 
 @pytest.mark.quick
-def test_dropout_is_where_the_tutorial_has_it(monkeypatch):
+def test_dropout_is_where_the_tutorial_has_it(tmp_path):
     """RNNModel drops half of the values by default, in all three layers. run_trainer asks for none."""
+    single = copy_of("single", tmp_path)
     model = single.RNNModel(V, E, H, nlayers=2)
     assert [model.emb_table.drop.p, model.rnn.dropout, model.decoder.drop.p] == [0.5] * 3
     assert (model.emb_table(torch.zeros(50, 50, dtype=torch.int64)) == 0).float().mean() == pytest.approx(0.5, abs=0.05)
-    _, model, _, _ = trained(single, monkeypatch, updates=1)
+    model, _, _ = trained(single, updates=0)
     assert [model.emb_table.drop.p, model.rnn.dropout, model.decoder.drop.p] == [0.0] * 3
 
 
 @pytest.mark.quick
-def test_the_lowest_perplexity_is_that_of_the_text(monkeypatch):
+def test_the_lowest_perplexity_is_that_of_the_text(tmp_path):
     """The differences from the word before the last have the probabilities that run_trainer uses."""
-
-    class Untrained(single.RNNModel):
-        def forward(self, input, hidden):
-            return self.decoder(torch.zeros(T, B, H)), hidden
-
-    batches = trained(single, monkeypatch, updates=160, rnn_model=Untrained)[0]
+    _, _, batches = trained(copy_of("single", tmp_path), updates=160)
     assert {(*data.shape, *target.shape) for data, target in batches} == {(T, B, T, B)}
     data, target = (torch.cat(part) for part in zip(*batches, strict=True))
     assert torch.equal(data[1:], target[:-1])  # so a batch begins where the one before has ended
@@ -144,7 +126,7 @@ def test_the_lowest_perplexity_is_that_of_the_text(monkeypatch):
 def test_wrong_world_sizes_and_ranks_are_refused(flags, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tutorial.py", *flags])
     with pytest.raises(SystemExit) as refused:
-        tutorial.parse_args()
+        load_module(ROOT / TUTORIAL).parse_args()
     assert refused.value.code == 2 and flags[0] in capsys.readouterr().err
 
 
