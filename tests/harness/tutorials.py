@@ -11,6 +11,10 @@ from programs import ROOT, Program, run_script
 from two_hosts import TwoHosts, why_not
 
 
+# For a test that changes a copy anyway: its ranks need not import torch again, which takes each of them seconds.
+FORKED = ("mp.spawn(", 'mp.start_processes(start_method="fork", fn=')
+
+
 def copied_alone(path, folder):
     """Copy one program (its path is relative to the repository) into an empty folder; return the copy's path."""
     alone = folder / "an empty folder"

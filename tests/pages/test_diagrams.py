@@ -1,5 +1,6 @@
 """The diagrams of the READMEs agree with traced runs, the moving picture counts correctly, and plots have labels."""
 
+import collections
 import json
 import re
 import statistics
@@ -67,7 +68,18 @@ def assert_drawn(diagram, events):
 @pytest.mark.parametrize("package", ["rnn_rpc", "ddp_rpc", "param_server"])
 def test_the_diagrams_of_a_readme_are_what_runs_do(package, tmp_path):
     for flags, diagram in diagrams_of(package):
-        assert_drawn(diagram, record(tmp_path, package, *flags)[0])
+        events = record(tmp_path, package, *flags)[0]
+        assert_drawn(diagram, events)
+        if package == "param_server" and not flags:
+            assert_backward_optimizer_and_methods_have_bars(events)
+
+
+def assert_backward_optimizer_and_methods_have_bars(events):
+    kinds = collections.Counter((event.get("cat"), event["name"]) for event in events)
+    steps = sum(count for (kind, _), count in kinds.items() if kind == "step")
+    work = ("work", "backward"), ("work", "optimizer step"), ("run", "forward")
+    assert steps and [kinds[each] for each in work] == [steps] * 3
+    assert kinds["run", "torch.optim._new_local_optimizer"] and not kinds["run", "call_method"]
 
 
 def test_the_diagrams_of_rl_rpc_are_what_runs_do_and_the_moving_picture_counts_their_steps(tmp_path, monkeypatch):

@@ -115,17 +115,6 @@ def test_both_sides_of_every_rpc_of_a_job_are_recorded(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["all.json", "summary.json"]
 
 
-def test_backward_optimizer_and_methods_have_bars(tmp_path):
-    path, job = tmp_path / "all.json", [*JOBS["param_server"]["size"], *JOBS["param_server"]["short"]]
-    done = run_trace(path, "--", sys.executable, ROOT / "param_server" / "main.py", *job)
-    assert done.returncode == 0, done.stderr
-    events = events_in(path)
-    steps = bars(events, "step")
-    assert steps and len(bars(events, "work", "backward")) == len(bars(events, "work", "optimizer step")) == len(steps)
-    assert any(name == "torch.optim._new_local_optimizer" for _, _, name in calls_of(events))
-    assert len(bars(events, "run", "forward")) == len(steps) and not bars(events, "run", "call_method")
-
-
 @pytest.mark.quick
 def test_clocks_of_several_hosts_are_lined_up():
     """Three hosts, each called by the one before. Clocks 7 s and 3 s wrong are corrected to within a round trip."""

@@ -1,5 +1,6 @@
 """param_server as a user runs it: it learns, bad input is refused, nothing is lost after kill -9."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -50,17 +51,22 @@ def test_what_crosses_the_wire(few_digits):
     assert tensors < BYTES.per_step(done.stdout) < tensors + 30_000
 
 
-@pytest.mark.parametrize("mode", ["remote", "replica"])
-def test_output_that_nobody_reads_for_a_while_delays_the_job_and_breaks_nothing(few_digits, mode):
+def test_output_that_nobody_reads_for_a_while_delays_the_job_and_breaks_nothing(few_digits):
     """For longer than --rpc_timeout, and than an error of a connection waits for the name of a lost rank (12 s)."""
-    flags = ("--mode", mode, "--data_dir", few_digits, "--batch_size", 1, "--log_interval", 1, "--max_batches", 800)
-    flags = (*flags, "--lr", 0.001)  # with batches of one image, the default may diverge
-    with Program("param_server/main.py", *flags, "--rpc_timeout", 1, stdout=subprocess.PIPE) as running:
+    flags = ("--data_dir", few_digits, "--batch_size", 1, "--log_interval", 1, "--max_batches", 800)
+    flags = (*flags, "--lr", 0.001, "--rpc_timeout", 1)  # with batches of one image, the default may diverge
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for mode in ("remote", "replica"):
+            job = Program("param_server/main.py", *flags, "--mode", mode, stdout=subprocess.PIPE)
+            jobs.append(stack.enter_context(job))
         with pytest.raises(AssertionError, match="still runs"):
-            running.wait(25)
-        output = running.process.stdout.read().decode()
-        assert running.wait(100) == 0, running.errors()
-    assert output.count("training batch") == 1600 and running.errors() == ""
+            jobs[0].wait(30)
+        for job in jobs:
+            assert job.poll() is None
+            output = job.process.stdout.read().decode()
+            assert job.wait(100) == 0, job.errors()
+            assert output.count("training batch") == 1600 and job.errors() == ""
 
 
 # ------------------------------------------------------------------------------------------------- bad input

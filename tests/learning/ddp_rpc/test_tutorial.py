@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from helpers import ROOT
-from tutorials import changed, copied_alone, run_in_terminals, run_spawned
+from tutorials import FORKED, changed, copied_alone, run_in_terminals, run_spawned
 
 # Inserted at the end of a trainer: it saves what it has trained. (The table is saved when all trainers have finished.)
 SAVE = """
@@ -92,7 +92,7 @@ def test_the_tutorial_equals_a_plain_loop(tmp_path):
     program = copied_alone("ddp_rpc/tutorial.py", tmp_path)
     barrier = (step, step + " " * 16 + "dist.barrier()\n")
     end = ("\n\n\ndef run_worker", SAVE + "\n\ndef run_worker")
-    changed(program, *sizes(epochs, batches), barrier, end)
+    changed(program, *sizes(epochs, batches), barrier, end, FORKED)
     flags = ("--world_size", trainers + 2, "--seed", seed, "--num_gpus", 1)
     done = run_spawned(program, *flags, cwd=tmp_path, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
@@ -160,7 +160,7 @@ def test_the_tutorial_ends_with_its_first_trainer_to_fail(tmp_path):
     """In the published program, the master waits for trainer 0, which waits half an hour for trainer 1."""
     first = "    device = get_device(rank, num_gpus)\n"
     fails = "    if rank == 1:\n        raise ValueError('a trainer that fails')\n"
-    program = changed(copied_alone("ddp_rpc/tutorial.py", tmp_path), (first, fails + first))
+    program = changed(copied_alone("ddp_rpc/tutorial.py", tmp_path), (first, fails + first), FORKED)
     done = run_spawned(program, timeout=200)
     assert done.returncode == 1
     assert "ValueError: On WorkerInfo(id=1, name=trainer1):" in done.stderr and "a trainer that fails" in done.stderr

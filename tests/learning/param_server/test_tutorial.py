@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 from helpers import ROOT, load_module, package_on_path
-from tutorials import changed, copied_alone, run_in_terminals, run_spawned
+from tutorials import FORKED, changed, copied_alone, run_in_terminals, run_spawned
 
 tutorial = load_module(ROOT / "param_server" / "tutorial.py")
 single = load_module(ROOT / "param_server" / "single.py")
@@ -190,6 +190,7 @@ def test_every_gradient_of_the_tutorials_concurrent_trainers_is_right(tmp_path):
     here = ROOT / "tests" / "learning" / "param_server"
     program = changed(
         copied_alone("param_server/tutorial.py", tmp_path),
+        FORKED,
         ("import argparse\n", "import argparse\nfrom noting import check, note_forward, note_step\n"),
         ("slice(0, 4_000)", f"slice(0, {18 * 32})"),
         (".train(training)\n", ".eval()\n        if training:\n            note_forward(weights, inp)\n"),

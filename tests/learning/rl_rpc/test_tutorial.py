@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers import ROOT, load_module, load_oracle
-from tutorials import changed, copied_alone, run_in_terminals, run_spawned
+from tutorials import FORKED, changed, copied_alone, run_in_terminals, run_spawned
 
 oracle = load_oracle("rl_rpc")
 PATH = "rl_rpc/tutorial.py"
@@ -95,7 +95,7 @@ def test_tutorial_keeps_the_trajectories_of_observers_apart_that_play_at_once(tm
     limit = ('self.env = gym.make("CartPole-v1")', 'self.env = gym.make("CartPole-v1", max_episode_steps=2 + self.id)')
     learns = "    def finish_episode(self):\n"
     lengths = "        print([[*map(len, kept.values())] for kept in (self.rewards, self.saved_log_probs)])\n"
-    done = spawned_from_a_copy(tmp_path, limit, (learns, learns + lengths), observers=2, episodes=6)
+    done = spawned_from_a_copy(tmp_path, limit, (learns, learns + lengths), FORKED, observers=2, episodes=6)
     assert assert_plays(done, 6) == [3.0] * 6
     assert done.stdout.count("[[3, 4], [3, 4]]\n") == 6
 
