@@ -10,7 +10,6 @@ from listeners import Listeners
 from programs import ROOT, Program, run_script
 from two_hosts import TwoHosts, why_not
 
-
 # For a test that changes a copy anyway: its ranks need not import torch again, which takes each of them seconds.
 FORKED = ("mp.spawn(", 'mp.start_processes(start_method="fork", fn=')
 
