@@ -226,7 +226,7 @@ def episodes_of(events):
 CURVES = {
     "rl_rpc": (
         "episode",
-        {"reward of the lowest observer": {"reward/last": "one episode", "reward/running": "running average"}},
+        {"reward of the lowest observer": {"reward/last": "one episode", "reward/running": "running reward"}},
         ("solved", None),
     ),
     "rnn_rpc": (
