@@ -3,11 +3,11 @@
 The leader has a small model. It sends the model's weights to workers. Each worker has a simulator, plays with the
 weights, and returns what happened. The leader learns from it while the other workers play.
 
-    python pool.py                                    # the leader and two workers, on this machine
+    python pool.py    # the leader and two workers, on this machine
 
-    RANK=0 MASTER_ADDR=10.0.0.1 TP_SOCKET_IFNAME=eth0 python pool.py    # or one command for each rank: the leader,
-    RANK=1 MASTER_ADDR=10.0.0.1 TP_SOCKET_IFNAME=eth0 python pool.py    # worker1, on any machine
-    RANK=2 MASTER_ADDR=10.0.0.1 TP_SOCKET_IFNAME=eth0 python pool.py    # worker2, on any machine
+Or one command for each rank, on any machines (rank 0 is the leader, at 10.0.0.1):
+
+    RANK=0 MASTER_ADDR=10.0.0.1 TP_SOCKET_IFNAME=eth0 python pool.py    # and RANK=1, RANK=2 for the workers
 
 A worker may die, for example by `kill -9`. Then another one gets its task.
 """
@@ -66,7 +66,7 @@ def play(weights, seed):
     """The leader calls this. It runs on an RPC thread, which only hands the task to the main thread, and is free."""
     answer = torch.futures.Future()
     jobs.put((weights, seed, answer))
-    return answer.then(lambda answer: answer.value())  # raises what set_exception has stored
+    return answer.then(lambda answer: answer.value())  # raises; `answer` itself would send an exception as a value
 
 
 def stop():
@@ -163,7 +163,9 @@ def lead(workers, tasks):
 def is_lost(error):
     """Return True if the worker has died or is silent, and False if its function has raised an exception."""
     text = str(error)
-    if "On WorkerInfo(" in text or "when running the callback" in text:  # `play` has raised, or the simulator
+    if (
+        "On WorkerInfo(" in text or "when running the callback" in text
+    ):  # first: `play` has raised; second: the simulator
         return False
     return "originated at tensorpipe" in text or "RPC ran for more than set timeout" in text
 
@@ -173,9 +175,9 @@ def run_leader():
     join("leader", 0)
     costs_of, living = lead(WORKERS, range(TASKS))
     assert set(costs_of) == set(range(TASKS))
-    first, last = ([*costs_of.values()][part] for part in (slice(5), slice(-5, None)))
+    costs = [*costs_of.values()]
     print(f"{len(costs_of)} tasks done, {len(living)} workers left")
-    print(f"mean cost {sum(first) / 5:.2f} in the first tasks, {sum(last) / 5:.2f} in the last ones")
+    print(f"mean cost {sum(costs[:5]) / 5:.2f} in the first tasks, {sum(costs[-5:]) / 5:.2f} in the last ones")
     for name in living:
         with contextlib.suppress(RuntimeError):  # it has ended before its answer was sent
             rpc.rpc_sync(name, stop, timeout=TIMEOUT)

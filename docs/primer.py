@@ -17,12 +17,13 @@ first), and prints what it got:
     worker1: p on worker0 before, its first row: 0.2876 0.6863 0.6020
     worker1: p after one step of SGD, lr 0.05:  0.2376 0.6363 0.5520
     worker1:   = p - 0.05 * gradient, which is 1 everywhere
+    ...                                              (and three such lines about q)
 
 The fourth line is the one to understand. worker1 asked worker0 to compute t1 + t2. The backward pass
-went through that call and came back. Yet t1.grad is None, because the gradient is in the autograd
-context, from which an optimizer takes it.
+went through that call and came back. Yet t1.grad is None. The gradient is kept elsewhere, in an
+"autograd context", from which an optimizer takes it.
 
-The last two follow two examples in torch's documentation: that of dist_autograd.context, and the
+The last two lessons follow examples in torch's documentation: that of dist_autograd.context, and the
 one in the design note about distributed autograd, which also draws how autograd crosses a call:
 https://docs.pytorch.org/docs/stable/rpc/distributed_autograd.html
 """
@@ -88,15 +89,15 @@ def backward_through_a_call(neighbour, say):
 
 
 class SGD(optim.SGD):
-    """Empty, because DistributedOptimizer keeps a subclass as it is. torch's own SGD it would replace
-    by a version without a lock, which prints a warning about TorchScript in each process."""
+    """Empty. DistributedOptimizer would replace torch's own SGD by a version without a lock, which
+    prints a warning about TorchScript in each process. It keeps a subclass as it is."""
 
 
 def run_ring(neighbour, seeds, lr, say):
     """Change two tensors of the neighbour, p and q, by one step of SGD: p becomes
     p - lr * gradient. Neither of them leaves the neighbour's process."""
     # One context for each training step. Every worker that takes part keeps the gradients under
-    # its id, so workers that train at the same time do not mix theirs.
+    # context_id, so workers that train at the same time do not mix theirs.
     with dist_autograd.context() as context_id:
         rref1 = rpc.remote(neighbour, random_tensor, args=(seeds[0],))
         rref2 = rpc.remote(neighbour, random_tensor, args=(seeds[1],))
@@ -105,8 +106,8 @@ def run_ring(neighbour, seeds, lr, say):
         # everywhere for rref1's tensor, and 2 for rref2's.
         total = rref1.to_here() + 2 * rref2.to_here()
         dist_autograd.backward(context_id, [total.sum()])
-        # This makes an SGD in each process that owns one of these tensors. step() lets all of them
-        # step, after setting .grad to the gradients that this context has in their process.
+        # This makes an SGD in each process that owns one of these tensors. In each
+        # of these processes, step() sets .grad to this context's gradients, and makes a step.
         dist_optim = DistributedOptimizer(SGD, [rref1, rref2], lr=lr)
         dist_optim.step(context_id)
         after = [rpc.rpc_sync(neighbour, value_of, args=(rref,)) for rref in (rref1, rref2)]

@@ -26,13 +26,15 @@ import sys
 import tempfile
 import time
 
+import psutil
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "harness"))
 
 import lost_trainers  # noqa: E402
 from faults import assert_named, changed_package  # noqa: E402
 from jobs import JOBS, RunningJob  # noqa: E402
-from processes import command_of, environment_of, forks_of  # noqa: E402
+from processes import environment_of, forks_of  # noqa: E402
 from programs import kill  # noqa: E402
 
 WAYS = ("spawned", "terminals", "torchrun")
@@ -161,10 +163,17 @@ def run_forward(mode, way, calls):
         script = changed_package("ddp_rpc", pathlib.Path(folder), "hogwild.py", (LOOK_UP, dies))
         with RunningJob("ddp_rpc", way, [*JOBS["ddp_rpc"]["long"], "--mode", mode], script) as job:
             pid = job.pid_of(server)
-            wait_until(lambda: not command_of(pid))
+            wait_until(lambda: has_ended(pid))
             seconds = end_of(job, time.monotonic(), LIMIT + 30 * (way == "torchrun"))
             assert_named(job, [server])
     return seconds
+
+
+def has_ended(pid):
+    """Return whether this process is a zombie or gone. (While it starts, it has no command line, either.)"""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def draw_signal(number, draw, seed):

@@ -23,14 +23,9 @@ def forks_of(pid):
 
 
 def ranks_of(pid, size):
-    """Return the process ids of the ranks of a spawned job, in their order, or [] if not all `size` have started.
-
-    They are forks of the process `pid`, or of a child of it that starts processes for it.
-    """
-    for starter in (pid, *children_of(pid)):
-        if len(ranks := forks_of(starter)) >= size:
-            return ranks
-    return []
+    """Return the process ids of the ranks of a spawned job, in their order, or [] if not all `size` have started."""
+    ranks = forks_of(pid)
+    return ranks if len(ranks) >= size else []
 
 
 def command_of(pid):
