@@ -90,6 +90,8 @@ def run_worker(rank, args, job):
     # At most as many threads compute at once as there are trainers: in `remote` one RPC thread of the server for each
     # trainer, in the other modes one in each trainer.
     share_cores(min(job.ranks_here, args.world_size - args.num_servers))
+    if rank == 0 and args.mode != "remote":
+        torch.set_num_threads(1)  # its updates are short, and a second thread would take a core from the trainers
     if rank == 0:  # it reads MNIST first, and downloads it if it is missing: so nobody else on this host needs to
         digits = load_digits(args.dataset, args.data_dir, args.seed, train=False, download=True)
     job.wait_for_all()
