@@ -41,8 +41,8 @@ rnn() { run_scenario rnn rnn_rpc/main.py --world_size 2 --seed 1; }
 ddp() { run_scenario ddp ddp_rpc/main.py --world_size 4 --seed 1; }
 ps() { run_scenario ps param_server/main.py --world_size 3 --dataset synthetic --epochs 3 --seed 1; }
 
-# Two tests run at the same time, because the jobs that they start spend most of their time waiting.
-run_tests() { "$python" -m pytest -rs -n 2 --dist loadgroup --durations=10 "$@"; }
+# Three tests run at the same time, on two cores, because the jobs that they start often wait.
+run_tests() { "$python" -m pytest -rs -n 3 --dist loadgroup --durations=10 "$@"; }
 
 print_table() {
     "$python" - "$@" <<'PYTHON'

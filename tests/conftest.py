@@ -17,7 +17,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # have set it.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
-# Two tests run at a time, and their networks are small, so several threads in each process mostly wait for each other:
+# Several tests run at a time, and their networks are small, so several threads in each process mostly wait for each other:
 # some tests take twenty times as long with two. Torch reads the variable when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 

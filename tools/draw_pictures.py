@@ -32,7 +32,7 @@ import read  # noqa: E402
 TIMELINES = {
     "rl_rpc": (
         ["--world_size", "3", "--max_episodes", "40", "--eval_episodes", "0"],
-        [("timelines", ("step", "packed", "batched"), 35, 10), ("timelines_rollout", ("rollout", "async"), 35, 8)],
+        [("timelines", ("step", "packed", "batched"), 35, 18), ("timelines_rollout", ("rollout", "async"), 35, 8)],
     ),
     "rnn_rpc": (
         ["--world_size", "2", "--epochs", "1", "--corpus_tokens", "40000", "--vocabulary", "10000"],
@@ -40,7 +40,7 @@ TIMELINES = {
     ),
     "ddp_rpc": (
         ["--world_size", "4", "--epochs", "2", "--batches", "30"],
-        [("timelines", ("hogwild", "sync", "pipelined"), 20, 10)],
+        [("timelines", ("hogwild", "sync", "pipelined"), 20, 16)],
     ),
     "param_server": (
         ["--world_size", "3", "--dataset", "synthetic", "--max_batches", "30"],
@@ -49,10 +49,10 @@ TIMELINES = {
 }
 SOLVED = 475  # CartPole's reward threshold
 # The moving picture begins with this episode. It is too short to compare speeds, which are in docs/results/rl_rpc.md.
-# A millisecond of the traces takes a second.
 EPISODE_SHOWN = 39
 FRAMES_PER_SECOND = 20
-MILLISECONDS = 8.0
+MILLISECONDS = 16.0
+MILLISECONDS_PER_SECOND = 2
 STILL_SECONDS = 2  # at the end, when the timelines are complete
 
 
@@ -76,7 +76,7 @@ def draw_panels(path, traces, step, milliseconds):
     panels[0].get_gridspec().set_height_ratios(lanes)
     figure.set_figheight(0.22 * sum(lanes) + 0.4 * len(panels) + 0.7)  # inches
     panels[-1].set_xlabel("milliseconds", fontsize=8)
-    figure.legend(handles=draw.legend(), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
+    figure.legend(handles=draw.legend(figure), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
     figure.savefig(path, dpi=220)
     with Image.open(path) as picture:
         picture.quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
@@ -116,8 +116,6 @@ def draw_moving():
     grid = [["before", "after", "colors"], ["step"] * 3, ["rollout"] * 3]
     places = figure.subplot_mosaic(grid, width_ratios=(3, 3, 1.3), height_ratios=(5, 6, 5))
     poles, panels = [places["before"], places["after"]], [places[mode] for mode in titles]
-    places["colors"].legend(handles=draw.legend()[:2], loc="center", fontsize=9, frameon=False)
-    places["colors"].set_axis_off()
     moving = []  # of each panel: what covers the time to come, a line at the time that is shown, and the times of steps
     for axes, (mode, title) in zip(panels, titles.items(), strict=True):
         draw_panel(axes, traces[mode], EPISODE_SHOWN, MILLISECONDS)
@@ -130,16 +128,18 @@ def draw_moving():
         cover = Rectangle((0, bottom), MILLISECONDS, top - bottom, color="white", zorder=5, clip_on=False)
         line = axes.axvline(0, color="firebrick", linewidth=2, zorder=6)
         moving.append((axes, axes.add_patch(cover), line, times_of_steps(traces, mode, EPISODE_SHOWN)))
-    panels[-1].set_xlabel("milliseconds (each takes a second here)", fontsize=8)
-    frames = []
-    for number, shown in enumerate(cartpoles(round(FRAMES_PER_SECOND * (MILLISECONDS + STILL_SECONDS)))):
+    panels[-1].set_xlabel("milliseconds (each takes half a second here)", fontsize=8)
+    places["colors"].legend(handles=draw.legend(figure), loc="center", fontsize=9, frameon=False)
+    places["colors"].set_axis_off()
+    frames, seconds = [], MILLISECONDS / MILLISECONDS_PER_SECOND + STILL_SECONDS
+    for number, shown in enumerate(cartpoles(round(FRAMES_PER_SECOND * seconds))):
         for axes, (title, (pole, words)) in zip(poles, shown.items(), strict=True):
             axes.clear()
             axes.imshow(pole)
             axes.set(xticks=[], yticks=[], xlabel=words)
             axes.set_title(title, fontsize=10, fontweight="bold")
             axes.spines[:].set_visible(False)
-        now = min(number / FRAMES_PER_SECOND, MILLISECONDS)
+        now = min(number / FRAMES_PER_SECOND * MILLISECONDS_PER_SECOND, MILLISECONDS)
         for axes, cover, line, times in moving:
             cover.set(x=now, width=1.1 * MILLISECONDS - now)
             line.set_xdata([now, now])

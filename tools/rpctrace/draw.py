@@ -100,7 +100,7 @@ def draw(path, events):
     lanes = draw_period(axes, events, start, end)
     axes.set_xlabel(f"milliseconds{left_out(events, start, end, lanes)}", fontsize=8)
     figure.set_figheight(0.28 * len(axes.get_yticks()) + 1.1)
-    figure.legend(handles=legend(), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
+    figure.legend(handles=legend(figure), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
     figure.savefig(path, dpi=110, format="png")
 
 
@@ -146,7 +146,8 @@ def draw_period(axes, events, start, end):
         arrow = {"arrowstyle": "-|>", "linewidth": 0.9, "mutation_scale": 6, "shrinkA": 0, "shrinkB": 0}
         arrow["color"] = MESSAGE_COLORS[caller % len(MESSAGE_COLORS)]
         tip, origin = (((event["ts"] - start) / 1e3, rows[lane_of(event)]) for event in (head, tail))
-        axes.annotate("", tip, origin, arrowprops=arrow, annotation_clip=False)
+        drawn = axes.annotate("", tip, origin, arrowprops=arrow, annotation_clip=False)
+        drawn.arrow_patch.set_clip_box(axes.bbox)
     names = {(event["name"], *lane_of(event)): event["args"]["name"] for event in events if event["ph"] == "M"}
     labels = [f"{names['process_name', rank, 0]}, {names['thread_name', rank, lane]}" for rank, lane in lanes]
     axes.set_yticks(range(len(lanes)), labels)
@@ -176,10 +177,13 @@ def draw_bars(axes, bars, rows, start, end):
             name.set_path_effects([withStroke(linewidth=1.5, foreground=color)])  # it may reach over other bars
 
 
-def legend():
+def legend(figure):
+    """Return the handles of a legend of the states that are drawn in this figure."""
+    from matplotlib.colors import to_rgba
     from matplotlib.patches import Patch
 
-    return [Patch(color=color, label=state) for state, color in COLORS.items()]
+    drawn = {bar.get_facecolor() for axes in figure.axes for bar in axes.patches}
+    return [Patch(color=color, label=state) for state, color in COLORS.items() if to_rgba(color) in drawn]
 
 
 def lane_of(event):

@@ -54,7 +54,7 @@ def test_what_crosses_the_wire(few_digits):
 def test_output_that_nobody_reads_for_a_while_delays_the_job_and_breaks_nothing(few_digits):
     """For longer than --rpc_timeout, and than an error of a connection waits for the name of a lost rank (12 s)."""
     flags = ("--data_dir", few_digits, "--batch_size", 1, "--log_interval", 1, "--max_batches", 800)
-    flags = (*flags, "--lr", 0.001, "--rpc_timeout", 1)  # with batches of one image, the default may diverge
+    flags = (*flags, "--lr", 0.001, "--rpc_timeout", 5)  # with batches of one image, the default may diverge
     with contextlib.ExitStack() as stack:
         jobs = []
         for mode in ("remote", "replica"):
