@@ -17,8 +17,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # have set it.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
-# Several tests run at a time, and their networks are small, so several threads in each process mostly wait for each other:
-# some tests take twenty times as long with two. Torch reads the variable when it is imported.
+# Several tests run at a time, and their networks are small. So the threads of a process would mostly wait for each
+# other: some tests take twenty times as long with two. Torch reads the variable when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # Each Program adds a line to this file. The processes of pytest-xdist inherit the variable.
