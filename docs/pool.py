@@ -163,9 +163,8 @@ def lead(workers, tasks):
 def is_lost(error):
     """Return True if the worker has died or is silent, and False if its function has raised an exception."""
     text = str(error)
-    if (
-        "On WorkerInfo(" in text or "when running the callback" in text
-    ):  # first: `play` has raised; second: the simulator
+    # The first is there if `play` has raised, the second if the simulator has.
+    if "On WorkerInfo(" in text or "when running the callback" in text:
         return False
     return "originated at tensorpipe" in text or "RPC ran for more than set timeout" in text
 

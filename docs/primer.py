@@ -106,8 +106,8 @@ def run_ring(neighbour, seeds, lr, say):
         # everywhere for rref1's tensor, and 2 for rref2's.
         total = rref1.to_here() + 2 * rref2.to_here()
         dist_autograd.backward(context_id, [total.sum()])
-        # This makes an SGD in each process that owns one of these tensors. In each
-        # of these processes, step() sets .grad to this context's gradients, and makes a step.
+        # This makes an SGD in each process that owns one of these tensors. In each of these
+        # processes, step() sets .grad to this context's gradients, and makes a step.
         dist_optim = DistributedOptimizer(SGD, [rref1, rref2], lr=lr)
         dist_optim.step(context_id)
         after = [rpc.rpc_sync(neighbour, value_of, args=(rref,)) for rref in (rref1, rref2)]

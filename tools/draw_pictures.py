@@ -131,7 +131,8 @@ def draw_moving():
     panels[-1].set_xlabel("milliseconds (each takes half a second here)", fontsize=8)
     places["colors"].legend(handles=draw.legend(figure), loc="center", fontsize=9, frameon=False)
     places["colors"].set_axis_off()
-    frames, seconds = [], MILLISECONDS / MILLISECONDS_PER_SECOND + STILL_SECONDS
+    seconds = MILLISECONDS / MILLISECONDS_PER_SECOND + STILL_SECONDS
+    frames = []
     for number, shown in enumerate(cartpoles(round(FRAMES_PER_SECOND * seconds))):
         for axes, (title, (pole, words)) in zip(poles, shown.items(), strict=True):
             axes.clear()

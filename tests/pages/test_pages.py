@@ -79,7 +79,7 @@ def test_a_file_that_is_named_is_there():
     others |= {"api.py", "internal.py", "distributed_c10d.py", "_base.py", "_monitor.py", "queue.py", "threading.py"}
     others |= {"parameter_server.py", "rpc_parameter_server.py"}  # files of the published code
     # Files of earlier commits, with which something was measured:
-    others |= {"migrating.py", "published_batch.py", "rl_batch.py", "param_batch.py", "servers.py", "stale_learning.py"}
+    others |= {"migrating.py", "published_batch.py", "servers.py", "stale_learning.py"}
     for path in [*PAGES, *code]:
         assert set(re.findall(r"\b\w+\.py\b", path.read_text())) <= ours | others, path
 

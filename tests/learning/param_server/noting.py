@@ -47,5 +47,6 @@ def check(net, digits):
         worst = max(worst, differences[number])
         late += same[0] < number
         del missing[number]
-    checked = f"checked {len(forwards) - len(missing)} gradients of {len(seen)} images"
+    assert not missing, "steps without a forward pass"
+    checked = f"checked {len(gradients)} gradients of {len(seen)} images"
     print(f"{checked}, {late} late, worst difference {worst:.1e}", flush=True)
