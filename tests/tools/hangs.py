@@ -15,6 +15,7 @@ import torch.distributed.rpc as rpc
 
 HOUR = 3600
 lock, signalled, arrived, finished = threading.Lock(), threading.Event(), [], []
+condition = threading.Condition()
 weight = torch.ones(2, requires_grad=True)
 
 
@@ -121,6 +122,18 @@ def forgotten_future(rank):
     """A Future would be completed by a third caller."""
     if rank:
         call(0, meet, 3)
+
+
+def arrive(expected):
+    with condition:
+        arrived.append(expected)
+        condition.wait_for(lambda: len(arrived) == expected)  # here: too_few
+
+
+def too_few(rank):
+    """A barrier for three, to which two come. Each of them might wake the other, but neither must."""
+    if rank:
+        call(0, arrive, 3)
 
 
 def wait_for(number):

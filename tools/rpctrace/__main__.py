@@ -68,7 +68,8 @@ def main(words):
         print(json.dumps(said, indent=1) if args.json else said["report"])
         return
     if not command:
-        sys.exit(report(args.folder, args.file))
+        report(args.folder, args.file)
+        return
     with tempfile.TemporaryDirectory(prefix="rpctrace-", ignore_cleanup_errors=True) as folder:
         if args.into:
             folder = tempfile.mkdtemp(prefix="run-", dir=args.into)
@@ -76,9 +77,9 @@ def main(words):
         for number in (signal.SIGTERM, signal.SIGINT):  # from now on, end with an exception, which removes the folder
             signal.signal(number, lambda number, _: sys.exit(128 + number))
         if args.into:
-            read.is_recorded(read.read(folder, most=10))  # a process that cannot be recorded says so in its first lines
+            read.is_recorded(read.read(folder, most=10_000))  # what cannot be recorded is known from the first calls on
         else:
-            status = report(folder, args.file) or status
+            report(folder, args.file)
     sys.exit(status if status >= 0 else 128 - status)  # of a command that a signal has killed, it is as in a shell
 
 
@@ -220,10 +221,8 @@ class Command:
         for pid, file in self.files.items():
             fields, known = stat_of(pid), self.notes.setdefault(f"{host}-{pid}", {})
             known["stopped"] = fields[0] in "Tt"
-            if fields[0] in "ZX":
-                known.setdefault("gone", time.time_ns())
-                if known.get("how", "has ended") == "has ended":
-                    known["how"] = how_it_ended(file, fields)
+            if fields[0] in "ZX" and "gone" not in known:
+                known |= {"gone": time.time_ns(), "how": how_it_ended(file, fields)}
         name = os.path.join(self.folder, f"{host}.processes")
         with contextlib.suppress(OSError):
             with open(name + ".new", "w") as file:
@@ -280,7 +279,7 @@ def how_it_ended(file, fields):
 
 
 def report(folder, path):
-    """Write the file, and print a table of the calls. Returns the exit status."""
+    """Write the file, and print a table of the calls."""
     recorded = read.read(folder)
     complete = read.is_recorded(recorded)
     processes = read.arrange(recorded)
@@ -291,19 +290,14 @@ def report(folder, path):
     if not made:
         if complete:
             say("no call of a Python function was recorded")
-        return 0
+        return
     calls = read.match(bars)
     read.correct_times(processes, bars, calls)
     print(read.table(processes, made, calls), file=sys.stderr)
     for process in processes:
         if process["full"]:
             say(f"{process['name']} recorded too many bars; the last {len(process['bars']):,} are kept")
-    try:
-        draw.write(path, draw.lay_out(processes, bars) + draw.arrows(calls))
-    except OSError as error:
-        say(f"{path}: {error.strerror}")
-        return 1
-    return 0
+    draw.write(path, draw.lay_out(processes, bars) + draw.arrows(calls))
 
 
 if __name__ == "__main__":

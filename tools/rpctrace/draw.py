@@ -8,7 +8,7 @@ import collections
 import heapq
 import json
 
-from read import OF_TORCH, end_of, is_answered, is_within
+from read import OF_TORCH, end_of, is_answered
 
 # The groups of a process's lanes, from above.
 LANES = ("main thread", "calls in flight", "RPC thread", "answers owed", "backward pass")
@@ -23,10 +23,7 @@ MOST_CALLS, MOST_LANES = 60, 60  # in one picture
 def write(path, events):
     if path.endswith(".json"):
         with open(path, "w") as file:
-            file.write('{"traceEvents": [\n')
-            for number, event in enumerate(events):
-                file.write((",\n" if number else "") + json.dumps(event))
-            file.write("\n]}\n")
+            file.write('{"traceEvents": [\n' + ",\n".join(map(json.dumps, events)) + "\n]}\n")
     else:
         draw(path, events)
 
@@ -53,23 +50,17 @@ class Lanes:
     """The lanes of one group. Bars come in the order of their starts."""
 
     def __init__(self):
-        self.count, self.free = 0, []  # the lanes that are free, a heap
-        self.until = []  # a heap of (when it is free, lane)
+        self.free, self.busy = [], []  # heaps: the lanes that are free; and (when it is free, lane)
         self.threads = {}  # thread -> (its lane, until when it has it)
 
     def of(self, thread, bar):
         """Return the number of the lane that this thread has, or else of the first that is free."""
-        lane, until = self.threads.get(thread, (None, 0))
-        if lane is not None and until > bar["ts"]:
-            return lane
-        while self.until and self.until[0][0] <= bar["ts"]:
-            heapq.heappush(self.free, heapq.heappop(self.until)[1])
-        if not self.free:
-            heapq.heappush(self.free, self.count)
-            self.count += 1
-        lane = heapq.heappop(self.free)
-        heapq.heappush(self.until, (end_of(bar), lane))
-        if bar["cat"] not in NO_THREAD:
+        lane, until = self.threads.get(thread, (0, 0))
+        if until <= bar["ts"]:
+            while self.busy and self.busy[0][0] <= bar["ts"]:
+                heapq.heappush(self.free, heapq.heappop(self.busy)[1])
+            lane = heapq.heappop(self.free) if self.free else len(self.busy)
+            heapq.heappush(self.busy, (end_of(bar), lane))
             self.threads[thread] = lane, end_of(bar)
         return lane
 
@@ -106,8 +97,9 @@ def draw(path, events):
 
 def left_out(events, start, end, lanes):
     """Return what the picture does not show, for its lower edge."""
-    within = sum("to" in bar.get("args", ()) and start <= bar["ts"] < end for bar in events if bar["ph"] == "X")
-    all_calls = sum("to" in bar["args"] for bar in events if bar["ph"] == "X")
+    bars = [event for event in events if event["ph"] == "X" and not event["name"].startswith(OF_TORCH)]
+    calls = [bar["ts"] for bar in bars if "to" in bar["args"]]
+    within, all_calls = sum(start <= begin < end for begin in calls), len(calls)
     more = f"; {lanes - MOST_LANES} further lanes are left out" if lanes > MOST_LANES else ""
     return f" ({within:,} of the {all_calls:,} calls are shown{more})" if within < all_calls or more else ""
 
@@ -130,11 +122,10 @@ def draw_period(axes, events, start, end):
 
     Lanes that only wait are left out, and so are torch's internal RPCs. Returns the number of lanes.
     """
-    bars = [bar for bar in events if bar["ph"] == "X" and is_within(bar, start, end)]
-    bars = [bar for bar in bars if not bar["name"].startswith(OF_TORCH)]
+    events = [event for event in events if not event["name"].startswith(OF_TORCH)]
+    bars = [bar for bar in events if bar["ph"] == "X" and bar["ts"] < end and end_of(bar) > start]
     heads = {event["id"]: event for event in events if event["ph"] == "f"}
     messages = [(tail, heads[tail["id"]]) for tail in events if tail["ph"] == "s" and start <= tail["ts"] < end]
-    messages = [message for message in messages if not message[0]["name"].startswith(OF_TORCH)]
     busy = {lane_of(bar) for bar in bars if state_of(bar) != "waiting"}
     lanes = sorted(busy.union(lane_of(event) for message in messages for event in message), reverse=True)
     count, lanes = len(lanes), lanes[-MOST_LANES:]

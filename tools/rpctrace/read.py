@@ -102,11 +102,6 @@ def end_of(bar):
     return bar["ts"] + bar.get("dur", 0)
 
 
-def is_within(bar, start, end):
-    """Return whether a part of this bar is between the two times."""
-    return bar["ts"] < end and end_of(bar) > start
-
-
 def is_finished(bar):
     return not bar["name"].endswith(UNFINISHED)
 
@@ -125,16 +120,9 @@ def match(bars):
     return [(made[number], run, held.get(number, run)) for number, run in served.items() if number in made]
 
 
-def has_timed_out(call, second):
-    """Return whether a call has ended at its time limit. `second`: in the unit of its times."""
-    limit = call["args"].get("limit") or 0
-    return 0 < limit * second <= call["dur"]
-
-
 def is_answered(call, answered):
-    """Return whether the caller got the answer. Times are in microseconds, on one time axis."""
-    both = is_finished(call) and is_finished(answered) and not has_timed_out(call, 1e6)
-    return both and end_of(answered) <= end_of(call)
+    """Return whether the caller got the answer, before it gave up. Times are on one time axis."""
+    return is_finished(call) and is_finished(answered) and end_of(answered) <= end_of(call)
 
 
 def correct_times(processes, bars, calls):
@@ -158,8 +146,9 @@ def line_up(calls, hosts):
     """
     bounds = {}  # (host, other host) -> (lowest, highest) number to add to the other's clock
     for call, run, answered in calls:
-        if not (is_finished(call) and is_finished(answered)) or has_timed_out(call, 1e9):
-            continue
+        limit = call["args"].get("limit") or 0
+        if not (is_finished(call) and is_finished(answered)) or 0 < 1e9 * limit <= call["dur"]:
+            continue  # the answer, if there was one, came too late
         one, other = hosts[call["pid"]], hosts[run["pid"]]
         low, high = call["ts"] - run["ts"], end_of(call) - end_of(answered)
         for pair, least, most in (((one, other), low, high), ((other, one), -high, -low)):

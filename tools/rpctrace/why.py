@@ -20,7 +20,9 @@ import read
 SILENT = 5.0  # seconds without a sign of life, after which a process does not let Python run
 SHORT = 30.0  # a call with a shorter time limit counts as a wait with a time limit: it goes on by itself
 ANY = "a collective"
-BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv")  # no collectives
+NOBODY = "tqdm/_monitor.py"  # the file of a thread that wakes nobody
+BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
+CIRCLE = "CIRCLE: none of these can go on before the next one does, and the last one waits for the first."
 HANGS, THREADS = "TROUBLESHOOTING.md#my-program-hangs-what-now", "CONCEPTS.md#threads-and-what-may-wait"
 BACKWARD = "TROUBLESHOOTING.md#dist_autogradbackward-does-not-return"
 COLLECTIVE = "TROUBLESHOOTING.md#an-rpc-and-a-collective-wait-for-each-other"
@@ -69,7 +71,7 @@ class Run:
         """Put the times of several hosts on one axis, as far as calls between them tell how their clocks differ."""
         if len({one["host"] for one in self.processes}) < 2:
             return
-        recorded = read.arrange(read.read(self.folder))
+        recorded = read.arrange(read.read(self.folder, most=10_000))
         calls = read.match([bar for process in recorded for bar in process["bars"].values()])
         clocks = read.line_up(calls, [process["host"] for process in recorded])
         for process in self.processes:
@@ -82,8 +84,8 @@ class Run:
     def lost(self, process):
         """Return (how a process was lost, whether it has ended), or None if it is there."""
         silent, note = (self.now - process["ts"]) / 1e9, self.notes.get(process["file"], {})
-        if "gone" in note and (ago := (self.now - note["gone"]) / 1e9) > 0.5:  # the others went on without it
-            return f"{note['how']} {ago:.0f} s ago", True
+        if "gone" in note and silent > 1.5:  # the others went on without it
+            return f"{note['how']} {silent:.0f} s ago", True
         if silent <= SILENT:
             return None
         if not note:
@@ -103,7 +105,7 @@ class Run:
         if since > self.instant - 1e9:
             needs = []  # it is not certain that this was so at the instant at which all the rest was so
         self.nodes[key] = {"worker": key[0], "thread": thread, "what": what, "kind": kind, "needs": needs}
-        self.nodes[key] |= {"place": place, "seconds": max(0.0, (self.now - since) / 1e9)}
+        self.nodes[key] |= {"place": place, "seconds": max(0.0, (self.now - since) / 1e9) if since else 0.0}
         return key
 
     def make_nodes(self, process):
@@ -138,9 +140,9 @@ class Run:
     def absent(self, who):
         """Return the key of somebody of whom nothing is known, except perhaps that some processes are there."""
         seen = {one["file"] for one in self.processes}
-        others = {path.name.rpartition("-")[0] for path in read.recordings(self.folder)} - seen
-        pids = ", ".join(sorted(name.rpartition("-")[2] for name in others))
-        there = f" (only these processes are there, which have not begun to meet: {pids})" if pids else ""
+        others = sorted({path.name.rpartition("-")[0] for path in read.recordings(self.folder)} - seen)
+        hows = [f"{name.rpartition('-')[2]} {self.notes.get(name, {}).get('how', '')}".strip() for name in others]
+        there = f" (these processes have not begun to meet: {', '.join(hows)})" if hows else ""
         return self.add((who, "absent", 0), "", f"nothing is known of it{there}", "absent", [])
 
     def pool(self, name):
@@ -261,13 +263,11 @@ class Run:
 
     def meeting(self, what, members, has_come):
         """Everybody has to come. `members`: {who: its process, or None if nothing is known of it}."""
-        missing = {
-            who: one
-            for who, one in members.items()
-            if not one or (one["lost"] and not one.get("left")) or not has_come(one)
-        }
-        needs = []
-        for who, one in missing.items():  # one of the threads that are not torch's has to make that call
+        missing, needs = [], []
+        for who, one in members.items():
+            if one and (one.get("left") or not one["lost"]) and has_come(one):
+                continue
+            missing.append(who)  # one of its threads that are not torch's has to make that call
             threads = [self.key(one, tid) for tid in one["threads"] if tid not in one["of_torch"]] if one else []
             needs.append(threads if one else [self.absent(who)])
         what = f"{', '.join(missing)} to begin {what}" if missing else f"the end of {what}, which all have begun"
@@ -284,12 +284,9 @@ class Run:
             return self.lock(process, tid, {"locks": [["its Condition", *wait["lock"]]], "timed": False})
         if wait["timed"]:
             return f"a signal ({wait['type']}), with a time limit", "busy", []
-        if wait["joins"] in process["threads"]:
-            return (
-                f"the end of {title(process['threads'][wait['joins']])}",
-                "call",
-                [[self.key(process, wait["joins"])]],
-            )
+        joins = wait["joins"]
+        if joins in process["threads"]:
+            return f"the end of {title(process['threads'][joins])}", "call", [[self.key(process, joins)]]
         text = f"a signal of another thread of {process['name']} ({wait['type']})"
         return text, "event", [self.wakers(process, tid)]
 
@@ -298,7 +295,7 @@ class Run:
         found = [self.absent("a call that was not recorded")] if process["more"] else []
         for other, thread in process["threads"].items():
             ends = any(bar["name"] == "shutdown" for bar in thread["bars"])
-            if other != tid and not ends and not thread["place"][0].endswith("tqdm/_monitor.py"):
+            if other != tid and not ends:
                 found.append(self.key(process, other))
         found += [self.key(process, "call", bar["args"]["call"]) for bar in process["calls"]]
         return found + ([self.key(process, "callers")] if process["rpc"] and not process["full"] else [])
@@ -307,7 +304,10 @@ class Run:
         """Its holder is known if it tells, or if it stands in a `with` block of the same object."""
         if wait["timed"]:
             return f"`{wait['locks'][0][0]}`, with a time limit", "busy", []
-        for text, kind, number, owner in wait["locks"]:
+        locks = [one for one in wait["locks"] if one[3] != tid]  # its own it may enter again
+        if not locks:
+            return "it runs, or waits for something outside", "busy", []
+        for text, kind, number, owner in locks:
             for other, thread in process["threads"].items():
                 held = next((one for one in thread["holds"] if one[2] == number), None)
                 if other == owner or (held and owner is None and (other != tid or kind == "lock")):
@@ -360,7 +360,7 @@ class Run:
             for key in keys:  # which grows
                 following = self.following(key)
                 keys += [other for other in following if other not in keys]
-                counts[key] += not following
+                counts[key] += not (following if key in self.alive else any(following.values()))
         order = sorted(+counts, key=lambda key: (key in self.alive, self.nodes[key]["kind"] == "event", -counts[key]))
         return [key for key in order if (key in self.alive) == (order[0] in self.alive)][:3]
 
@@ -388,7 +388,8 @@ def take_apart(process):
     """Sort the open bars of a process by what they mean."""
     bars = [bar for bar in process["open"] if bar["cat"] != "step" and (bar["cat"] != "wait" or bar["known"])]
     process["file"] = f"{process['host']}-{process['pid']}"
-    threads = process["threads"] = {int(tid): thread for tid, thread in process["threads"].items()}
+    threads = {int(tid): one for tid, one in process["threads"].items() if not one["place"][0].endswith(NOBODY)}
+    process["threads"] = threads
     process["calls"] = [bar for bar in bars if bar["cat"] in ("async", "remote")]
     process["held"] = [bar for bar in bars if bar["cat"] == "held"]
     process["does"] = {bar["name"] for bar in bars if bar["cat"] in ("group", "work")}
@@ -439,24 +440,26 @@ def lines_of(said):
     """Return the report as lines."""
     if said["verdict"] == "nothing":
         return ["No thread waits for another one."]
-    groups = collections.defaultdict(list)
-    for node in said["waits"]:
-        groups[node["thread"], node["what"], tuple(node["place"])].append(node)
+    groups = alike(said["waits"])
     lines = ["WHO WAITS FOR WHOM"] if groups else []
-    for nodes in list(groups.values())[:12]:
+    for nodes in groups[:12]:
         lines += of_nodes(nodes, "  ")
     if len(groups) > 12:
         lines.append(f"  and {len(groups) - 12} more")
-    title, sure = "END OF A CHAIN: for this the others wait.", "Probably"
-    if said["verdict"] == "circle":
-        title, sure = (
-            "CIRCLE: none of these can go on before the next one does, and the last one waits for the first.",
-            "This is",
-        )
-    lines.append(title)
-    for number, node in enumerate(said["steps"], 1):
-        lines += of_nodes([node], f"  {number}. " if len(said["steps"]) > 1 else "  ")
-    return [*lines, f"{sure}: {said['pattern']}. See {said['page']}"]
+    circle = said["verdict"] == "circle"
+    lines.append(CIRCLE if circle else "END OF A CHAIN: for this the others wait.")
+    steps = [[node] for node in said["steps"]] if circle else alike(said["steps"])
+    for number, nodes in enumerate(steps, 1):
+        lines += of_nodes(nodes, f"  {number}. " if len(steps) > 1 else "  ")
+    return [*lines, f"{'This is' if circle else 'Probably'}: {said['pattern']}. See {said['page']}"]
+
+
+def alike(nodes):
+    """Return the nodes in groups, each of which waits for the same at the same place."""
+    groups = collections.defaultdict(list)
+    for node in nodes:
+        groups[node["thread"], node["what"], tuple(node["place"])].append(node)
+    return list(groups.values())
 
 
 def of_nodes(nodes, indent):

@@ -26,7 +26,6 @@ import weakref
 
 encode = json.JSONEncoder(default=str).encode
 HERE = os.path.dirname(os.path.abspath(__file__))
-MARKS = {"step", "wait"}  # the names for torch.profiler.record_function
 LINES = 200_000  # in a file. A process keeps its last two files, and so at least its last 100,000 bars
 TAIL = b"call"  # the end of a message whose call is recorded; before it stands the call's number, 16 bytes
 NUMBER = "number of this call in the trace"  # no program has a keyword argument of this name
@@ -72,31 +71,11 @@ REPLACED = {
 
 def start_recording():
     """Called at the start of every Python process of the command."""
-    sys.meta_path.insert(0, Hook(Recorder(os.path.abspath(os.environ["RPCTRACE_INTO"]))))
+    sys.meta_path.insert(0, Recorder(os.path.abspath(os.environ["RPCTRACE_INTO"])))
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != HERE]
     if spec := importlib.machinery.PathFinder.find_spec("sitecustomize"):  # a further one, which this one hides
         sys.modules["sitecustomize"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["sitecustomize"])
-
-
-class Hook:
-    """Lets the recorder replace functions of a module when it has been imported."""
-
-    def __init__(self, recorder):
-        self.recorder = recorder
-
-    def find_spec(self, name, path=None, target=None):
-        if name not in REPLACED:
-            return None
-        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
-        if spec and spec.loader:
-            spec.loader.exec_module = functools.partial(self.execute, spec.loader.exec_module)
-        return spec
-
-    def execute(self, plain, module):
-        plain(module)
-        self.recorder.replace(module)
 
 
 class Recorder:
@@ -130,8 +109,9 @@ class Recorder:
         bar, start = next(self.bars), start or time.time_ns()
         about = {"begin": bar, "ts": start, "tid": threading.get_ident(), "cat": kind, "name": name, "args": args}
         line = encode(about)
-        self.write(line)
-        self.open[bar], self.moved = (line, known), start
+        with self.lock:  # another thread may begin the next file, which needs the bars that are open
+            self.write(line)
+            self.open[bar], self.moved = (line, known), start
         return bar
 
     def end(self, bar):
@@ -149,9 +129,7 @@ class Recorder:
             return
         try:
             with self.lock:
-                if self.lines % LINES == 0:
-                    self.open_next_file()
-                elif not self.is_open():
+                if self.lines % LINES == 0 or not self.is_open():
                     self.open_file()
                 self.lines += 1
                 os.write(self.file, line.encode() + b"\n")
@@ -160,21 +138,18 @@ class Recorder:
             if os.path.isdir(self.folder):  # or the command has ended before this process
                 print(f"rpctrace: process {os.getpid()} is not recorded any more: {error.strerror}", file=sys.stderr)
 
-    def open_next_file(self):
+    def open_file(self):
+        """Begin the next file, or open this one again, which the program has closed. Its first lines say who it is."""
         if self.is_open():
             os.close(self.file)
         number = self.lines // LINES
-        self.path = f"{self.base}.{number:04}.jsonl"
-        self.open_file()
+        self.file = os.open(f"{self.base}.{number:04}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self.opened = os.fstat(self.file)
         who = {"host": socket.gethostname(), "pid": os.getpid(), "main": threading.main_thread().ident, **self.worker}
         for line in [json.dumps(who), *(line for line, _ in list(self.open.values()))]:
             os.write(self.file, line.encode() + b"\n")
-        if number > 1:
+        if number > 1 and self.lines % LINES == 0:
             os.remove(f"{self.base}.{number - 2:04}.jsonl")
-
-    def open_file(self):
-        self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        self.opened = os.fstat(self.file)
 
     def is_open(self):
         """Return whether our file is still open. A program may close all descriptors, and use their numbers again."""
@@ -185,8 +160,19 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------ functions of torch
 
-    def replace(self, module):
-        """Put ours around all functions of REPLACED for this module, or around none."""
+    def find_spec(self, name, path=None, target=None):
+        """Find a module as Python does without us, but let replace() execute it. Python asks this at each import."""
+        if name not in REPLACED:
+            return None
+        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
+        if spec and spec.loader:
+            spec.loader.exec_module = functools.partial(self.replace, spec.loader.exec_module)
+        return spec
+
+    def replace(self, execute, module):
+        """Execute a module, and put ours around all functions of REPLACED for it, or around none."""
+        execute(module)
         import inspect  # torch has imported it
 
         self.torch, self.rpc = sys.modules["torch"], sys.modules.get(RPC)
@@ -194,8 +180,8 @@ class Recorder:
         try:
             for where, path, ours, parameters in REPLACED[module.__name__]:
                 *outer, name = path.split(".")
-                owner = functools.reduce(found_in, outer, sys.modules.get(where))
-                plain = found_in(owner, name)
+                owner = functools.reduce(lambda one, name: getattr(one, name, None), outer, sys.modules.get(where))
+                plain = getattr(owner, name, None)
                 if not plain:
                     raise LookupError(f"there is no {where}.{path}")
                 if parameters and list(inspect.signature(plain).parameters) != parameters.split():
@@ -204,9 +190,7 @@ class Recorder:
                     done.append((owner, name, vars(owner).get(name)))
                     setattr(owner, name, put_around(plain, getattr(self, ours)))
             if module is self.rpc:
-                self.write(
-                    json.dumps({"torch": str(self.torch.__version__)})
-                )  # so it is known that this process is there
+                self.write("{}")  # so it is known that this process is there
         except Exception as error:  # whatever it is, the program runs on
             for owner, name, plain in reversed(done):
                 delattr(owner, name) if plain is None else setattr(owner, name, plain)
@@ -221,13 +205,12 @@ class Recorder:
         finally:
             self.end(bar)
 
-    def join(self, plain, /, *args, **kwargs):
-        given = dict(zip(("name", "backend", "rank", "world_size"), args, strict=False)) | kwargs
-        if self.worker.get("worker", given.get("name")) != given.get("name"):  # from now on, it is another worker
+    def join(self, plain, name, backend=None, rank=-1, world_size=None, rpc_backend_options=None):
+        if self.worker.get("worker", name) != name:  # from now on, it is another worker
             self.begin_recording()
         self.watch()
-        about = {"worker": given.get("name"), "rank": given.get("rank"), "world": given.get("world_size")}
-        self.around("group", "init_rpc", about, plain, *args, **kwargs)
+        about = {"worker": name} | place_of(rank, world_size)
+        self.around("group", "init_rpc", about, plain, name, backend, rank, world_size, rpc_backend_options)
         with contextlib.suppress(Exception):  # the agent of another backend is not the current one
             me = self.rpc.get_worker_info()
             self.worker = {"worker": me.name, "rank": me.id, "world": about["world"]}
@@ -244,7 +227,7 @@ class Recorder:
         self.watch()
         if plain.__name__ == "__init__":
             return plain(*args, **kwargs)
-        about = {"rank": kwargs.get("rank"), "world": kwargs.get("world_size")}
+        about = place_of(kwargs.get("rank", -1), kwargs.get("world_size", -1))
         return self.around("group", "init_process_group", about, plain, *args, **kwargs)
 
     def step(self, plain, /, *args, **kwargs):
@@ -273,14 +256,16 @@ class Recorder:
         return data + number + TAIL, tensors
 
     def send(self, plain, *message):
-        call = vars(self.thread).pop("call", None)
-        kind, callee, number, name, start = vars(self.thread).pop("packed", (None,) * 5)
-        if not kind:
-            if call:
-                self.not_recorded("some calls are packed by a pickler of the program, which does not use torch's")
+        packed = vars(self.thread).pop("packed", None)
+        if not packed:
+            self.not_recorded("some calls are packed by a pickler of the program, which does not use torch's")
             return plain(*message)
+        kind, callee, number, name, start = packed
+        # The time limit is the only number in the message: -1 is torch's default, and 0 is none.
+        limit = next((word for word in message if type(word) in (int, float)), -1)
+        limit = round(limit if limit >= 0 else self.rpc.api.get_rpc_timeout(), 3)
         known = {}
-        bar = self.begin(kind, name, known, start, to=callee, call=number, limit=self.limit(message))
+        bar = self.begin(kind, name, known, start, to=callee, call=number, limit=limit)
         try:
             answer = plain(*message)
         except BaseException:
@@ -295,11 +280,6 @@ class Recorder:
         self.futures[future] = [bar]
         future.add_done_callback(lambda _: self.end(bar))
         return answer
-
-    def limit(self, message):
-        """Return after how many seconds a call fails, 0 for never. It is the number in its message, -1 for unset."""
-        numbers = [word for word in message if isinstance(word, (int, float)) and not isinstance(word, bool)]
-        return round(self.rpc.api.get_rpc_timeout() if not numbers or numbers[0] < 0 else numbers[0], 3)
 
     def unpack(self, plain, pickler, data, tensors):
         message = plain(pickler, data, tensors)
@@ -354,7 +334,7 @@ class Recorder:
     # torch.profiler.record_function
 
     def enter_block(self, plain, block):
-        if block.name in MARKS:
+        if block.name in ("step", "wait"):
             block.bar = self.begin(block.name, f"step {next(self.steps)}" if block.name == "step" else block.name)
         return plain(block)
 
@@ -383,8 +363,12 @@ class Recorder:
                 self.not_recorded(f"where the threads stand: {error}")
 
 
-def found_in(owner, name):
-    return getattr(owner, name, None)
+def place_of(rank, world_size):
+    """Return what init_rpc or init_process_group is told, or finds in the environment: the rank, and how many come."""
+    if not world_size or world_size < 0:
+        with contextlib.suppress(KeyError, ValueError):
+            return {"rank": int(os.environ["RANK"]), "world": int(os.environ["WORLD_SIZE"])}
+    return {"rank": rank, "world": world_size}
 
 
 def put_around(plain, ours):

@@ -43,10 +43,11 @@ class Watcher:
                 with open(path + ".new", "w") as file:
                     json.dump(self.look(), file, default=str)
                 os.replace(path + ".new", path)
-            except OSError:  # the disk is full, or the command has ended before this process
-                return
-            except Exception:  # something is as we do not know it: perhaps not any more in a second
-                pass
+            except (
+                Exception
+            ):  # the disk is full, or something is as we do not know it: perhaps not any more in a second
+                if not os.path.isdir(self.recorder.folder):  # the command has ended before this process
+                    return
             time.sleep(PERIOD)
 
     def look(self):
@@ -82,7 +83,7 @@ class Watcher:
                 spent = int(file.read().split()[0])
         except (OSError, AttributeError, ValueError):
             return False
-        before, self.ran[thread] = self.ran.get(thread, spent), spent
+        before, self.ran[thread.native_id] = self.ran.get(thread.native_id, spent), spent
         return spent - before > 2e7 * PERIOD
 
     def pool(self):
@@ -120,7 +121,10 @@ class Watcher:
 
     def wait(self, frame, wait, signals):
         """Return what a thread waits for, as this frame tells it. `wait` is what the frames within it have told."""
-        path, function, names = frame.f_code.co_filename, frame.f_code.co_name, frame.f_locals
+        path, function = frame.f_code.co_filename, frame.f_code.co_name
+        if not self.recorder.is_library(path):
+            return (own_wait(frame) or wait) if wait.get("enters", not wait) else wait
+        names = frame.f_locals  # never of a frame of the program: until Python 3.13, its values would live longer
         if path.endswith("/distributed/rpc/api.py") and function in ("rpc_sync", "_invoke_rpc"):
             to = getattr(names["to"], "name", None) or self.recorder.rpc.get_worker_info(names["to"]).name
             return {"kind": "operator", "to": to, "func": getattr(names["func"], "__name__", "")}
@@ -136,9 +140,7 @@ class Watcher:
             return inner | wait | {"type": type(this).__name__, "joins": joins}
         if function == "_engine_run_backward" and not wait:
             return {"kind": "engine"}
-        if self.recorder.is_library(path) or not wait.get("enters", not wait):
-            return wait
-        return own_wait(frame) or wait
+        return wait
 
     def held(self, frame):
         """Return the locks in whose `with` blocks a thread stands, with the place. The innermost come first."""
@@ -146,9 +148,9 @@ class Watcher:
         for one in outwards(frame):
             path, line = one.f_code.co_filename, one.f_lineno
             with contextlib.suppress(Exception):
-                for node in () if self.recorder.is_library(path) else nodes_of(one.f_code):
+                for node in () if self.recorder.is_library(path) else nodes_at(one.f_code, line):
                     first = isinstance(node, ast.With) and node.body[0].lineno
-                    if first and first + (one is frame and first == node.lineno) <= line <= node.end_lineno:
+                    if first and first + (one is frame and first == node.lineno) <= line:
                         found += [[*lock(item.context_expr, one), path, node.lineno] for item in node.items]
         return found
 
@@ -162,12 +164,12 @@ def outwards(frame):
 
 def own_wait(frame):
     """Return what a line of the program itself waits for: a lock, a collective, or a store."""
-    for node in nodes_of(frame.f_code):
-        if isinstance(node, ast.With) and node.lineno <= frame.f_lineno <= max(node.lineno, node.body[0].lineno - 1):
+    for node in nodes_at(frame.f_code, frame.f_lineno):
+        if isinstance(node, ast.With) and frame.f_lineno <= max(node.lineno, node.body[0].lineno - 1):
             locks = [one for one in (lock(item.context_expr, frame) for item in node.items) if one[1] in LOCKS]
             if locks:
                 return {"kind": "lock", "locks": locks, "timed": False}
-        if isinstance(node, ast.Call) and node.lineno <= frame.f_lineno <= node.end_lineno:
+        if isinstance(node, ast.Call):
             what, method = lock(node.func.value, frame), node.func.attr
             if what[1] in LOCKS and method == "acquire":
                 return {"kind": "lock", "locks": [what], "timed": bool(node.args or node.keywords)}
@@ -179,26 +181,19 @@ def own_wait(frame):
 
 
 @functools.lru_cache(256)
-def nodes_of(code):
-    """Return the `with` blocks of a function, and its calls of methods that may wait; not those of functions in it."""
-    tree = parsed(code.co_filename)
-    if code.co_name == "<module>":
-        return list(inside(tree))
-    for scope in ast.walk(tree):
-        if isinstance(scope, SCOPES) and scope.name == code.co_name:
-            firsts = (scope.lineno, *(line.lineno for line in scope.decorator_list))
-            if code.co_firstlineno in firsts:
-                return list(inside(scope))
-    return []
-
-
-def inside(node):
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, (*SCOPES, ast.Lambda)):
-            method = isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute) and child.func.attr in WAITS
-            if method or isinstance(child, ast.With):
-                yield child
-            yield from inside(child)
+def nodes_at(code, line):
+    """Return the `with` blocks around a line of a function, and its calls of methods that may wait; the outer first."""
+    found = []
+    if code.co_name.startswith("<") and code.co_name != "<module>":  # a lambda may run elsewhere than it stands
+        return found
+    for node in ast.walk(parsed(code.co_filename)):  # the outer ones come first
+        if getattr(node, "lineno", line + 1) <= line <= node.end_lineno:
+            if isinstance(node, SCOPES):
+                found = []  # what is around a function is not around its lines
+            method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS
+            if method or isinstance(node, ast.With):
+                found.append(node)
+    return found
 
 
 def evaluated(expression, frame):
