@@ -3,10 +3,9 @@
     python bench/rl_rpc.py                                   # world sizes 2, 3 and 5: about ten minutes on 2 cores
     python bench/rl_rpc.py --world_sizes 3 --repeats 1
 
-All variants of a table play the same episodes, from the same seed, and learn from these episodes. There are two
-exceptions: mode async plays other episodes, and the bare environment only takes steps. The time of training counts,
-and the time of start-up does not. The modes that send RPCs in every environment step play only the first episodes,
-because all episodes would take too long.
+All variants of a table play the same episodes, from the same seed, and learn from these episodes, except that mode
+async plays other episodes. The time of training counts, and the time of start-up does not. The modes that send RPCs in
+every environment step play only the first episodes, because all episodes would take too long.
 """
 
 import functools
@@ -14,7 +13,6 @@ import itertools
 import random
 import time
 
-import numpy as np
 import torch
 
 from common import argument_parser, compare, places, run_main, use_package, write_json
@@ -28,7 +26,8 @@ from policy import Policy, draw
 from reinforce import Learner, Trajectory, reinforce_loss
 
 MODES = ("step", "packed", "batched", "rollout", "async")
-SINGLE, BARE = "single process", "bare environment"
+SINGLE = "single process"
+EPISODES, STEP_EPISODES = 250, 25  # of rollout, async and the single process; and of the other modes
 
 
 def single_process(seed, observers, episodes):
@@ -66,37 +65,21 @@ def play(env, actor, seed, ob_id, episode):
     return trajectory
 
 
-def bare_environment(seed, steps=50_000):
-    """Take random actions in an environment, without a policy. On one core no mode can be faster than this."""
-    env = make_env("CartPole-v1")
-    actions = env.action_space.start + np.random.default_rng(seed).integers(env.action_space.n, size=steps)
-    env.reset(seed=seed)
-    started = time.perf_counter()
-    for action in actions:
-        _, _, terminated, truncated, _ = env.step(action)
-        if terminated or truncated:
-            env.reset()
-    return {"env_steps": steps, "env_steps_per_second": steps / (time.perf_counter() - started)}
-
-
 def main():
     parser = argument_parser(__doc__)
     parser.add_argument("--world_sizes", type=int, nargs="+", default=[2, 3, 5], metavar="N", help="a table for each")
-    parser.add_argument("--episodes", type=int, default=250, help="of rollout, async and the single process (250)")
-    parser.add_argument("--step_episodes", type=int, default=25, help="of the other modes (25)")
     args = parser.parse_args()
     tables = {}
     for world_size in args.world_sizes:
         observers = world_size - 1
-        episodes = {"rollout": args.episodes, "async": args.episodes * observers}  # async counts each observer's
+        episodes = {"rollout": EPISODES, "async": EPISODES * observers}  # async counts each observer's
         variants = {}
         for mode, (suffix, place) in itertools.product(MODES, places(args.device).items()):
-            count = episodes.get(mode, args.step_episodes)
+            count = episodes.get(mode, STEP_EPISODES)
             words = ["--mode", mode, *place, "--world_size", world_size, "--seed", args.seed, "--eval_episodes", 0]
             words += ["--max_episodes", count, "--log_interval", count, "--reward_threshold", 1e9]
             variants[mode + suffix] = functools.partial(run_main, "rl_rpc", *words)
-        variants[SINGLE] = functools.partial(single_process, args.seed, observers, args.episodes)
-        variants[BARE] = functools.partial(bare_environment, args.seed)
+        variants[SINGLE] = functools.partial(single_process, args.seed, observers, EPISODES)
         title = f"environment steps per second, world size {world_size}, torch {torch.__version__}"
         rows = tables[world_size] = compare(variants, args, "env_steps_per_second", SINGLE, title)
         if len({run["env_steps"] for name in ("rollout", SINGLE) for run in rows[name]}) != 1:

@@ -19,10 +19,10 @@ from two_hosts import ADDRESSES, TwoHosts, why_not
 MODES = ("step", "packed", "batched", "rollout")
 
 
-def run(hosts, mode, episodes):
+def run(hosts, mode, seed):
     """Run one job across the two hosts; return the agent's summary."""
     job = ["--world_size", 3, "--master_addr", ADDRESSES[0], "--mode", mode]
-    job += ["--max_episodes", episodes, "--eval_episodes", 0]
+    job += ["--max_episodes", 30, "--eval_episodes", 0, "--seed", seed]
     observer = [sys.executable, ROOT / "rl_rpc" / "main.py", *job, "--rank"]
     observers = [hosts.on(1, [str(word) for word in (*observer, rank)]) for rank in (1, 2)]
     started = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in observers]
@@ -34,12 +34,11 @@ def run(hosts, mode, episodes):
 def main():
     parser = argument_parser(__doc__)
     parser.add_argument("--delay_ms", type=float, default=0, help="of the link, one way (0)")
-    parser.add_argument("--episodes", type=int, default=30)
     args = parser.parse_args()
     if why_not():
         sys.exit(why_not())
     with TwoHosts(delay_ms=args.delay_ms) as hosts:
-        variants = {mode: functools.partial(run, hosts, mode, args.episodes) for mode in MODES}
+        variants = {mode: functools.partial(run, hosts, mode, args.seed) for mode in MODES}
         title = f"environment steps per second, {args.delay_ms:g} ms each way"
         write_json(args.json, compare(variants, args, "env_steps_per_second", "step", title))
 

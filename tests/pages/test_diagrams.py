@@ -1,4 +1,4 @@
-"""The diagrams of the READMEs agree with traced runs, the moving picture counts correctly, and plots have labels."""
+"""The diagrams of the READMEs agree with traced runs."""
 
 import collections
 import json
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from helpers import ROOT, load_module
+from helpers import PACKAGES, ROOT
 from jobs import JOBS
 from programs import run_script
 
@@ -41,12 +41,12 @@ def diagrams_of(package):
 
 
 def record(folder, package, *flags):
-    """Run a job of a package's main.py under tools/rpctrace. Return (the events of its trace, its summary)."""
-    trace, summary = folder / "trace.json", folder / "summary.json"
+    """Run a job of a package's main.py under tools/rpctrace. Return the events of its trace."""
+    trace = folder / "trace.json"
     job = [ROOT / package / "main.py", *JOBS[package]["size"], *JOBS[package]["short"], *flags]
-    done = run_script("tools/rpctrace", trace, "--", sys.executable, *job, "--summary_json", summary)
+    done = run_script("tools/rpctrace", trace, "--", sys.executable, *job)
     assert done.returncode == 0, done.stderr
-    return json.loads(trace.read_text())["traceEvents"], json.loads(summary.read_text())
+    return json.loads(trace.read_text())["traceEvents"]
 
 
 def assert_drawn(diagram, events):
@@ -65,10 +65,11 @@ def assert_drawn(diagram, events):
     assert re.fullmatch(as_pattern(diagram), usual), (as_pattern(diagram), made)
 
 
-@pytest.mark.parametrize("package", ["rnn_rpc", "ddp_rpc", "param_server"])
-def test_the_diagrams_of_a_readme_are_what_runs_do(package, tmp_path):
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_diagrams_of_a_readme_are_what_runs_do(package, tmp_path, few_digits):
+    data = ("--dataset", "mnist", "--data_dir", few_digits) if package == "param_server" else ()
     for flags, diagram in diagrams_of(package):
-        events = record(tmp_path, package, *flags)[0]
+        events = record(tmp_path, package, *flags, *data)
         assert_drawn(diagram, events)
         if package == "param_server" and not flags:
             assert_backward_optimizer_and_methods_have_bars(events)
@@ -80,18 +81,3 @@ def assert_backward_optimizer_and_methods_have_bars(events):
     work = ("work", "backward"), ("work", "optimizer step"), ("run", "forward")
     assert steps and [kinds[each] for each in work] == [steps] * 3
     assert kinds["run", "torch.optim._new_local_optimizer"] and not kinds["run", "call_method"]
-
-
-def test_the_diagrams_of_rl_rpc_are_what_runs_do_and_the_moving_picture_counts_their_steps(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    pictures = load_module(ROOT / "tools" / "draw_pictures.py")
-    traces, played = {}, {}
-    for mode, (flags, diagram) in zip(("step", "rollout"), diagrams_of("rl_rpc"), strict=True):
-        assert flags in ([], ["--mode", mode])
-        traces[mode], summary = record(tmp_path, "rl_rpc", *flags, "--eval_episodes", 0)
-        assert_drawn(diagram, traces[mode])
-        played[mode] = summary["env_steps"]
-    times = {mode: pictures.times_of_steps(traces, mode, 1) for mode in traces}
-    assert {mode: len(each) for mode, each in times.items()} == played
-    assert len(set(times["step"])) == played["step"]  # each step at a time of its own
-    assert len(set(times["rollout"])) == 12  # at the end of each of two observers' six episodes
