@@ -72,7 +72,7 @@ def write_digits(folder, size):
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for seed, (train, names) in enumerate(FILES.items()):
-        for name, array in zip(names, draw_digits(size if train else 1_000, seed), strict=True):
+        for name, array in zip(names, draw_digits(size if train else max(64, size // 32), seed), strict=True):
             sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
             content = array.byte().numpy().tobytes()
             (raw / name).write_bytes(bytes([0, 0, 8, array.dim()]) + sizes + content)

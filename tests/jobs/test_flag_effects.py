@@ -45,7 +45,8 @@ def ddp_rpc(run):
 
 def param_server(run):
     oracle = load_oracle("param_server")
-    losses, weights = oracle.one_process(3, batch_size=8, momentum=0.9, lr=0.1, seed=2, epochs=2)
+    updates = oracle.updates_of_one_process(3, epochs=2)
+    losses, weights = oracle.train(updates, run.data_dir, batch_size=8, momentum=0.9, lr=0.1, seed=2)
     oracle.assert_same_weights(run.state["model"], weights, tolerance=1e-5)
     return run.curve("loss")[1] == pytest.approx(losses[::2], abs=1e-5)
 
@@ -140,7 +141,7 @@ SEEN = {
         "--data_dir": "test_a_killed_trainers_batches_go_to_the_others",
         "--max_staleness": "test_every_update_of_concurrent_trainers_is_right",
         "--num_gpus": "test_num_gpus_says_which_device",
-        "--dataset synthetic": lambda run: run.summary["dataset"] == "synthetic",
+        "--dataset": "test_no_rank_grows_with_its_steps",
         "--mode sharded": lambda run: run.summary["mode"] == "sharded",
         "--world_size 4": lambda run: re.findall(r"^Rank (\d)", run.text, re.M) == ["3"] * 3,
         "--num_servers 3": lambda run: "Rank 3 training" in run.text,  # the first rank after the servers
@@ -164,9 +165,10 @@ SEEN = {
 class Run:
     """What a job has printed and written."""
 
-    def __init__(self, package, folder, *more):
-        self.package, self.folder = package, folder
+    def __init__(self, package, folder, data_dir, *more):
+        self.package, self.folder, self.data_dir = package, folder, data_dir
         self.flags = [word for row, seen in SEEN[package].items() if callable(seen) for word in row.split()]
+        self.flags += ["--data_dir", data_dir] if package == "param_server" else []
         done = run_main(package, *self.flags, *more, cwd=folder, timeout=240)
         assert (done.returncode, done.stderr) == (0, ""), done
         self.text = done.stdout
@@ -178,12 +180,12 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def run_of(tmp_path_factory):
+def run_of(tmp_path_factory, few_digits):
     """Return a function of a package that returns the Run of its job."""
     runs = {}
 
     def run(package):
-        runs[package] = runs.get(package) or Run(package, tmp_path_factory.mktemp(package))
+        runs[package] = runs.get(package) or Run(package, tmp_path_factory.mktemp(package), few_digits)
         return runs[package]
 
     return run
@@ -227,7 +229,7 @@ def test_to_resume_a_finished_run_is_no_failure(package, run_of):
     """
     before = run_of(package).summary[FIGURES[package]]
     more = ["--max_episodes", 100, "--reward_threshold", 1] if package == "rl_rpc" else []
-    run = Run(package, run_of(package).folder, "--resume", *more)
+    run = Run(package, run_of(package).folder, run_of(package).data_dir, "--resume", *more)
     assert re.search(
         r"^Going on after .*\nNothing is left to do: the checkpoint is of a finished run\.$", run.text, re.M
     )

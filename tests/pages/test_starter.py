@@ -13,9 +13,11 @@ from tutorials import changed
 
 
 class Starter(Program):
-    """A running copy of starter.py."""
+    """A running copy of starter.py. If it is changed anyway, its workers are forks, which need not import torch."""
 
     def __init__(self, folder, *changes):
+        forked = ('get_context("spawn")', 'get_context("fork")')
+        changes = (*changes, forked) if changes else ()
         self.path = changed(shutil.copy(ROOT / "docs" / "starter.py", folder), *changes)
         super().__init__(self.path, cwd=folder)
 

@@ -35,14 +35,14 @@ def lose(job, rank):
 
 def test_a_job_goes_on_without_an_observer(tmp_path):
     summary = tmp_path / "summary.json"
-    flags = ["--max_episodes", 400, "--reward_threshold", 1e9, "--summary_json", summary]
+    flags = ["--max_episodes", 150, "--reward_threshold", 1e9, "--summary_json", summary]
     with start("rollout", *flags) as job:
         lose(job, 2)
         assert job.wait(200) == [0] and not job.survivors(), job.text()
         assert len(job.errors().splitlines()) == 1
         assert "The job finished without rank 2 (observer2)." in job.text()
     figures = json.loads(summary.read_text())
-    assert figures["lost"] == [2] and figures["episodes"] == 400
+    assert figures["lost"] == [2] and figures["episodes"] == 150
 
 
 def test_without_the_last_observer_a_job_ends():

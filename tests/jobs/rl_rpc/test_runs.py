@@ -147,14 +147,9 @@ def test_an_episode_may_take_longer_than_the_rpc_timeout(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
-        (("--world_size", 1), "rank 0 is the agent, every other rank an observer"),
-        (("--world_size", 2, "--rank", 2), "out of range"),
         (("--master_port", 123456), "--master_port"),
         (("--gamma", 1.5), "--gamma"),
         (("--lr", 0), "--lr"),
-        (("--mode", "psychic"), "--mode"),
-        (("--save", "no/such/folder/policy.pt"), "cannot write"),
-        (("--resume",), "--resume"),
     ],
 )
 def test_wrong_command_lines_are_refused_in_one_line(flags, word, capsys):

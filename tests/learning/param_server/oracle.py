@@ -41,24 +41,17 @@ def updates_of_one_process(steps, epochs=1, late=0):
     ]
 
 
-def one_process(steps, batch_size, momentum=0.0, lr=0.03, seed=SEED, epochs=1):
-    """Train in a plain loop with --dataset synthetic; return (the loss of each batch, weights by name)."""
-    return train(updates_of_one_process(steps, epochs), None, batch_size, momentum, lr, seed=seed)
-
-
 def train(updates, data_dir, batch_size, momentum=0.0, lr=0.03, dtype=torch.float32, seed=SEED):
     """Make these updates in a loop; return (the loss of each batch, weights by name).
 
-    `data_dir`: of MNIST's files, or None for --dataset synthetic. The learning rate falls to a tenth in each epoch.
-    There is no dropout.
+    `data_dir`: of MNIST's files. The learning rate falls to a tenth in each epoch. There is no dropout.
     """
     torch.manual_seed(seed_for(seed, "net"))
     model = net.Net().to(dtype).eval()
     weights_P = parameters_to_vector(model.parameters()).detach()
     versions, losses = [weights_P.clone()], []
     optimizer = torch.optim.SGD([weights_P], lr=lr, momentum=momentum)
-    dataset = "mnist" if data_dir else "synthetic"
-    batches = Batches(*load_digits(dataset, str(data_dir), seed, train=True), batch_size, seed)
+    batches = Batches(*load_digits("mnist", str(data_dir), seed, train=True), batch_size, seed)
     for update in updates:
         optimizer.param_groups[0]["lr"] = lr * 0.1 ** update["epoch"]
         gradients, sizes = [], []

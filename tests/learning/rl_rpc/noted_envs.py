@@ -4,13 +4,11 @@ NOTES, an environment variable, is a folder for what they write. Only observers 
 checks of main.py do not disturb them.
 """
 
-import itertools
 import os
 import pathlib
 import time
 
 import gymnasium as gym
-import numpy as np
 import torch.distributed.rpc as rpc
 
 SHORT = 20  # an untrained policy keeps the pole up for about 22 steps, so about half of the episodes are cut off
@@ -75,19 +73,6 @@ def wait_for(path):
         time.sleep(0.001)
 
 
-class Endless(gym.Env):
-    """An environment without a limit, whose episodes do not end by themselves."""
-
-    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        self.states = itertools.cycle(np.eye(2, dtype=np.float32))
-        return next(self.states), {}
-
-    def step(self, action):
-        return next(self.states), 1.0, False, False, {}
-
-
 def pole():
     """Return a CartPole of which every episode ends after SHORT steps at the latest."""
     return gym.make("CartPole-v1", max_episode_steps=SHORT, disable_env_checker=True)
@@ -95,4 +80,3 @@ def pole():
 
 gym.register("Short-v0", lambda **how: Noted(pole()))
 gym.register("InTurn-v0", lambda **how: InTurn(pole()))
-gym.register("Endless-v0", Endless)

@@ -138,12 +138,6 @@ def test_async_learns_from_each_episode_when_it_arrives_with_the_weights_that_it
     oracle.assert_same_policy(played.state, parameters)
 
 
-def test_every_observer_plays_its_whole_episode_and_one_that_nothing_ends_is_ended(tmp_path):
-    """Where the environment has no limit, an episode has 10,000 steps. In the published code observers share 5,000."""
-    played = play(tmp_path, "rollout", observers=2, episodes=1, env_id="noted_envs:Endless-v0")
-    assert played.state["env_steps"] == 20_000 and played.lines == [("1", "10000.00", "500.00")]
-
-
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_in_another_mode_too(tmp_path, run):
     whole = run("rollout")
     first = play(tmp_path, "packed", episodes=4)

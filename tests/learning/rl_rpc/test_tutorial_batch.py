@@ -77,17 +77,10 @@ def test_batch_page_is_the_plain_loop(tmp_path, batch, observers, episodes):
 
 @quick
 def test_batch_page_credits_each_observer_with_its_own_rewards(tmp_path):
-    """Without batching, the published code multiplies (N, T, 1) by (T, N): each step by all observers' rewards."""
-    probs_NT1 = torch.rand(3, 5, 1, requires_grad=True)
-    rewards_NT = torch.rand(3, 5)
-    product = -probs_NT1 * rewards_NT.t()
-    assert product.shape == (3, 5, 3)
-    product.sum().backward()
-    credited = -probs_NT1.grad[:, :, 0]
-    torch.testing.assert_close(credited, rewards_NT.sum(0).expand(3, 5))  # the sum over all observers
-    assert (credited - rewards_NT).abs().min() > 0
+    """One observer gets rewards and the other none. Steps of the second must not change the policy.
 
-    # tutorial_batch.py: one observer gets rewards and the other none. Steps of the second must not change the policy.
+    Without batching, the published code multiplies (N, T, 1) by (T, N): each step by all observers' rewards.
+    """
     agent = make_agent(tmp_path, 2, False)
     agent.ob_rrefs = [type(agent.agent_rref)(Player(number, number == 0)) for number in range(2)]
     agent.run_episode(NUM_STEPS)
@@ -150,34 +143,10 @@ def test_batch_page_tells_all_observers_of_an_error(tmp_path):
     answers = ask_together(agent, [torch.zeros(1, 4)] * 3)
     assert all("nan" in str(error) for (error,) in answers)
 
-    class Published:  # it completes the Future of the batch only if there is no error
-        def __init__(self):
-            self.batch, self.asked = torch.futures.Future(), 0
-
-        def select_action(self, ob_id):
-            mine = self.batch.then(lambda actions: actions.wait()[ob_id])
-            self.asked += 1
-            if self.asked == 3:
-                self.batch.set_result(diverged(None))
-            return mine
-
-    published = Published()
-    waiting = [published.select_action(0), published.select_action(1)]
-    with pytest.raises(ValueError):
-        published.select_action(2)
-    assert not any(future.done() for future in waiting)
-
 
 @quick
 def test_batch_page_does_not_write_into_what_autograd_keeps(tmp_path):
     """The published code writes all states into one tensor. On a GPU .cuda() copies it; on a CPU backward() fails."""
-    layer, states = torch.nn.Linear(4, 2), torch.zeros(3, 4)
-    kept = []
-    for step in range(2):
-        states[0].copy_(torch.full((4,), float(step)))
-        kept.append(layer(states.cpu()).sum())
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        sum(kept).backward()
     agent = make_agent(tmp_path, 1, True)
     for step in range(2):
         agent.select_action_batch(agent.agent_rref, 0, torch.full((1, 4), float(step))).wait()
