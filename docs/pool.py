@@ -191,7 +191,8 @@ def join(name, rank):
     warnings.filterwarnings("ignore", "You are using a Backend")  # about torch's own code
     os.environ.setdefault("MASTER_ADDR", "localhost")  # where the leader is
     os.environ.setdefault("MASTER_PORT", "29500")  # a free port there
-    # Whoever can connect can run code. So listen on loopback only, or on the one interface that leads to the others.
+    # Whoever can connect can run code. So RPC listens on loopback, or on the one interface that leads to the others.
+    # (The store, at MASTER_PORT, listens on all.)
     os.environ.setdefault("TP_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["TP_SOCKET_IFNAME"]
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])  # both are private to torch

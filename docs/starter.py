@@ -23,7 +23,7 @@ terminal. The other worker goes on alone. torch prints warnings that a connectio
 Then put a mistake into Worker.work. The worker prints a traceback, then the leader prints one and ends.
 In the leader's, find `On WorkerInfo(`. Below it, the last entry with your own file shows the mistake.
 
-Ctrl-C ends everything, and leaves an empty folder in the directory for temporary files.
+Ctrl-C ends everything, and leaves a small folder in the directory for temporary files.
 """
 
 import faulthandler

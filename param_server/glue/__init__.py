@@ -6,6 +6,7 @@
     open_calls     calls that are not answered yet, of a rank that leads others
     flags          the flags that all four packages share, and the checks of their values
     report         what a run prints and writes: lines, progress bar, curves, summary
+    errors         what an exception means, here or brought back by a call
     checkpoint     write files completely or not at all; save and load checkpoints
     host           GPUs, cores, transports and memory of this machine
     seeds          random numbers that depend on --seed alone
