@@ -99,11 +99,10 @@ def run_worker(rank, args, job):
     threads = server_class.TRAINER_THREADS if rank >= args.num_servers else 16
     options = job.rpc_options(num_worker_threads=threads)
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=options)
+    job.wait_for_all()  # until here RPC needs every rank, also with --on_lost continue
     if rank == 0:
         run_server(server_class, digits, args, job)
-    else:  # a trainer, or a further server: its main thread waits below, and RPC threads serve calls
-        job.on_lost()
-    job.wait_for_all()
+    job.wait_for_all()  # a trainer, or a further server, waits here, and RPC threads serve calls
     rpc.shutdown(graceful=args.on_lost == "stop")  # a graceful shutdown would wait for lost ranks too
 
 

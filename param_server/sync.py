@@ -19,11 +19,10 @@ class ParameterServer(replica.ParameterServer):  # in server1, on its main threa
         while todo:
             with torch.profiler.record_function("step"):  # for torch's profiler and tools/rpctrace
                 weights_P, version = self.weights(), self.counts.updates
-                for trainer in self.ready():
-                    if todo:  # the last round may be short
-                        batch = todo.popleft()
-                        future = self.trainers[trainer].rpc_async(timeout=0).gradient(weights_P, epoch, batch)
-                        self.calls.add(trainer, future, asked=batch)
+                for trainer in self.ready()[: len(todo)]:  # the last round may be short
+                    batch = todo.popleft()
+                    future = self.trainers[trainer].rpc_async(timeout=0).gradient(weights_P, epoch, batch)
+                    self.calls.add(trainer, future, asked=batch)
                 came = []
                 while self.calls.open:
                     trainer, batch, answer = self.calls.next()

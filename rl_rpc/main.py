@@ -58,11 +58,10 @@ def parse_args(argv=None):
 def run_worker(rank, args, job):
     """Run one rank, the agent or an observer. Runs in every process. Source: tutorial, run_worker."""
     rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
+    job.wait_for_all()  # until here RPC needs every rank, also with --on_lost continue
     if rank == 0:
         run_agent(args, job)
-    else:  # an observer: its main thread waits below, and an RPC thread serves the agent's calls
-        job.on_lost()
-    job.wait_for_all()
+    job.wait_for_all()  # an observer's main thread waits here, and an RPC thread serves the agent's calls
     rpc.shutdown(graceful=args.on_lost == "stop")  # a graceful shutdown would wait for lost ranks too
 
 

@@ -67,7 +67,7 @@ class Agent:  # in the agent
         self.agent_rref = rpc.RRef(self)
         # remote() does not wait: the observers are made at the same time, each in its own process.
         self.ob_rrefs = {
-            ob_id: rpc.remote(ob_id, observer_class, args=(env_id, seed)) for ob_id in range(1, world_size)
+            ob_id: rpc.remote(ob_id, observer_class, args=(env_id, seed), timeout=0) for ob_id in range(1, world_size)
         }
         self.trajectories = {}  # {ob_id: Trajectory} of this episode
         self.generators = {}  # {ob_id: random.Random} from which its actions are drawn

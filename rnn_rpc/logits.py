@@ -32,9 +32,9 @@ class RNNModel(nn.Module):  # in the trainer
         # weights with a seed of its own: from the server's one generator, they would draw in an order left to chance.
         first, last = servers[0], servers[-1]
         table_args = (ntoken, ninp, dropout, seed_for(seed, "table"), devices[first])
-        self.emb_table_rref = rpc.remote(first, EmbeddingTable, args=table_args)
+        self.emb_table_rref = rpc.remote(first, EmbeddingTable, args=table_args, timeout=0)
         decoder_args = (ntoken, nhid, dropout, seed_for(seed, "decoder"), devices[last])
-        self.decoder_rref = rpc.remote(last, decoder_class, args=decoder_args)
+        self.decoder_rref = rpc.remote(last, decoder_class, args=decoder_args, timeout=0)
 
     def loss(self, input_TB, target_TB, hidden):
         """Return the cross entropy in nats (natural logarithm), *summed* over T * B predictions; and the next state."""

@@ -130,11 +130,17 @@ def check_arguments(
     if args.rank is not None and args.rank >= size:
         parser.error(f"--rank {args.rank} is out of range: with --world_size {size} the ranks are 0 to {size - 1}")
     _check_combinations(parser, args)
-    if args.rank in (None, writer):
-        _check_files(parser, args)
     computes_here = args.rank is None or args.rank in args.device_ranks
     if args.device == "cuda" and computes_here and (why := why_no_gpu()):
         parser.error(f"--device cuda: torch sees no CUDA GPU here: {why}")
+    if args.rank in (None, writer):  # files that cannot be written are refused before anything is trained
+        for flag in ("summary_json", "checkpoint", "save"):
+            if path := vars(args).get(flag):
+                folder = os.path.dirname(os.path.realpath(path))
+                if os.path.isdir(path) or not os.access(folder, os.W_OK):
+                    parser.error(f"--{flag} {path}: this user cannot write a file of this name there")
+        if args.checkpoint and os.path.exists(args.checkpoint) and not args.resume:
+            parser.error(f"--checkpoint {args.checkpoint}: it exists; --resume goes on from it, or choose another name")
 
 
 def _check_combinations(parser, args):
@@ -149,14 +155,3 @@ def _check_combinations(parser, args):
         parser.error(f"--master_addr {args.master_addr}: without --rank, all ranks start on this machine")
     if args.rank is None and args.master_port != parser.get_default("master_port"):
         parser.error(f"--master_port {args.master_port}: without --rank, the ranks meet at a port that is free")
-
-
-def _check_files(parser, args):
-    """Refuse files that cannot be written, before anything is trained."""
-    for flag in ("summary_json", "checkpoint", "save"):
-        if path := vars(args).get(flag):
-            folder = os.path.dirname(os.path.realpath(path))
-            if os.path.isdir(path) or not os.access(folder, os.W_OK):
-                parser.error(f"--{flag} {path}: this user cannot write a file of this name there")
-    if args.checkpoint and os.path.exists(args.checkpoint) and not args.resume:
-        parser.error(f"--checkpoint {args.checkpoint}: it exists; --resume goes on from it, or choose another name")

@@ -13,7 +13,6 @@ line of its own:
                       {"end": "...", "status": 1}            this rank must end, and why
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -46,15 +45,15 @@ class Job:
         self.spawned = starter is not None
         self.shares_console = self.spawned or args.launcher == "torchrun"
         self.connection = None  # to rank 0
-        self.barriers = 0  # how many barriers this rank has reached
-        self.changed = threading.Condition()  # guards what follows, and is notified of each change
+        self.barrier = 0  # the number of the last barrier that this rank has reached
+        # It guards what follows, and is notified of each change. The thread that ends this process never releases it.
+        self.changed = threading.Condition()
         self.state = {"missing": [], "passed": 0}  # what rank 0 has told all
         # In rank 0 only:
         self.joined, self.links = {}, {}  # about each rank that has joined; its connection
         self.at = dict.fromkeys(range(self.world_size), 0)  # for each living rank, the barrier that it has reached
-        self.can_lose_after = DONE + 1  # the barrier after which the job goes on without lost ranks
+        self.callback = None  # of on_lost()
         self.lost = {}  # the ranks without which the job goes on: {rank: why}
-        self.ending = threading.Lock()  # taken by the thread that ends this process, and never released
         self.printed = set()  # tracebacks
         # torch prints the traceback of every served function that raises, even if the reason is a lost rank, or an
         # exception of a further rank, which has printed it. It has no option for this, so its module gets a `print`.
@@ -76,39 +75,40 @@ class Job:
         store = dist.TCPStore(self.host, self.state["store_port"], is_master=False, wait_for_workers=False)
         return dist.PrefixStore(prefix, store)
 
-    def wait_for_all(self):
-        """Return when every living rank has called this: a barrier.
+    def wait_for_all(self, last=False):
+        """Return when every living rank has called this: a barrier. The last one is at the end of the work.
 
         If a rank dies before its call, the job ends, or goes on without that rank (--on_lost continue).
         """
-        self.barriers += 1
-        self._wait_at(self.barriers)
+        self.barrier = DONE if last else self.barrier + 1
+        if self.rank == 0:
+            self._reached(0, self.barrier)
+        else:
+            meet.send(self.connection, at=self.barrier)
+        with self.changed:
+            self.changed.wait_for(lambda: self.state["passed"] >= self.barrier)
 
-    def on_lost(self, callback=None):
-        """With --on_lost continue: from now on, if a rank other than 0 is lost, the job goes on without it.
+    def on_lost(self, callback):
+        """In rank 0, with --on_lost continue: from now on, if another rank is lost, the job goes on without it.
 
-        Every rank calls this after init_rpc; it returns when all have. In rank 0, `callback(rank)` is called for each
-        loss, on a thread that holds a lock of the job: it only puts the rank into the queue on which the main thread
-        waits. The job still ends when only rank 0 would be left.
+        Call it after a barrier that follows init_rpc, because until then RPC needs every rank. `callback(rank)` is
+        called for each loss, on a thread that holds a lock of the job: it only puts the rank into the queue on which
+        the main thread waits. The job still ends when only rank 0 would be left.
         """
-        if self.args.on_lost == "continue":
-            self.callback = callback
-            self.can_lose_after = self.barriers + 1
-            self.wait_for_all()  # until then RPC needs every rank
-            if self.rank == 0 and self.spawned:
-                self.starter.send("rank 0 decides what happens when a rank is lost")
+        if self.spawned:  # first, so that the starting process does not end the job because of such a loss
+            self.starter.send("rank 0 decides what happens when a rank is lost")
+        self.callback = callback
 
-    # ------------------------------------------------------------------------------------------- joining and leaving
+    # ------------------------------------------------------------------------------------------------------- joining
 
     def join(self):
         """Join the job; return when all ranks have joined. Raises UserError."""
         gpus = host.count_gpus() if self.args.device == "cuda" and self.rank in self.args.device_ranks else 0
         about = {"host": socket.gethostname(), "gpus": gpus}
         waiting = meet.Waiting(self.names[self.rank], self.args.join_timeout, quiet=self.shares_console)
-        address = self.listener.getsockname() if self.spawned else None
         if self.rank == 0:
             self.listener = self.listener or meet.listen_as_rank_0(self.args, waiting)
-            self.host = self.listener.getsockname()[0]
+            self.host = self.address = self.listener.getsockname()[0]
             self.own_store = meet.hold_store(self.host)  # it serves as long as this object exists
             threading.Thread(target=self._accept, daemon=True).start()
             self._add(0, about, None)
@@ -117,20 +117,20 @@ class Job:
                 self.listener.close()  # otherwise who connects after the end of rank 0 would wait for an answer
                 self.listener = None
             hello = {"join": self.rank, "must_match": self.args.must_match, **about}
-            self.connection, lines, answer = meet.connect(hello, self.args, self.names[0], waiting, address)
-            self.host = self.connection.getpeername()[0]
+            self.connection, lines, answer = meet.connect(hello, self.args, self.names[0], waiting)
+            self.host, self.address = self.connection.getpeername()[0], self.connection.getsockname()[0]
             self._take_in(answer)
             threading.Thread(target=self._listen, args=(lines,), daemon=True).start()
         # A forked child, such as a worker of a DataLoader, would keep a connection open when this process has died.
         os.register_at_fork(after_in_child=self._close)
-        own = meet.listen_only_towards(self.host)
+        meet.listen_only_at(self.address)
+        self.listens_on = f"{self.address} ({os.environ['TP_SOCKET_IFNAME']})"
         if not self.host.startswith("127."):
-            where = f"{own} ({os.environ['TP_SOCKET_IFNAME']})"
-            print(f"Listening on {where}. RPC runs what peers send, unencrypted: trusted networks only.")
-        with self.changed:
-            while missing := self.state["missing"]:
-                waiting.still(", ".join(self.names[rank] for rank in missing))
-                self.changed.wait(1)
+            print(f"Listening on {self.listens_on}. RPC runs what peers send, unencrypted: trusted networks only.")
+        while missing := self.state["missing"]:
+            waiting.still(", ".join(self.names[rank] for rank in missing))
+            with self.changed:  # not while it prints: perhaps nobody reads that for a while
+                self.changed.wait_for(lambda seen=missing: self.state["missing"] != seen, 1)
         ranks = self.state["ranks"]
         hosts = [each["host"] for each in ranks]
         if len(set(hosts)) > 1 and self.host.startswith("127."):
@@ -141,25 +141,9 @@ class Job:
         self.ranks_here = hosts.count(hosts[self.rank])
         host.share_cores(self.ranks_here)
 
-    def leave(self):
-        """Report that this rank has done its work; return when every living rank has."""
-        self._wait_at(DONE)
-
-    def _wait_at(self, barrier):
-        if self.rank == 0:
-            self._reached(0, barrier)
-        else:
-            self._send(self.connection, at=barrier)
-        with self.changed:
-            self.changed.wait_for(lambda: self.state["passed"] >= barrier)
-
-    def _send(self, connection, **message):
-        with contextlib.suppress(OSError):  # the thread that reads from this connection notices this, too
-            meet.send(connection, **message)
-
     def _close(self):
         for each in (self.listener, self.connection, *self.links.values()):
-            if each:
+            if each and each.fileno() != -1:  # it is, where a child of the child is forked
                 os.close(each.detach())  # its close() would wait for that of the file from which lines are read
 
     # -------------------------------------------------------------------------------------------- rank 0, on threads
@@ -206,7 +190,7 @@ class Job:
         return None
 
     def _refuse(self, connection, where, why):
-        self._send(connection, end=f"refused, because {why}", status=2)
+        meet.send(connection, end=f"refused, because {why}", status=2)
         if self.shares_console:  # nobody can start this one rank again
             self._end("")
         print_error(f"{self.names[0]}: refused a rank on {where}, because {why}")
@@ -223,25 +207,21 @@ class Job:
 
     def _reached(self, rank, barrier):
         with self.changed:
-            if rank in self.at:
+            if rank in self.at:  # otherwise it has been lost
                 self.at[rank] = barrier
-                self._pass()
-
-    def _pass(self):
-        passed = min(self.at.values())
-        if passed > self.state["passed"]:
-            self._tell(passed=passed)
+            if (passed := min(self.at.values())) > self.state["passed"]:
+                self._tell(passed=passed)
 
     def _lose(self, rank, why):
         """Go on without a rank, or end the job, unless its work is done."""
         if self.state["passed"] == DONE:
             return
-        if self.state["passed"] < self.can_lose_after or len(self.at) == 2:
+        if not self.callback or len(self.at) == 2:
             self._end(f"lost {self.names[rank]}: {why}")
         print_error(f"lost {self.names[rank]}: {why}; the others go on")
         self.lost[rank] = why
         del self.at[rank], self.links[rank]
-        self._pass()
+        self._reached(0, self.at[0])
         self.callback(rank)
 
     def _tell(self, **news):
@@ -249,13 +229,13 @@ class Job:
         self.state |= news
         self.changed.notify_all()
         for connection in self.links.values():
-            self._send(connection, **news)
+            meet.send(connection, **news)
 
     def _end(self, why, status=1):
         """End the job, and this process."""
-        self.ending.acquire()  # the first reason counts
+        self.changed.acquire()
         for connection in self.links.values():
-            self._send(connection, end=why, status=1)
+            meet.send(connection, end=why, status=1)
         self._leave(why, status)
 
     # --------------------------------------------------------------------------------------- the others, on a thread
@@ -264,12 +244,10 @@ class Job:
         """Take in what rank 0 says, until its connection ends."""
         why = meet.read(lines, self._take_in)
         if self.state["passed"] < DONE:
-            self.ending.acquire()
             self._leave(f"lost {self.names[0]}: {why}")
 
     def _take_in(self, message):
         if "end" in message:
-            self.ending.acquire()
             self._leave(message["end"], message["status"])
         with self.changed:
             self.state |= message
@@ -288,9 +266,9 @@ class Job:
         status = NOBODY_READS if what.kind == BrokenPipeError.__name__ else 1
         if self.rank == 0:
             self._end(line, status)
-        self.ending.acquire()  # first, because rank 0 answers that all ranks must end
+        self.changed.acquire()  # first, because rank 0 answers that all ranks must end
         if self.connection:
-            self._send(self.connection, failed=line, status=status)
+            meet.send(self.connection, failed=line, status=status)
         self._leave(line, status, failed=True)
 
     def _print_mistake(self, error):
@@ -302,6 +280,7 @@ class Job:
 
     def _leave(self, why, status=1, failed=False):
         """End this process. If the ranks share a console, one of them prints why."""
+        self.changed.acquire()  # and never release it: the first reason counts
         starter_is_gone = self.spawned and self.starter.poll()  # it was ended, and so this rank is
         prints = failed or status == 2 or self.rank == 0 or not self.shares_console
         if why and prints and not starter_is_gone and status != NOBODY_READS:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from glue import PACKAGE, UserError
 
 PRINT_AFTER_SECONDS, PRINT_EVERY_SECONDS = 3.0, 30.0  # when a rank that waits prints for whom
-ANSWER_SECONDS = 5.0  # for rank 0 to answer when a rank has connected
+ANSWER_SECONDS = 60.0  # for rank 0 to answer when a rank has connected: perhaps it still imports torch, or is stopped
 LOST_AFTER_SECONDS = 8  # the kernel ends a connection over which it has heard nothing for so long
 
 
@@ -45,14 +45,14 @@ class Waiting:
             try:
                 return attempt()
             except OSError as error:
-                self.still(awaited, f": {error}")
+                self.still(awaited, f": {error.strerror or error}")
                 time.sleep(0.1)
 
 
 def listen_as_rank_0(args, waiting):
     """Return a socket that listens for the other ranks. Raises UserError."""
     # In Kubernetes, the name of a pod may be known some seconds later.
-    address = waiting.retry("the address", lambda: resolve(args.master_addr))
+    address = waiting.retry(f"the address of {args.master_addr}", lambda: socket.gethostbyname(args.master_addr))
     store = torchruns_store(address, args)
     listener = listen(address, 0 if store else args.master_port)
     if store:
@@ -61,39 +61,34 @@ def listen_as_rank_0(args, waiting):
     return listener
 
 
-def connect(hello, args, rank_0, waiting, address=None):
+def connect(hello, args, rank_0, waiting):
     """Connect to rank 0; return (the connection, the lines that come over it as a file, its answer to `hello`).
 
-    `address`: (host, port), if it is known already. It is tried until --join_timeout has passed. Raises UserError.
+    It is tried until --join_timeout has passed. Raises UserError.
     """
-    return waiting.retry(rank_0, lambda: _try_to_connect(hello, address or _find_rank_0(args), rank_0))
+    where = f"{args.master_addr} port {args.master_port}"
 
-
-def _try_to_connect(hello, address, rank_0):
-    where = "{} port {}".format(*address)
-    try:
-        connection = socket.create_connection(address, timeout=ANSWER_SECONDS)
-    except OSError:
-        raise ConnectionError(f"nothing answers at {where} (--master_addr, --master_port)") from None
-    lines, line = connection.makefile("rb"), b""
-    try:
-        with contextlib.suppress(ConnectionError):
+    def attempt():
+        connection = socket.create_connection(_find_rank_0(args), timeout=min(ANSWER_SECONDS, args.join_timeout))
+        lines = connection.makefile("rb")
+        try:
             send(connection, **hello)
-            line = lines.readline(1 << 20)
-        if not line:  # perhaps it is a proxy in front of a rank 0 that has not started yet
-            raise ConnectionError(f"what listens at {where} has closed the connection")
-        answer = json.loads(line)
-        if not answer.keys() & {"missing", "end"}:
-            raise ValueError
-    except (TimeoutError, ValueError, AttributeError, RecursionError):  # it is silent, or sends no JSON object
-        raise UserError(f"what listens at {where} is not {rank_0} (choose another --master_port)") from None
-    keep_alive(connection)
-    return connection, lines, answer
+            if not (line := lines.readline(1 << 20)):  # perhaps it is a proxy, and rank 0 has not started yet
+                raise ConnectionError("what listens there has closed the connection")
+            answer = json.loads(line)
+            if not answer.keys() & {"missing", "end"}:
+                raise ValueError
+        except (TimeoutError, ValueError, AttributeError, RecursionError):  # it is silent, or sends no JSON object
+            raise UserError(f"what listens at {where} is not {rank_0} (choose another --master_port)") from None
+        keep_alive(connection)
+        return connection, lines, answer
+
+    return waiting.retry(f"{rank_0} at {where}", attempt)
 
 
 def _find_rank_0(args):
     """Return (host, port) of rank 0. Raises OSError if that is not known yet."""
-    address = resolve(args.master_addr)
+    address = socket.gethostbyname(args.master_addr)
     if not (store := torchruns_store(address, args)):
         return address, args.master_port
     if not store.check(["rank 0"]):
@@ -121,7 +116,8 @@ def loopback_only(address, *hosts):
 
 def send(connection, **message):
     """Send a message: a JSON object on a line of its own."""
-    connection.sendall(json.dumps(message).encode() + b"\n")
+    with contextlib.suppress(OSError):  # who reads from this connection notices this, too
+        connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def read(lines, act):
@@ -169,38 +165,16 @@ def hold_store(host):
     return dist.TCPStore(host, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False)
 
 
-def resolve(host):
-    """Return the IPv4 address of `host`. Raises OSError, with one line for the user."""
-    try:
-        return socket.gethostbyname(host)
-    except OSError as error:
-        raise OSError(f"--master_addr {host}: {error.strerror or error}") from None
-
-
-def listen_only_towards(address):
-    """Let RPC and Gloo listen only on the interface that leads to `address`; return this machine's address there.
+def listen_only_at(own):
+    """Let RPC and Gloo listen only on the interface that has `own`, an address of this machine.
 
     Without this, they listen on the address to which this machine's *name* resolves, which may be public or wrong. A
     job on loopback stays there, whatever the environment says; otherwise both variables together name the interface.
     """
-    name, own = interface_towards(address)
+    on_loopback = own.startswith("127.")
+    prefix = "127." if on_loopback else f"{own}."  # it may be 127.0.1.1, although the interface has 127.0.0.1
+    interfaces = psutil.net_if_addrs().items()
+    names = [name for name, addresses in interfaces if any(f"{each.address}.".startswith(prefix) for each in addresses)]
     variables = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-    if address.startswith("127.") or not all(os.environ.get(variable) for variable in variables):
-        os.environ.update(dict.fromkeys(variables, name))
-    return own
-
-
-def interface_towards(address):
-    """Return (interface name, own IPv4 address) of the route from this machine to `address`. Raises OSError."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # for UDP this sends nothing; it only looks up the route
-            own = probe.getsockname()[0]
-    except OSError as error:
-        raise OSError(f"--master_addr {address}: {error.strerror or error}") from None
-    # A loopback address may be 127.0.1.1, although the interface has 127.0.0.1.
-    prefix = "127." if own.startswith("127.") else f"{own}."
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.family == socket.AF_INET and (each.address + ".").startswith(prefix) for each in addresses):
-            return name, own
-    raise OSError(f"no network interface has the address {own}, from which {address} is reached")
+    if on_loopback or not all(os.environ.get(variable) for variable in variables):
+        os.environ.update(dict.fromkeys(variables, names[0]))

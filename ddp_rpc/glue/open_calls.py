@@ -16,21 +16,18 @@ class OpenCalls:  # in the rank that leads, on its main thread
     """The open calls to some workers, which are given by their ranks. Pass `on_lost` to job.on_lost()."""
 
     def __init__(self):
-        self.open = {}  # number of the call -> (worker, what was asked, Future)
-        self.calls = 0
+        self.open = {}  # Future of a call -> (worker, what was asked)
         self.lost = set()
-        self.ended = queue.SimpleQueue()  # numbers of calls that are answered, functions of other events
+        self.ended = queue.SimpleQueue()  # what has happened: a function to call, and its arguments
 
     def add(self, worker, future, asked=None):
         """Add a call to a worker. `asked` is returned together with its answer."""
-        self.calls += 1
-        number = self.calls
-        self.open[number] = (worker, asked, future)
-        future.add_done_callback(lambda _: self.ended.put((self._take, number)))
+        self.open[future] = (worker, asked)
+        future.add_done_callback(lambda _: self.ended.put((self._take, future)))
 
     def idle(self, workers, at_most=1):
         """Return those of `workers` with fewer than `at_most` open calls, without those that are lost."""
-        busy = [worker for worker, _, _ in self.open.values()]
+        busy = [worker for worker, _ in self.open.values()]
         return [worker for worker in workers if worker not in self.lost and busy.count(worker) < at_most]
 
     def next(self):
@@ -40,38 +37,33 @@ class OpenCalls:  # in the rank that leads, on its main thread
         """
         while True:
             with torch.profiler.record_function("wait"):  # for torch's profiler and tools/rpctrace
-                act, about = self.ended.get()
-            if entry := act(about):
+                act, *about = self.ended.get()
+            if entry := act(*about):
                 return entry
 
     def on_lost(self, worker):
         """Give up the calls to a worker. Called on a thread of the job."""
         self.ended.put((self._lose, worker))
 
-    def _take(self, number):
-        if number not in self.open:
+    def _take(self, future, in_time=True):
+        if future not in self.open:
             return None  # it was given up; a late answer counts no more
-        worker, asked, future = self.open[number]
+        worker, asked = self.open[future]
         try:
             answer = None if worker in self.lost else future.wait()
         except Exception as error:
-            if not Explained(error).is_of_connection:
+            if not (in_time and Explained(error).is_of_connection):
                 raise
-            # Perhaps the worker is lost. Then on_lost() is called soon.
-            timer = threading.Timer(NAMED_AFTER_SECONDS, self.ended.put, [(self._raise, (number, error))])
+            # Perhaps the worker is lost. Then on_lost() is called soon, and otherwise the error is raised.
+            timer = threading.Timer(NAMED_AFTER_SECONDS, self.ended.put, [(self._take, future, False)])
             timer.daemon = True
             timer.start()
             return None
-        del self.open[number]
+        del self.open[future]
         return worker, asked, answer
-
-    def _raise(self, about):
-        number, error = about
-        if number in self.open:
-            raise error
 
     def _lose(self, worker):
         self.lost.add(worker)
-        for number, (called, _, _) in self.open.items():
+        for future, (called, _) in self.open.items():
             if called == worker:
-                self.ended.put((self._take, number))
+                self.ended.put((self._take, future))

@@ -48,8 +48,7 @@ class Report:
         summary |= {name: vars(args)[name] for name in ("mode", "world_size", "seed", "device", "restarts")}
         summary["curves"] = self.curves
         if args.summary_json:
-            lines = (f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in summary.items())
-            content = "{\n" + ",\n".join(lines) + "\n}\n"
+            content = json.dumps(summary, indent=1, allow_nan=False)
             write_aside(args.summary_json, lambda file: file.write(content.encode()))
 
 

@@ -6,15 +6,17 @@ torchrun --nproc-per-node 3 main.py       torchrun starts the ranks, and sets RA
 """
 
 import logging
+import math
 import os
 import signal
 import sys
 import threading
+import time
 import warnings
 
 import torch.multiprocessing as mp
 
-from glue import UserError, check, meet, print_error
+from glue import check, meet, print_error
 from glue.host import keep_freed_memory
 from glue.job import Job
 
@@ -41,11 +43,9 @@ def launch(run_worker, args, worker_name):
     run_rank(args.rank, run_worker, args, workers)
 
 
-def run_rank(rank, run_worker, args, workers, listener=None, starter=None, starters_own=None):
-    """Run one rank, and end this process. The last three are of ranks that one process has started: see start_all."""
+def run_rank(rank, run_worker, args, workers, listener=None, starter=None):
+    """Run one rank, and end this process. The last two are of ranks that one process has started: see start_all."""
     if starter:
-        if starters_own:
-            starters_own.close()
         threading.Thread(target=end_with, args=(starter,), daemon=True).start()
     keep_freed_memory()
     keep_console_clean()
@@ -53,7 +53,7 @@ def run_rank(rank, run_worker, args, workers, listener=None, starter=None, start
     try:
         job.join()
         run_worker(rank, args, job)
-        job.leave()
+        job.wait_for_all(last=True)
         if job.lost:
             print(f"The job finished without {', '.join(job.names[lost] for lost in sorted(job.lost))}.")
         if rank == 0 and args.restarts:
@@ -75,11 +75,9 @@ def keep_console_clean():
     """Print whole lines, and what stdout cannot show as \\x...; suppress three known messages of torch."""
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     warnings.filterwarnings("ignore", message="You are using a Backend .*ProcessGroupGloo.* as a ProcessGroup")
-    # DistributedOptimizer warns that an optimizer in Python holds the GIL.
-    noisy = logging.getLogger("torch.distributed.optim.optimizer")
-    noisy.addFilter(lambda record: "Creating the optimizer" not in record.msg)
-    shutdown = logging.getLogger("torch.distributed.rpc.api")  # what it logs, it also raises as an error
-    shutdown.addFilter(lambda record: "Shutdown Proceed" not in record.msg)
+    # DistributedOptimizer warns that an optimizer in Python holds the GIL. What shutdown logs, it also raises.
+    for name in ("torch.distributed.optim.optimizer", "torch.distributed.rpc.api"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 # ------------------------------------------------------------------------------------------ all ranks on this machine
@@ -89,60 +87,54 @@ def start_all(run_worker, args, workers):
     """Start every rank on this machine, and wait until all have ended; return the job's exit status."""
     # A fork of this process has torch already, so it begins to work in a tenth of a second. Forks are safe here,
     # because this process has only imported modules. But CUDA does not survive a fork, and macOS has its own reasons.
-    method = "spawn" if args.device == "cuda" or sys.platform == "darwin" else "fork"
-    if method == "fork" and not args.check:
+    # Nor do threads: a debugger may have started some.
+    forks = args.device != "cuda" and sys.platform != "darwin" and threading.active_count() == 1
+    if forks and not args.check:
         # torch's optimizers import it at their first step. Once here takes less time than once in each rank.
         import torch._dynamo  # noqa: F401
-    assert method == "spawn" or threading.active_count() == 1, threading.enumerate()
+    # Since Python 3.12, os.fork() warns if there are threads. OpenBLAS has some, and takes care of forks.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, the kernel keeps no exit codes
+    method = "fork" if forks else "spawn"
     # The ranks hold the other end of this connection, which ends with this process. Only rank 0 sends something.
     own, theirs = mp.get_context(method).Pipe()
+    os.register_at_fork(after_in_child=own.close)
+    listener = meet.listen("127.0.0.1", 0)  # loopback only, and any port that is free
+    args.master_addr, args.master_port = listener.getsockname()
+    arguments = (run_worker, args, workers, listener, theirs)
     try:
-        listener = meet.listen("127.0.0.1", 0)  # loopback only, and any port that is free
-        arguments = (run_worker, args, workers, listener, theirs, own if method == "fork" else None)
-        with warnings.catch_warnings():
-            # Since Python 3.12, os.fork() warns if there are threads. OpenBLAS has some, and takes care of forks.
-            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-            started = mp.start_processes(run_rank, arguments, args.world_size, join=False, start_method=method)
-    except (UserError, OSError) as error:  # OSError: too many processes, or open files
-        print_error(str(error) if isinstance(error, UserError) else f"cannot start all ranks: {error.strerror}")
+        started = mp.start_processes(run_rank, arguments, args.world_size, join=False, start_method=method)
+    except OSError as error:  # too many processes, or open files
+        print_error(f"cannot start all ranks: {error.strerror}")
         return 1
     listener.close()
     theirs.close()
-    pids = [process.pid for process in started.processes]
-    codes = {}  # rank -> the exit code of its process, or minus the number of the signal that has killed it
-    killed = []  # ranks that have not ended in time
-    timer = None
-    while len(codes) < args.world_size:
-        # Not the processes' sentinels: children of a rank, which it has forked, would hold them open.
-        pid, status = os.wait()
-        if pid not in pids:  # a helper of Python's multiprocessing
-            continue
-        rank, code = pids.index(pid), os.waitstatus_to_exitcode(status)
-        codes[rank] = code
+    return wait_for(dict(enumerate(started.processes)), own, args.on_lost, workers)
+
+
+def wait_for(running, own, on_lost, workers):
+    """Wait until all ranks have ended; return the job's exit status, and name a rank that was killed.
+
+    Unless rank 0 has named it: it prints a line, and ends. `running`: {rank: process}.
+    """
+    failed = {}  # rank -> the exit code of its process, or minus the number of the signal that has killed it
+    deadline = math.inf
+    while running and time.monotonic() < deadline:
+        time.sleep(0.02)  # not until a sentinel is ready: a child that a rank has forked would hold it open
+        for rank in [rank for rank, process in running.items() if process.exitcode is not None]:
+            if code := running.pop(rank).exitcode:
+                failed[rank] = code
         # Rank 0 decides what happens when a rank is lost. But it does not know of one that has never connected.
-        rank_0_goes_on = args.on_lost == "continue" and own.poll()
-        if code and (rank == 0 or not rank_0_goes_on) and not timer:
-            timer = threading.Timer(GRACE_SECONDS, kill_the_others, (pids, codes, killed))
-            timer.daemon = True
-            timer.start()
-    return judge(codes, killed, args, workers)
-
-
-def kill_the_others(pids, codes, killed):
-    killed += [rank for rank in range(len(pids)) if rank not in codes]
-    for rank in killed:
-        os.kill(pids[rank], signal.SIGKILL)
-
-
-def judge(codes, killed, args, workers):
-    """Return the job's exit status, and name a rank that was killed, unless rank 0 has: it prints a line, and ends."""
-    if codes[0] == 0 and args.on_lost == "continue":
-        return 0
-    if codes[0] > 0:
-        return codes[0]
-    lost = [rank for rank, code in codes.items() if code < 0 and rank not in killed]
-    if lost:
-        name = signal.Signals(-codes[lost[0]]).name
-        print_error(f"lost rank {lost[0]} ({workers[lost[0]]}): killed by {name}")
-    failed = [code for code in codes.values() if code > 0]
-    return failed[0] if failed else int(any(codes.values()))
+        if on_lost == "continue" and own.poll() and 0 not in failed:
+            failed.clear()
+        deadline = min(deadline, time.monotonic() + GRACE_SECONDS) if failed else math.inf
+    for process in running.values():
+        process.kill()
+        process.join()
+    if failed.get(0, 0) > 0:
+        return failed[0]
+    for rank, code in failed.items():
+        if code < 0:
+            print_error(f"lost rank {rank} ({workers[rank]}): killed by {signal.Signals(-code).name}")
+            return 1
+    return next(iter(failed.values()), 0)

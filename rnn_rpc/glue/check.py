@@ -12,18 +12,16 @@ import torch.distributed.rpc as rpc
 
 from glue import UserError
 from glue.host import usable_cores, why_no_gpu
-from glue.meet import interface_towards
 
 TRIES, SECONDS = 50, 5.0
 
 
 def run_worker(rank, args, job):
     if rank == 0 or not job.spawned:
-        interface, own_address = interface_towards(job.host)
         why = why_no_gpu()
         gpus = f"0 ({why})" if why else f"{torch.cuda.device_count()} ({torch.cuda.get_device_name()})"
         print(f"host         {socket.gethostname()}")
-        print(f"listens on   {own_address} ({interface}), the way to {job.host}")
+        print(f"listens on   {job.listens_on}, the way to {job.host}")
         threads = f"{torch.get_num_threads()} intra-op thread(s) in each of {job.ranks_here} rank(s)"
         print(f"cores        {usable_cores()}: {threads}")
         print(f"GPUs         {gpus}; --device {args.device}: ranks on {', '.join(dict.fromkeys(job.devices))}")

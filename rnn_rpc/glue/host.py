@@ -1,7 +1,4 @@
-"""What this host offers to its ranks: GPUs, cores, transports, memory.
-
-Runs in every process.
-"""
+"""What this host offers to its ranks: GPUs, cores, transports, memory."""
 
 import collections
 import contextlib

@@ -1,7 +1,4 @@
-"""Random numbers that depend on --seed alone: not on threads, devices, or how often the job was restarted.
-
-Runs in every process.
-"""
+"""Random numbers that depend on --seed alone: not on threads, devices, or how often the job was restarted."""
 
 import hashlib
 
