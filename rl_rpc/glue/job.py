@@ -8,7 +8,7 @@ line of its own:
     rank -> rank 0    {"join": 1, "must_match": {...}, "host": ..., "gpus": ...}    the first one
                       {"at": 2}                              it waits at barrier 2
                       {"failed": "...", "status": 1}         an exception has ended it
-    rank 0 -> rank    {"missing": [2], "ranks": ..., "store_port": ...}    who has not joined yet; about all ranks
+    rank 0 -> rank    {"missing": [2], "ranks": ..., "store_port": ..., "restarts": 0}    who has not joined yet, ...
                       {"passed": 2}                          all have reached barrier 2
                       {"end": "...", "status": 1}            this rank must end, and why
 """
@@ -131,7 +131,7 @@ class Job:
             waiting.still(", ".join(self.names[rank] for rank in missing))
             with self.changed:  # not while it prints: perhaps nobody reads that for a while
                 self.changed.wait_for(lambda seen=missing: self.state["missing"] != seen, 1)
-        ranks = self.state["ranks"]
+        ranks, self.args.restarts = self.state["ranks"], self.state["restarts"]
         hosts = [each["host"] for each in ranks]
         if len(set(hosts)) > 1 and self.host.startswith("127."):
             raise UserError(meet.loopback_only(self.host, *hosts))
@@ -203,7 +203,7 @@ class Job:
                 self.links[rank] = connection
             missing = [number for number in self.at if number not in self.joined]
             ranks = [] if missing else [self.joined[number] for number in self.at]
-            self._tell(missing=missing, ranks=ranks, store_port=self.own_store.port)
+            self._tell(missing=missing, ranks=ranks, store_port=self.own_store.port, restarts=self.args.restarts)
 
     def _reached(self, rank, barrier):
         with self.changed:

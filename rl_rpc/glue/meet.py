@@ -17,6 +17,7 @@ import torch.distributed as dist
 from glue import PACKAGE, UserError
 
 PRINT_AFTER_SECONDS, PRINT_EVERY_SECONDS = 3.0, 30.0  # when a rank that waits prints for whom
+CONNECT_SECONDS = 5.0  # in which a machine accepts a connection
 ANSWER_SECONDS = 60.0  # for rank 0 to answer when a rank has connected: perhaps it still imports torch, or is stopped
 LOST_AFTER_SECONDS = 8  # the kernel ends a connection over which it has heard nothing for so long
 
@@ -69,7 +70,8 @@ def connect(hello, args, rank_0, waiting):
     where = f"{args.master_addr} port {args.master_port}"
 
     def attempt():
-        connection = socket.create_connection(_find_rank_0(args), timeout=min(ANSWER_SECONDS, args.join_timeout))
+        connection = socket.create_connection(_find_rank_0(args), timeout=CONNECT_SECONDS)
+        connection.settimeout(min(ANSWER_SECONDS, args.join_timeout))
         lines = connection.makefile("rb")
         try:
             send(connection, **hello)

@@ -1,6 +1,7 @@
 """Ranks that torchrun starts, on one host or on two, and starts again when one is lost."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -34,11 +35,12 @@ def test_torchrun_starts_a_job_again_from_its_checkpoint_and_ends_it_by_sigterm(
         assert job.wait(10) == [1] and not job.survivors(), job.text()  # torchrun's own status
 
 
-def test_a_loss_on_one_of_two_nodes_is_one_restart():
+def test_a_loss_on_one_of_two_nodes_is_one_restart(tmp_path):
     """Two torchrun processes with two ranks each, as in docs/CLUSTERS.md, on two hosts if this machine can make them.
 
     Only one of them sees its own rank die. With RPC and a process group.
     """
+    summary = tmp_path / "summary.json"  # the master writes it, which is not rank 0
     here = ADDRESSES[0] if not why_not() else "127.0.0.1"
     by = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 2, "--max-restarts", 1]
     by += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{here}:{free_port()}"]
@@ -48,7 +50,7 @@ def test_a_loss_on_one_of_two_nodes_is_one_restart():
         for number in range(2):
             this = [*by, "--rdzv-conf", f"is_host={int(number == 0)}", "--local-addr"]
             this = hosts.on(number, [*this, ADDRESSES[number]]) if hosts else [*this, here]
-            flags, env = ["--epochs", 10, "--batches", 50], {"PYTHONUNBUFFERED": "1"}
+            flags, env = ["--epochs", 10, "--batches", 50, "--summary_json", summary], {"PYTHONUNBUFFERED": "1"}
             nodes.append(stack.enter_context(Program("ddp_rpc/main.py", *flags, by=this, env=env)))
         assert wait_for_text(nodes, "epoch +1/", 120)
         victim = next(pid for pid in children_of(nodes[1].pid) if "main.py" in command_of(pid))
@@ -57,5 +59,6 @@ def test_a_loss_on_one_of_two_nodes_is_one_restart():
         assert [node.wait(120) for node in nodes] == [0, 0], [node.text() for node in nodes]
         texts = [node.text() for node in nodes]
         assert "The job was restarted 1 time." in "".join(texts), texts
+        assert json.loads(summary.read_text())["restarts"] == 1
         for text, address, device in zip(texts, ADDRESSES, DEVICES, strict=True):
             assert not hosts or f"Listening on {address} ({device})." in text, texts
