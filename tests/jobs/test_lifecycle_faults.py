@@ -5,7 +5,9 @@
 
 import pytest
 
-from faults import case_id, run_case
+from faults import case_id, changed_package, run_case
+from helpers import assert_one_line_error
+from programs import run_script
 
 QUICK = [
     ("rl_rpc", "spawned", 1, "training", 0.5),
@@ -26,3 +28,11 @@ FULL = [
 )
 def test_a_death_ends_the_job(case):
     run_case(*case)
+
+
+def test_a_rank_that_dies_while_others_are_still_being_started_is_named(tmp_path):
+    """Python's multiprocessing itself takes its exit code then."""
+    begins = "    keep_freed_memory()\n"
+    dies = (begins, f"    rank == 1 and os.kill(os.getpid(), signal.SIGKILL)\n{begins}")
+    done = run_script(changed_package("rl_rpc", tmp_path, "glue/launch.py", dies), "--world_size", 8, timeout=60)
+    assert_one_line_error(done, 1, "lost rank 1 (observer1): killed by SIGKILL")

@@ -55,6 +55,14 @@ def test_without_the_last_observer_a_job_ends():
         assert "lost rank 1 (observer1)" in job.errors() and "finished" not in job.text()
 
 
+def test_after_a_loss_the_death_of_the_agent_is_named():
+    with start("rollout", "--max_episodes", 10**6, "--reward_threshold", 1e9) as job:
+        pids = lose(job, 2)
+        os.kill(pids[0], signal.SIGKILL)
+        assert job.wait(15) == [1] and not job.survivors(), job.text()
+        assert job.errors().endswith("lost rank 0 (agent): killed by SIGKILL"), job.errors()
+
+
 def test_error_of_the_agent_after_a_loss_is_not_blamed_on_observers(tmp_path):
     mark = tmp_path / "mark"
     wrong = f"loss.backwards() if __import__('os').path.exists({str(mark)!r}) else loss.backward()"
