@@ -51,7 +51,7 @@ def digits(digits_of_size):
 
     Reading them takes no time, while --dataset synthetic would take each rank a second to draw digits.
     """
-    return digits_of_size(9_600)
+    return digits_of_size(9_600, 1_000)
 
 
 @pytest.fixture(scope="session")
@@ -62,17 +62,17 @@ def few_digits(digits_of_size):
 
 @pytest.fixture(scope="session")
 def digits_of_size(tmp_path_factory):
-    """Return a function that makes such a folder with so many training images."""
-    return lambda size: write_digits(tmp_path_factory.mktemp("digits"), size)
+    """Return a function that makes such a folder with so many training images, and test images."""
+    return lambda train, test=100: write_digits(tmp_path_factory.mktemp("digits"), train, test)
 
 
-def write_digits(folder, size):
+def write_digits(folder, train_size, test_size):
     with package_on_path("param_server"):
         from data import FILES, draw_digits
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for seed, (train, names) in enumerate(FILES.items()):
-        for name, array in zip(names, draw_digits(size if train else max(64, size // 32), seed), strict=True):
+        for name, array in zip(names, draw_digits(train_size if train else test_size, seed), strict=True):
             sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
             content = array.byte().numpy().tobytes()
             (raw / name).write_bytes(bytes([0, 0, 8, array.dim()]) + sizes + content)

@@ -108,7 +108,7 @@ class Job:
         waiting = meet.Waiting(self.names[self.rank], self.args.join_timeout, quiet=self.shares_console)
         if self.rank == 0:
             self.listener = self.listener or meet.listen_as_rank_0(self.args, waiting)
-            self.host = self.address = self.listener.getsockname()[0]
+            self.host = address = self.listener.getsockname()[0]
             self.own_store = meet.hold_store(self.host)  # it serves as long as this object exists
             threading.Thread(target=self._accept, daemon=True).start()
             self._add(0, about, None)
@@ -118,13 +118,13 @@ class Job:
                 self.listener = None
             hello = {"join": self.rank, "must_match": self.args.must_match, **about}
             self.connection, lines, answer = meet.connect(hello, self.args, self.names[0], waiting)
-            self.host, self.address = self.connection.getpeername()[0], self.connection.getsockname()[0]
+            self.host, address = self.connection.getpeername()[0], self.connection.getsockname()[0]
             self._take_in(answer)
             threading.Thread(target=self._listen, args=(lines,), daemon=True).start()
         # A forked child, such as a worker of a DataLoader, would keep a connection open when this process has died.
         os.register_at_fork(after_in_child=self._close)
-        meet.listen_only_at(self.address)
-        self.listens_on = f"{self.address} ({os.environ['TP_SOCKET_IFNAME']})"
+        meet.listen_only_at(address)
+        self.listens_on = f"{address} ({os.environ['TP_SOCKET_IFNAME']})"
         if not self.host.startswith("127."):
             print(f"Listening on {self.listens_on}. RPC runs what peers send, unencrypted: trusted networks only.")
         while missing := self.state["missing"]:

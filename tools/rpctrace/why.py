@@ -360,6 +360,7 @@ class Run:
             for key in keys:  # which grows
                 following = self.following(key)
                 keys += [other for other in following if other not in keys]
+                # It is also an end if several might let it go on, but none of them must.
                 counts[key] += not (following if key in self.alive else any(following.values()))
         order = sorted(+counts, key=lambda key: (key in self.alive, self.nodes[key]["kind"] == "event", -counts[key]))
         return [key for key in order if (key in self.alive) == (order[0] in self.alive)][:3]

@@ -26,7 +26,7 @@ def test_a_run_learns_and_reports_its_figures(tmp_path, digits):
     summary = json.loads(summary_file.read_text())
     assert re.search(r"^Epoch 1: Accuracy 0\.\d{4}, ", done.stdout, re.M)
     assert {line.split()[1] for line in done.stdout.splitlines() if line.startswith("Rank")} == {"1", "2"}
-    assert summary["test_accuracy"] > 0.7
+    assert summary["test_accuracy"] > 0.8
     assert summary["dataset"] == "mnist" and summary["images_per_second"] > 0
     assert summary["updates"] == 300 and summary["staleness_max"] > 0
     losses = summary["curves"]["loss"]

@@ -124,7 +124,9 @@ class Watcher:
         path, function = frame.f_code.co_filename, frame.f_code.co_name
         if not self.recorder.is_library(path):
             return (own_wait(frame) or wait) if wait.get("enters", not wait) else wait
-        names = frame.f_locals  # never of a frame of the program: until Python 3.13, its values would live longer
+        names = (
+            frame.f_locals
+        )  # of the program's own frames only what a lock needs: until 3.13, values would live longer
         if path.endswith("/distributed/rpc/api.py") and function in ("rpc_sync", "_invoke_rpc"):
             to = getattr(names["to"], "name", None) or self.recorder.rpc.get_worker_info(names["to"]).name
             return {"kind": "operator", "to": to, "func": getattr(names["func"], "__name__", "")}
