@@ -35,8 +35,9 @@ def wire_bytes():
         except OSError:  # closed since it was listed
             continue
         with ours:
-            information = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-            total += sum(struct.unpack_from("QQ", information, 120))  # tcpi_bytes_acked and _received
+            information = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 208)
+            (received,), (sent,) = struct.unpack_from("Q", information, 128), struct.unpack_from("Q", information, 200)
+            total += received + sent
     return total
 
 

@@ -1,5 +1,6 @@
 """Fixtures and settings for all tests."""
 
+import functools
 import os
 import signal
 import tempfile
@@ -43,6 +44,14 @@ def pytest_terminal_summary(terminalreporter):
     if os.path.exists(os.environ["COUNT_OF_STARTS"]):
         with open(os.environ["COUNT_OF_STARTS"]) as file:
             terminalreporter.write_line(f"programs started: {len(list(file))}")
+
+
+@pytest.fixture(scope="session")
+def rl_run(tmp_path_factory):
+    """Return a function that plays in a mode under rpctrace, once for all tests of xdist_group("rl_rpc")."""
+    from rl_runs import play  # after OMP_NUM_THREADS, because this imports torch
+
+    return functools.cache(lambda mode: play(tmp_path_factory.mktemp(mode), mode, traced=True))
 
 
 @pytest.fixture(scope="session")

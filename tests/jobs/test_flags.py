@@ -32,6 +32,9 @@ def test_flags_are_understood_with_hyphens_too():
         (["--rpc_timeout", "0.001"], ["--rpc_timeout", "is not a number of seconds"]),
         (["--world_size", "1"], ["--world_size 1 does not fit"]),
         (["--rank", "5"], ["--rank 5 is out of range"]),
+        (["--master_port", "123456"], ["--master_port"]),
+        (["--gamma", "1.5"], ["--gamma"]),
+        (["--lr", "0"], ["--lr"]),
         (["--resume"], ["--resume needs --checkpoint FILE"]),
         (["--checkpoint", "/"], ["--checkpoint /", "cannot write"]),
     ],
@@ -82,7 +85,6 @@ def test_what_cannot_work_is_refused_at_the_start(package, flags, words, capsys)
         ("rnn_rpc", ["--corpus", "text", "--vocabulary", "9"], ["--vocabulary", "generated text", "--corpus"]),
         ("rnn_rpc", ["--corpus", "text", "--corpus_tokens", "9"], ["--corpus_tokens", "generated text", "--corpus"]),
         ("param_server", ["--num_servers", "2"], ["--num_servers", "--mode sharded"]),
-        ("param_server", ["--mode", "sharded", "--on_lost", "continue"], ["--on_lost continue", "replica"]),
         ("rl_rpc", ["--mode", "packed", "--on_lost", "continue"], ["--on_lost continue", "rollout, async"]),
     ],
 )

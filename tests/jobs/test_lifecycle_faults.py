@@ -1,6 +1,7 @@
 """If a rank is killed, the job ends: however it was started, in any role, at any moment.
 
-`python tools/soak_faults.py` runs hundreds of such cases. test_memory.py kills ranks of ddp_rpc and param_server.
+`python tools/soak_faults.py` runs hundreds of such cases. test_memory.py kills ranks of ddp_rpc and param_server, and
+test_own_errors.py one of rl_rpc.
 """
 
 import pytest
@@ -9,22 +10,15 @@ from faults import case_id, changed_package, run_case
 from helpers import assert_one_line_error
 from programs import run_script
 
-QUICK = [
-    ("rl_rpc", "spawned", 1, "training", 0.5),
-    ("rnn_rpc", "terminals", 0, "training", 0.5),
-]
-FULL = [
-    ("ddp_rpc", "spawned", 0, "start", 1.1),
-    ("rnn_rpc", "environment", 1, "end", 1.4),
-]
-
 
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(case, marks=pytest.mark.quick, id=case_id(case)) for case in QUICK),
-        *(pytest.param(case, id=case_id(case)) for case in FULL),
+        pytest.param(("rnn_rpc", "terminals", 0, "training", 0.5), marks=pytest.mark.quick),
+        ("ddp_rpc", "spawned", 0, "start", 1.1),
+        ("rnn_rpc", "environment", 1, "end", 1.4),
     ],
+    ids=case_id,
 )
 def test_a_death_ends_the_job(case):
     run_case(*case)

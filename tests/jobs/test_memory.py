@@ -6,6 +6,7 @@ import pathlib
 import psutil
 import pytest
 
+from documented import assert_documented
 from faults import kill_and_check
 from jobs import RunningJob
 
@@ -56,3 +57,5 @@ def test_no_rank_grows_with_its_steps(package, mode, transport, victim):
         assert max(grown) < MOST_MIB, grown
         assert job.errors() == ""
         kill_and_check(job, victim, ranks)
+        if victim == 0:
+            assert_documented(job.errors(), "killed by SIGKILL")

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from faults import changed_package
 from jobs import JOBS, RunningJob, left_in
 from processes import ranks_of
 from programs import Program
@@ -20,11 +21,11 @@ def status_in_a_shell(status):
     return 128 - status if status < 0 else status
 
 
-def end_by(job, number, target):
-    """Send a signal to a spawned job, and check that it ends quietly. `target`: the "group" of processes, or "one"."""
+def end_by_ctrl_c(job):
+    """Send SIGINT to a spawned job's group of processes, and check that it ends quietly."""
     (process,) = job.processes
-    (os.killpg if target == "group" else os.kill)(process.pid, number)
-    assert status_in_a_shell(process.wait(6)) == 128 + number, job.text()
+    os.killpg(process.pid, signal.SIGINT)
+    assert status_in_a_shell(process.wait(6)) == 130, job.text()
     assert not job.survivors(2), job.text()
     assert job.errors() == "" and "Traceback" not in job.text(), job.text()
 
@@ -34,45 +35,43 @@ def test_ranks_that_have_just_begun_leave_quietly():
     with tempfile.TemporaryDirectory() as temporary:
         with RunningJob("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], env={"TMPDIR": temporary}) as job:
             assert job.pid_of(2), job.text()
-            end_by(job, signal.SIGINT, "group")
+            end_by_ctrl_c(job)
         assert left_in(temporary) == []
 
 
-@pytest.mark.parametrize(
-    "package, number, target",
-    [
-        pytest.param("rl_rpc", signal.SIGINT, "group", marks=pytest.mark.quick),
-        ("param_server", signal.SIGHUP, "one"),
-    ],
-)
-def test_a_working_job_ends_quietly_and_keeps_the_checkpoint(package, number, target, tmp_path):
-    """test_starting.py sends SIGTERM to ranks in terminals."""
+@pytest.mark.quick
+def test_a_working_job_ends_quietly_and_keeps_the_checkpoint(tmp_path):
+    """test_starting.py sends SIGTERM and SIGHUP to ranks in terminals."""
     checkpoint = tmp_path / "checkpoint.pt"
-    short_epochs = ["--max_batches", "5"] if package == "param_server" else []
-    with RunningJob(package, "spawned", [*JOBS[package]["long"], "--checkpoint", checkpoint, *short_epochs]) as job:
+    with RunningJob("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--checkpoint", checkpoint]) as job:
         job.wait_for_file(checkpoint, 90)
-        end_by(job, number, target)
+        end_by_ctrl_c(job)
     saved = torch.load(checkpoint, weights_only=True)
-    assert saved["scenario"] == package and saved["state"]
+    assert saved["scenario"] == "rl_rpc" and saved["state"]
 
 
 def episodes_in(job):
     return len(re.findall(r"Episode \d+", job.output()))
 
 
-def test_a_job_outlives_its_terminal_and_ctrl_z():
-    """A terminal that is closed sends SIGHUP to all processes, which nohup lets them ignore. Other signals end the job.
+def test_a_job_outlives_a_rank_that_keeps_the_gil_its_terminal_and_ctrl_z(tmp_path):
+    """The C code of an observer runs for longer than a machine that is gone is waited for. No Python runs meanwhile.
 
-    Ctrl-Z stops all processes, here for longer than a machine that is gone is waited for.
+    A terminal that is closed sends SIGHUP to all processes, which nohup lets them ignore. Other signals end the job.
+    Ctrl-Z stops all processes, here for as long as the C code runs.
     """
+    right = "    def reset(self, episode):\n"
+    busy = f"{right}        episode == 2 and __import__('ctypes').PyDLL(None).sleep(12)\n"
+    main = changed_package("rl_rpc", tmp_path, "step.py", (right, busy))
     flags = [*JOBS["rl_rpc"]["long"], "--mode", "rollout", "--log_interval", "1"]
-    with Program("rl_rpc/main.py", *flags, by=["nohup", sys.executable]) as job:
-        assert job.wait_for_text(r"Episode \d+"), job.text()
+    with Program(main, *flags, by=["nohup", sys.executable]) as job:
+        assert job.wait_for_text(r"Episode 3\b"), job.text()
         for number in (signal.SIGHUP, signal.SIGSTOP):
             os.killpg(job.pid, number)
         time.sleep(12)
         os.killpg(job.pid, signal.SIGCONT)
         assert job.wait_for_text(rf"Episode {episodes_in(job) + 100}\b"), job.text()
+        assert job.errors().removeprefix("nohup: ignoring input\n") == "", job.text()
         job.send_signal(signal.SIGTERM)
         assert status_in_a_shell(job.wait(6)) == 143, job.text()
         assert not job.left_over(2) and "lost" not in job.errors(), job.text()

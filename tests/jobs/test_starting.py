@@ -133,7 +133,7 @@ def test_a_run_in_terminals_is_quiet_listens_on_loopback_only_and_leaves_nothing
 
 
 def test_a_rank_that_does_not_fit_is_refused_and_the_job_goes_on():
-    """Each rank has a terminal. When all have come, SIGTERM ends them."""
+    """Each rank has a terminal. When all have come, SIGTERM ends two, and SIGHUP, of a terminal that is closed, one."""
     place = ["--world_size", 3, *JOBS["rl_rpc"]["long"], "--join_timeout", 200, "--master_port", free_port(), "--rank"]
     with contextlib.ExitStack() as stack:
 
@@ -155,10 +155,11 @@ def test_a_rank_that_does_not_fit_is_refused_and_the_job_goes_on():
         assert_documented(twin.stderr, "this rank has joined already")
         ranks = [agent, observer, start(2)]
         assert agent.wait_for_text("Episode 20"), agent.text()
-        for rank in ranks:
-            rank.send_signal(signal.SIGTERM)
-        for rank in ranks:
-            assert rank.wait(6) in (143, -signal.SIGTERM), rank.text()
+        signals = [signal.SIGHUP, signal.SIGTERM, signal.SIGTERM]
+        for rank, number in zip(ranks, signals, strict=True):
+            rank.send_signal(number)
+        for rank, number in zip(ranks, signals, strict=True):
+            assert rank.wait(6) == -number, rank.text()
         refused = [line.partition(": refused a rank on ")[2] for line in agent.errors().splitlines()]
         assert [line.partition(", because ")[2] for line in refused] == [
             "it was started with seed 7, and this job with 1",

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from helpers import PACKAGES, ROOT
+from helpers import PACKAGES, ROOT, load_oracle
 from jobs import JOBS
 from programs import run_script
 
@@ -41,12 +41,12 @@ def diagrams_of(package):
 
 
 def record(folder, package, *flags):
-    """Run a job of a package's main.py under tools/rpctrace. Return the events of its trace."""
+    """Run a job of a package's main.py under tools/rpctrace. Return the path of its trace."""
     trace = folder / "trace.json"
     job = [ROOT / package / "main.py", *JOBS[package]["size"], *JOBS[package]["short"], *flags]
     done = run_script("tools/rpctrace", trace, "--", sys.executable, *job)
     assert done.returncode == 0, done.stderr
-    return json.loads(trace.read_text())["traceEvents"]
+    return trace
 
 
 def assert_drawn(diagram, events):
@@ -65,11 +65,15 @@ def assert_drawn(diagram, events):
     assert re.fullmatch(as_pattern(diagram), usual), (as_pattern(diagram), made)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_the_diagrams_of_a_readme_are_what_runs_do(package, tmp_path, few_digits):
+@pytest.mark.parametrize("package", [pytest.param("rl_rpc", marks=pytest.mark.xdist_group("rl_rpc")), *PACKAGES[1:]])
+def test_the_diagrams_of_a_readme_are_what_runs_do(package, tmp_path, few_digits, rl_run):
     data = ("--dataset", "mnist", "--data_dir", few_digits) if package == "param_server" else ()
     for flags, diagram in diagrams_of(package):
-        events = record(tmp_path, package, *flags, *data)
+        if package == "rl_rpc":
+            trace = rl_run(load_oracle(package).main.parse_args(flags).mode).trace
+        else:
+            trace = record(tmp_path, package, *flags, *data)
+        events = json.loads(trace.read_text())["traceEvents"]
         assert_drawn(diagram, events)
         if package == "param_server" and not flags:
             assert_backward_optimizer_and_methods_have_bars(events)

@@ -74,15 +74,18 @@ for program, *words in json.loads(sys.argv[1]):
 """
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_check_passes_with_the_solution(package, tmp_path):
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("packages", [PACKAGES[:2], PACKAGES[2:]], ids="-".join)
+def test_a_check_passes_with_the_solution(packages, tmp_path):
     """If the code contains the solution, the check is one of its own tests."""
     root = copy_to(tmp_path)
     (root / "commands.py").write_text(COMMANDS)
     commands = []
-    for exercise in exercises_of(package):
-        if not exercise.is_published:
+    for package in packages:
+        exercises = [exercise for exercise in exercises_of(package) if not exercise.is_published]
+        assert exercises, f"nothing would be checked of {package}"
+        for exercise in exercises:
             apply = ["git", "apply", exercise.diff]
             commands += [apply, ["pytest", *exercise.check], [*apply, "-R"]]
-    done = run_script(root / "commands.py", json.dumps(commands), cwd=root, timeout=280)
+    done = run_script(root / "commands.py", json.dumps(commands), cwd=root, timeout=580)
     assert done.stdout.splitlines() == [f"{program} 0" for program, *_ in commands], done.stderr

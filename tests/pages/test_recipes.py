@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from forks import run_in_forks
 from helpers import ROOT
 from jobs import free_port
 from programs import Program, run_script
@@ -26,32 +27,37 @@ def masked(output):
     return re.sub(r"\b\d+\.\d+ s\b", "… s", output)
 
 
-@pytest.fixture
-def printed(tmp_path):
-    """Return a function that runs a program, with some changes, and returns its output."""
+def check(number, done):
+    assert done.returncode == 0, done.stderr
+    assert masked(done.stdout) == masked(RECIPES[number][3])
 
-    def run(program, *changes):
-        (tmp_path / "recipe.py").write_text(program)
-        changed(tmp_path / "recipe.py", *changes)
-        # Unbuffered, as on a terminal: the lines of several processes then come in the order in which they are printed.
-        environ = {"MASTER_PORT": free_port(), "PYTHONUNBUFFERED": "1"}
-        done = run_script(tmp_path / "recipe.py", env=environ, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
 
-    return run
+@pytest.fixture(scope="module")
+def in_forks(tmp_path_factory):
+    """Run the recipes that are changed anyway, and ERRORS; return {name of the file: CompletedProcess}."""
+    folder = tmp_path_factory.mktemp("recipes")
+    (folder / "errors.py").write_text(ERRORS)
+    for number in RECIPES.keys() - {*QUICK, FARM}:
+        (folder / f"{number}.py").write_text(RECIPES[number][2])
+        changed(folder / f"{number}.py", FORKED, *(MEETING if number == PIPELINE else []))
+    return run_in_forks(folder, sorted(os.listdir(folder)))
 
 
 QUICK = (2, 7, 12)
+GROUP = pytest.mark.xdist_group("recipes")
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=pytest.mark.quick) if n in QUICK else n for n in RECIPES if n != PIPELINE]
+    "number", [pytest.param(n, marks=pytest.mark.quick if n in QUICK else GROUP) for n in RECIPES if n != PIPELINE]
 )
-def test_a_recipe_prints_what_the_page_shows(number, printed):
+def test_a_recipe_prints_what_the_page_shows(number, tmp_path, request):
     """Those of the quick set run as they stand, and so does the farm, which starts its workers in another way."""
-    changes = [] if number in (*QUICK, FARM) else [FORKED]
-    assert masked(printed(RECIPES[number][2], *changes)) == masked(RECIPES[number][3])
+    if number in (*QUICK, FARM):
+        (tmp_path / "recipe.py").write_text(RECIPES[number][2])
+        environ = {"MASTER_PORT": free_port(), "PYTHONUNBUFFERED": "1"}  # see run_in_forks
+        check(number, run_script(tmp_path / "recipe.py", env=environ, cwd=tmp_path))
+    else:
+        check(number, request.getfixturevalue("in_forks")[f"{number}.py"])
 
 
 MEET = """
@@ -69,13 +75,14 @@ def meet(x):
     if me == "worker2" and call < 4:
         store.wait([f"worker1, call {call + 1}"], datetime.timedelta(seconds=20))
 """
+MEETING = [("import os\n", "import datetime\nimport itertools\nimport os\n"), ("\nlayer = ", MEET + "\n\nlayer = ")]
+MEETING += [("time.sleep(0.05 * len(x))", "meet(x)")]
 
 
-def test_both_stages_of_the_pipeline_work_at_the_same_time_and_print_what_the_page_shows(printed):
+@GROUP
+def test_both_stages_of_the_pipeline_work_at_the_same_time_and_print_what_the_page_shows(in_forks):
     """Instead of sleeping, each stage waits until the other has begun with the next or the previous micro-batch."""
-    changes = [("import os\n", "import datetime\nimport itertools\nimport os\n"), FORKED]
-    changes += [("\nlayer = ", MEET + "\n\nlayer = "), ("time.sleep(0.05 * len(x))", "meet(x)")]
-    assert masked(printed(RECIPES[PIPELINE][2], *changes)) == masked(RECIPES[PIPELINE][3])
+    check(PIPELINE, in_forks[f"{PIPELINE}.py"])
 
 
 def test_workers_that_are_killed_from_outside_are_replaced(tmp_path):
@@ -160,9 +167,9 @@ if __name__ == "__main__":
 """
 
 
-def test_the_table_quotes_what_the_exceptions_say(tmp_path):
-    (tmp_path / "errors.py").write_text(ERRORS)
-    lines = run_script(tmp_path / "errors.py").stdout.splitlines()
+@GROUP
+def test_the_table_quotes_what_the_exceptions_say(in_forks):
+    lines = in_forks["errors.py"].stdout.splitlines()
     assert len(lines) == 12
     over_tcp, in_shared_memory = lines[:6], lines[6:]
     for function, value_error, result, arguments, late, killed in (over_tcp, in_shared_memory):

@@ -16,9 +16,9 @@ import torch
 import two_hosts
 from documented import ENTRIES, PAGE, agrees, assert_documented, entry_of, message_of
 from faults import changed_package
-from helpers import ROOT, assert_refused
+from helpers import ROOT, assert_refused, package_on_path
 from jobs import JOBS, RunningJob, free_port
-from programs import Program, run_main, run_script, wait_for_text
+from programs import Program, run_script, wait_for_text
 
 MAKERS = {}  # a function that causes failures, and returns the text that was seen -> pieces of their entries
 
@@ -119,13 +119,6 @@ def is_as_described(symptom, text):
 # ------------------------------------------------------------ messages of the packages: what needs one command
 
 
-def output_of(package, *flags, status=1, **options):
-    """Run main.py, check its exit status, and return what it printed to stdout and stderr."""
-    done = run_main(package, *flags, **options)
-    assert done.returncode == status, (done.returncode, done.stderr)
-    return done.stdout + done.stderr
-
-
 @makes("An attempt has been made to start a new process")
 def without_main_guard(tmp_path):
     script = tmp_path / "no_guard.py"
@@ -140,19 +133,14 @@ def without_main_guard(tmp_path):
 
 @makes("Cannot assign requested address")
 def another_machines_address(_):
-    return output_of("rl_rpc", "--world_size", 2, "--rank", 0, "--master_addr", "192.0.2.9", "--join_timeout", 1)
+    with package_on_path("rl_rpc"):
+        from glue import meet
+    with pytest.raises(ValueError) as refused:
+        meet.listen("192.0.2.9", 29500)
+    return f"rl_rpc: rank 0 (agent): {refused.value}"
 
 
 # ------------------------------------------------------- messages of the packages: what needs several processes
-
-
-@makes("killed by SIGKILL")
-def killed(_):
-    with RunningJob("rl_rpc", "spawned", JOBS["rl_rpc"]["long"]) as job:
-        assert job.wait_for_text("Episode 10", 90)
-        os.kill(job.pid_of(0), signal.SIGKILL)
-        job.wait(30)
-        return job.errors()
 
 
 @makes("rank 1 (trainer): ValueError")
@@ -193,32 +181,6 @@ def on_two_hosts(folder, awaited, variables):
             ranks.append(stack.enter_context(Program(folder / "plain.py", rank, by=by, env=environ)))
         wait_for_text(ranks, re.escape(awaited), 60)
         return "".join(rank.text() for rank in ranks)
-
-
-PORTS = """
-import psutil
-import torch.distributed.rpc as rpc
-
-options = rpc.TensorPipeRpcBackendOptions(init_method="file://" + __file__ + ".store")
-rpc.init_rpc("worker", rank=0, world_size=1, rpc_backend_options=options)
-sockets = [each for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-print(*[each.laddr.port for each in sockets])
-rpc.shutdown()
-"""
-
-
-def test_the_range_of_ports_for_containers(tmp_path):
-    entry = " ".join(ENTRIES[entry_of("ip_local_port_range")].split())
-    low, high = map(int, re.search(r'ip_local_port_range="(\d+) (\d+)"', entry).groups())
-    (tmp_path / "ports.py").write_text(PORTS)
-    setting = f"ip link set lo up && echo {low} {high} > /proc/sys/net/ipv4/ip_local_port_range"
-    inside = ["unshare", "--map-root-user", "--net", "sh", "-c", f'{setting} && exec "$@"', "sh"]
-    if can := subprocess.run([*inside, "true"], capture_output=True, text=True).stderr:
-        pytest.skip(f"no network namespace with its own range of ports can be made on this machine: {can}")
-    done = run_script(tmp_path / "ports.py", by=[*inside, sys.executable])
-    ports = [int(port) for port in done.stdout.split()]
-    assert len(ports) == int(re.search(r"some (\d+) other ports", entry)[1]), done.stderr
-    assert all(low <= port <= high for port in ports)
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
@@ -285,9 +247,12 @@ def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
         assert ranks[1].wait_for_text(r"line \d+ in <module>", 30)
         dump = ranks[1].errors()
         (report,) = re.findall(r"^```text\n(CIRCLE.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-        until, said = time.monotonic() + 30, ""
-        while "CIRCLE" not in said and time.monotonic() < until:
-            said = run_script("tools/rpctrace", "why", tmp_path / "calls").stdout
+        with package_on_path("tools/rpctrace"):
+            import why
+        until = time.monotonic() + 30
+        while why.Run(tmp_path / "calls").verdict()["verdict"] != "circle" and time.monotonic() < until:
+            time.sleep(0.2)
+        said = run_script("tools/rpctrace", "why", tmp_path / "calls").stdout
     moved = len(text.splitlines()) - len(program.splitlines())  # the timer has moved the lines below it
     call = next(number for number, line in enumerate(program.splitlines(), 1) if "rpc.rpc_sync" in line)
     said = said.replace(f"hang.py:{call + moved}", f"hang.py:{call}")

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from forks import run_in_forks
 from helpers import ROOT
 from jobs import free_port
 from programs import Program, run_script
@@ -15,14 +16,17 @@ from programs import Program, run_script
 PAGE = (ROOT / "docs" / "WRITE_YOUR_OWN.md").read_text()
 BLOCK = r"(?ms)^```python\n# (\w+\.py)\n(.*?)^```\n\n(?:`torchrun[^\n]+\n\n)?(?:```text\n(.*?)^```)?"
 PROGRAMS = {name: found for name, *found in re.findall(BLOCK, PAGE)}  # program, output
+SHOWN = [name for name, (_, output) in PROGRAMS.items() if output]
+ALONE = ("main.py", "sent.py")  # do not fork their ranks
 UNNEEDED = ("open_calls.py", "report.py", "checkpoint.py", "seeds.py")  # files of the glue
 TIME = r"\b(\d+\.\d) m?s\b"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
     """Return a folder with all programs of the page, and what they need."""
+    tmp_path = tmp_path_factory.mktemp("programs")
     for name, (program, _) in PROGRAMS.items():
         (tmp_path / name).write_text(program)
     (tmp_path / "squares.py").write_text("def square(x):\n    return x * x\n")
@@ -31,10 +35,20 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", [name for name, (_, output) in PROGRAMS.items() if output])
-def test_a_program_prints_what_the_page_shows(name, folder):
-    by = [*TORCHRUN, "--master-port", free_port()] if name == "sent.py" else None
-    done = run_script(folder / name, env={"MASTER_PORT": free_port()}, cwd=folder, by=by)
+@pytest.fixture(scope="module")
+def in_forks(folder):
+    """Run the programs that fork their ranks; return {name: CompletedProcess}."""
+    return run_in_forks(folder, [name for name in SHOWN if name not in ALONE])
+
+
+@pytest.mark.xdist_group("programs")
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_program_prints_what_the_page_shows(name, folder, request):
+    if name in ALONE:
+        by = [*TORCHRUN, "--master-port", free_port()] if name == "sent.py" else None
+        done = run_script(folder / name, env={"MASTER_PORT": free_port()}, cwd=folder, by=by)
+    else:
+        done = request.getfixturevalue("in_forks")[name]
     assert done.returncode == 0, done.stderr
     assert re.sub(TIME, "… s", done.stdout) == re.sub(TIME, "… s", PROGRAMS[name][1])
     if name == "busy.py":  # a function waits until the lock is free, an operator does not

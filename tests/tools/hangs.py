@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
+from torch.distributed.optim import DistributedOptimizer
 
 HOUR = 3600
 lock, signalled, arrived, finished = threading.Lock(), threading.Event(), [], []
-condition = threading.Condition()
+condition, both = threading.Condition(), threading.Barrier(2)
 weight = torch.ones(2, requires_grad=True)
 
 
@@ -134,6 +135,33 @@ def too_few(rank):
     """A barrier for three, to which two come. Each of them might wake the other, but neither must."""
     if rank:
         call(0, arrive, 3)
+
+
+def own_weight():
+    return rpc.RRef(weight)
+
+
+def product(x):
+    return x * weight
+
+
+class AfterBoth:
+    """It is no torch.optim.Optimizer, which would import for seconds."""
+
+    def __init__(self, parameters):
+        pass
+
+    def step(self):
+        both.wait()  # here: optimizer_step
+
+
+def optimizer_step(rank):
+    """An optimizer waits for the other trainer, but torch lets only one at a time take a step in a process."""
+    if rank:
+        optimizer = DistributedOptimizer(AfterBoth, [call(0, own_weight)])
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [call(0, product, torch.ones(2)).sum()])
+            optimizer.step(context)
 
 
 def wait_for(number):

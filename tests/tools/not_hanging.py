@@ -141,6 +141,21 @@ def retry():
             rpc.rpc_sync("w1", nap, timeout=1)
 
 
+def signal_behind_a_lock():
+    with lock:
+        event.wait()
+
+
+def signalled_among_many_calls():
+    """For moments, no RPC thread of w1 is free. But most of them only handle messages, in C++."""
+    waiting = [rpc.rpc_async("w1", signal_behind_a_lock) for _ in range(2)]
+    until = time.monotonic() + 2 * SECONDS
+    while time.monotonic() < until:
+        several(int, 50)()
+    rpc.rpc_sync("w1", send_signal)
+    torch.futures.wait_all(waiting)
+
+
 def signalled_by_a_call():
     waiting = rpc.rpc_async("w1", wait_for_signal)
     rpc.rpc_sync("w1", send_signal)
@@ -178,6 +193,7 @@ CASES = {
     "two threads": sync(pass_on),
     "retried": retry,
     "a signal that comes": signalled_by_a_call,
+    "many calls": signalled_among_many_calls,
     "a collective": collective,
     "backward": backward,
 }

@@ -12,22 +12,22 @@ import sys
 
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, package_on_path
 from jobs import JOBS, free_port
 from programs import Program, run_script
+from rl_runs import EPISODES
 from tutorials import changed
 from two_hosts import ADDRESSES, NAMES, TwoHosts, why_not
 
 CALLS = ("sync", "async", "remote")
 TOOL = ROOT / "tools" / "rpctrace"
-sys.path.insert(0, str(TOOL))
-import draw  # noqa: E402
-import read  # noqa: E402
+with package_on_path("tools/rpctrace"):
+    import draw
+    import read
 
-spec = importlib.util.spec_from_file_location("rpctrace_main", TOOL / "__main__.py")
-main = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(main)
-sys.path.pop(0)
+    spec = importlib.util.spec_from_file_location("rpctrace_main", TOOL / "__main__.py")
+    main = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(main)
 
 
 def events_in(path):
@@ -88,18 +88,16 @@ def drawn(path, folder, capsys):
 # ------------------------------------------------------------------------------------------ what a recording contains
 
 
-def test_both_sides_of_every_rpc_of_a_job_are_recorded(tmp_path):
-    path, summary = tmp_path / "all.json", tmp_path / "summary.json"
-    job = [*JOBS["rl_rpc"]["size"], *JOBS["rl_rpc"]["short"], "--max_episodes", 20, "--mode", "batched"]
-    command = [sys.executable, ROOT / "rl_rpc" / "main.py", *job, "--summary_json", summary]
-    done = run_trace(path, "--", *command)
-    assert done.returncode == 0, done.stderr
-    events, result = events_in(path), json.loads(summary.read_text())
-    assert list(names_of(events).values()) == ["agent", "observer1", "observer2"]
+@pytest.mark.xdist_group("rl_rpc")
+def test_both_sides_of_every_rpc_of_a_job_are_recorded(rl_run):
+    played = rl_run("batched")
+    events, result = events_in(played.trace), played.summary
+    observers = ["observer1", "observer2", "observer3"]
+    assert list(names_of(events).values()) == ["agent", *observers]
     counts, made = calls_of(events), [event for event in events if event.get("cat") in CALLS]
-    actions = [counts[name, "agent", "select_action"] for name in ("observer1", "observer2")]
+    actions = [counts[name, "agent", "select_action"] for name in observers]
     assert sum(actions) == result["env_steps"] and counts["agent", "observer1", "Observer"] == 1
-    assert counts["agent", "observer2", "run_episode"] == result["episodes"] == len(bars(events, "step")) == 20
+    assert counts["agent", "observer2", "run_episode"] == result["episodes"] == len(bars(events, "step")) == EPISODES
     assert any(event["name"] == "torch.rpc._gather_to_leader" for event in events), "torch's own calls"
     assert sum(event["ph"] == "s" for event in events) == 2 * len(made), "one for the call, one for the answer"
     lanes = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -109,10 +107,10 @@ def test_both_sides_of_every_rpc_of_a_job_are_recorded(tmp_path):
         answer = held[call["args"]["call"]]
         assert call["ts"] < answer["ts"] + answer["dur"] < call["ts"] + call["dur"]
         assert lanes[answer["pid"], answer["tid"]].startswith("answers owed")
-    row = re.search(r"observer1 -> agent: select_action +([\d,]+) +([\d.]+) +([\d.]+) +([\d.]+)\n", done.stderr)
+    row = re.search(r"observer1 -> agent: select_action +([\d,]+) +([\d.]+) +([\d.]+) +([\d.]+)\n", played.table)
     whole, wire, at_callee = map(float, row.groups()[1:])
     assert 0 < at_callee < whole and 0 < wire < whole and int(row[1].replace(",", "")) == actions[0]
-    assert sorted(os.listdir(tmp_path)) == ["all.json", "summary.json"]
+    assert sorted(os.listdir(played.trace.parent)) == ["notes", "summary.json", "trace.json"]
 
 
 @pytest.mark.quick
@@ -140,7 +138,7 @@ def test_clocks_of_several_hosts_are_lined_up():
 
 # --------------------------------------------------------------------------------------- whatever program, as it runs
 
-# Rank 1 calls rank 0. A program without the variable RANK is rank 0, and starts rank 1 with subprocess.
+# Rank 1 calls the others. A program without the variable RANK is rank 0, and starts rank 1 with subprocess.
 PAIR = """
 import os, resource, signal, subprocess, sys, threading
 import torch.distributed.rpc as rpc
@@ -152,19 +150,20 @@ def never():
     threading.Event().wait()
 
 if __name__ == "__main__":
-    meet, what = sys.argv[1:]
+    meet, what, *callees = sys.argv[1:]
     if "RANK" not in os.environ:
         started = subprocess.Popen([sys.executable, *sys.argv], env=os.environ | {"RANK": "1"})
     rank = int(os.environ.get("RANK", "0"))
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meet}")
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=len(callees) + 1, rpc_backend_options=options)
     if rank == 1:
         if what == "full":
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))  # of any file
         if what == "killed":
             rpc.rpc_async("worker0", never)
         for x in range(5 if what == "short" else 1000):
-            assert rpc.rpc_sync("worker0", increment, args=(x,)) == x + 1
+            for callee in callees:
+                assert rpc.rpc_sync(callee, increment, args=(x,)) == x + 1
         if what == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
     if what == "killed":
@@ -203,7 +202,7 @@ def test_the_calls_of_a_killed_rank_are_in_the_file(tmp_path, pair, capsys):
     """A recording is bounded, here to 200 lines, and keeps the call that is never answered. The other rank leaves."""
     copy = shutil.copytree(TOOL, tmp_path / "rpctrace")
     changed(copy / "record" / "sitecustomize.py", ("LINES = 200_000", "LINES = 100"))
-    done = run_script(copy, "--into", tmp_path / "calls", "--", sys.executable, *pair, "killed")
+    done = run_script(copy, "--into", tmp_path / "calls", "--", sys.executable, *pair, "killed", "worker0")
     assert done.returncode == 7, done.stderr
     assert len(list((tmp_path / "calls").rglob("*.jsonl"))) == 4  # two files of each rank
     said = drawn(tmp_path / "all.json", tmp_path / "calls", capsys)
@@ -217,20 +216,20 @@ def test_the_calls_of_a_killed_rank_are_in_the_file(tmp_path, pair, capsys):
 
 
 def test_ranks_in_terminals_record_into_one_folder_and_one_that_is_not_recorded_works_with_them(tmp_path, pair, capsys):
-    command = ("--into", tmp_path / "calls", "--", sys.executable, *pair, "short")
-    with Program("tools/rpctrace", *command, env={"RANK": 0}) as rank0:
-        rank1 = run_trace(*command, env={"RANK": 1})
-        assert (rank1.returncode, rank1.stdout, rank0.wait(60)) == (0, "rank 1 is done\n", 0), rank0.text()
+    """Rank 0 is not recorded."""
+    plain = [*pair, "short", "worker0", "worker2"]
+    recorded = ("tools/rpctrace", "--into", tmp_path / "calls", "--", sys.executable, *plain)
+    with Program(*plain, env={"RANK": 0}) as rank0, Program(*recorded, env={"RANK": 2}) as rank2:
+        rank1 = run_script(*recorded, env={"RANK": 1})
+        assert (rank1.returncode, rank1.stdout) == (0, "rank 1 is done\n"), rank1.stderr
+        assert (rank0.wait(60), rank2.wait(60)) == (0, 0), rank0.text() + rank2.text()
     (tmp_path / "calls" / "data.jsonl").write_text("[1]\n")  # a user's file
     said = drawn(tmp_path / "all.json", tmp_path / "calls", capsys)
-    assert re.search("worker1 -> worker0: increment +5 +[0-9]", said), said
-    assert calls_of(events_in(tmp_path / "all.json")) == {("worker1", "worker0", "increment"): 5}
-    os.remove(tmp_path / "meet")
-    with Program(*pair, "short", env={"RANK": 0}) as other:
-        done = run_trace(tmp_path / "t.json", "--", sys.executable, *pair, "short", env={"RANK": 1})
-        assert done.returncode == other.wait(60) == 0, done.stderr + other.text()
-    one_sided = r"worker1 -> worker0: increment +5\nRecorded at the caller only: 5 of these calls"
-    assert re.search(one_sided, done.stderr), done.stderr
+    assert re.search("worker1 -> worker2: increment +5( +[0-9.]+){3}\n", said), said
+    assert re.search("worker1 -> worker0: increment +5\n", said), said
+    assert "Recorded at the caller only: 5 of these calls." in said
+    events = [event for event in events_in(tmp_path / "all.json") if event.get("args", {}).get("to") != "worker0"]
+    assert calls_of(events) == {("worker1", "worker2", "increment"): 5}
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -493,7 +492,7 @@ def test_an_interrupted_job_leaves_its_picture(tmp_path):
 
 def test_a_program_runs_on_when_the_disk_is_full(tmp_path, pair):
     """The disk counts as full for the file of rank 1 only."""
-    done = run_trace(tmp_path / "all.json", "--", sys.executable, *pair, "full")
+    done = run_trace(tmp_path / "all.json", "--", sys.executable, *pair, "full", "worker0")
     assert done.returncode == 0 and sorted(done.stdout.splitlines()) == ["rank 0 is done", "rank 1 is done"], (
         done.stderr
     )

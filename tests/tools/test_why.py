@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, package_on_path
 from programs import Program, run_script
 
 HERE = ROOT / "tests" / "tools"
@@ -24,15 +24,14 @@ HANGS = {  # name -> (the verdict, the number of ranks, what the report must con
     "forgotten_future": (END, 3, "the Future that meet has returned"),
     "killed": (END, 3, "was killed by SIGKILL"),
     "no_free_thread": (CIRCLE, 2, "all its 3 RPC threads are busy"),
+    "optimizer_step": (CIRCLE, 3, "`_LocalOptimizer.global_lock`, which its RPC thread that runs torch.optim"),
     "served_loop": (END, 3, "it sleeps"),
     "too_few": (END, 3, "a signal of another thread of w0 (Condition)"),
     "two_locks": (CIRCLE, 2, "`lock`, which its main thread holds since hangs.py:"),
 }
 BY_CTRL_C = {"two_locks": "sh", "served_loop": "python"}  # what has started the ranks
-sys.path.insert(0, str(ROOT / "tools" / "rpctrace"))
-import why  # noqa: E402
-
-sys.path.pop(0)
+with package_on_path("tools/rpctrace"):
+    import why
 
 
 def check(name, report):
@@ -68,11 +67,8 @@ def test_ctrl_c_explains_and_a_second_one_ends_everything(name, tmp_path):
     command = [*START, ranks]
     if BY_CTRL_C[name] == "sh":
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29871, "WORLD_SIZE": ranks}
-        command = [
-            "sh",
-            "-c",
-            "".join(f"RANK={rank} {sys.executable} {START[-1]} & " for rank in range(ranks)) + "wait",
-        ]
+        each = "".join(f"RANK={rank} {sys.executable} {START[-1]} & " for rank in range(ranks))
+        command = ["sh", "-c", f"{each}wait"]
     folder = tmp_path / "calls"
     with Program("tools/rpctrace", "--into", folder, "--", *command, env=env) as program:
         wait_until_stuck(folder)

@@ -153,7 +153,7 @@ class Run:
         key, busy = self.key(process, "pool"), [self.key(process, tid) for tid in process["of_torch"]]
         if process["lost"]:
             return key
-        if process["full"] and len(busy) >= process["pool"][0]:
+        if process["full"]:
             return self.add(key, "", f"all its {len(busy)} RPC threads are busy", "pool", [busy])
         what = "it has a free RPC thread, and runs no Python function for this"
         return self.add(key, "", what, "busy", [])
@@ -397,13 +397,14 @@ def take_apart(process):
     starting = [bar["args"]["worker"] for bar in bars if bar["name"] == "init_rpc"]
     process["name"] = process.get("worker") or (starting or [f"process {process['pid']}"])[0]
     process["rpc"] = bool("worker" in process or starting)
-    process["full"] = process.get("pool", [1, 1])[1] == 0
     for tid, thread in threads.items():
         mine = [bar for bar in bars if bar["tid"] == tid and bar["cat"] not in ("async", "remote", "held")]
         thread["bars"] = sorted(mine, key=lambda bar: bar["ts"])
         thread["runs"] = {bar["args"]["call"]: bar["name"] for bar in thread["bars"] if bar["cat"] == "run"}
         thread["main"] = tid == process["main"]
     process["of_torch"] = [tid for tid, thread in threads.items() if is_of_torch(thread)]
+    size, free = process.get("pool", (1, 1))
+    process["full"] = free == 0 and len(process["of_torch"]) >= size  # the others only handle messages, for a moment
     return process
 
 
@@ -467,7 +468,7 @@ def of_nodes(nodes, indent):
     """Return the lines of a node, or of several that wait for the same at the same place."""
     thread, what, (file, number, function, text) = (nodes[0][key] for key in ("thread", "what", "place"))
     who, have = ", ".join(dict.fromkeys(node["worker"] for node in nodes)), "has"
-    if len(nodes) > 1:
+    if len(nodes) > 1 and thread:
         who, have = f"{len(nodes)} threads ({who}: {thread})", "have"
     elif thread:
         who += f"'s {thread}"

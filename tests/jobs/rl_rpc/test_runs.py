@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from documented import assert_documented
-from helpers import assert_one_line_error, assert_refused, package_on_path
+from helpers import assert_one_line_error, package_on_path
 from programs import run_main
 
 SOLVED_LINE = re.compile(r"^Solved! Running reward is now ([\d.]+)!$", re.M)
@@ -143,28 +143,6 @@ def test_an_episode_may_take_longer_than_the_rpc_timeout(tmp_path):
     assert "rank 2 (observer2): ValueError: this environment is broken" in done.stderr, done.stderr
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("flags", "word"),
-    [
-        (("--master_port", 123456), "--master_port"),
-        (("--gamma", 1.5), "--gamma"),
-        (("--lr", 0), "--lr"),
-    ],
-)
-def test_wrong_command_lines_are_refused_in_one_line(flags, word, capsys):
-    assert_refused("rl_rpc", flags, capsys, word)
-
-
 def test_a_wrong_environment_ends_the_job_in_one_line():
     """It is made in the ranks, because a simulator may start threads, and the ranks are forks."""
     assert_one_line_error(run_main("rl_rpc", "--env_id", "NoSuchEnvironment-v0"), 1, "NoSuchEnvironment")
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(("env_id", "why"), [("Pendulum-v1", "Discrete"), ("FrozenLake-v1", "flat Box")])
-def test_an_environment_that_does_not_fit_the_policy_is_refused(env_id, why):
-    with package_on_path("rl_rpc"):
-        from environment import make_env
-    with pytest.raises(ValueError, match=why):
-        make_env(env_id)

@@ -1,12 +1,14 @@
 """For test_sharding.py, in a copy of ddp_rpc: mode hogwild, with a server that prints a line for each lookup.
 
-The updates of the second trainer come late, so that an evaluation that does not wait for them would see more than one
-table.
+The first trainer prints the parameters of its model. The updates of the second one come late, so that an evaluation
+that does not wait for them would see more than one table.
 """
 
 import time
 
+import torch
 import torch.distributed as dist
+from torch.distributed.nn import RemoteModule
 
 import hogwild
 
@@ -34,5 +36,13 @@ class LateOptimizer(hogwild.DistributedOptimizer):
 class Trainer(hogwild.Trainer):
     def set_learning_rate(self, lr):
         super().set_learning_rate(lr)
-        if dist.get_rank() == 1:
+        if dist.get_rank() == 0:
+            print("parameters", [tuple(parameter.shape) for parameter in self.model.parameters()], flush=True)
+            self.model.remote_emb_module = RemoteModule("server1/cpu", torch.nn.EmbeddingBag, (30, 5))
+            try:
+                list(self.model.parameters())
+            except ValueError as error:
+                print("with a RemoteModule:", error, flush=True)
+            del self.model.remote_emb_module
+        else:
             self.opt = LateOptimizer(hogwild.SGD, self.parameter_rrefs, lr=lr)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from faults import changed_package
-from helpers import load_oracle
+from helpers import assert_refused, load_oracle
 from programs import run_script
 from tutorials import changed
 
@@ -136,15 +136,6 @@ def test_concurrent_exchanges_lose_no_gradient():
     assert float(done.stdout) < 1e-3  # one lost gradient makes a difference of 0.05
 
 
-def test_parameters_of_a_model_with_rrefs_are_those_that_are_here():
-    """The tutorial's text says so. With the RemoteModule of the published code, parameters() raises an error."""
-    done = run_script("tests/learning/ddp_rpc/parameters_job.py")
-    assert (done.returncode, done.stderr) == (0, "")
-    with_rrefs, with_remote_module = done.stdout.splitlines()
-    assert with_rrefs == "RRef: [(8, 5), (8,)]"  # fc's weight and bias
-    assert with_remote_module.startswith("RemoteModule: ") and "not supported for RemoteModule" in with_remote_module
-
-
 def run_with(folder, mode, module, *flags):
     """Run a copy of the package, in which a module of this folder stands for the one of a mode; return its lines.
 
@@ -158,9 +149,14 @@ def run_with(folder, mode, module, *flags):
     return done.stdout.splitlines()
 
 
-def test_an_evaluation_sees_one_table_and_builds_no_graph_and_no_process_group_is_left(tmp_path):
-    """A trainer's torch.no_grad() has no effect on a server. The run has two evaluations, with one epoch between."""
+def test_an_evaluation_sees_one_table_and_builds_no_graph_and_parameters_are_those_that_are_here(tmp_path):
+    """A trainer's torch.no_grad() has no effect on a server. The run has two evaluations, with one epoch between.
+
+    With the RemoteModule of the published code, parameters() raises an error.
+    """
     lines = run_with(tmp_path, "hogwild", "counting", "--batches", 5, "--sparse")
+    assert lines.count("parameters [(8, 16), (8,)]") == 1  # fc's weight and bias
+    assert sum(line.startswith("with a RemoteModule: ") and "not supported" in line for line in lines) == 1
     assert lines.count("sparse gradients") == 1  # as --sparse says; the results are the same without
     lookups = [line.rpartition(", table ") for line in lines if ", table " in line]
     kinds = collections.Counter(kind for kind, _, _ in lookups)
@@ -253,8 +249,4 @@ def test_how_the_ranks_are_divided(flags, sizes):
     ],
 )
 def test_wrong_command_lines_are_refused_in_one_line(capsys, flags, words):
-    with pytest.raises(SystemExit) as refused:
-        main.parse_args(flags)
-    assert refused.value.code == 2
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert all(word in last for word in words), last
+    assert_refused("ddp_rpc", flags, capsys, *words)

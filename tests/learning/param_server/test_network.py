@@ -95,23 +95,11 @@ def test_the_defaults_are_the_tutorials_but_for_two():
 
 def test_ranks_must_agree_on_their_plan():
     agree = set(arguments().must_match)
-    assert {
-        "lr",
-        "batch_size",
-        "dataset",
-        "data_dir",
-        "max_staleness",
-        "num_servers",
-        "num_gpus",
-        "seed",
-        "mode",
-        "on_lost",
-    } <= agree
+    plan = "lr batch_size dataset data_dir max_staleness num_servers num_gpus seed mode on_lost"
+    assert set(plan.split()) <= agree
     assert not {"checkpoint", "summary_json", "log_interval"} & agree  # of rank 0 alone
 
 
 def test_names_of_the_ranks():
-    args = arguments("--world_size", 3)
-    assert [ranks.worker_name(rank, args) for rank in range(3)] == ["server1", "trainer1", "trainer2"]
     args = arguments("--mode", "sharded", "--world_size", 4)
     assert [ranks.worker_name(rank, args) for rank in range(4)] == ["server1", "server2", "trainer1", "trainer2"]

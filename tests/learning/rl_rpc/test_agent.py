@@ -46,11 +46,6 @@ def test_an_episode_of_this_very_policy_gives_reinforces_gradient():
 # ---- differences from the tutorial -----------------------------------------------------------------------------------
 
 
-def test_every_rank_has_a_name_of_its_own():
-    names = [ranks.worker_name(rank, None) for rank in range(32)]
-    assert len(set(names)) == 32 and names[:3] == ["agent", "observer1", "observer2"]
-
-
 def test_observers_see_different_environments_and_draws():
     """In the tutorial, all observers seed their environments with the same --seed. The jobs play by these seeds."""
     seed_for, places = oracle.seeds.seed_for, [(ob_id, episode) for ob_id in range(1, 21) for episode in range(1, 21)]

@@ -1,60 +1,17 @@
-"""Every mode of rl_rpc plays and learns what a plain loop in one process does.
+"""Every mode of rl_rpc plays and learns what a plain loop in one process does."""
 
-The jobs run in environments of noted_envs.py, whose episodes end in both ways: the pole falls, or the time is over.
-"""
-
-import functools
 import json
-import pathlib
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from helpers import load_module, load_oracle
-from programs import ROOT, run_main, run_script
+from helpers import ROOT, load_module, load_oracle
+from rl_runs import EPISODES, SEED, play
 
 oracle = load_oracle("rl_rpc")
-HERE = pathlib.Path(__file__).parent
-SHORT = load_module(HERE / "noted_envs.py").SHORT
+SHORT = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "noted_envs.py").SHORT
 MODES = oracle.MODES
-EPISODES, SEED = 10, 2
 pytestmark = pytest.mark.xdist_group("rl_rpc")
-
-
-def play(folder, mode, *flags, observers=3, episodes=EPISODES, env_id="noted_envs:Short-v0", traced=False, env=None):
-    """Run main.py until it has learned from so many episodes, without an evaluation.
-
-    Return its lines, its checkpoint, its summary, what the observers have noted, and perhaps the path of a trace.
-    """
-    summary, trace, notes = (folder / name for name in ("summary.json", "trace.json", "notes"))
-    notes.mkdir(exist_ok=True)
-    checkpoint = notes / "end.pt"
-    words = ["--mode", mode, "--world_size", observers + 1, "--seed", SEED, "--env_id", env_id]
-    words += ["--max_episodes", episodes, "--eval_episodes", 0, "--log_interval", 1]
-    # There may be more ranks than free cores, so they must not keep a core busy while they wait.
-    words += ["--transport", "uv", "--checkpoint", checkpoint, "--summary_json", summary, *flags]
-    env = {"PYTHONPATH": HERE, "NOTES": notes} | (env or {})
-    if traced:  # trace.py writes a table to stderr
-        done = run_script("tools/rpctrace", trace, "--", sys.executable, ROOT / "rl_rpc" / "main.py", *words, env=env)
-        assert done.returncode == 0, done.stderr
-    else:
-        done = run_main("rl_rpc", *words, env=env)
-        assert (done.returncode, done.stderr) == (0, "")
-    return SimpleNamespace(
-        lines=oracle.EPISODE_LINE.findall(done.stdout),
-        state=torch.load(checkpoint, weights_only=True, map_location="cpu")["state"],
-        summary=json.loads(summary.read_text()),
-        notes=[path.read_text() for path in notes.glob("[0-9]")],  # of each observer
-        trace=trace,
-    )
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Return a function that plays with three observers in a mode, once for all tests, and returns what play does."""
-    return functools.cache(lambda mode: play(tmp_path_factory.mktemp(mode), mode, traced=True))
 
 
 @pytest.fixture(scope="module")
@@ -64,32 +21,32 @@ def reference():
 
 @pytest.mark.quick
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_is_the_single_process_loop(run, reference, mode):
-    oracle.assert_is_the_single_process_loop(run(mode).lines, run(mode).state, reference)
+def test_every_mode_is_the_single_process_loop(rl_run, reference, mode):
+    oracle.assert_is_the_single_process_loop(rl_run(mode).lines, rl_run(mode).state, reference)
     rewards, _ = reference
     assert len(rewards) == EPISODES and min(rewards) < SHORT
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_all_modes_play_and_learn_the_same_with_three_observers(run, mode):
+def test_all_modes_play_and_learn_the_same_with_three_observers(rl_run, mode):
     """The weights are equal to the bit, although the observers' calls arrive in another order in each run."""
-    assert run(mode).lines == run("step").lines
-    oracle.assert_equal_to_the_bit(run(mode).state, run("step").state)
+    assert rl_run(mode).lines == rl_run("step").lines
+    oracle.assert_equal_to_the_bit(rl_run(mode).state, rl_run("step").state)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("mode", MODES)
-def test_rpc_calls_by_mode(run, mode):
+def test_rpc_calls_by_mode(rl_run, mode):
     """The number of RPCs that the agent has made and served, without those that torch makes itself."""
-    episodes, steps = 3 * EPISODES, run(mode).summary["env_steps"]
+    episodes, steps = 3 * EPISODES, rl_run(mode).summary["env_steps"]
     expected = {
         "step": episodes + 2 * steps,
         "packed": episodes + steps,
         "batched": 2 * episodes + steps,
         "rollout": episodes,
     }
-    assert calls_in_steps(run(mode).trace, "agent") == expected[mode]
+    assert calls_in_steps(rl_run(mode).trace, "agent") == expected[mode]
 
 
 def calls_in_steps(path, name):
@@ -108,9 +65,9 @@ def calls_in_steps(path, name):
 
 
 @pytest.mark.quick
-def test_batched_answers_when_all_playing_observers_have_asked_and_not_before(run):
+def test_batched_answers_when_all_playing_observers_have_asked_and_not_before(rl_run):
     """So nobody begins an environment step before all that still play have ended the one before."""
-    assert in_lockstep(run("batched")) and not in_lockstep(run("step"))
+    assert in_lockstep(rl_run("batched")) and not in_lockstep(rl_run("step"))
 
 
 def in_lockstep(played):
@@ -138,8 +95,8 @@ def test_async_learns_from_each_episode_when_it_arrives_with_the_weights_that_it
     oracle.assert_same_policy(played.state, parameters)
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_in_another_mode_too(tmp_path, run):
-    whole = run("rollout")
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_in_another_mode_too(tmp_path, rl_run):
+    whole = rl_run("rollout")
     first = play(tmp_path, "packed", episodes=4)
     second = play(tmp_path, "rollout", "--resume")
     assert first.lines + second.lines == whole.lines

@@ -15,12 +15,13 @@ from helpers import package_on_path
 
 with package_on_path("rnn_rpc"):
     import corpus
+    import glue
     import logits
     import loss
     import main
     import overlap
     import trainer
-    from glue import seeds
+    from glue import errors, seeds
 
 MODES = list(main.MODES)
 STEPS, V, E, H, LAYERS, T, B = 20, 12, 6, 8, 2, 7, 4
@@ -33,7 +34,7 @@ SGD = {"optimizer": "sgd", "lr": 5.0, "clip": 0.05}
 def as_launched(rpc_group):
     """Make the modules importable by their names, as in a rank that glue/launch.py has started."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (logits, loss, trainer):  # RPC pickles classes by their module's name
+        for module in (glue, logits, loss, trainer):  # RPC pickles classes by their module's name
             patch.setitem(sys.modules, module.__name__, module)
         yield
 

@@ -238,15 +238,3 @@ def test_a_generated_text_goes_on_from_its_own_past_and_without_dropout():
     logits_TBV, _ = plain(past_TB, plain.init_hidden(1))
     expected = [torch.multinomial(scores.softmax(-1), 1, generator=generator).item() for scores in logits_TBV[:, 0]]
     assert ids == expected
-
-
-def test_names_of_the_ranks():
-    assert [oracle.main.worker_name(rank, None) for rank in range(3)] == ["server1", "trainer", "server2"]
-
-
-def test_layers_start_from_seeds_of_their_own():
-    """Difference 14: two constructors may run at the same time on one server, which has one default generator."""
-    states = [new_model().state_dict() for _ in range(2)]
-    for part in ("table", "decoder", "rnn"):
-        for name, value in states[0][part].items():
-            assert torch.equal(value, states[1][part][name])

@@ -25,6 +25,7 @@ LOCKS = ("lock", "RLock", "Condition")
 WAITS = {"acquire", "wait", "get", "barrier"}  # methods that may wait outside of SIGNALS
 OWNER = re.compile(r"owner=(\d+) count=[1-9]")  # in the repr of a threading.RLock
 SIGNALS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py")  # files in which threads wait for each other
+LOCKING = "/distributed/optim/optimizer.py"  # torch's only `with` of a lock in which a program's code runs
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 parsed = functools.lru_cache(32)(lambda path: ast.parse("".join(linecache.getlines(path))))
@@ -43,9 +44,7 @@ class Watcher:
                 with open(path + ".new", "w") as file:
                     json.dump(self.look(), file, default=str)
                 os.replace(path + ".new", path)
-            except (
-                Exception
-            ):  # the disk is full, or something is as we do not know it: perhaps not any more in a second
+            except Exception:  # the disk is full, or something is as we do not know it: perhaps not in a second
                 if not os.path.isdir(self.recorder.folder):  # the command has ended before this process
                     return
             time.sleep(PERIOD)
@@ -122,11 +121,10 @@ class Watcher:
     def wait(self, frame, wait, signals):
         """Return what a thread waits for, as this frame tells it. `wait` is what the frames within it have told."""
         path, function = frame.f_code.co_filename, frame.f_code.co_name
-        if not self.recorder.is_library(path):
+        if not self.recorder.is_library(path) or path.endswith(LOCKING):
             return (own_wait(frame) or wait) if wait.get("enters", not wait) else wait
-        names = (
-            frame.f_locals
-        )  # of the program's own frames only what a lock needs: until 3.13, values would live longer
+        # Of the program's own frames only what a lock needs: until Python 3.13, values would live longer.
+        names = frame.f_locals
         if path.endswith("/distributed/rpc/api.py") and function in ("rpc_sync", "_invoke_rpc"):
             to = getattr(names["to"], "name", None) or self.recorder.rpc.get_worker_info(names["to"]).name
             return {"kind": "operator", "to": to, "func": getattr(names["func"], "__name__", "")}
@@ -150,7 +148,8 @@ class Watcher:
         for one in outwards(frame):
             path, line = one.f_code.co_filename, one.f_lineno
             with contextlib.suppress(Exception):
-                for node in () if self.recorder.is_library(path) else nodes_at(one.f_code, line):
+                own = not self.recorder.is_library(path) or path.endswith(LOCKING)
+                for node in nodes_at(one.f_code, line) if own else ():
                     first = isinstance(node, ast.With) and node.body[0].lineno
                     if first and first + (one is frame and first == node.lineno) <= line:
                         found += [[*lock(item.context_expr, one), path, node.lineno] for item in node.items]
