@@ -106,6 +106,6 @@ def test_a_killed_rank_is_named_although_its_child_lives(tmp_path):
         ranks = [job.pid_of(rank) for rank in range(3)]
         (child,) = {*job.processes[0].members()} - {job.processes[0].pid, *ranks}
         os.kill(ranks[1], signal.SIGKILL)
-        assert job.wait(15) == [1] and job.survivors(2) == [child], job.text()
+        assert job.wait(5) == [1] and job.survivors(2) == [child], job.text()
         assert_named(job, [1])
         assert "rank 0 (agent): lost rank 1 (observer1): its process has ended" in job.errors(), job.text()

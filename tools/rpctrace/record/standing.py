@@ -121,10 +121,9 @@ class Watcher:
     def wait(self, frame, wait, signals):
         """Return what a thread waits for, as this frame tells it. `wait` is what the frames within it have told."""
         path, function = frame.f_code.co_filename, frame.f_code.co_name
-        if not self.recorder.is_library(path) or path.endswith(LOCKING):
+        if self.may_lock(path):
             return (own_wait(frame) or wait) if wait.get("enters", not wait) else wait
-        # Of the program's own frames only what a lock needs: until Python 3.13, values would live longer.
-        names = frame.f_locals
+        names = frame.f_locals  # of the program's frames only what a lock needs: else values live longer, until 3.13
         if path.endswith("/distributed/rpc/api.py") and function in ("rpc_sync", "_invoke_rpc"):
             to = getattr(names["to"], "name", None) or self.recorder.rpc.get_worker_info(names["to"]).name
             return {"kind": "operator", "to": to, "func": getattr(names["func"], "__name__", "")}
@@ -142,14 +141,16 @@ class Watcher:
             return {"kind": "engine"}
         return wait
 
+    def may_lock(self, path):
+        return not self.recorder.is_library(path) or path.endswith(LOCKING)
+
     def held(self, frame):
         """Return the locks in whose `with` blocks a thread stands, with the place. The innermost come first."""
         found = []
         for one in outwards(frame):
             path, line = one.f_code.co_filename, one.f_lineno
             with contextlib.suppress(Exception):
-                own = not self.recorder.is_library(path) or path.endswith(LOCKING)
-                for node in nodes_at(one.f_code, line) if own else ():
+                for node in nodes_at(one.f_code, line) if self.may_lock(path) else ():
                     first = isinstance(node, ast.With) and node.body[0].lineno
                     if first and first + (one is frame and first == node.lineno) <= line:
                         found += [[*lock(item.context_expr, one), path, node.lineno] for item in node.items]
