@@ -149,7 +149,7 @@ def test_elastic_killed_observer_is_replaced(tmp_path):
 
 
 def test_elastic_alone_in_a_folder_learns_and_ends_at_its_limit(tmp_path):
-    """A policy that has not learned keeps the pole up for about 22 steps. The sooner it learns, the longer this takes."""
+    """A policy that has not learned keeps the pole up for about 22 steps. The sooner it learns, the longer it runs."""
     path = copied_alone(PATH, tmp_path)  # so it imports nothing of ours
     port = free_port()
     with watched_host(port) as by, Terminals(port, by) as group:
