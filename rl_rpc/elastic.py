@@ -185,12 +185,12 @@ def remove_unnoticed(store, suspects):
     return suspects
 
 
-def run_agent(seconds, max_episodes, store):
+def run_agent(seconds, store):
     print("Waiting for observers. Ctrl-C ends this job for all.")
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     suspects = {}
     i_episode, end = 0, float("inf")
-    while i_episode < max_episodes and time.monotonic() < end and not ctrl_c.is_set():
+    while time.monotonic() < end and not ctrl_c.is_set():
         start = time.monotonic()
         suspects = remove_unnoticed(store, suspects)
         episodes = collect_episodes(store)
@@ -242,10 +242,9 @@ def parse_args():
     parser.add_argument("--master_addr", default="localhost", help="where rank 0 runs")
     parser.add_argument("--master_port", type=int, default=29500, help="a free port there")
     parser.add_argument("--seconds", type=float, default=60, help="the agent stops after so many")
-    parser.add_argument("--max_episodes", type=int, default=100000, help="or after so many")
     args = parser.parse_args()
-    if args.rank < 0 or args.seconds <= 0 or args.max_episodes < 1:
-        parser.error("--rank must be 0 or more, --seconds and --max_episodes more than 0")
+    if args.rank < 0 or args.seconds <= 0:
+        parser.error("--rank must be 0 or more, --seconds more than 0")
     return args
 
 
@@ -276,6 +275,6 @@ if __name__ == "__main__":  # RPC sends functions by name: every rank finds them
         sys.exit(problem)
     signal.signal(signal.SIGINT, lambda *_: ctrl_c.set())
     if args.rank == 0:
-        run_agent(args.seconds, args.max_episodes, store)
+        run_agent(args.seconds, store)
     else:
         run_observer(name, store)

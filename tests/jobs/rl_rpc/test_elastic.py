@@ -149,21 +149,23 @@ def test_elastic_killed_observer_is_replaced(tmp_path):
 
 
 def test_elastic_alone_in_a_folder_learns_and_ends_at_its_limit(tmp_path):
-    """A policy that has not learned keeps the pole up for about 22 steps. The sooner it learns, the longer it runs."""
+    """A policy that has not learned keeps the pole up for about 22 steps. There is about one update per second."""
     path = copied_alone(PATH, tmp_path)  # so it imports nothing of ours
     port = free_port()
     with watched_host(port) as by, Terminals(port, by) as group:
-        group.start(0, "--seconds", 600, "--max_episodes", 1000, path=path)
+        group.start(0, "--seconds", 40, path=path)
         group.start(1, path=path)
-        assert [group.status(rank, 400) for rank in (0, 1)] == [0, 0], group.everything()
+        group.wait_for(1, "observer1 joined\n")
+        joined = time.monotonic()
+        assert [group.status(rank) for rank in (0, 1)] == [0, 0], group.everything()
+        assert time.monotonic() - joined > 38  # the limit counts from the join, which is seen a little late
         assert group.output(1) == "observer1 joined\nobserver1 left\n"
-        lines = LINE.findall(group.output(0))
-        assert int(lines[-2][0]) < 1000 <= int(lines[-1][0])
-        assert max(float(average) for _, average, *_ in lines) > 60, group.everything()
+        averages = [float(average) for _, average, *_ in LINE.findall(group.output(0))]
+        assert max(averages) > 60, group.everything()
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("flags", ["", "--rank -1", "--rank 0 --seconds 0", "--rank 0 --max_episodes 0"])
+@pytest.mark.parametrize("flags", ["", "--rank -1", "--rank 0 --seconds 0"])
 def test_elastic_refuses_what_cannot_work(monkeypatch, capsys, flags):
     monkeypatch.setattr(sys, "argv", [PATH, *flags.split()])
     with pytest.raises(SystemExit) as refused:

@@ -1,7 +1,6 @@
-"""Environments for test_equivalence.py: `--env_id noted_envs:Short-v0`, with this folder on PYTHONPATH.
+"""Environments: `--env_id noted_envs:Short-v0`, with this folder on PYTHONPATH.
 
-NOTES, an environment variable, is a folder for what they write. Only observers write there, so play_greedily and the
-checks of main.py do not disturb them.
+NOTES, an environment variable, is a folder for what the observers write.
 """
 
 import os
