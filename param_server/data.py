@@ -119,7 +119,10 @@ def _distort(digits_N28, random):
     shift_x, shift_y = uniform(-0.2, 0.2), uniform(-0.2, 0.2)  # in halves of the image: up to 3 pixels
     cos, sin = angle.cos() * scale, angle.sin() * scale
     affine_N6 = torch.stack([cos, shear * cos - sin, shift_x, sin, shear * sin + cos, shift_y], dim=1)
-    grid = F.affine_grid(affine_N6.view(count, 2, 3), (count, 1, 28, 28), align_corners=False)
-    images = F.grid_sample(digits_N28.unsqueeze(1), grid, align_corners=False).squeeze(1)
+    # As F.affine_grid, which takes six times as long as grid_sample.
+    axis_28 = (2 * torch.arange(28) + 1) / 28 - 1
+    plane_3P = torch.stack([*torch.meshgrid(axis_28, axis_28, indexing="xy"), torch.ones(28, 28)]).flatten(1)
+    grid_N228 = (affine_N6.view(2 * count, 3) @ plane_3P).view(count, 2, 28, 28)
+    images = F.grid_sample(digits_N28.unsqueeze(1), grid_N228.permute(0, 2, 3, 1), align_corners=False).squeeze(1)
     images += torch.randn(images.shape, generator=random) * 0.12
     return (images.clamp_(0, 1) * 255).to(torch.uint8)
