@@ -34,7 +34,7 @@ def load_digits(dataset, data_dir, seed, train, download=False):
     `download`: MNIST, if it is missing. Only one process may do so, because two would unpack into each other's files.
     """
     if dataset == "synthetic":
-        return draw_digits(20_000 if train else 4_000, seed_for(seed, "train" if train else "test"))
+        return draw_digits(20_000 if train else 2_000, seed_for(seed, "train" if train else "test"))
     from torchvision.datasets.mnist import MNIST, read_image_file, read_label_file  # takes a second: only if needed
 
     folder = os.path.join(data_dir, "MNIST", "raw")  # torchvision's
