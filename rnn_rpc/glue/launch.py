@@ -92,8 +92,6 @@ def start_all(run_worker, args, workers):
     if forks and not args.check:
         # torch's optimizers import it at their first step. Once here takes less time than once in each rank.
         import torch._dynamo  # noqa: F401
-    # Since Python 3.12, os.fork() warns if there are threads. OpenBLAS has some, and takes care of forks.
-    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, the kernel keeps no exit codes
     method = "fork" if forks else "spawn"
     # The ranks hold the other end of this connection, which ends with this process. Only rank 0 sends something.
