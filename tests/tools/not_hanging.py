@@ -121,9 +121,8 @@ def pass_on():
     back.get()
 
 
-def reduce(rank):
-    if rank == 0:
-        time.sleep(SECONDS)
+def reduce(seconds):
+    time.sleep(seconds)
     dist.all_reduce(torch.ones(1))
 
 
@@ -162,10 +161,28 @@ def signalled_by_a_call():
     waiting.wait()
 
 
-def collective():
-    other = rpc.rpc_async("w1", reduce, args=(1,))
-    reduce(0)
+def collective(here, there):
+    other = rpc.rpc_async("w1", reduce, args=(there,))
+    reduce(here)
     other.wait()
+
+
+def take_lock():
+    with lock:
+        pass
+
+
+class Locked:
+    def __init__(self):
+        rpc.rpc_sync("w0", take_lock)
+
+
+def value_with_limit():
+    with lock:
+        value = rpc.remote("w1", Locked)
+        with contextlib.suppress(RuntimeError):
+            value.to_here(timeout=SECONDS)
+    value.to_here()
 
 
 def backward():
@@ -194,7 +211,9 @@ CASES = {
     "retried": retry,
     "a signal that comes": signalled_by_a_call,
     "many calls": signalled_among_many_calls,
-    "a collective": collective,
+    "the value of an RRef with a limit": value_with_limit,
+    "a collective that w0 begins late": lambda: collective(SECONDS, 0),
+    "a collective that a call begins late": lambda: collective(0, SECONDS),
     "backward": backward,
 }
 

@@ -94,3 +94,4 @@ def test_no_circle_is_claimed_where_everything_goes_on(tmp_path):
             time.sleep(0.2)
         assert running.wait() == 0 and "all done" in running.output(), running.text()
         assert "CIRCLE" not in running.errors(), running.text()
+        assert "it computes" not in running.errors(), running.text()  # who computes has moved

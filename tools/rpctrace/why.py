@@ -72,6 +72,8 @@ class Run:
         if len({one["host"] for one in self.processes}) < 2:
             return
         recorded = read.arrange(read.read(self.folder, most=10_000))
+        if not recorded:
+            return
         calls = read.match([bar for process in recorded for bar in process["bars"].values()])
         clocks = read.line_up(calls, [process["host"] for process in recorded])
         for process in self.processes:
@@ -133,8 +135,8 @@ class Run:
 
     def unrecorded(self):
         """Return the key of whoever was not recorded, in a list, or an empty list if there is nobody."""
-        worlds = [one.get("world") or 0 for one in self.processes]
-        missing = max(worlds, default=0) > sum(one["rpc"] for one in self.processes)
+        worlds = [one.get("world") or 0 for one in self.processes if one["rpc"]]
+        missing = not all(worlds) or max(worlds, default=0) > len(worlds)  # 0: others may join at any time
         return [self.absent("a worker that was not recorded")] if missing else []
 
     def absent(self, who):
@@ -175,10 +177,11 @@ class Run:
     def during_to_here(self, _, tid, bar):
         """The value of an RRef, whose constructor may still run."""
         rref, owner = bar["known"]["rref"], bar["known"]["owner"]
-        if rref not in self.makes:
-            return f"the value of an RRef of {owner}", "call", [[self.pool(owner)]]
-        what, kind, needs = self.call(self.makes[rref][0], tid, self.makes[rref][1])
-        return f"the value of an RRef: {what}", kind, needs
+        what, kind, needs = f"the value of an RRef of {owner}", "call", [[self.pool(owner)]]
+        if rref in self.makes:
+            what, kind, needs = self.call(self.makes[rref][0], tid, self.makes[rref][1])
+            what = f"the value of an RRef: {what}"
+        return what, kind, [] if 0 < bar["args"]["limit"] < SHORT else needs
 
     def during_wait(self, process, tid, bar):
         """It is completed by calls, by a call of a method behind an RRef, by C++, or by whoever does it."""
@@ -201,7 +204,8 @@ class Run:
 
     def operator(self, _, __, wait):
         """A call that C++ makes and serves, without a bar."""
-        return f"{wait['to']}'s answer to {wait['func']}", "call", [[self.pool(wait["to"])]]
+        needs = [] if 0 < wait["limit"] < SHORT else [[self.pool(wait["to"])]]
+        return f"{wait['to']}'s answer to {wait['func']}", "call", needs
 
     def during_backward(self, process, tid, bar):
         """A hook that runs on a thread of torch, and a process without a free RPC thread, stop a backward pass."""
@@ -219,7 +223,7 @@ class Run:
         if bar["args"].get("limit") or not bar["args"].get("graceful", True):
             return "the end of shutdown", "busy", []
         members = {one["name"]: one for one in self.processes if one["rpc"] and one is not process}
-        members |= {key[0]: None for key in self.unrecorded()}
+        members |= {key[0]: None for key in self.unrecorded() if process.get("world")}
         found = self.meeting("shutdown", members, lambda one: one.get("left") or "shutdown" in one["does"])
         answers = "the end of shutdown: calls are not answered", "call", [[key] for key in self.serves.values()]
         return found if found[2] else answers
@@ -235,15 +239,14 @@ class Run:
 
     during_init_process_group = during_init_rpc
 
-    def work(self, process, _, wait):
-        """Work.wait does not tell its group, nor does C++, in which DDP averages gradients during a backward pass."""
-        groups = process.get("members", ())
-        if wait["kind"] == "work" and len(groups) > 1:
-            groups = ()
-        found = [self.collective(process, 0, {"name": ANY, "group": group}) for group in groups]
-        return next((one for one in found if one[2]), (ANY, "busy", []))
+    def work(self, _, __, ___):
+        """Work.wait tells neither its group, nor whether it is a message between two."""
+        return "the end of a collective, or of a message", "busy", []
 
-    engine = work
+    def engine(self, process, _, __):
+        """C++, in which DDP averages gradients during a backward pass, does not tell its group."""
+        found = [self.collective(process, 0, {"name": ANY, "group": group}) for group in process.get("members", ())]
+        return next((one for one in found if one[2]), (ANY, "busy", []))
 
     def collective(self, process, _, wait):
         name, group = wait["name"], wait["group"]
@@ -259,17 +262,23 @@ class Run:
             begun = other.get("counts", {}).get(group, -1)
             return begun > count or (begun == count and same)
 
-        return self.meeting(f"{name} of ranks {', '.join(map(str, ranks))}", members, has_begun)
+        return self.meeting(f"{name} of ranks {', '.join(map(str, ranks))}", members, has_begun, served=True)
 
-    def meeting(self, what, members, has_come):
-        """Everybody has to come. `members`: {who: its process, or None if nothing is known of it}."""
+    def meeting(self, what, members, has_come, served=False):
+        """Everybody has to come. `members`: {who: its process, or None if nothing is known of it}.
+
+        `served`: a function that is served may make that call, too. Otherwise only threads do that are not torch's.
+        """
         missing, needs = [], []
         for who, one in members.items():
             if one and (one.get("left") or not one["lost"]) and has_come(one):
                 continue
-            missing.append(who)  # one of its threads that are not torch's has to make that call
-            threads = [self.key(one, tid) for tid in one["threads"] if tid not in one["of_torch"]] if one else []
-            needs.append(threads if one else [self.absent(who)])
+            missing.append(who)
+            threads = (
+                [self.key(one, tid) for tid in one["threads"] if served or tid not in one["of_torch"]] if one else []
+            )
+            callers = [self.key(one, "callers")] if one and served and one["rpc"] else []
+            needs.append(threads + callers if one else [self.absent(who)])
         what = f"{', '.join(missing)} to begin {what}" if missing else f"the end of {what}, which all have begun"
         return what, "collective", needs
 
@@ -332,7 +341,9 @@ class Run:
         found, lives = {}, key in self.alive
         for group in self.nodes[key]["needs"]:
             if lives or not self.alive.intersection(group):
-                found |= {one: len(group) == 1 for one in group if one[1] != "callers" and (one in self.alive) == lives}
+                known = [one for one in group if one[1] != "callers"]
+                must = len(known if self.nodes[key]["kind"] == "collective" else group) == 1
+                found |= {one: must for one in known if (one in self.alive) == lives}
         one_of_many = lives and len(found) > 1 and not any(found.values())
         return {} if one_of_many else found  # it is not known for which of them
 
@@ -378,7 +389,8 @@ class Run:
         kinds = {node["kind"] for node in steps}
         what, page = next((about for kind, about in PATTERNS.items() if kind in kinds), PATTERNS["busy"])
         said = {"verdict": "circle" if circle else "end" if waits else "nothing", "steps": steps, "waits": waits}
-        said |= {"pattern": what, "page": f"docs/{page}"}
+        said |= {"pattern": what, "page": f"docs/{page}", "sure": bool(circle) and "backward" not in kinds}
+        said["main"] = [node for node in self.nodes.values() if node["thread"] == "main thread"]
         said["seconds"] = min((node["seconds"] for node in steps if node["thread"]), default=0.0)  # of the youngest
         ended = [note["gone"] for note in self.notes.values() if "gone" in note]  # this moves something, too
         said["moved"] = max([process["moved"] for process in self.processes] + ended, default=0)
@@ -441,7 +453,8 @@ def load(folder, pattern):
 def lines_of(said):
     """Return the report as lines."""
     if said["verdict"] == "nothing":
-        return ["No thread waits for another one."]
+        lines = ["No thread waits for another one, as far as is known."]
+        return lines + [line for nodes in alike(said["main"])[:12] for line in of_nodes(nodes, "  ")]
     groups = alike(said["waits"])
     lines = ["WHO WAITS FOR WHOM"] if groups else []
     for nodes in groups[:12]:
@@ -453,7 +466,7 @@ def lines_of(said):
     steps = [[node] for node in said["steps"]] if circle else alike(said["steps"])
     for number, nodes in enumerate(steps, 1):
         lines += of_nodes(nodes, f"  {number}. " if len(steps) > 1 else "  ")
-    return [*lines, f"{'This is' if circle else 'Probably'}: {said['pattern']}. See {said['page']}"]
+    return [*lines, f"{'This is' if said['sure'] else 'Probably'}: {said['pattern']}. See {said['page']}"]
 
 
 def alike(nodes):

@@ -71,6 +71,8 @@ REPLACED = {
 
 def start_recording():
     """Called at the start of every Python process of the command."""
+    with contextlib.suppress(OSError):
+        os.makedirs(os.environ["RPCTRACE_INTO"], exist_ok=True)
     sys.meta_path.insert(0, Recorder(os.path.abspath(os.environ["RPCTRACE_INTO"])))
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != HERE]
     if spec := importlib.machinery.PathFinder.find_spec("sitecustomize"):  # a further one, which this one hides
@@ -135,8 +137,11 @@ class Recorder:
                 os.write(self.file, line.encode() + b"\n")
         except OSError as error:  # for example, the disk is full: the program must go on
             self.failed = True
-            if os.path.isdir(self.folder):  # or the command has ended before this process
-                print(f"rpctrace: process {os.getpid()} is not recorded any more: {error.strerror}", file=sys.stderr)
+            with contextlib.suppress(Exception):
+                if os.path.isdir(self.folder):  # or the command has ended before this process
+                    print(
+                        f"rpctrace: process {os.getpid()} is not recorded any more: {error.strerror}", file=sys.stderr
+                    )
 
     def open_file(self):
         """Begin the next file, or open this one again, which the program has closed. Its first lines say who it is."""
@@ -261,11 +266,8 @@ class Recorder:
             self.not_recorded("some calls are packed by a pickler of the program, which does not use torch's")
             return plain(*message)
         kind, callee, number, name, start = packed
-        # The time limit is the only number in the message: -1 is torch's default, and 0 is none.
-        limit = next((word for word in message if type(word) in (int, float)), -1)
-        limit = round(limit if limit >= 0 else self.rpc.api.get_rpc_timeout(), 3)
         known = {}
-        bar = self.begin(kind, name, known, start, to=callee, call=number, limit=limit)
+        bar = self.begin(kind, name, known, start, to=callee, call=number, limit=self.limit_of(message))
         try:
             answer = plain(*message)
         except BaseException:
@@ -280,6 +282,11 @@ class Recorder:
         self.futures[future] = [bar]
         future.add_done_callback(lambda _: self.end(bar))
         return answer
+
+    def limit_of(self, words):
+        """Return the time limit, the only number among the words of a call: -1 is torch's default, and 0 is none."""
+        limit = next((word for word in words if type(word) in (int, float)), -1)
+        return round(limit if limit >= 0 else self.rpc.api.get_rpc_timeout(), 3)
 
     def unpack(self, plain, pickler, data, tensors):
         message = plain(pickler, data, tensors)
@@ -313,7 +320,10 @@ class Recorder:
 
     def fetch(self, plain, rref, /, *args, **kwargs):
         known = {"rref": number_of(rref), "owner": rref.owner_name()}
-        return self.around("wait", "to_here", {"known": known}, plain, rref, *args, **kwargs)
+        about = {"known": known, "limit": 0}
+        with contextlib.suppress(RuntimeError):  # RPC has ended, and the object is here
+            about["limit"] = self.limit_of((*args, *kwargs.values()))
+        return self.around("wait", "to_here", about, plain, rref, *args, **kwargs)
 
     # What completes a Future: the numbers of bars, or [owner, method] of an object behind an RRef.
 

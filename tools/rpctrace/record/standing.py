@@ -61,7 +61,9 @@ class Watcher:
             where = (id(frame), frame.f_lasti)
             self.stood[tid] = stood[tid] if tid in stood and stood[tid][0] == where else (where, now)
             since, name = self.stood[tid][1], getattr(known.get(tid), "name", None)  # no name: C++ has started it
-            place, wait = self.stand(frame, since < now, self.has_run(known.get(tid)))
+            ran = self.has_run(known.get(tid))
+            recorder.moved = now if ran else recorder.moved
+            place, wait = self.stand(frame, since < now, ran)
             threads[tid] = {"name": name, "ts": since, "place": place, "wait": wait, "holds": []}
             threads[tid]["autograd"] = any("/torch/autograd/" in one.f_code.co_filename for one in outwards(frame))
         if any("locks" in thread["wait"] or "lock" in thread["wait"] for thread in threads.values()):
@@ -126,7 +128,10 @@ class Watcher:
         names = frame.f_locals  # of the program's frames only what a lock needs: else values live longer, until 3.13
         if path.endswith("/distributed/rpc/api.py") and function in ("rpc_sync", "_invoke_rpc"):
             to = getattr(names["to"], "name", None) or self.recorder.rpc.get_worker_info(names["to"]).name
-            return {"kind": "operator", "to": to, "func": getattr(names["func"], "__name__", "")}
+            func, limit = names["func"], names.get("timeout", names.get("rpc_timeout", -1))
+            limit = self.recorder.rpc.api.get_rpc_timeout() if limit < 0 else limit
+            name = func.__name__ if type(func) is type(len) else "a function"  # no code of the program runs
+            return {"kind": "operator", "to": to, "func": name, "limit": limit}
         if path.endswith("/distributed/distributed_c10d.py") and "group" in frame.f_code.co_varnames:
             group = names.get("group") or self.recorder.torch.distributed.distributed_c10d._get_default_group()
             return {"kind": "collective", "name": function, "group": group.group_name}
