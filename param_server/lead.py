@@ -1,4 +1,4 @@
-"""What server1 has in every mode: the counts of what is applied to the weights, the loops of trainers, the accuracy."""
+"""What several modes share: the counts of what is applied to the weights, the loops of trainers, the accuracy."""
 
 import collections
 import itertools
@@ -59,9 +59,10 @@ def run_loops(trainers, epoch, shares, report, log_interval, counts):
         for trainer, share in zip(trainers, shares, strict=True)
     ]
     ended = threading.Event()
-    torch.futures.collect_all(calls).add_done_callback(lambda _: ended.set())  # also when one of them has failed
+    torch.futures.collect_all(calls).add_done_callback(lambda _: ended.set())
     while not ended.wait(0.5):
         report.bar.update(counts.new_images - report.bar.n)
+        torch.futures.wait_all([call for call in calls if call.done()])  # raises if a trainer has failed
     for batch, loss in sorted(itertools.chain(*torch.futures.wait_all(calls))):
         report.scalar("loss", loss, updates + batch + 1)  # each batch is an update, nearly in this order
     report.bar.update(counts.new_images - report.bar.n)

@@ -18,9 +18,10 @@ from policy import draw
 
 class Observer(packed.Observer):  # in an observer, on an RPC thread
     def run_episode(self, agent_rref, episode):
-        last_reward = super().run_episode(agent_rref, episode)
-        agent_rref.rpc_sync().leave(self.id)
-        return last_reward
+        try:
+            return super().run_episode(agent_rref, episode)
+        finally:  # after an error, too: the others would wait for this one
+            agent_rref.rpc_sync().leave(self.id)
 
 
 class Agent(packed.Agent):  # in the agent

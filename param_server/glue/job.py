@@ -260,7 +260,8 @@ class Job:
         what = Explained(error)
         line = what.line(self.names, self.rank)
         if what.is_of_connection:
-            time.sleep(NAMED_AFTER_SECONDS)  # if it is the consequence of a loss, another thread ends this process
+            # If it is the consequence of a loss, another thread ends this process.
+            time.sleep(0 if getattr(error, "has_waited", False) else NAMED_AFTER_SECONDS)
             print_error("".join(traceback.format_exception(error)).strip())
         self._print_mistake(error)
         status = NOBODY_READS if what.kind == BrokenPipeError.__name__ else 1

@@ -94,13 +94,13 @@ def start_all(run_worker, args, workers):
         import torch._dynamo  # noqa: F401
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, the kernel keeps no exit codes
     method = "fork" if forks else "spawn"
-    # The ranks hold the other end of this connection, which ends with this process. Only rank 0 sends something.
-    own, theirs = mp.get_context(method).Pipe()
-    os.register_at_fork(after_in_child=own.close)
-    listener = meet.listen("127.0.0.1", 0)  # loopback only, and any port that is free
-    args.master_addr, args.master_port = listener.getsockname()
-    arguments = (run_worker, args, workers, listener, theirs)
     try:
+        # The ranks hold the other end of this connection, which ends with this process. Only rank 0 sends something.
+        own, theirs = mp.get_context(method).Pipe()
+        os.register_at_fork(after_in_child=own.close)
+        listener = meet.listen("127.0.0.1", 0)  # loopback only, and any port that is free
+        args.master_addr, args.master_port = listener.getsockname()
+        arguments = (run_worker, args, workers, listener, theirs)
         started = mp.start_processes(run_rank, arguments, args.world_size, join=False, start_method=method)
     except OSError as error:  # too many processes, or open files
         print_error(f"cannot start all ranks: {error.strerror}")

@@ -52,7 +52,8 @@ class OpenCalls:  # in the rank that leads, on its main thread
         try:
             answer = None if worker in self.lost else future.wait()
         except Exception as error:
-            if not (in_time and Explained(error).is_of_connection):
+            error.has_waited = not in_time
+            if not in_time or not Explained(error).is_of_connection:
                 raise
             # Perhaps the worker is lost. Then on_lost() is called soon, and otherwise the error is raised.
             timer = threading.Timer(NAMED_AFTER_SECONDS, self.ended.put, [(self._take, future, False)])

@@ -10,6 +10,9 @@ from faults import assert_named, changed_package
 from helpers import package_on_path
 from jobs import JOBS, RunningJob
 
+BATCHED = ("--mode", "batched", "--rpc_timeout", 600)
+ONE_IMAGE = ("--batch_size", 1)  # so an epoch takes minutes
+
 
 def run_with_mistake(package, folder, name, right, wrong, *flags):
     """Run a copy of a package in which `right` is replaced by `wrong`; return what it has written to stderr."""
@@ -31,11 +34,28 @@ def assert_traceback_printed_once(errors, package, rank, name):
         assert f"lost rank {other}" not in errors, errors
 
 
-def test_mistake_in_served_method_shows_its_traceback_once(tmp_path):
-    """In ddp_rpc a trainer calls the server, and the master has called the trainer."""
-    right, wrong = "torch.set_grad_enabled(", "torch.set_grad_enable("
-    errors = run_with_mistake("ddp_rpc", tmp_path, "hogwild.py", right, wrong)
-    assert_traceback_printed_once(errors, "ddp_rpc", 3, "hogwild.py")
+@pytest.mark.parametrize(
+    "package, rank, name, right, wrong, flags",
+    [
+        ("ddp_rpc", 3, "hogwild.py", "torch.set_grad_enabled(", "torch.set_grad_enable(", ()),
+        ("rl_rpc", 2, "step.py", ".env.step(action)\n", ".env.step(action if self.id == 1 else self.no)\n", BATCHED),
+        (
+            "param_server",
+            2,
+            "remote.py",
+            "with torch.profiler",
+            "assert self.rank == 1 or self.no\n            with torch.profiler",
+            ONE_IMAGE,
+        ),
+    ],
+)
+def test_mistake_in_served_method_shows_its_traceback_once(tmp_path, package, rank, name, right, wrong, flags):
+    """In ddp_rpc a trainer calls the server, and the master has called the trainer.
+
+    In the others, one observer or trainer fails while another one works, or waits for it. Nobody waits for that.
+    """
+    errors = run_with_mistake(package, tmp_path, name, right, wrong, *flags)
+    assert_traceback_printed_once(errors, package, rank, name)
 
 
 def test_call_that_cannot_be_sent_is_an_error_of_its_caller(tmp_path):
