@@ -38,8 +38,8 @@ class Trainer:  # in a trainer
 
     def set_learning_rate(self, lr):
         """Set the learning rate of an epoch."""
-        # A DistributedOptimizer makes one SGD in each process that owns parameters. It cannot change their learning
-        # rate. But SGD without momentum remembers nothing, so new ones are as good.
+        # A DistributedOptimizer makes one SGD in each process that owns parameters. It has no method that
+        # changes their learning rate. But SGD without momentum remembers nothing, so new ones are as good.
         self.opt = DistributedOptimizer(SGD, self.parameter_rrefs, lr=lr)
 
     def step(self, batch, next_batch):

@@ -140,15 +140,13 @@ def run_server(server_class, test_digits, args, job):
         # All trainers are idle, so what is measured and saved is of one moment.
         counts.accuracy = get_accuracy(server.model, *test_digits)
         report.scalar("test accuracy", counts.accuracy, counts.updates)
-        counts.batch = end % batches  # 0: the next epoch begins
-        if counts.batch:
-            report.say(f"Epoch {counts.epoch + 1}, update {counts.updates}: Accuracy {counts.accuracy:.4f}")
-        else:
+        late = staleness_figures(counts.stale)
+        staleness = f"staleness mean {late['staleness_mean']:.2f} max {late['staleness_max']}"
+        speed = f"{counts.new_images / seconds:,.0f} images/s, {counts.updates} updates"
+        report.say(f"Epoch {counts.epoch + 1}: Accuracy {counts.accuracy:.4f}, {speed}, {staleness}")
+        counts.batch = end % batches
+        if counts.batch == 0:
             counts.epoch += 1
-            late = staleness_figures(counts.stale)
-            staleness = f"staleness mean {late['staleness_mean']:.2f} max {late['staleness_max']}"
-            speed = f"{counts.new_images / seconds:,.0f} images/s, {counts.updates} updates"
-            report.say(f"Epoch {counts.epoch}: Accuracy {counts.accuracy:.4f}, {speed}, {staleness}")
         if args.checkpoint:
             state = {"model": server.model.state_dict(), "optimizer": server.optimizer.state_dict()}
             state["progress"] = counts.state_dict()

@@ -10,5 +10,5 @@ import replica
 
 class ParameterServer(replica.ParameterServer):  # in server1, on its main thread
     def ready(self):
-        """Return the trainers that may get a batch now."""
-        return self.calls.idle(self.trainers, at_most=2)
+        """Return the trainers that may get a batch now: those without a call, or else those with one."""
+        return self.calls.idle(self.trainers) or self.calls.idle(self.trainers, at_most=2)

@@ -171,7 +171,7 @@ def run_worker(rank, args):
     torch.set_num_threads(1)  # such small operations are slower with more threads
     # Use TCP ("uv"). torch's default transport, shared memory, keeps a core busy in every rank, so
     # all ranks are slow if there are few cores. "basic" sends a tensor along with its message. By
-    # default torch also opens channels for GPUs. They are not used here, but they can end the
+    # default torch also opens channels for GPUs. They are not used here, but they may end the
     # process if two ranks see different GPUs. Both arguments are private to torch.
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     name = AGENT_NAME if rank == 0 else OBSERVER_NAME.format(rank)

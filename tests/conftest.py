@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-from helpers import package_on_path
+from helpers import package_on_path, write_mnist
 
 # If the tests run in the background, the shell makes them ignore SIGINT, and nohup makes them ignore SIGHUP. Every job
 # that they start would inherit this.
@@ -72,17 +72,10 @@ def few_digits(digits_of_size):
 @pytest.fixture(scope="session")
 def digits_of_size(tmp_path_factory):
     """Return a function that makes such a folder with so many training images, and test images."""
-    return lambda train, test=100: write_digits(tmp_path_factory.mktemp("digits"), train, test)
-
-
-def write_digits(folder, train_size, test_size):
     with package_on_path("param_server"):
-        from data import FILES, draw_digits
-    raw = folder / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for seed, (train, names) in enumerate(FILES.items()):
-        for name, array in zip(names, draw_digits(train_size if train else test_size, seed), strict=True):
-            sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
-            content = array.byte().numpy().tobytes()
-            (raw / name).write_bytes(bytes([0, 0, 8, array.dim()]) + sizes + content)
-    return folder
+        from data import draw_digits
+
+    def write(train, test=100):
+        return write_mnist(tmp_path_factory.mktemp("digits"), draw_digits(train, seed=0), draw_digits(test, seed=1))
+
+    return write

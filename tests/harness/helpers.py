@@ -3,12 +3,11 @@
 import contextlib
 import functools
 import importlib.util
-import math
 import pathlib
-import random
 import re
 import sys
 
+import numpy as np
 import pytest
 
 from programs import ROOT
@@ -41,16 +40,21 @@ def assert_refused(package, flags, capsys, *words):
     assert refused.value.code == 2 and all(word in complaint for word in words), complaint
 
 
-def write_noise(folder):
-    """Write MNIST's four files, with noise instead of digits. It depends on the folder's name."""
+def write_mnist(folder, train, test):
+    """Write MNIST's four files, each pair of them with images (N, 28, 28) and labels (N,); return the folder."""
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    draw = random.Random(folder.name)
-    for name, count in (("train", 320), ("t10k", 64)):
-        for kind, sizes in (("images-idx3", [count, 28, 28]), ("labels-idx1", [count])):
-            head = bytes([0, 0, 8, len(sizes)]) + b"".join(size.to_bytes(4, "big") for size in sizes)
-            values = bytes(draw.choices(range(256 if len(sizes) == 3 else 10), k=math.prod(sizes)))
-            (raw / f"{name}-{kind}-ubyte").write_bytes(head + values)
+    for name, arrays in (("train", train), ("t10k", test)):
+        for kind, array in zip(("images-idx3", "labels-idx1"), arrays, strict=True):
+            head = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+            (raw / f"{name}-{kind}-ubyte").write_bytes(head + np.asarray(array, np.uint8).tobytes())
+    return folder
+
+
+def noise(count):
+    """Return noise instead of digits: images (count, 28, 28) and labels (count,)."""
+    random = np.random.default_rng(count)
+    return random.integers(256, size=(count, 28, 28)), random.integers(10, size=count)
 
 
 @contextlib.contextmanager

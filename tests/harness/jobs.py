@@ -90,21 +90,17 @@ def executed_traps(folder):
 class RunningJob:
     """All ranks of a main.py. Used as a context manager: nothing of the job is left after the block."""
 
-    def __init__(self, package, way, flags, script=None, runner_flags=(), hosts=None, other_hostname=False, **how):
+    def __init__(self, package, way, flags, script=None, runner_flags=(), hosts=None, **how):
         """Start the job. `way`: "spawned", "torchrun", or one of ONE_BY_ONE; `flags`: of main.py; `how`: see Program.
 
         `script`: what to run instead of the package's main.py; `runner_flags`: of torchrun; `hosts`: the TwoHosts on
-        which the ranks are in turn, beginning with rank 0 on host 0; `other_hostname`: if root, give the host a name
-        that does not resolve.
+        which the ranks are in turn, beginning with rank 0 on host 0.
         """
         self.package, self.way, self.one_by_one = package, way, way in ONE_BY_ONE
         self.names = JOBS[package]["names"]
         words = [script or f"{package}/main.py", *JOBS[package]["size"], *flags]
         self.port = free_port()
         how["env"] = {"PYTHONUNBUFFERED": "1"} | (how.get("env") or {})
-        if other_hostname and os.geteuid() == 0:  # a host name that does not resolve to loopback
-            rename = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere.invalid; exec "$@"', "sh"]
-            how["by"] = [*rename, sys.executable]
         if way == "torchrun":
             here = ["--master-port", self.port, "--nproc-per-node", len(self.names)]
             how["by"] = [os.path.join(sysconfig.get_path("scripts"), "torchrun"), *here, *runner_flags]

@@ -10,7 +10,7 @@ import re
 import signal
 import time
 
-from helpers import NOISE, write_noise
+from helpers import NOISE, noise, write_mnist
 from processes import ranks_of
 from programs import Program
 
@@ -20,7 +20,7 @@ TRAINERS, EPOCHS, BATCHES = 4, 3, 100
 
 def run_case(folder, mode, kills, flags=(), trainers=TRAINERS):
     """Run a case in an empty folder, and check what it printed and applied; return the job's summary."""
-    write_noise(folder / "noise")
+    write_mnist(folder / "noise", noise(320), noise(64))
     job = ("--mode", mode, "--world_size", trainers + 1, "--epochs", EPOCHS, "--batch_size", 3, "--lr", 0.003)
     job = (*job, "--data_dir", folder / "noise", "--max_batches", BATCHES // trainers)
     job = (*job, "--on_lost", "continue", "--log_interval", 1_000_000, *flags)

@@ -12,47 +12,26 @@ import textwrap
 import threading
 import time
 
-import psutil
 import pytest
 
 from documented import PAGE, assert_documented
 from helpers import assert_one_line_error
 from jobs import JOBS, RunningJob, executed_traps, fill_with_traps, free_port, left_in
+from listeners import Listeners
 from programs import ROOT, Program, left_over, run_main
+from two_hosts import DEVICES, TwoHosts, why_not
 
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to change what a process sees of this machine")
 
 # ------------------------------------------------------------------------------------------------ a normal run is quiet
 
 
-class SocketSampler(threading.Thread):
-    """A thread that records, until it is stopped, on which addresses the processes of some programs listen."""
-
-    LOOPBACK = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
-
-    def __init__(self, programs):
-        super().__init__(daemon=True)
-        self.programs, self.seen, self.stopping = programs, set(), threading.Event()
-
-    def run(self):
-        while not self.stopping.wait(0.05):  # not more often, because it slows the job
-            for pid in [pid for program in self.programs for pid in program.members()]:
-                with contextlib.suppress(psutil.Error, OSError):  # it has ended
-                    sockets = psutil.Process(pid).net_connections("tcp")
-                    self.seen |= {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
-
-    def stop(self):
-        self.stopping.set()
-        self.join()
-
-
 @contextlib.contextmanager
 def a_users_machine(tmp_path):
-    """Yield keywords for RunningJob; afterwards, check that the jobs have left nothing.
+    """Yield keywords for Program; afterwards, check that the jobs have left nothing, and listened on loopback only.
 
-    If possible, the name of the host does not resolve, so that the name cannot be the reason for loopback; and the
-    environment names other interfaces. The working directory has files with the names of the modules that a job
-    imports.
+    If possible, they run on a host whose name resolves to another address. The environment names another interface. The
+    working directory has files with the names of the modules that a job imports.
     """
     temporary = tempfile.mkdtemp(
         prefix="a name that is too long for the path of a Unix socket, as some users have one "
@@ -61,8 +40,13 @@ def a_users_machine(tmp_path):
     users_folder = tmp_path / "users"
     users_folder.mkdir()
     fill_with_traps(users_folder)
-    elsewhere = {"TP_SOCKET_IFNAME": "another0", "GLOO_SOCKET_IFNAME": "another0"}
-    yield {"other_hostname": True, "env": {"TMPDIR": temporary} | elsewhere, "cwd": users_folder}
+    elsewhere = {"TP_SOCKET_IFNAME": DEVICES[0], "GLOO_SOCKET_IFNAME": DEVICES[0]}
+    with contextlib.ExitStack() as stack:
+        hosts = None if why_not() else stack.enter_context(TwoHosts())
+        listeners = hosts and stack.enter_context(Listeners(hosts, 0))
+        by = hosts.on(0, [sys.executable]) if hosts else [sys.executable]
+        yield {"by": by, "env": {"TMPDIR": temporary} | elsewhere, "cwd": users_folder}
+    assert not hosts or {address for address, _ in listeners.tcp} == {"127.0.0.1"}
     assert executed_traps(users_folder) == [] and left_in(temporary) == []
     shutil.rmtree(temporary)
     new = {name for name in set(os.listdir("/dev/shm")) - shared if name.startswith(("torch_", "sem."))}
@@ -73,18 +57,13 @@ def a_users_machine(tmp_path):
     assert not new & set(os.listdir("/dev/shm"))
 
 
-def assert_quiet_on_loopback_only(programs):
+def assert_quiet(programs):
     """Wait for the end of these programs, in which nothing goes wrong."""
-    sampler = SocketSampler(programs)
-    sampler.start()
     for program in programs:
         assert program.wait(120) == 0, program.text()
-    sampler.stop()
     for program in programs:
         assert program.errors() == "" and not re.search(r"(?i)warning|deprecat", program.text()), program.text()
     assert not left_over(programs, 2)
-    assert sampler.seen, "the sampler saw no listening socket at all: it does not work"
-    assert sampler.seen <= SocketSampler.LOOPBACK, sampler.seen
 
 
 @pytest.mark.quick
@@ -94,7 +73,7 @@ def test_jobs_side_by_side_are_quiet_listen_on_loopback_only_and_leave_nothing(t
         jobs = []
         for package, *flags in (("rl_rpc", "--summary_json", tmp_path / "s.json"), ("ddp_rpc", "--world_size", 8)):
             jobs.append(stack.enter_context(RunningJob(package, "spawned", [*JOBS[package]["short"], *flags], **how)))
-        assert_quiet_on_loopback_only([program for job in jobs for program in job.processes])
+        assert_quiet([program for job in jobs for program in job.processes])
     assert sorted(os.listdir(tmp_path)) == ["s.json", "users"]
 
 
@@ -118,14 +97,13 @@ def test_a_run_in_terminals_is_quiet_listens_on_loopback_only_and_leaves_nothing
     program.write_text(ANOTHER_PROGRAM.format(folder=str(ROOT / "ddp_rpc")))
     place = [*JOBS["ddp_rpc"]["size"], *JOBS["ddp_rpc"]["short"], "--master_port", free_port(), "--rank"]
     with a_users_machine(tmp_path) as how, contextlib.ExitStack() as stack:
-        del how["other_hostname"]
         own = {0: [program], 1: ["ddp_rpc/main.py"], 2: ["ddp_rpc/main.py"], 3: [program]}
         summary = ["--summary_json", tmp_path / "s.json"]
         ranks = [
             stack.enter_context(Program(*words, *place, rank, *(summary if rank == 2 else ()), **how))
             for rank, words in own.items()
         ]
-        assert_quiet_on_loopback_only(ranks)
+        assert_quiet(ranks)
     assert sorted(os.listdir(tmp_path)) == ["program.py", "s.json", "users"]
 
 

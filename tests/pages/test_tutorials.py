@@ -102,28 +102,6 @@ def test_primer_steps_the_neighbours_tensors():
             torch.testing.assert_close(after, before - 0.1 * gradient, rtol=0, atol=2e-4)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--plot", "curve.png"),
-        ("--checkpoint", "c.pt"),
-        ("--resume",),
-        ("--world_size", "1"),
-        ("--rank", "2"),
-        ("--lr", "0"),
-    ],
-)
-def test_primer_refuses_what_means_nothing_to_it(flags, monkeypatch, capsys):
-    """Flags of main.py that primer.py does not have, and wrong values, give one line and exit status 2."""
-    primer = load_module(PRIMER)
-    monkeypatch.setattr("sys.argv", ["primer.py", *flags])
-    with pytest.raises(SystemExit) as refused:
-        primer.parse_args()
-    (complaint,) = capsys.readouterr().err.splitlines()
-    assert refused.value.code == 2 and flags[0] in complaint
-
-
 def masked(output):
     """Replace process ids by P0, P1, ... in the order in which they occur, and thread ids by "main" or "another"."""
     pids = {}
@@ -152,3 +130,24 @@ def test_the_forty_lines_run_listen_on_loopback_and_print_what_the_page_shows(tm
     assert done.returncode == 0, done.stderr
     assert masked(done.stdout) == masked(output)
     assert masked(output).count("P1 another") == 4 and "P0 main" in masked(output)
+
+
+WRONG = "--world_size 1, --world_size 2 --rank 2, --world_size 3 --rank -1"
+REFUSED = {
+    "docs/primer.py": "--plot curve.png, --checkpoint c.pt, --resume, --world_size 1, --rank 2, --lr 0",
+    "param_server/tutorial.py": "--world_size 1, --world_size 0, --rank 4, --rank -1, --num_gpus 3, --num_gpus -1",
+    "param_server/tutorial_batch.py": "--world_size 1, --rank 6, --rank -1, --num_batches 0",
+    "rl_rpc/elastic.py": ", --rank -1, --rank 0 --seconds 0",
+    "rl_rpc/tutorial.py": f"{WRONG}, --max_episodes 0, --log_interval 0",
+    "rl_rpc/tutorial_batch.py": f"{WRONG}, --num_episode 0, --no_batch",
+    "rnn_rpc/tutorial.py": "--world_size 1, --world_size 3, --rank 2, --rank -1",
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("path, flags", [(path, flags) for path in REFUSED for flags in REFUSED[path].split(", ")])
+def test_a_program_in_one_file_refuses_what_cannot_work(monkeypatch, capsys, path, flags):
+    monkeypatch.setattr(sys, "argv", [path, *flags.split()])
+    with pytest.raises(SystemExit) as refused:
+        load_module(ROOT / path).parse_args()
+    assert refused.value.code == 2 and "error: " in capsys.readouterr().err.splitlines()[-1]

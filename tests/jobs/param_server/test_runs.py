@@ -12,7 +12,7 @@ import torch
 
 from documented import assert_documented
 from faults import changed_package
-from helpers import assert_one_line_error, assert_refused, load_bench, package_on_path, write_noise
+from helpers import assert_one_line_error, assert_refused, load_bench, noise, package_on_path, write_mnist
 from programs import Program, run_main, run_script
 
 BYTES = load_bench("bytes_per_step")
@@ -154,7 +154,7 @@ def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path):
     trainer does what is left of the epoch of three.
     """
     unbroken, broken, copy, summary = (tmp_path / name for name in ("unbroken.pt", "broken.pt", "copy.pt", "s.json"))
-    write_noise(tmp_path / "noise")  # 320 images, so 160 batches, of which three are an update
+    write_mnist(tmp_path / "noise", noise(320), noise(64))  # 320 images, so 160 batches, of which three are an update
     flags = ("--data_dir", tmp_path / "noise", "--batch_size", 2, "--lr", 0.003, "--momentum", 0.5)
     flags = (*flags, "--mode", "sync", "--summary_json", summary)
     three = (*flags, "--world_size", 4)
@@ -170,8 +170,8 @@ def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path):
     resumed = run_main("param_server", *three, "--checkpoint", broken, "--evaluations", 8, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert f"Going on after update {at}, with 0 of 1 epochs done." in resumed.stdout
-    measured = re.findall(r"^Epoch 1, update (\d+): Accuracy", resumed.stdout, re.M)
-    assert measured == [str(update) for update in range(at + 7, 54, 7)]
+    measured = re.findall(r"^Epoch 1: Accuracy .* (\d+) updates", resumed.stdout, re.M)
+    assert measured == [str(update) for update in (*range(at + 7, 54, 7), 54)]
     assert updates_in(broken) == updates_in(unbroken) == 54
     assert_same_state(broken, unbroken)
 

@@ -2,7 +2,6 @@
 
 import re
 import signal
-import sys
 import time
 
 import pytest
@@ -162,15 +161,6 @@ def test_elastic_alone_in_a_folder_learns_and_ends_at_its_limit(tmp_path):
         assert group.output(1) == "observer1 joined\nobserver1 left\n"
         averages = [float(average) for _, average, *_ in LINE.findall(group.output(0))]
         assert max(averages) > 60, group.everything()
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("flags", ["", "--rank -1", "--rank 0 --seconds 0"])
-def test_elastic_refuses_what_cannot_work(monkeypatch, capsys, flags):
-    monkeypatch.setattr(sys, "argv", [PATH, *flags.split()])
-    with pytest.raises(SystemExit) as refused:
-        load_module(ROOT / PATH).parse_args()
-    assert refused.value.code == 2 and "error: " in capsys.readouterr().err
 
 
 @pytest.mark.quick

@@ -41,15 +41,18 @@ SLOW_CLONES = """
 
 
 @pytest.mark.parametrize(
-    "mode", ["remote", "replica", pytest.param("bounded", marks=pytest.mark.quick), "sync", "overlap"]
+    "mode", ["remote", "replica", pytest.param("bounded", marks=pytest.mark.quick), "sync", "overlap", "sharded"]
 )
 def test_every_update_of_concurrent_trainers_is_right(tmp_path, digits_of_size, mode):
-    """With momentum, --lr_step, checkpoints, a smaller last batch, and a last round with a batch too few."""
+    """With momentum, --lr_step, checkpoints, a smaller last batch, and a last round with a batch too few.
+
+    `sharded` has one server here, because the list has the order in which the first one applies the gradients.
+    """
     changed_package("param_server", tmp_path, "data.py", more=SLOW_TRAINER)
     main = changed_package("param_server", tmp_path, "net.py", more=SLOW_CLONES)
     flags = ("--mode", mode, "--world_size", TRAINERS + 1, "--epochs", EPOCHS, "--lr_step", 1, "--batch_size", 8)
     flags = (*flags, "--lr", 0.02, "--momentum", 0.5, "--evaluations", 3)
-    flags = (*flags, "--max_staleness", 0) if mode == "bounded" else flags
+    flags += {"bounded": ("--max_staleness", 0), "sharded": ("--num_servers", 1)}.get(mode, ())
     digits = digits_of_size(IMAGES)
     summary, _, weights = oracle.distributed(tmp_path, digits, *flags, main=main)
     updates = summary["update_list"]
@@ -66,6 +69,10 @@ def test_every_update_of_concurrent_trainers_is_right(tmp_path, digits_of_size, 
             assert sorted(batches[:done]) == [*range(done)]
         first = sum(update["epoch"] < epoch for update in updates)
         assert min(version for update in of_epoch for version in update["versions"]) >= first
+        if epoch == 0:  # nobody gets two batches before each trainer has one
+            order = [trainer for update in of_epoch for trainer in update["trainers"]]
+            trainers = dict(zip(batches, order, strict=True))
+            assert {trainers[batch] for batch in range(TRAINERS)} == {1, 2, 3}
     for number, update in enumerate(updates):
         stale += [number - version for version in update["versions"]]
     assert summary["staleness_max"] == max(stale)

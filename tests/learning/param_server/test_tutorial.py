@@ -4,14 +4,13 @@ import argparse
 import copy
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
 
-from helpers import ROOT, load_module, package_on_path
+from helpers import ROOT, load_module, noise, package_on_path, write_mnist
 from tutorials import FORKED, changed, copied_alone, run_in_terminals, run_spawned
 
 tutorial = load_module(ROOT / "param_server" / "tutorial.py")
@@ -125,13 +124,7 @@ def test_the_second_device_is_the_last_gpu_that_is_there(gpus, wanted, found, mo
 
 @quick
 def test_mnist_is_read_from_where_main_reads_it_too(tmp_path):
-    raw = tmp_path / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    images, labels = torch.randint(0, 256, (6, 28, 28), dtype=torch.uint8), torch.arange(6, dtype=torch.uint8)
-    for name in ("train", "t10k"):
-        head = bytes([0, 0, 8, 3, 0, 0, 0, 6, 0, 0, 0, 28, 0, 0, 0, 28])
-        (raw / f"{name}-images-idx3-ubyte").write_bytes(head + images.numpy().tobytes())
-        (raw / f"{name}-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 6]) + labels.numpy().tobytes())
+    write_mnist(tmp_path, noise(6), noise(7))
     with package_on_path("param_server"):
         import data
 
@@ -141,27 +134,6 @@ def test_mnist_is_read_from_where_main_reads_it_too(tmp_path):
         found = list(program.load_digits(args, train=True))
         torch.testing.assert_close(torch.stack([image for image, _ in found]), data.normalised(mains_images))
         assert [label for _, label in found] == mains_labels.tolist()
-
-
-@quick
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--world_size 1",
-        "--world_size 0",
-        "--rank 4",
-        "--rank -1",
-        "--world_size 2 --rank 2",
-        "--num_gpus 3",
-        "--num_gpus -1",
-    ],
-)
-def test_a_world_size_or_rank_that_cannot_work_is_refused(flags, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["tutorial.py", *flags.split()])
-    with pytest.raises(SystemExit) as refused:
-        tutorial.parse_args()
-    assert refused.value.code == 2
-    assert "error: " in capsys.readouterr().err.splitlines()[-1]
 
 
 # ------------------------------------------------------------------------- all ranks, over real RPC

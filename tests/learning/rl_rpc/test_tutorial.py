@@ -109,9 +109,6 @@ def test_tutorial_episode_of_one_step_leaves_the_policy_finite(tmp_path):
     assert all(parameter.isfinite().all() for parameter in agent.policy.parameters())
 
 
-WRONG = ["--world_size 1", "--world_size 2 --rank 2", "--world_size 3 --rank -1"]
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("path", "flags"),
@@ -126,21 +123,6 @@ def test_flags_are_also_understood_as_the_published_programs_spell_them(monkeypa
     monkeypatch.setattr(sys, "argv", [path, *words])
     args = load_module(ROOT / path).parse_args()
     assert {name: vars(args)[name.replace("-", "_")] for name in flags} == flags
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("path", "flags"),
-    [
-        *((PATH, flags) for flags in [*WRONG, "--max_episodes 0", "--log_interval 0"]),
-        *(("rl_rpc/tutorial_batch.py", flags) for flags in [*WRONG, "--num_episode 0", "--no_batch"]),
-    ],
-)
-def test_tutorial_refuses_what_cannot_work(monkeypatch, capsys, path, flags):
-    monkeypatch.setattr(sys, "argv", [path, *flags.split()])
-    with pytest.raises(SystemExit) as refused:
-        load_module(ROOT / path).parse_args()
-    assert refused.value.code == 2 and "error: " in capsys.readouterr().err
 
 
 def assert_plays(done, episodes):
