@@ -48,6 +48,7 @@ def assert_traceback_printed_once(errors, package, rank, name):
             ONE_IMAGE,
         ),
     ],
+    ids=["ddp_rpc", "rl_rpc", "param_server"],
 )
 def test_mistake_in_served_method_shows_its_traceback_once(tmp_path, package, rank, name, right, wrong, flags):
     """In ddp_rpc a trainer calls the server, and the master has called the trainer.
