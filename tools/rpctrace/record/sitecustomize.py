@@ -319,10 +319,11 @@ class Recorder:
             self.end(bar)
 
     def fetch(self, plain, rref, /, *args, **kwargs):
-        known = {"rref": number_of(rref), "owner": rref.owner_name()}
-        about = {"known": known, "limit": 0}
-        with contextlib.suppress(RuntimeError):  # RPC has ended, and the object is here
-            about["limit"] = self.limit_of((*args, *kwargs.values()))
+        try:
+            known = {"rref": number_of(rref), "owner": rref.owner_name()}
+            about = {"known": known, "limit": self.limit_of((*args, *kwargs.values()))}
+        except RuntimeError:  # RPC has ended
+            return plain(rref, *args, **kwargs)
         return self.around("wait", "to_here", about, plain, rref, *args, **kwargs)
 
     # What completes a Future: the numbers of bars, or [owner, method] of an object behind an RRef.
