@@ -135,7 +135,7 @@ def test_the_forty_lines_run_listen_on_loopback_and_print_what_the_page_shows(tm
 WRONG = "--world_size 1, --world_size 2 --rank 2, --world_size 3 --rank -1"
 REFUSED = {
     "docs/primer.py": "--plot curve.png, --checkpoint c.pt, --resume, --world_size 1, --rank 2, --lr 0",
-    "param_server/tutorial.py": "--world_size 1, --world_size 0, --rank 4, --rank -1, --num_gpus 3, --num_gpus -1",
+    "param_server/tutorial.py": f"{WRONG}, --world_size 0, --rank 4, --rank -1, --num_gpus 3, --num_gpus -1",
     "param_server/tutorial_batch.py": "--world_size 1, --rank 6, --rank -1, --num_batches 0",
     "rl_rpc/elastic.py": ", --rank -1, --rank 0 --seconds 0",
     "rl_rpc/tutorial.py": f"{WRONG}, --max_episodes 0, --log_interval 0",
@@ -150,4 +150,7 @@ def test_a_program_in_one_file_refuses_what_cannot_work(monkeypatch, capsys, pat
     monkeypatch.setattr(sys, "argv", [path, *flags.split()])
     with pytest.raises(SystemExit) as refused:
         load_module(ROOT / path).parse_args()
-    assert refused.value.code == 2 and "error: " in capsys.readouterr().err.splitlines()[-1]
+    *usage, complaint = capsys.readouterr().err.splitlines()
+    assert refused.value.code == 2 and "error: " in complaint
+    wrong = [word for word in flags.split() if word.startswith("--")][-1:]
+    assert all(word in complaint for word in wrong) and bool(usage) == (path != "docs/primer.py")

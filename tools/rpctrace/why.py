@@ -274,11 +274,11 @@ class Run:
             if one and (one.get("left") or not one["lost"]) and has_come(one):
                 continue
             missing.append(who)
-            threads = (
-                [self.key(one, tid) for tid in one["threads"] if served or tid not in one["of_torch"]] if one else []
-            )
-            callers = [self.key(one, "callers")] if one and served and one["rpc"] else []
-            needs.append(threads + callers if one else [self.absent(who)])
+            able = [self.absent(who)]
+            if one:
+                able = [self.key(one, tid) for tid in one["threads"] if served or tid not in one["of_torch"]]
+                able += [self.key(one, "callers")] if served and one["rpc"] else []
+            needs.append(able)
         what = f"{', '.join(missing)} to begin {what}" if missing else f"the end of {what}, which all have begun"
         return what, "collective", needs
 

@@ -128,8 +128,7 @@ class Watcher:
         names = frame.f_locals  # of the program's frames only what a lock needs: else values live longer, until 3.13
         if path.endswith("/distributed/rpc/api.py") and function in ("rpc_sync", "_invoke_rpc"):
             to = getattr(names["to"], "name", None) or self.recorder.rpc.get_worker_info(names["to"]).name
-            func, limit = names["func"], names.get("timeout", names.get("rpc_timeout", -1))
-            limit = self.recorder.rpc.api.get_rpc_timeout() if limit < 0 else limit
+            func, limit = names["func"], self.recorder.limit_of([names.get("timeout", names.get("rpc_timeout"))])
             name = func.__name__ if type(func) is type(len) else "a function"  # no code of the program runs
             return {"kind": "operator", "to": to, "func": name, "limit": limit}
         if path.endswith("/distributed/distributed_c10d.py") and "group" in frame.f_code.co_varnames:
