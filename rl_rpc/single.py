@@ -103,7 +103,7 @@ class Agent:
             probs.extend(self.saved_log_probs[ob_id])
             returns.extend(ob_returns)
 
-        # The total reward of the weakest observer, and its running average. They are printed as
+        # The total reward of the weakest observer, and the running reward. They are printed as
         # "Last reward" and "Average reward".
         min_reward = min([sum(self.rewards[ob_id]) for ob_id in self.rewards])
         self.running_reward = 0.05 * min_reward + (1 - 0.05) * self.running_reward

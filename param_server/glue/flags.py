@@ -82,7 +82,7 @@ def argument_parser(description, modes, world_size, on_lost=()):
     parser = Parser(
         prog=f"{PACKAGE}/main.py", description=description, formatter_class=_HelpFormatter, allow_abbrev=False
     )
-    add = parser.add_argument_group("the job (these flags are the same in all four packages)").add_argument
+    add = parser.add_argument_group("the job (flags of all four packages)").add_argument
     add("--world_size", type=positive_int, default=world_size, metavar="N", help="number of ranks in the job")
     add("--rank", type=non_negative_int, metavar="R", help="start only this rank (by default: all, on this machine)")
     where = "address of rank 0's machine, where the ranks meet"

@@ -231,11 +231,11 @@ class Job:
         for connection in self.links.values():
             meet.send(connection, **news)
 
-    def _end(self, why, status=1):
-        """End the job, and this process."""
+    def _end(self, why, status=1, raised=False):
+        """End the job, and this process. `raised`: it is an exception of this process."""
         self.changed.acquire()
         for connection in self.links.values():
-            meet.send(connection, end=why, status=1)
+            meet.send(connection, end=f"{self.names[0]}: {why}" if raised else why, status=1)
         self._leave(why, status)
 
     # --------------------------------------------------------------------------------------- the others, on a thread
@@ -266,7 +266,7 @@ class Job:
         self._print_mistake(error)
         status = NOBODY_READS if what.kind == BrokenPipeError.__name__ else 1
         if self.rank == 0:
-            self._end(line, status)
+            self._end(line, status, raised=True)
         self.changed.acquire()  # first, because rank 0 answers that all ranks must end
         if self.connection:
             meet.send(self.connection, failed=line, status=status)

@@ -74,11 +74,16 @@ def test_call_that_takes_too_long_shows_where_it_was_made(tmp_path):
     assert "RPC ran for more than set timeout" in errors
 
 
-def test_a_rank_that_leaves_too_early_is_named(tmp_path):
+def test_a_rank_that_leaves_too_early_is_named_in_every_terminal(tmp_path):
     """sys.exit() says that all is well, but the work is not done."""
     right = "    def finish_episode(self):\n"
-    errors = run_with_mistake("rl_rpc", tmp_path, "step.py", right, f"{right}        raise SystemExit\n")
-    assert "rank 0 (agent): it called sys.exit(None) before its work was done" in errors, errors
+    main = changed_package("rl_rpc", tmp_path, "step.py", (right, f"{right}        raise SystemExit\n"))
+    with RunningJob("rl_rpc", "terminals", JOBS["rl_rpc"]["long"], script=main) as job:
+        assert job.wait(60) == [1, 1, 1], job.text()
+        for rank, process in enumerate(job.processes):
+            reader = "" if rank == 0 else f"rank {rank} (observer{rank}): "
+            line = f"rl_rpc: {reader}rank 0 (agent): it called sys.exit(None) before its work was done\n"
+            assert line in process.errors(), process.errors()
 
 
 REMOTE = """On WorkerInfo(id=1, name=observer1):

@@ -6,6 +6,7 @@ Rank 0 runs one after the other, and prints the name of each.
 import contextlib
 import os
 import queue
+import signal
 import subprocess
 import threading
 import time
@@ -108,6 +109,13 @@ def send_signal():
     event.set()
 
 
+def thread_of_c():
+    """No line of this program is on the stack of the thread."""
+    thread = threading.Thread(target=time.sleep, args=(SECONDS,))
+    thread.start()
+    thread.join()
+
+
 def pass_on():
     """Two threads hand something to each other, and one of them is slow."""
     there, back = queue.Queue(), queue.Queue()
@@ -131,7 +139,7 @@ def sync(function, *args):
 
 
 def several(function, count):
-    return lambda: torch.futures.wait_all([rpc.rpc_async("w1", function) for _ in range(count)])
+    return lambda: torch.futures.wait_all(tuple(rpc.rpc_async("w1", function) for _ in range(count)))
 
 
 def retry():
@@ -185,6 +193,63 @@ def value_with_limit():
     value.to_here()
 
 
+def take_lock_of_w0():
+    rpc.rpc_sync("w0", take_lock)
+
+
+def first_error():
+    """wait_all() raises when the first call fails."""
+    with lock:
+        calls = rpc.rpc_async("w1", nap, args=(2 * SECONDS,), timeout=SECONDS), rpc.rpc_async("w1", take_lock_of_w0)
+        with contextlib.suppress(RuntimeError):
+            torch.futures.wait_all(calls)
+    calls[1].wait()
+
+
+@rpc.functions.async_execution
+def operator():
+    return rpc.rpc_async("w0", torch.pinverse, args=(torch.rand(1000, 1000),))
+
+
+def operator_that_nobody_sees():
+    with lock:
+        waiting = rpc.rpc_async("w1", take_lock_of_w0)
+        rpc.rpc_sync("w1", operator)
+    waiting.wait()
+
+
+def sound(*_):
+    raise TimeoutError
+
+
+def until_an_alarm():
+    signal.signal(signal.SIGALRM, sound)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    with lock, contextlib.suppress(TimeoutError):
+        waiting = rpc.rpc_async("w1", take_lock_of_w0)
+        event.wait()
+    waiting.wait()
+
+
+def train():
+    y = w = torch.rand(500, 500, requires_grad=True)
+    until = time.monotonic() + SECONDS / 2
+    while time.monotonic() < until:
+        y = torch.tanh(y @ w)
+    y.sum().backward()  # in C++
+
+
+def reduce_after_training():
+    rpc.rpc_sync("w0", train)
+    reduce(0)
+
+
+def collective_after_training():
+    other = rpc.rpc_async("w1", reduce_after_training)
+    reduce(0)
+    other.wait()
+
+
 def backward():
     with dist_autograd.context() as context:
         answer = rpc.rpc_sync("w1", Slow.apply, args=(torch.ones(2, requires_grad=True),))
@@ -209,6 +274,11 @@ CASES = {
     "join": sync(join_thread),
     "two threads": sync(pass_on),
     "retried": retry,
+    "an alarm": until_an_alarm,
+    "a thread of C": sync(thread_of_c),
+    "the first error of several calls": first_error,
+    "an operator that nobody sees": operator_that_nobody_sees,
+    "a collective after training": collective_after_training,
     "a signal that comes": signalled_by_a_call,
     "many calls": signalled_among_many_calls,
     "the value of an RRef with a limit": value_with_limit,

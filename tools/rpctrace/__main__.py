@@ -64,6 +64,7 @@ def main(words):
     args = parse(words[:at], command)
     if args.file == "why":
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
+        read.is_recorded(read.read(args.folder, most=10_000))  # or it says why not
         said = why.Run(args.folder).verdict()
         print(json.dumps(said, indent=1) if args.json else said["report"])
         return
@@ -192,7 +193,8 @@ class Command:
             quiet = said["verdict"] != "nothing" and time.time_ns() - said["moved"] > self.stalled * 1e9
             stalled = quiet or (said["verdict"] == "circle" and said["seconds"] >= self.stalled)
             if stalled and not self.told:
-                self.print(f"Nothing has moved for {self.stalled:g} s, or a circle is so old.", said)
+                what = "Nothing has moved" if quiet else "There has been a circle"
+                self.print(f"{what} for {self.stalled:g} s.", said)
                 if self.end:
                     self.kill_all(3)
             self.told = stalled

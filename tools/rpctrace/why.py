@@ -22,7 +22,7 @@ SHORT = 30.0  # a call with a shorter time limit counts as a wait with a time li
 ANY = "a collective"
 NOBODY = "tqdm/_monitor.py"  # the file of a thread that wakes nobody
 BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
-CIRCLE = "CIRCLE: none of these can go on before the next one does, and the last one waits for the first."
+CIRCLE = "CIRCLE: each of these waits for the next one, and the last one for the first."
 HANGS, THREADS = "TROUBLESHOOTING.md#my-program-hangs-what-now", "CONCEPTS.md#threads-and-what-may-wait"
 BACKWARD = "TROUBLESHOOTING.md#dist_autogradbackward-does-not-return"
 COLLECTIVE = "TROUBLESHOOTING.md#an-rpc-and-a-collective-wait-for-each-other"
@@ -91,7 +91,7 @@ class Run:
         if silent <= SILENT:
             return None
         if not note:
-            return f"gives no sign of life for {silent:.0f} s: it was killed or stopped", True
+            return f"gives no sign of life for {silent:.0f} s: killed, stopped, or its C code keeps the GIL", False
         if note["stopped"]:
             return f"is stopped for {silent:.0f} s, by SIGSTOP or a debugger", False
         return f"does not let Python run for {silent:.0f} s: C code keeps the GIL", False
@@ -128,10 +128,16 @@ class Run:
         for bar in process["calls"]:
             self.add(self.key(process, "call", bar["args"]["call"]), "", *self.call(process, 0, bar), since=bar["ts"])
         for bar in process["held"]:
-            what = f"the Future that {bar['name']} has returned: nobody completes it"
+            what = f"the Future that {bar['name']} has returned, which is not complete"
             self.add((name, "held", bar["args"]["call"]), "", what, "owed", [self.wakers(process, 0)])
-        callers = [self.key(one, tid) for one in self.processes if one["rpc"] for tid in one["threads"]]
+        callers = [key for one in self.processes if one["rpc"] for key in self.calling(one)]
         self.add((name, "callers", 0), "", "a call", "call", [callers + self.unrecorded()])
+
+    def calling(self, process):
+        """Return the keys of all that may call, or call already, a function of another process."""
+        found = [self.key(process, tid) for tid in process["threads"]]
+        found += [self.key(process, "call", bar["args"]["call"]) for bar in process["calls"]]
+        return found + ([self.absent("a call that was not recorded")] if process["more"] else [])
 
     def unrecorded(self):
         """Return the key of whoever was not recorded, in a list, or an empty list if there is nobody."""
@@ -195,7 +201,8 @@ class Run:
         if found:  # all of them have to be answered
             what, kind, _ = max(found, key=lambda one: len(one[2]))
             several = f"{len(found)} calls, for example " if len(found) > 1 else ""
-            return several + what, kind, [group for _, _, needs in found for group in needs]
+            needs = [group for _, _, needs in found for group in needs]  # it fails when the first one does
+            return several + what, kind, needs if all(needs for _, _, needs in found) else []
         if wait["kind"] == "operator":
             return self.operator(process, tid, wait)
         if not completes and not bar["known"]["of_python"]:
@@ -214,16 +221,16 @@ class Run:
         needs = [[self.pool(one["name"])] for one in others if one["full"] or one["lost"]]
         if sum("backward" in one["does"] for one in self.processes) == 1:  # otherwise it is not known whose hook it is
             there = [one for one in (process, *others) if not one["lost"]]
-            needs += [[self.key(one, hook)] for one in there for hook in hooks(one) if hook != tid]
+            found = [(one, hook) for one in there for hook in hooks(one) if hook != tid]
+            needs += [[self.key(one, hook)] for one, hook in found if one["threads"][hook]["ts"] > bar["ts"]]
         names = ", ".join(one["name"] for one in others) or "nobody else"
-        doubt = "" if needs else "; no thread computes one, so probably it is never sent"
-        return f"gradients from {names}{doubt}", "backward", needs
+        return f"gradients from {names}", "backward", needs
 
     def during_shutdown(self, process, _, bar):
-        if bar["args"].get("limit") or not bar["args"].get("graceful", True):
+        if bar["args"].get("limit") or not bar["args"].get("graceful", True) or not process.get("world"):
             return "the end of shutdown", "busy", []
         members = {one["name"]: one for one in self.processes if one["rpc"] and one is not process}
-        members |= {key[0]: None for key in self.unrecorded() if process.get("world")}
+        members |= {key[0]: None for key in self.unrecorded()}
         found = self.meeting("shutdown", members, lambda one: one.get("left") or "shutdown" in one["does"])
         answers = "the end of shutdown: calls are not answered", "call", [[key] for key in self.serves.values()]
         return found if found[2] else answers
@@ -233,7 +240,8 @@ class Run:
         rank, begun = "rank" if bar["name"] == "init_rpc" else "group_rank", {}
         for one in self.processes:
             begun |= {one.get(rank): one}
-            begun |= {other["args"].get("rank"): one for other in one["open"] if other["name"] == bar["name"]}
+            same = [other for other in one["open"] if (other["cat"], other["name"]) == ("group", bar["name"])]
+            begun |= {other["args"].get("rank"): one for other in same}
         members = {f"rank {number}": begun.get(number) for number in range(bar["args"].get("world") or 0)}
         return self.meeting(f"{bar['name']} of {len(members)} ranks", members, lambda one: True)
 
@@ -301,12 +309,8 @@ class Run:
 
     def wakers(self, process, tid):
         """Whoever may complete a Future, or notify, in this process: its threads, its calls, and who calls it."""
-        found = [self.absent("a call that was not recorded")] if process["more"] else []
-        for other, thread in process["threads"].items():
-            ends = any(bar["name"] == "shutdown" for bar in thread["bars"])
-            if other != tid and not ends:
-                found.append(self.key(process, other))
-        found += [self.key(process, "call", bar["args"]["call"]) for bar in process["calls"]]
+        ends = [bar["tid"] for bar in process["open"] if (bar["cat"], bar["name"]) == ("group", "shutdown")]
+        found = [key for key in self.calling(process) if key[1] not in (tid, *ends)]
         return found + ([self.key(process, "callers")] if process["rpc"] and not process["full"] else [])
 
     def lock(self, process, tid, wait):
@@ -389,7 +393,8 @@ class Run:
         kinds = {node["kind"] for node in steps}
         what, page = next((about for kind, about in PATTERNS.items() if kind in kinds), PATTERNS["busy"])
         said = {"verdict": "circle" if circle else "end" if waits else "nothing", "steps": steps, "waits": waits}
-        said |= {"pattern": what, "page": f"docs/{page}", "sure": bool(circle) and "backward" not in kinds}
+        said |= {"pattern": what, "page": f"docs/{page}"}
+        said["sure"] = bool(circle) and kinds.isdisjoint({"backward", "event", "owed"})
         said["main"] = [node for node in self.nodes.values() if node["thread"] == "main thread"]
         said["seconds"] = min((node["seconds"] for node in steps if node["thread"]), default=0.0)  # of the youngest
         ended = [note["gone"] for note in self.notes.values() if "gone" in note]  # this moves something, too
@@ -406,7 +411,8 @@ def take_apart(process):
     process["calls"] = [bar for bar in bars if bar["cat"] in ("async", "remote")]
     process["held"] = [bar for bar in bars if bar["cat"] == "held"]
     process["does"] = {bar["name"] for bar in bars if bar["cat"] in ("group", "work")}
-    starting = [bar["args"]["worker"] for bar in bars if bar["name"] == "init_rpc"]
+    process["more"] += max(0, process.get("unseen", 0))
+    starting = [bar["args"]["worker"] for bar in bars if (bar["cat"], bar["name"]) == ("group", "init_rpc")]
     process["name"] = process.get("worker") or (starting or [f"process {process['pid']}"])[0]
     process["rpc"] = bool("worker" in process or starting)
     for tid, thread in threads.items():

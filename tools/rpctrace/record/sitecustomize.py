@@ -97,6 +97,7 @@ class Recorder:
         self.worker = {}  # the name and the rank of this process, once it has called init_rpc
         self.open = {}  # number of a bar that has not ended -> (its line, what else is known of it)
         self.futures = weakref.WeakKeyDictionary()  # Future -> what completes it
+        self.native = {}  # number of an RPC thread -> its number in the kernel
         self.moved = time.time_ns()  # when a bar has begun or ended
         self.lock = threading.RLock()  # a signal handler may make a call, while its thread is in write()
         # A call passes through several of the methods below, all on the thread that makes it. They exchange these
@@ -214,7 +215,7 @@ class Recorder:
         if self.worker.get("worker", name) != name:  # from now on, it is another worker
             self.begin_recording()
         self.watch()
-        about = {"worker": name} | place_of(rank, world_size)
+        about = {"worker": name, "rank": rank, "world": world_size if isinstance(world_size, int) else None}
         self.around("group", "init_rpc", about, plain, name, backend, rank, world_size, rpc_backend_options)
         with contextlib.suppress(Exception):  # the agent of another backend is not the current one
             me = self.rpc.get_worker_info()
@@ -299,7 +300,7 @@ class Recorder:
         number = getattr(message, "kwargs", {}).pop(NUMBER, None)
         if number is None:
             return plain(message)
-        name = name_of(message)
+        name, self.native[threading.get_ident()] = name_of(message), threading.get_native_id()
         result = self.around("run", name, {"call": number}, plain, message)
         if isinstance(result, self.torch._C.Future):  # async_execution: the answer leaves when this Future is completed
             held = self.begin("held", name, call=number)
@@ -330,9 +331,10 @@ class Recorder:
 
     def follow(self, plain, futures, *callback):
         """Future.then, or what is below wait_all and collect_all."""
-        several = futures if isinstance(futures, list) else [futures]
-        known = [self.futures.get(future, []) for future in several if not future.done()]
+        futures = futures if callback else list(futures)  # any iterable
         answer = plain(futures, *callback)
+        several = [futures] if callback else futures
+        known = [self.futures.get(future, []) for future in several if not future.done()]
         self.futures[answer] = list(itertools.chain(*known)) if all(known) else []
         return answer
 
@@ -375,7 +377,7 @@ class Recorder:
 
 
 def place_of(rank, world_size):
-    """Return what init_rpc or init_process_group is told, or finds in the environment: the rank, and how many come."""
+    """Return what init_process_group is told, or finds in the environment: the rank, and how many come."""
     if not world_size or world_size < 0:
         with contextlib.suppress(KeyError, ValueError):
             return {"rank": int(os.environ["RANK"]), "world": int(os.environ["WORLD_SIZE"])}

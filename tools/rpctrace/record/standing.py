@@ -14,6 +14,7 @@ import json
 import linecache
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -25,6 +26,7 @@ LOCKS = ("lock", "RLock", "Condition")
 WAITS = {"acquire", "wait", "get", "barrier"}  # methods that may wait outside of SIGNALS
 OWNER = re.compile(r"owner=(\d+) count=[1-9]")  # in the repr of a threading.RLock
 SIGNALS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py")  # files in which threads wait for each other
+ENTRY = ("start", "run", "_bootstrap", "_bootstrap_inner")  # of Thread: they do not wait for its end
 LOCKING = "/distributed/optim/optimizer.py"  # torch's only `with` of a lock in which a program's code runs
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -34,7 +36,8 @@ parsed = functools.lru_cache(32)(lambda path: ast.parse("".join(linecache.getlin
 class Watcher:
     def __init__(self, recorder):
         self.recorder, self.pid = recorder, os.getpid()
-        self.stood, self.ran = {}, {}  # thread -> (where it stood, since when); its CPU time
+        self.stood = {}  # thread -> (where it stood, since when)
+        self.ran = {}  # thread -> (its CPU time, how often it has begun to run)
         _thread.start_new_thread(self.run, ())
 
     def run(self):
@@ -44,9 +47,10 @@ class Watcher:
                 with open(path + ".new", "w") as file:
                     json.dump(self.look(), file, default=str)
                 os.replace(path + ".new", path)
-            except Exception:  # the disk is full, or something is as we do not know it: perhaps not in a second
+            except Exception as error:  # the disk is full, or something is not as we know it: perhaps not in a second
                 if not os.path.isdir(self.recorder.folder):  # the command has ended before this process
                     return
+                self.recorder.not_recorded(f"where the threads stand: {error}")
             time.sleep(PERIOD)
 
     def look(self):
@@ -55,43 +59,51 @@ class Watcher:
         some = bars if len(bars) <= 2 * BARS else bars[:BARS] + bars[-BARS:]
         frames = sys._current_frames()
         frames.pop(_thread.get_ident(), None)
-        known, stood = dict(threading._active), self.stood
+        known, stood, main = dict(threading._active), self.stood, threading.main_thread().ident
         self.stood, threads = {}, {}
         for tid, frame in frames.items():
             where = (id(frame), frame.f_lasti)
             self.stood[tid] = stood[tid] if tid in stood and stood[tid][0] == where else (where, now)
             since, name = self.stood[tid][1], getattr(known.get(tid), "name", None)  # no name: C++ has started it
-            ran = self.has_run(known.get(tid))
+            ran, still = self.has_run(tid, known.get(tid))
             recorder.moved = now if ran else recorder.moved
-            place, wait = self.stand(frame, since < now, ran)
+            place, wait = self.stand(frame, still and since < now, ran)
+            if tid == main and signal.getitimer(signal.ITIMER_REAL)[0]:
+                wait = {"kind": "other", "what": "it waits, until its alarm at most"}
             threads[tid] = {"name": name, "ts": since, "place": place, "wait": wait, "holds": []}
             threads[tid]["autograd"] = any("/torch/autograd/" in one.f_code.co_filename for one in outwards(frame))
         if any("locks" in thread["wait"] or "lock" in thread["wait"] for thread in threads.values()):
             for tid, frame in frames.items():  # who holds that lock? Not who waits for a signal, and has given it back
                 back = threads[tid]["wait"].get("lock", [None, None])[1]
                 threads[tid]["holds"] = [lock for lock in self.held(frame) if lock[2] != back]
-        about = {"ts": now, "pid": self.pid, "main": threading.main_thread().ident, "moved": recorder.moved}
+        about = {"ts": now, "pid": self.pid, "main": main, "moved": recorder.moved}
         about |= {"host": socket.gethostname(), "more": len(bars) - len(some), **recorder.worker}
-        for more in (self.pool, self.groups):
-            with contextlib.suppress(Exception):  # before init_rpc, or init_process_group
-                about |= more()
+        with contextlib.suppress(Exception):  # before init_rpc
+            about |= self.pool(bars)
+        with contextlib.suppress(Exception):  # before init_process_group
+            about |= self.groups()
         return about | {"threads": threads, "open": [json.loads(line) | {"known": more or {}} for line, more in some]}
 
-    def has_run(self, thread):
-        """Return whether this thread has used the CPU since the last time; it is not known of those of C++."""
-        try:
-            with open(f"/proc/self/task/{thread.native_id}/schedstat") as file:
-                spent = int(file.read().split()[0])
-        except (OSError, AttributeError, ValueError):
-            return False
-        before, self.ran[thread.native_id] = self.ran.get(thread.native_id, spent), spent
-        return spent - before > 2e7 * PERIOD
+    def has_run(self, tid, thread):
+        """Return whether a thread has used the CPU since the last time, and whether it has not even begun to run.
 
-    def pool(self):
-        """Return how many RPC threads there are, and how many of them are free."""
+        In a loop that waits again and again, the next frame may stand where the last one was.
+        """
+        native = thread.native_id if thread else self.recorder.native.get(tid)
+        try:
+            with open(f"/proc/self/task/{native}/schedstat") as file:
+                spent, _, times = map(int, file.read().split())
+        except (OSError, ValueError):  # it is not known of most threads of C++
+            return False, True
+        before, self.ran[native] = self.ran.get(native, (spent, times)), (spent, times)
+        return spent - before[0] > 2e7 * PERIOD, times == before[1]
+
+    def pool(self, bars):
+        """Return how many RPC threads there are, how many are free, and how many open calls are not among the bars."""
         api = self.recorder.rpc.api
         counts = api._get_current_rpc_agent().get_debug_info() if api._is_current_rpc_agent_set() else {}
-        return {"pool": [int(counts["agent.thread_pool_size"]), int(counts["agent.num_idle_threads"])]}
+        pool = [int(counts["agent.thread_pool_size"]), int(counts["agent.num_idle_threads"])]
+        return {"pool": pool, "unseen": int(counts["agent.client_active_calls"]) - sum(map(messages, bars))}
 
     def groups(self):
         """Return the rank in the process groups, and for each group how many collectives this process has begun."""
@@ -115,7 +127,7 @@ class Watcher:
             if not self.recorder.is_library(path):
                 place = [path, line, one.f_code.co_name, linecache.getline(path, line).strip()]
                 break
-        if not wait or (ran and wait["kind"] in ("lock", "work", "engine")):
+        if not wait or (ran and wait["kind"] in ("lock", "work", "engine", "operator")):
             does = "computes" if ran else "sleeps" if "sleep(" in place[3] else "runs, or waits for something outside"
             wait = {"kind": "other", "what": f"it {does}"}
         return place, wait
@@ -126,22 +138,22 @@ class Watcher:
         if self.may_lock(path):
             return (own_wait(frame) or wait) if wait.get("enters", not wait) else wait
         names = frame.f_locals  # of the program's frames only what a lock needs: else values live longer, until 3.13
-        if path.endswith("/distributed/rpc/api.py") and function in ("rpc_sync", "_invoke_rpc"):
+        if path.endswith("/distributed/rpc/api.py") and function == "rpc_sync":
             to = getattr(names["to"], "name", None) or self.recorder.rpc.get_worker_info(names["to"]).name
-            func, limit = names["func"], self.recorder.limit_of([names.get("timeout", names.get("rpc_timeout"))])
+            func, limit = names["func"], self.recorder.limit_of([names["timeout"]])
             name = func.__name__ if type(func) is type(len) else "a function"  # no code of the program runs
             return {"kind": "operator", "to": to, "func": name, "limit": limit}
         if path.endswith("/distributed/distributed_c10d.py") and "group" in frame.f_code.co_varnames:
             group = names.get("group") or self.recorder.torch.distributed.distributed_c10d._get_default_group()
             return {"kind": "collective", "name": function, "group": group.group_name}
-        if signals:
+        if signals and function not in ENTRY:
             this, timed = names.get("self"), names.get("timeout") not in (None, -1)
             again = "_acquire_restore" in function + linecache.getline(path, frame.f_lineno)
             joins = this.ident if isinstance(this, threading.Thread) else wait.get("joins")
             inner = {"kind": "signal", "lock": described(this), "timed": timed, "again": again}
             inner["enters"] = function == "__enter__"  # `with` of a Condition, which waits for its lock only
             return inner | wait | {"type": type(this).__name__, "joins": joins}
-        if function == "_engine_run_backward" and not wait:
+        if function == "_engine_run_backward" and not wait and not self.recorder.torch.cuda.is_initialized():
             return {"kind": "engine"}
         return wait
 
@@ -159,6 +171,14 @@ class Watcher:
                     if first and first + (one is frame and first == node.lineno) <= line:
                         found += [[*lock(item.context_expr, one), path, node.lineno] for item in node.items]
         return found
+
+
+def messages(bar):
+    """Return how many calls torch counts while this bar is open."""
+    about = json.loads(bar[0])
+    if about["name"] == "backward":
+        return len(about["args"].get("workers", ()))
+    return about["cat"] in ("sync", "async", "remote") or about["name"] == "to_here"
 
 
 def outwards(frame):
