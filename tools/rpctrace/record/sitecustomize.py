@@ -233,7 +233,10 @@ class Recorder:
         self.watch()
         if plain.__name__ == "__init__":
             return plain(*args, **kwargs)
-        about = place_of(kwargs.get("rank", -1), kwargs.get("world_size", -1))
+        about = {"rank": kwargs.get("rank", -1), "world": kwargs.get("world_size", -1)}
+        if about["world"] < 0:
+            with contextlib.suppress(KeyError, ValueError):
+                about = {"rank": int(os.environ["RANK"]), "world": int(os.environ["WORLD_SIZE"])}
         return self.around("group", "init_process_group", about, plain, *args, **kwargs)
 
     def step(self, plain, /, *args, **kwargs):
@@ -374,14 +377,6 @@ class Recorder:
                 module.Watcher(self)
             except Exception as error:
                 self.not_recorded(f"where the threads stand: {error}")
-
-
-def place_of(rank, world_size):
-    """Return what init_process_group is told, or finds in the environment: the rank, and how many come."""
-    if not world_size or world_size < 0:
-        with contextlib.suppress(KeyError, ValueError):
-            return {"rank": int(os.environ["RANK"]), "world": int(os.environ["WORLD_SIZE"])}
-    return {"rank": rank, "world": world_size}
 
 
 def put_around(plain, ours):
