@@ -21,6 +21,7 @@ import threading
 import time
 
 PERIOD = 1.0  # seconds
+ALARM = 30.0  # seconds: after a longer time, nobody waits for an alarm
 BARS = 1000  # at most so many open ones at each end of the list
 LOCKS = ("lock", "RLock", "Condition")
 WAITS = {"acquire", "wait", "get", "barrier"}  # methods that may wait outside of SIGNALS
@@ -57,6 +58,7 @@ class Watcher:
         recorder, now = self.recorder, time.time_ns()
         bars = list(recorder.open.values())
         some = bars if len(bars) <= 2 * BARS else bars[:BARS] + bars[-BARS:]
+        some = [json.loads(line) | {"known": more or {}} for line, more in some]
         frames = sys._current_frames()
         frames.pop(_thread.get_ident(), None)
         known, stood, main = dict(threading._active), self.stood, threading.main_thread().ident
@@ -68,7 +70,7 @@ class Watcher:
             ran, still = self.has_run(tid, known.get(tid))
             recorder.moved = now if ran else recorder.moved
             place, wait = self.stand(frame, still and since < now, ran)
-            if tid == main and signal.getitimer(signal.ITIMER_REAL)[0]:
+            if tid == main and 0 < signal.getitimer(signal.ITIMER_REAL)[0] < ALARM:
                 wait = {"kind": "other", "what": "it waits, until its alarm at most"}
             threads[tid] = {"name": name, "ts": since, "place": place, "wait": wait, "holds": []}
             threads[tid]["autograd"] = any("/torch/autograd/" in one.f_code.co_filename for one in outwards(frame))
@@ -79,10 +81,10 @@ class Watcher:
         about = {"ts": now, "pid": self.pid, "main": main, "moved": recorder.moved}
         about |= {"host": socket.gethostname(), "more": len(bars) - len(some), **recorder.worker}
         with contextlib.suppress(Exception):  # before init_rpc
-            about |= self.pool(bars)
+            about |= self.pool(some)
         with contextlib.suppress(Exception):  # before init_process_group
             about |= self.groups()
-        return about | {"threads": threads, "open": [json.loads(line) | {"known": more or {}} for line, more in some]}
+        return about | {"threads": threads, "open": some}
 
     def has_run(self, tid, thread):
         """Return whether a thread has used the CPU since the last time, and whether it has not even begun to run.
@@ -175,10 +177,9 @@ class Watcher:
 
 def messages(bar):
     """Return how many calls torch counts while this bar is open."""
-    about = json.loads(bar[0])
-    if about["name"] == "backward":
-        return len(about["args"].get("workers", ()))
-    return about["cat"] in ("sync", "async", "remote") or about["name"] == "to_here"
+    if bar["name"] == "backward":
+        return len(bar["args"].get("workers", ()))
+    return bar["cat"] in ("sync", "async", "remote") or bar["name"] == "to_here"
 
 
 def outwards(frame):
