@@ -79,6 +79,13 @@ def run_trace(*words, **how):
     return run_script("tools/rpctrace", *words, **how)
 
 
+def with_files_of(folder, size, files):
+    """Return a copy of the tool that keeps so many files of so many bytes of each process."""
+    copy = shutil.copytree(TOOL, folder / "rpctrace")
+    changed(copy / "record" / "sitecustomize.py", ("SIZE, FILES = 4 << 20, 10", f"SIZE, FILES = {size}, {files}"))
+    return copy
+
+
 def drawn(path, folder, capsys):
     """Draw a folder in this process; return what is printed."""
     main.report(str(folder), str(path))
@@ -158,7 +165,7 @@ if __name__ == "__main__":
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=len(callees) + 1, rpc_backend_options=options)
     if rank == 1:
         if what == "full":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))  # of any file
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))  # of any file
         if what == "killed":
             rpc.rpc_async("worker0", never)
         for x in range(5 if what == "short" else 1000):
@@ -199,15 +206,14 @@ def test_the_forty_lines_of_the_readme_are_drawn(tmp_path):
 
 
 def test_the_calls_of_a_killed_rank_are_in_the_file(tmp_path, pair, capsys):
-    """A recording is bounded, here to 200 lines, and keeps the call that is never answered. The other rank leaves."""
-    copy = shutil.copytree(TOOL, tmp_path / "rpctrace")
-    changed(copy / "record" / "sitecustomize.py", ("LINES = 200_000", "LINES = 100"))
+    """A recording is bounded, here to 24 kB, and keeps the call that is never answered. The other rank leaves."""
+    copy = with_files_of(tmp_path, 12_000, 2)
     done = run_script(copy, "--into", tmp_path / "calls", "--", sys.executable, *pair, "killed", "worker0")
     assert done.returncode == 7, done.stderr
     assert len(list((tmp_path / "calls").rglob("*.jsonl"))) == 4  # two files of each rank
     said = drawn(tmp_path / "all.json", tmp_path / "calls", capsys)
     kept = re.findall(r"worker(\d) recorded too many bars; the last (\d+) are kept", said)
-    assert [rank for rank, _ in kept] == ["0", "1"] and all(50 <= int(count) <= 110 for _, count in kept), said
+    assert [rank for rank, _ in kept] == ["0", "1"] and all(40 <= int(count) <= 130 for _, count in kept), said
     events = events_in(tmp_path / "all.json")
     (first,) = bars(events, "async", "never (unfinished)")
     assert names_of(events)[first["pid"]] == "worker1" and bars(events, "run", "never (unfinished)")
@@ -335,7 +341,7 @@ made = [api._enable_rpc_profiler(1, 2, 3, 4, 5, 6)]
     ],
 )
 def test_a_program_with_another_torch_runs_on_and_closes_all_descriptors(rpc, why, tmp_path):
-    """Its own files get no lines of the recording, which begins again."""
+    """Its own files get no lines of the recording, which goes on."""
     for name, text in (FAKE_TORCH | {"elsewhere.py": rpc}).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -344,7 +350,7 @@ def test_a_program_with_another_torch_runs_on_and_closes_all_descriptors(rpc, wh
     assert done.stderr == f"rpctrace: not recorded: {why}\n" and ("6" in done.stdout or not rpc)
     assert (tmp_path / "mine").read_text() == ""
     (recording,) = (tmp_path / "calls").rglob("*.jsonl")
-    lines = [json.loads(line) for line in recording.read_text().splitlines()]
+    lines = [json.loads(line) for line in recording.read_text().rstrip("\0").splitlines()]
     assert [line["name"] for line in lines if "begin" in line] == ["step 1"]
 
 
@@ -492,7 +498,8 @@ def test_an_interrupted_job_leaves_its_picture(tmp_path):
 
 def test_a_program_runs_on_when_the_disk_is_full(tmp_path, pair):
     """The disk counts as full for the file of rank 1 only."""
-    done = run_trace(tmp_path / "all.json", "--", sys.executable, *pair, "full", "worker0")
+    copy = with_files_of(tmp_path, 20_000, 100)
+    done = run_script(copy, tmp_path / "all.json", "--", sys.executable, *pair, "full", "worker0")
     assert done.returncode == 0 and sorted(done.stdout.splitlines()) == ["rank 0 is done", "rank 1 is done"], (
         done.stderr
     )

@@ -215,7 +215,7 @@ class Command:
     def note_processes(self):
         """Write which of the recorded processes have ended, and how, and which are stopped: only this host knows it."""
         host = socket.gethostname()
-        for path in pathlib.Path(self.folder).glob(f"{host}-*.0000.jsonl"):
+        for path in pathlib.Path(self.folder).glob(f"{host}-*.000000.jsonl"):
             pid = int(path.name.rsplit("-", 2)[1])
             if pid not in self.files:
                 with contextlib.suppress(OSError, AttributeError):  # it has ended; or this system has no pidfd

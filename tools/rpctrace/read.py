@@ -19,7 +19,7 @@ def say(line):
 
 def recordings(folder):
     """Return the paths of the files that were recorded into this folder."""
-    return sorted(pathlib.Path(folder).rglob("*.[0-9][0-9][0-9][0-9].jsonl"))
+    return sorted(pathlib.Path(folder).rglob(f"*.{'[0-9]' * 6}.jsonl"))
 
 
 def is_recorded(recorded):
@@ -47,11 +47,11 @@ def read(folder, most=None):
 
 
 def read_process(paths, room, most):
-    bars, process = {}, {"full": ".0000." not in paths[0].name}
+    bars, process = {}, {"full": ".000000." not in paths[0].name}
     for path in paths:
         with path.open("rb") as file:
             for text in itertools.islice(file, most):
-                with contextlib.suppress(ValueError):  # the process was killed while it wrote this line
+                with contextlib.suppress(ValueError):  # it is not complete, or it is what follows the last one
                     line = json.loads(text)
                     if "begin" in line:
                         bars[line.pop("begin")] = {"ph": "X", **line}

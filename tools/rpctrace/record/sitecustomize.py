@@ -6,8 +6,9 @@ RPC, nothing more is imported here than is needed.
 
 A recording consists of bars. A bar is a period of time on one thread: a call, from its start until its answer; the
 serving of a call; a wait; a step. A process writes a line into its .jsonl when a bar begins, and another one when it
-ends. Each line goes to the kernel at once, so nothing is lost when the process is killed. Its .now, which standing.py
-writes, says where it stands: the bars that are open, and the stack of each thread.
+ends, by copying it into memory that is mapped to the file. So nothing is lost when the process is killed, and a line
+costs no call of the kernel. Its .now, which standing.py writes, says where it stands: the bars that are open, and the
+stack of each thread.
 """
 
 import contextlib
@@ -25,8 +26,10 @@ import time
 import weakref
 
 encode = json.JSONEncoder(default=str).encode
+quoted = functools.lru_cache(1000)(encode)  # a name
+allocate = getattr(os, "posix_fallocate", lambda file, _, size: os.ftruncate(file, size))  # macOS has only the second
 HERE = os.path.dirname(os.path.abspath(__file__))
-LINES = 200_000  # in a file. A process keeps its last two files, and so at least its last 100,000 bars
+SIZE, FILES = 4 << 20, 10  # bytes of a file, and how many a process keeps: at least its last 100,000 bars
 TAIL = b"call"  # the end of a message whose call is recorded; before it stands the call's number, 16 bytes
 NUMBER = "number of this call in the trace"  # no program has a keyword argument of this name
 RREF = re.compile(r"created_on=(\d+), local_id=(\d+)")  # in str(rref), which nobody asks for the same number twice
@@ -93,7 +96,7 @@ class Recorder:
     def begin_recording(self):
         self.process = os.urandom(8)  # distinguishes this process from all others, on other hosts as well
         self.base = os.path.join(self.folder, f"{socket.gethostname()}-{os.getpid()}-{self.process.hex()}")
-        self.file, self.lines, self.failed, self.told = None, 0, False, False
+        self.file, self.at, self.files, self.failed, self.told = b"", 0, 0, False, False
         self.worker = {}  # the name and the rank of this process, once it has called init_rpc
         self.open = {}  # number of a bar that has not ended -> (its line, what else is known of it)
         self.futures = weakref.WeakKeyDictionary()  # Future -> what completes it
@@ -107,11 +110,11 @@ class Recorder:
 
     # ---------------------------------------------------------------------------------------------- lines and files
 
-    def begin(self, kind, name, known=None, start=None, **args):
-        """Begin a bar on the current thread, and return its number. `known`: for the .now only."""
+    def begin(self, kind, name, args="{}", known=None, start=None):
+        """Begin a bar on the current thread, and return its number. `args`: as JSON; `known`: for the .now only."""
         bar, start = next(self.bars), start or time.time_ns()
-        about = {"begin": bar, "ts": start, "tid": threading.get_ident(), "cat": kind, "name": name, "args": args}
-        line = encode(about)
+        line = f'{{"begin": {bar}, "ts": {start}, "tid": {threading.get_ident()}, "cat": "{kind}", '
+        line += f'"name": {quoted(name)}, "args": {args}}}'
         with self.lock:  # another thread may begin the next file, which needs the bars that are open
             self.write(line)
             self.open[bar], self.moved = (line, known), start
@@ -130,12 +133,13 @@ class Recorder:
     def write(self, line):
         if self.failed:
             return
+        data = line.encode() + b"\n"
         try:
             with self.lock:
-                if self.lines % LINES == 0 or not self.is_open():
-                    self.open_file()
-                self.lines += 1
-                os.write(self.file, line.encode() + b"\n")
+                if self.at + len(data) > len(self.file):
+                    self.open_file(len(data))
+                self.file[self.at : self.at + len(data)] = data
+                self.at += len(data)
         except OSError as error:  # for example, the disk is full: the program must go on
             self.failed = True
             with contextlib.suppress(Exception):
@@ -144,25 +148,26 @@ class Recorder:
                         f"rpctrace: process {os.getpid()} is not recorded any more: {error.strerror}", file=sys.stderr
                     )
 
-    def open_file(self):
-        """Begin the next file, or open this one again, which the program has closed. Its first lines say who it is."""
-        if self.is_open():
-            os.close(self.file)
-        number = self.lines // LINES
-        self.file = os.open(f"{self.base}.{number:04}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        self.opened = os.fstat(self.file)
-        who = {"host": socket.gethostname(), "pid": os.getpid(), "main": threading.main_thread().ident, **self.worker}
-        for line in [json.dumps(who), *(line for line, _ in list(self.open.values()))]:
-            os.write(self.file, line.encode() + b"\n")
-        if number > 1 and self.lines % LINES == 0:
-            os.remove(f"{self.base}.{number - 2:04}.jsonl")
+    def open_file(self, room):
+        """Begin the next file, with room for a line of so many bytes. Its first lines say who it is, and what is open.
 
-    def is_open(self):
-        """Return whether our file is still open. A program may close all descriptors, and use their numbers again."""
+        It has its whole length at once, filled with zeros: if the disk is full, this fails, and not the program.
+        """
+        import mmap
+
+        who = {"host": socket.gethostname(), "pid": os.getpid(), "main": threading.main_thread().ident, **self.worker}
+        first = "\n".join([json.dumps(who), *(line for line, _ in list(self.open.values()))]).encode() + b"\n"
+        size = len(first) + max(SIZE, room)
+        file = os.open(f"{self.base}.{self.files:06}.jsonl", os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            return self.file is not None and os.path.samestat(os.fstat(self.file), self.opened)
-        except OSError:
-            return False
+            allocate(file, 0, size)
+            self.file = mmap.mmap(file, size)
+        finally:
+            os.close(file)
+        self.file[: len(first)], self.at = first, len(first)
+        self.files += 1
+        if self.files > FILES:
+            os.remove(f"{self.base}.{self.files - FILES - 1:06}.jsonl")
 
     # ------------------------------------------------------------------------------------------ functions of torch
 
@@ -205,7 +210,8 @@ class Recorder:
     # Each of these gets the function that it replaces as `plain`.
 
     def around(self, kind, name, about, plain, /, *args, **kwargs):
-        bar = self.begin(kind, name, **about)
+        known = about.pop("known", None)
+        bar = self.begin(kind, name, encode(about), known)
         try:
             return plain(*args, **kwargs)
         finally:
@@ -270,8 +276,9 @@ class Recorder:
             self.not_recorded("some calls are packed by a pickler of the program, which does not use torch's")
             return plain(*message)
         kind, callee, number, name, start = packed
-        known = {}
-        bar = self.begin(kind, name, known, start, to=callee, call=number, limit=self.limit_of(message))
+        known, limit = {}, self.limit_of(message)
+        args = f'{{"to": {quoted(callee)}, "call": "{number}", "limit": {limit}}}'
+        bar = self.begin(kind, name, args, known, start)
         try:
             answer = plain(*message)
         except BaseException:
@@ -290,7 +297,7 @@ class Recorder:
     def limit_of(self, words):
         """Return the time limit, the only number among the words of a call: -1 is torch's default, and 0 is none."""
         limit = next((word for word in words if type(word) in (int, float)), -1)
-        return round(limit if limit >= 0 else self.rpc.api.get_rpc_timeout(), 3)
+        return round(min(limit if limit >= 0 else self.rpc.api.get_rpc_timeout(), 1e9), 3)
 
     def unpack(self, plain, pickler, data, tensors):
         message = plain(pickler, data, tensors)
@@ -306,7 +313,7 @@ class Recorder:
         name, self.native[threading.get_ident()] = name_of(message), threading.get_native_id()
         result = self.around("run", name, {"call": number}, plain, message)
         if isinstance(result, self.torch._C.Future):  # async_execution: the answer leaves when this Future is completed
-            held = self.begin("held", name, call=number)
+            held = self.begin("held", name, f'{{"call": "{number}"}}')
             result.add_done_callback(lambda _: self.end(held))
         return result
 
@@ -316,7 +323,8 @@ class Recorder:
             if future.done():
                 return plain(future)
             of_python = type(future) is not self.torch._C.Future  # the program has made it
-            bar = self.begin("wait", "wait", {"future": self.futures.get(future, []), "of_python": of_python})
+            known = {"future": self.futures.get(future, []), "of_python": of_python}
+            bar = self.begin("wait", "wait", known=known)
         try:
             return plain(future)
         finally:
