@@ -14,8 +14,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def use_package(package):
-    """Let this process import the modules of a package, and those of tests/harness."""
-    sys.path[:0] = [str(ROOT / package), str(ROOT / "tests" / "harness")]
+    """Let this process import the modules of a package."""
+    sys.path.insert(0, str(ROOT / package))
 
 
 def argument_parser(description):
@@ -29,12 +29,12 @@ def argument_parser(description):
     return parser
 
 
-def run_main(package, *words, by=(), timeout=900):
-    """Run the package's main.py with these flags; return its summary. `by`: words before the command."""
+def run_main(package, *words):
+    """Run the package's main.py with these flags; return its summary."""
     with tempfile.TemporaryDirectory() as folder:
         summary = pathlib.Path(folder, "summary.json")
-        command = [*by, sys.executable, ROOT / package / "main.py", *words, "--summary_json", summary]
-        subprocess.run([str(word) for word in command], stdout=subprocess.DEVNULL, timeout=timeout, check=True)
+        command = [sys.executable, ROOT / package / "main.py", *words, "--summary_json", summary]
+        subprocess.run([str(word) for word in command], stdout=subprocess.DEVNULL, timeout=900, check=True)
         return json.loads(summary.read_text())
 
 

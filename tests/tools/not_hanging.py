@@ -93,8 +93,8 @@ def program():
     subprocess.run(["sleep", str(SECONDS)], check=True)
 
 
-def join_thread():
-    thread = threading.Thread(target=nap)
+def join_thread(target=nap):
+    thread = threading.Thread(target=target, args=(SECONDS,))
     thread.start()
     thread.join()
 
@@ -107,13 +107,6 @@ def wait_for_signal():
 def send_signal():
     time.sleep(SECONDS)
     event.set()
-
-
-def thread_of_c():
-    """No line of this program is on the stack of the thread."""
-    thread = threading.Thread(target=time.sleep, args=(SECONDS,))
-    thread.start()
-    thread.join()
 
 
 def pass_on():
@@ -169,8 +162,8 @@ def signalled_by_a_call():
     waiting.wait()
 
 
-def collective(here, there):
-    other = rpc.rpc_async("w1", reduce, args=(there,))
+def collective(here, there, function=reduce):
+    other = rpc.rpc_async("w1", function, args=(there,))
     reduce(here)
     other.wait()
 
@@ -180,21 +173,16 @@ def take_lock():
         pass
 
 
-class Locked:
-    def __init__(self):
-        rpc.rpc_sync("w0", take_lock)
+def take_lock_of_w0():
+    rpc.rpc_sync("w0", take_lock)
 
 
 def value_with_limit():
     with lock:
-        value = rpc.remote("w1", Locked)
+        value = rpc.remote("w1", take_lock_of_w0)
         with contextlib.suppress(RuntimeError):
             value.to_here(timeout=SECONDS)
     value.to_here()
-
-
-def take_lock_of_w0():
-    rpc.rpc_sync("w0", take_lock)
 
 
 def first_error():
@@ -218,14 +206,10 @@ def operator_that_nobody_sees():
     waiting.wait()
 
 
-def sound(*_):
-    raise TimeoutError
-
-
 def until_an_alarm():
-    signal.signal(signal.SIGALRM, sound)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    with lock, contextlib.suppress(TimeoutError):
+    with lock, contextlib.suppress(KeyboardInterrupt):
         waiting = rpc.rpc_async("w1", take_lock_of_w0)
         event.wait()
     waiting.wait()
@@ -239,15 +223,9 @@ def train():
     y.sum().backward()  # in C++
 
 
-def reduce_after_training():
+def reduce_after_training(seconds):
     rpc.rpc_sync("w0", train)
-    reduce(0)
-
-
-def collective_after_training():
-    other = rpc.rpc_async("w1", reduce_after_training)
-    reduce(0)
-    other.wait()
+    reduce(seconds)
 
 
 def backward():
@@ -275,10 +253,10 @@ CASES = {
     "two threads": sync(pass_on),
     "retried": retry,
     "an alarm": until_an_alarm,
-    "a thread of C": sync(thread_of_c),
+    "a thread of C": sync(join_thread, time.sleep),  # no line of this program is on its stack
     "the first error of several calls": first_error,
     "an operator that nobody sees": operator_that_nobody_sees,
-    "a collective after training": collective_after_training,
+    "a collective after training": lambda: collective(0, 0, reduce_after_training),
     "a signal that comes": signalled_by_a_call,
     "many calls": signalled_among_many_calls,
     "the value of an RRef with a limit": value_with_limit,
