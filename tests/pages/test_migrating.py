@@ -11,13 +11,12 @@ from helpers import ROOT
 
 pytestmark = pytest.mark.quick
 TEXT = (ROOT / "docs" / "MIGRATING.md").read_text()
-PROGRAMS = ROOT / "docs" / "migrating"
 TUTORIAL_LOOP, RAY_LOOP, SPLIT = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     "excerpt, path",
-    [(TUTORIAL_LOOP, ROOT / "param_server" / "tutorial.py"), (RAY_LOOP, PROGRAMS / "ray_parameter_server.py")],
+    [(TUTORIAL_LOOP, ROOT / "param_server/tutorial.py"), (RAY_LOOP, ROOT / "docs/migrating/ray_parameter_server.py")],
 )
 def test_an_excerpt_has_the_programs_lines_in_their_order(excerpt, path):
     lines = iter(line.strip() for line in path.read_text().splitlines())

@@ -90,14 +90,18 @@ class Recorder:
         self.folder = folder
         self.bars, self.calls, self.steps = itertools.count(), itertools.count(), itertools.count(1)
         self.torch = self.rpc = self.watched_by = None
+        self.kept = []  # all mapped files, because closing one closes its descriptor, whatever that is by now
         self.begin_recording()
         os.register_at_fork(after_in_child=self.begin_recording)
 
     def begin_recording(self):
         self.process = os.urandom(8)  # distinguishes this process from all others, on other hosts as well
         self.base = os.path.join(self.folder, f"{socket.gethostname()}-{os.getpid()}-{self.process.hex()}")
-        self.file, self.at, self.files, self.failed, self.told = b"", 0, 0, False, False
+        self.file, self.at, self.files, self.failed = b"", 0, 0, False
+        self.maps = []  # of the files that are there
+        self.kept.append(self.maps)
         self.worker = {}  # the name and the rank of this process, once it has called init_rpc
+        self.cannot = {}  # why something is not recorded: one reason is enough
         self.open = {}  # number of a bar that has not ended -> (its line, what else is known of it)
         self.futures = weakref.WeakKeyDictionary()  # Future -> what completes it
         self.native = {}  # number of an RPC thread -> its number in the kernel
@@ -126,48 +130,52 @@ class Recorder:
         self.write(f'{{"end": {bar}, "ts": {now}}}')
 
     def not_recorded(self, why):
-        if not self.told:  # one line is enough
-            self.told = True
-            self.write(json.dumps({"cannot": why}))
+        if not self.cannot:
+            self.cannot = {"cannot": why}
+            self.write(json.dumps(self.cannot))
 
     def write(self, line):
         if self.failed:
             return
-        data = line.encode() + b"\n"
+        data = line.encode()[: SIZE // 4] + b"\n"
+        size = len(data)
         try:
             with self.lock:
-                if self.at + len(data) > len(self.file):
-                    self.open_file(len(data))
-                self.file[self.at : self.at + len(data)] = data
-                self.at += len(data)
+                if self.at + size > len(self.file):
+                    self.open_file()
+                at = self.at
+                self.at = at + size  # before the copy, because a signal handler may write a line
+                self.file[at : at + size] = data
         except OSError as error:  # for example, the disk is full: the program must go on
             self.failed = True
+            why = f"rpctrace: process {os.getpid()} is not recorded any more: {error.strerror}"
             with contextlib.suppress(Exception):
                 if os.path.isdir(self.folder):  # or the command has ended before this process
-                    print(
-                        f"rpctrace: process {os.getpid()} is not recorded any more: {error.strerror}", file=sys.stderr
-                    )
+                    print(why, file=sys.stderr)
 
-    def open_file(self, room):
-        """Begin the next file, with room for a line of so many bytes. Its first lines say who it is, and what is open.
+    def open_file(self):
+        """Begin the next file, or use the oldest one again. Its first lines say who it is, and what is open.
 
         It has its whole length at once, filled with zeros: if the disk is full, this fails, and not the program.
         """
         import mmap
 
-        who = {"host": socket.gethostname(), "pid": os.getpid(), "main": threading.main_thread().ident, **self.worker}
-        first = "\n".join([json.dumps(who), *(line for line, _ in list(self.open.values()))]).encode() + b"\n"
-        size = len(first) + max(SIZE, room)
-        file = os.open(f"{self.base}.{self.files:06}.jsonl", os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            allocate(file, 0, size)
-            self.file = mmap.mmap(file, size)
-        finally:
-            os.close(file)
-        self.file[: len(first)], self.at = first, len(first)
-        self.files += 1
-        if self.files > FILES:
-            os.remove(f"{self.base}.{self.files - FILES - 1:06}.jsonl")
+        who = {"host": socket.gethostname(), "pid": os.getpid(), "main": threading.main_thread().ident}
+        lines = [json.dumps(who | self.worker | self.cannot), *(line for line, _ in list(self.open.values()))]
+        first, path = "\n".join(lines).encode()[: SIZE // 2] + b"\n", f"{self.base}.{self.files:06}.jsonl"
+        if len(self.maps) == FILES:
+            os.rename(f"{self.base}.{self.files - FILES:06}.jsonl", path)
+            self.file = self.maps[self.files % FILES]
+            self.file[:] = bytes(SIZE)
+        else:
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                allocate(file, 0, SIZE)
+                self.maps.append(mmap.mmap(file, SIZE))
+            finally:
+                os.close(file)
+            self.file = self.maps[-1]
+        self.file[: len(first)], self.at, self.files = first, len(first), self.files + 1
 
     # ------------------------------------------------------------------------------------------ functions of torch
 
@@ -276,8 +284,7 @@ class Recorder:
             self.not_recorded("some calls are packed by a pickler of the program, which does not use torch's")
             return plain(*message)
         kind, callee, number, name, start = packed
-        known, limit = {}, self.limit_of(message)
-        args = f'{{"to": {quoted(callee)}, "call": "{number}", "limit": {limit}}}'
+        args, known = f'{{"to": {quoted(callee)}, "call": "{number}", "limit": {self.limit_of(message)}}}', {}
         bar = self.begin(kind, name, args, known, start)
         try:
             answer = plain(*message)
