@@ -201,8 +201,8 @@ class Run:
         if found:  # all of them have to be answered
             what, kind, _ = max(found, key=lambda one: len(one[2]))
             several = f"{len(found)} calls, for example " if len(found) > 1 else ""
-            needs = [group for _, _, needs in found for group in needs]  # it fails when the first one does
-            return several + what, kind, needs if all(needs for _, _, needs in found) else []
+            each = [needs for _, _, needs in found]  # if one of them is alive, it may fail, and this with it
+            return several + what, kind, list(itertools.chain(*each)) if all(each) else []
         if wait["kind"] == "operator":
             return self.operator(process, tid, wait)
         if not completes and not bar["known"]["of_python"]:
@@ -240,8 +240,7 @@ class Run:
         rank, begun = "rank" if bar["name"] == "init_rpc" else "group_rank", {}
         for one in self.processes:
             begun |= {one.get(rank): one}
-            same = [other for other in one["open"] if (other["cat"], other["name"]) == ("group", bar["name"])]
-            begun |= {other["args"].get("rank"): one for other in same}
+            begun |= {other["args"].get("rank"): one for other in one["meets"] if other["name"] == bar["name"]}
         members = {f"rank {number}": begun.get(number) for number in range(bar["args"].get("world") or 0)}
         return self.meeting(f"{bar['name']} of {len(members)} ranks", members, lambda one: True)
 
@@ -309,7 +308,7 @@ class Run:
 
     def wakers(self, process, tid):
         """Whoever may complete a Future, or notify, in this process: its threads, its calls, and who calls it."""
-        ends = [bar["tid"] for bar in process["open"] if (bar["cat"], bar["name"]) == ("group", "shutdown")]
+        ends = [bar["tid"] for bar in process["meets"] if bar["name"] == "shutdown"]
         found = [key for key in self.calling(process) if key[1] not in (tid, *ends)]
         return found + ([self.key(process, "callers")] if process["rpc"] and not process["full"] else [])
 
@@ -410,9 +409,10 @@ def take_apart(process):
     process["threads"] = threads
     process["calls"] = [bar for bar in bars if bar["cat"] in ("async", "remote")]
     process["held"] = [bar for bar in bars if bar["cat"] == "held"]
+    process["meets"] = [bar for bar in bars if bar["cat"] == "group"]
     process["does"] = {bar["name"] for bar in bars if bar["cat"] in ("group", "work")}
     process["more"] += max(0, process.get("unseen", 0))
-    starting = [bar["args"]["worker"] for bar in bars if (bar["cat"], bar["name"]) == ("group", "init_rpc")]
+    starting = [bar["args"]["worker"] for bar in process["meets"] if bar["name"] == "init_rpc"]
     process["name"] = process.get("worker") or (starting or [f"process {process['pid']}"])[0]
     process["rpc"] = bool("worker" in process or starting)
     for tid, thread in threads.items():
