@@ -62,7 +62,10 @@ ONE_BY_ONE = ("terminals", "environment")
 
 
 def free_port():
-    """Return a free port, below the range from which the system assigns ports to connections."""
+    """Return a free port, below the range from which the system assigns ports to connections and to RPC's listeners.
+
+    What connects to a port that nobody listens at any more must not reach another test's RPC (std::bad_alloc there).
+    """
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):

@@ -176,7 +176,7 @@ def test_a_rank_says_that_it_waits_for_rank_0_and_ends_at_join_timeout(tmp_path)
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n")
     see_hosts = ["unshare", "--mount", "sh", "-c", f'mount --bind {hosts} /etc/hosts && exec "$@"', "sh"]
-    with socket.create_server(("127.0.0.1", 0)) as proxy:
+    with socket.create_server(("127.0.0.1", free_port())) as proxy:
         place = ["--master_addr", "no-such-host.invalid", "--master_port", proxy.getsockname()[1]]
         flags = ["--rank", 1, *place, "--join_timeout", 12]
         with Program("rl_rpc/main.py", *flags, by=[*see_hosts, sys.executable, "-u"]) as rank:
@@ -194,7 +194,7 @@ def test_a_rank_says_that_it_waits_for_rank_0_and_ends_at_join_timeout(tmp_path)
 
 def test_what_answers_at_the_port_is_recognised():
     """Here it sends back what it gets."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", free_port())) as server:
 
         def echo():
             connection, _ = server.accept()

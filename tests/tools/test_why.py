@@ -15,7 +15,7 @@ from helpers import ROOT, package_on_path
 from programs import Program, run_script
 
 HERE = ROOT / "tests" / "tools"
-START = [sys.executable, HERE / "start_ranks.py", HERE / "hangs.py"]
+START = [sys.executable, ROOT / "tests" / "harness" / "start_ranks.py", HERE / "hangs.py"]
 CIRCLE, END = "CIRCLE", "END OF A CHAIN"
 HANGS = {  # name -> (the verdict, the number of ranks, what the report must contain)
     "backward_hook": (CIRCLE, 2, "gradients from w1"),

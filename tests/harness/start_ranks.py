@@ -5,11 +5,12 @@ Only this process imports torch, so that a program with four ranks starts as fas
 
 import os
 import runpy
-import socket
 import sys
 import tempfile
 
 import torch.multiprocessing as mp
+
+from jobs import free_port
 
 
 def run(rank, program, world_size, store, port):
@@ -21,8 +22,6 @@ def run(rank, program, world_size, store, port):
 if __name__ == "__main__":
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     program, world_size = sys.argv[1], int(sys.argv[2])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(run, (program, world_size, f"{folder}/store", port), world_size, start_method="fork")
+        arguments = (program, world_size, f"{folder}/store", free_port())
+        mp.start_processes(run, arguments, world_size, start_method="fork")
