@@ -1,4 +1,4 @@
-"""Run programs in forks of one process, one after the other. It imports torch for all of them, and patches nothing.
+"""Run programs in forks of one process, which imports torch for all of them, and patches nothing.
 
 So a program that uses a module without importing it is not noticed if torch.distributed.rpc or this file imports it.
 """
@@ -6,6 +6,7 @@ So a program that uses a module without importing it is not noticed if torch.dis
 import gc
 import os
 import runpy
+import shlex
 import signal
 import sys
 from subprocess import CompletedProcess
@@ -14,36 +15,45 @@ from jobs import free_port
 from programs import run_script
 
 
-def run_in_forks(folder, names):
-    """Run these files of `folder`, each for at most 2 minutes; return {name: CompletedProcess}."""
+def run_in_forks(folder, commands, at_once=False, by=None):
+    """Run programs in `folder`, each for at most 4 minutes; return {command: CompletedProcess}.
+
+    `commands`: names of files, with flags behind them. `at_once`: not one after the other. `by`: see Program.
+    """
     # Unbuffered, as on a terminal: the lines of several processes then come in the order in which they are printed.
-    done = run_script(__file__, *names, env={"PYTHONUNBUFFERED": "1"}, cwd=folder, timeout=600)
+    how = {"env": {"PYTHONUNBUFFERED": "1"}, "cwd": folder, "by": by, "timeout": 600}
+    done = run_script(__file__, "at once" if at_once else "", *commands, **how)
     assert done.returncode == 0, done.stderr
     results = {}
-    for name, status in zip(names, done.stdout.split(), strict=True):
-        output, errors = ((folder / f"{name}.{kind}").read_text(errors="replace") for kind in ("out", "err"))
-        results[name] = CompletedProcess(name, int(status), output, errors)
+    for number, (command, status) in enumerate(zip(commands, done.stdout.split(), strict=True)):
+        output, errors = ((folder / f"{number}.{kind}").read_text(errors="replace") for kind in ("out", "err"))
+        results[command] = CompletedProcess(command, int(status), output, errors)
     return results
 
 
-def status_of(name):
-    """Run a program in a fork; return its exit status."""
-    with open(f"{name}.out", "w") as out, open(f"{name}.err", "w") as err:
-        pid = os.fork()
-        if pid == 0:
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
-            os.environ["MASTER_PORT"] = str(free_port())
-            sys.argv, sys.path[0] = [name], os.getcwd()
-            signal.alarm(120)
-            runpy.run_path(name, run_name="__main__")
-            sys.exit()
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def start(number, command):
+    """Run a program in a fork; return its process id."""
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()  # it may send signals to its group
+        for descriptor, kind in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{number}.{kind}", os.O_WRONLY | os.O_CREAT), descriptor)
+        os.environ["MASTER_PORT"] = str(free_port())
+        sys.argv, sys.path[0] = shlex.split(command), os.getcwd()
+        signal.alarm(240)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit()
+    return pid
 
 
-if __name__ == "__main__":
+def main(at_once, *commands):
     import torch.distributed.rpc  # noqa: F401
 
     gc.freeze()  # else each fork spends half a second on these objects when it ends
-    for name in sys.argv[1:]:
-        print(status_of(name), flush=True)
+    pids = (start(number, command) for number, command in enumerate(commands))  # each is started when it is asked for
+    for pid in [*pids] if at_once else pids:
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

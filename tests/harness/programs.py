@@ -6,7 +6,8 @@
     done = run_main("rl_rpc", "--world_size", 1)     # the same for a package's main.py
 
 RunningJob (jobs.py) starts all ranks of a main.py in one of three ways, run_in_terminals (tutorials.py) those of a
-program in one file, and TwoHosts (two_hosts.py) puts them on two hosts. All of these start Programs.
+program in one file, as forks of one process, and TwoHosts (two_hosts.py) puts them on two hosts. All of these start
+Programs.
 
 A start costs 3 to 5 seconds of CPU time, so a test asks one program several questions. The number of starts is printed
 after the tests.

@@ -1,14 +1,16 @@
 """Run tutorial.py and the other programs that have one file: with one command, or with one command for each rank."""
 
 import contextlib
+import pathlib
 import re
+import shlex
 import shutil
 import sys
-import time
 
+from forks import run_in_forks
 from jobs import free_port
 from listeners import Listeners
-from programs import ROOT, Program, run_script
+from programs import ROOT, run_script
 from two_hosts import TwoHosts, why_not
 
 # For a test that changes a copy anyway: its ranks need not import torch again, which takes each of them seconds.
@@ -68,19 +70,14 @@ def watched_host(port):
     assert listeners.unix == []  # only torch's polling transport, shm, has such sockets
 
 
-def run_in_terminals(path, world_size, *flags, order=None, timeout=120, **how):
-    """Run each rank with a command of its own; return their CompletedProcesses, by rank. `how`: see run_spawned.
+def run_in_terminals(path, world_size, *flags):
+    """Run each rank with a command of its own, the last one first; return their CompletedProcesses, by rank.
 
-    `order`: the order in which the ranks are started; without it, the last rank first.
+    They run in the folder of this copy of a program, and are forks of one process: see forks.py.
     """
-    port = free_port()
-    place = ["--world_size", world_size, "--master_port", port, *flags, "--rank"]
-    with contextlib.ExitStack() as stack:
-        how["by"] = stack.enter_context(watched_host(port))
-        ranks = {}
-        for rank in order or reversed(range(world_size)):
-            ranks[rank] = stack.enter_context(Program(path, *place, rank, **how))
-        deadline = time.monotonic() + timeout
-        for program in ranks.values():
-            program.wait(max(0.01, deadline - time.monotonic()))
-        return [without_warnings(ranks[rank].result()) for rank in range(world_size)]
+    port, path = free_port(), pathlib.Path(path)
+    place = [path.name, *flags, "--world_size", world_size, "--master_port", port, "--rank"]
+    commands = [shlex.join(map(str, [*place, rank])) for rank in reversed(range(world_size))]
+    with watched_host(port) as by:
+        ranks = run_in_forks(path.parent, commands, at_once=True, by=by)
+    return [without_warnings(ranks[command]) for command in reversed(commands)]

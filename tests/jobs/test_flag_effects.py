@@ -11,7 +11,7 @@ import re
 import pytest
 import torch
 
-from helpers import PACKAGES, ROOT, assert_one_line_error, load_oracle, package_on_path
+from helpers import PACKAGES, ROOT, load_oracle, package_on_path
 from programs import run_main
 
 # ---------------------------------------------------------- what is seen of a flag: functions of a Run, true or raising
@@ -231,16 +231,6 @@ def test_to_resume_a_finished_run_is_no_failure(package, run_of):
     )
     assert run.summary[FIGURES[package]] == pytest.approx(before)
     assert ("Solved!" in run.text) == (package == "rl_rpc")
-
-
-@pytest.mark.parametrize("package", [*jobs_of("ddp_rpc")])
-def test_a_checkpoint_of_another_network_is_refused_in_one_line(package, run_of, tmp_path):
-    """This part of the network is on a server."""
-    content = torch.load(run_of(package).folder / "checkpoint.pt", weights_only=True)
-    content["state"]["table"] = torch.zeros(50, 24)
-    torch.save(content, tmp_path / "checkpoint.pt")
-    done = run_main(package, *run_of(package).flags, "--resume", cwd=tmp_path)
-    assert_one_line_error(done, 1, "cannot go on from", "size mismatch for ")
 
 
 # ------------------------------------------------------------------------------------------------ the table is complete

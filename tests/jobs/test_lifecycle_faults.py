@@ -16,7 +16,7 @@ from programs import run_script
     [
         pytest.param(("rnn_rpc", "terminals", 0, "training", 0.5), marks=pytest.mark.quick),
         ("ddp_rpc", "spawned", 0, "start", 1.1),
-        ("rnn_rpc", "environment", 1, "end", 1.4),
+        ("rnn_rpc", "spawned", 1, "end", 1.4),
     ],
     ids=case_id,
 )

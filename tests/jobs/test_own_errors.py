@@ -8,7 +8,8 @@ import pytest
 
 from faults import assert_named, changed_package
 from helpers import package_on_path
-from jobs import JOBS, RunningJob
+from jobs import JOBS, RunningJob, free_port
+from programs import Program
 
 BATCHED = ("--mode", "batched", "--rpc_timeout", 600)
 ONE_IMAGE = ("--batch_size", 1)  # so an epoch takes minutes
@@ -78,10 +79,10 @@ def test_a_rank_that_leaves_too_early_is_named_in_every_terminal(tmp_path):
     """sys.exit() says that all is well, but the work is not done."""
     right = "    def finish_episode(self):\n"
     main = changed_package("rl_rpc", tmp_path, "step.py", (right, f"{right}        raise SystemExit\n"))
-    with RunningJob("rl_rpc", "terminals", JOBS["rl_rpc"]["long"], script=main) as job:
-        assert job.wait(60) == [1, 1, 1], job.text()
-        for rank, process in enumerate(job.processes):
-            reader = "" if rank == 0 else f"rank {rank} (observer{rank}): "
+    place = ["--world_size", 2, "--master_port", free_port(), "--rank"]
+    with Program(main, *place, 0) as agent, Program(main, *place, 1) as observer:
+        for reader, process in (("", agent), ("rank 1 (observer1): ", observer)):
+            assert process.wait(60) == 1, process.text()
             line = f"rl_rpc: {reader}rank 0 (agent): it called sys.exit(None) before its work was done\n"
             assert line in process.errors(), process.errors()
 

@@ -185,14 +185,16 @@ def test_the_worked_diff_applies(tmp_path):
     assert '"--hidden"' in apply_worked_diff(tmp_path).read_text()
 
 
-def test_the_flag_of_the_worked_diff_works_in_a_package_that_is_alone(tmp_path):
+def test_the_flag_of_the_worked_diff_works_in_a_package_that_is_alone(tmp_path, capsys):
     main, saved = apply_worked_diff(tmp_path / "a folder"), tmp_path / "saved.pt"
     flags = ["--mode", "rollout", "--max_episodes", 2, "--eval_episodes", 1, "--checkpoint", saved]
     done = run_script(main, "--hidden", 32, *flags, cwd="/")
     assert (done.returncode, done.stderr) == (0, "")
     assert torch.load(saved, weights_only=True)["settings"]["hidden"] == 32  # so another number cannot resume
-    done = run_script(main.with_name("play.py"), saved, "--episodes", 1)
-    assert (done.returncode, done.stderr) == (0, "")
+    with package_on_path(main.parent):
+        import play
+    play.main([str(saved), "--episodes", "1"])
+    assert capsys.readouterr().out.startswith("Episode 1\tReward: ")
 
 
 # -------------------------------------------------------------------------------- docs/CONCEPTS: a private loopback

@@ -1,25 +1,30 @@
 """docs/starter.py: alone in a folder, with a worker that is killed, stopped, or mistaken, and without a leader."""
 
 import os
-import pathlib
 import re
+import shlex
 import shutil
 import signal
 
 import psutil
+import pytest
 
+from forks import run_in_forks
 from programs import ROOT, Program
 from tutorials import changed
 
 
+def copied(folder, *changes):
+    """Return the path of a copy. If it is changed anyway, its workers are forks, which need not import torch."""
+    forked = ('get_context("spawn")', 'get_context("fork")')
+    return changed(shutil.copy(ROOT / "docs" / "starter.py", folder), *changes, *([forked] if changes else []))
+
+
 class Starter(Program):
-    """A running copy of starter.py. If it is changed anyway, its workers are forks, which need not import torch."""
+    """A running copy of starter.py."""
 
     def __init__(self, folder, *changes):
-        forked = ('get_context("spawn")', 'get_context("fork")')
-        changes = (*changes, forked) if changes else ()
-        self.path = changed(shutil.copy(ROOT / "docs" / "starter.py", folder), *changes)
-        super().__init__(self.path, cwd=folder)
+        super().__init__(copied(folder, *changes), cwd=folder)
 
     def pid_of(self, worker):
         """Wait until both workers have done something, and return the id of this worker's process."""
@@ -47,6 +52,33 @@ def test_both_workers_train_and_everybody_ends(tmp_path):
     assert "loss 0.9524 with learning rate 0.002" in out
 
 
+CHANGES = {  # of copies whose end is all that is to be seen
+    "a mistake": [("weights = torch.zeros(50)", "weights = torch.zeros(51)")],
+    "Ctrl-C in a callback": [
+        (
+            "future.add_done_callback(lambda future: answers.put((name, task, future)))",
+            "future.wait(), future.add_done_callback(lambda future: os.killpg(0, signal.SIGINT))",
+        )
+    ],
+    "a worker that does not come": [
+        ("START_TIMEOUT = 60 ", "START_TIMEOUT = 8 "),
+        ("    join(name, rank, folder)", "    os._exit(0)"),
+    ],
+}
+GROUP = pytest.mark.xdist_group("starter")
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Run the copies of CHANGES; return {name: CompletedProcess}."""
+    folder = tmp_path_factory.mktemp("starter")
+    for name, changes in CHANGES.items():
+        (folder / name).mkdir()
+        copied(folder / name, *changes)
+    done = run_in_forks(folder, [shlex.quote(f"{name}/starter.py") for name in CHANGES])
+    return dict(zip(CHANGES, done.values(), strict=True))
+
+
 def test_a_killed_workers_tasks_are_done_by_the_other_one_which_may_die_when_it_has_done_them(tmp_path):
     kill = '        os.kill(processes["worker2"].pid, signal.SIGKILL)\n'
     best = "        best = min(losses, key=losses.get)\n"
@@ -61,15 +93,15 @@ def test_a_killed_workers_tasks_are_done_by_the_other_one_which_may_die_when_it_
     assert "worker2 is lost" in afterwards and "worker1" not in afterwards and "Traceback" not in err
 
 
-def test_a_mistake_in_a_method_is_shown_with_the_worker_and_the_line(tmp_path):
-    with Starter(tmp_path, ("weights = torch.zeros(50)", "weights = torch.zeros(51)")) as starter:
-        status, out, err = starter.end()
-    assert status == 1 and "is lost" not in out
-    assert re.search(r"^worker\d has failed at 0\.0\d+$", out, re.MULTILINE)
-    assert re.search(r"On WorkerInfo\(id=\d, name=worker\d\):", err)
-    lines = pathlib.Path(starter.path).read_text().splitlines()
+@GROUP
+def test_a_mistake_in_a_method_is_shown_with_the_worker_and_the_line(ended):
+    done = ended["a mistake"]
+    assert done.returncode == 1 and "is lost" not in done.stdout
+    assert re.search(r"^worker\d has failed at 0\.0\d+$", done.stdout, re.MULTILINE)
+    assert re.search(r"On WorkerInfo\(id=\d, name=worker\d\):", done.stderr)
+    lines = (ROOT / "docs" / "starter.py").read_text().splitlines()
     line = 1 + lines.index("            residuals = self.x[batch] @ weights - self.y[batch]")
-    assert f'starter.py", line {line}, in work' in err and "size mismatch" in err
+    assert f'starter.py", line {line}, in work' in done.stderr and "size mismatch" in done.stderr
 
 
 def test_a_silent_worker_is_given_up_and_without_any_worker_the_program_fails(tmp_path):
@@ -97,17 +129,14 @@ def test_the_workers_end_with_a_leader_that_is_killed(tmp_path):
     assert status == -signal.SIGKILL and "loss" not in out and "Traceback" not in err
 
 
-def test_ctrl_c_ends_all_processes_also_in_a_callback(tmp_path):
+@GROUP
+def test_ctrl_c_ends_all_processes_also_in_a_callback(ended):
     """torch only logs an exception that a callback raises, so a KeyboardInterrupt would be lost."""
-    put = "future.add_done_callback(lambda future: answers.put((name, task, future)))"
-    interrupted = "future.wait(), future.add_done_callback(lambda future: os.killpg(0, signal.SIGINT))"
-    with Starter(tmp_path, (put, interrupted)) as starter:
-        status, out, err = starter.end()
-    assert status == -signal.SIGINT and "loss" not in out and "Traceback" not in err
+    done = ended["Ctrl-C in a callback"]
+    assert done.returncode == -signal.SIGINT and "loss" not in done.stdout and "Traceback" not in done.stderr
 
 
-def test_nobody_waits_for_ever_for_a_worker_that_does_not_come(tmp_path):
-    changes = [("START_TIMEOUT = 60 ", "START_TIMEOUT = 8 "), ("    join(name, rank, folder)", "    os._exit(0)")]
-    with Starter(tmp_path, *changes) as starter:
-        status, _, err = starter.end()
-    assert status == 1 and "Timeout (0:00:08)!" in err and "in init_rpc" in err
+@GROUP
+def test_nobody_waits_for_ever_for_a_worker_that_does_not_come(ended):
+    done = ended["a worker that does not come"]
+    assert done.returncode == 1 and "Timeout (0:00:08)!" in done.stderr and "in init_rpc" in done.stderr

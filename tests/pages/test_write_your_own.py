@@ -12,12 +12,12 @@ from forks import run_in_forks
 from helpers import ROOT
 from jobs import free_port
 from programs import Program, run_script
+from tutorials import changed
 
 PAGE = (ROOT / "docs" / "WRITE_YOUR_OWN.md").read_text()
 BLOCK = r"(?ms)^```python\n# (\w+\.py)\n(.*?)^```\n\n(?:`torchrun[^\n]+\n\n)?(?:```text\n(.*?)^```)?"
 PROGRAMS = {name: found for name, *found in re.findall(BLOCK, PAGE)}  # program, output
 SHOWN = [name for name, (_, output) in PROGRAMS.items() if output]
-ALONE = ("main.py", "sent.py")  # do not fork their ranks
 UNNEEDED = ("open_calls.py", "report.py", "checkpoint.py", "seeds.py")  # files of the glue
 TIME = r"\b(\d+\.\d) m?s\b"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -37,16 +37,15 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def in_forks(folder):
-    """Run the programs that fork their ranks; return {name: CompletedProcess}."""
-    return run_in_forks(folder, [name for name in SHOWN if name not in ALONE])
+    """Run the programs but sent.py, which is for torchrun; return {name: CompletedProcess}."""
+    return run_in_forks(folder, [name for name in SHOWN if name != "sent.py"])
 
 
 @pytest.mark.xdist_group("programs")
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_program_prints_what_the_page_shows(name, folder, request):
-    if name in ALONE:
-        by = [*TORCHRUN, "--master-port", free_port()] if name == "sent.py" else None
-        done = run_script(folder / name, env={"MASTER_PORT": free_port()}, cwd=folder, by=by)
+    if name == "sent.py":
+        done = run_script(folder / name, cwd=folder, by=[*TORCHRUN, "--master-port", free_port()])
     else:
         done = request.getfixturevalue("in_forks")[name]
     assert done.returncode == 0, done.stderr
@@ -61,11 +60,11 @@ def test_the_tests_of_the_page_pass(folder):
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout
 
 
-def test_workers_in_other_terminals_end_with_their_leader(folder):
+def test_a_worker_in_another_terminal_ends_with_its_leader(tmp_path):
+    program = changed(shutil.copy(ROOT / "docs" / "pool.py", tmp_path), ('["worker1", "worker2"]', '["worker1"]'))
     port = free_port()
-    ranks = [Program(folder / "pool.py", cwd=folder, env={"RANK": rank, "MASTER_PORT": port}) for rank in range(3)]
-    with ranks[0] as leader, ranks[1] as worker1, ranks[2] as worker2:
-        assert leader.wait_for_text("worker2 has done", 90), leader.text()
+    ranks = [Program(program, cwd=tmp_path, env={"RANK": rank, "MASTER_PORT": port}) for rank in range(2)]
+    with ranks[0] as leader, ranks[1] as worker:
+        assert leader.wait_for_text("worker1 has done", 90), leader.text()
         os.kill(leader.pid, signal.SIGKILL)
-        assert worker1.wait(60) == worker2.wait(60) == 1
-        assert "the leader is lost" in worker1.output() and "the leader is lost" in worker2.output()
+        assert worker.wait(60) == 1 and "the leader is lost" in worker.output()

@@ -3,15 +3,9 @@
 `python tools/soak_faults.py continue` runs more cases.
 """
 
-import os
-import signal
-
 import pytest
 
 import lost_trainers
-from helpers import assert_one_line_error
-from processes import ranks_of
-from programs import Program
 
 
 @pytest.mark.quick
@@ -32,14 +26,3 @@ def test_trainers_die_while_rank_0_saves(tmp_path):
     flags = ("--evaluations", 10, "--checkpoint", tmp_path / "c.pt")
     summary = lost_trainers.run_case(tmp_path, "bounded", kills, flags, trainers=8)
     assert summary["lost"] == [*range(2, 9)]
-
-
-def test_without_a_trainer_the_job_ends_and_names_it(few_digits):
-    flags = ("--data_dir", few_digits, "--mode", "overlap", "--epochs", 1000, "--log_interval", 5)
-    with Program("param_server/main.py", *flags, "--on_lost", "continue") as running:
-        assert running.wait_for_text(r"Rank \d+ training batch", 120), running.text()
-        pids = ranks_of(running.pid, 3)
-        for victim in (1, 2):
-            os.kill(pids[victim], signal.SIGKILL)
-        done = running.result(60)
-    assert_one_line_error(done, 1, "lost rank", "(trainer")

@@ -1,6 +1,5 @@
-"""param_server as a user runs it: it learns, bad input is refused, nothing is lost after kill -9."""
+"""param_server as a user runs it: it learns, bad input is refused, a resumed run goes on as if it had not stopped."""
 
-import contextlib
 import json
 import re
 import shutil
@@ -55,18 +54,12 @@ def test_output_that_nobody_reads_for_a_while_delays_the_job_and_breaks_nothing(
     """For longer than --rpc_timeout, and than an error of a connection waits for the name of a lost rank (12 s)."""
     flags = ("--data_dir", few_digits, "--batch_size", 1, "--log_interval", 1, "--max_batches", 800)
     flags = (*flags, "--lr", 0.001, "--rpc_timeout", 5)  # with batches of one image, the default may diverge
-    with contextlib.ExitStack() as stack:
-        jobs = []
-        for mode in ("remote", "replica"):
-            job = Program("param_server/main.py", *flags, "--mode", mode, stdout=subprocess.PIPE)
-            jobs.append(stack.enter_context(job))
+    with Program("param_server/main.py", *flags, stdout=subprocess.PIPE) as job:
         with pytest.raises(AssertionError, match="still runs"):
-            jobs[0].wait(30)
-        for job in jobs:
-            assert job.poll() is None
-            output = job.process.stdout.read().decode()
-            assert job.wait(100) == 0, job.errors()
-            assert output.count("training batch") == 1600 and job.errors() == ""
+            job.wait(30)
+        output = job.process.stdout.read().decode()
+        assert job.wait(100) == 0, job.errors()
+        assert output.count("training batch") == 1600 and job.errors() == ""
 
 
 # ------------------------------------------------------------------------------------------------- bad input
@@ -104,15 +97,18 @@ def test_unusable_data_ends_the_whole_job_with_status_1(tmp_path, few_digits):
     assert_one_line_error(done, 1, "(trainer", "train-labels-idx1-ubyte cannot be read", "delete both")
 
 
-def test_no_network_names_both_ways_out_and_a_reader_that_has_gone_is_not_blamed_on_it(tmp_path):
+def test_no_network_names_both_ways_out_and_a_reader_that_has_gone_is_not_blamed_on_it(tmp_path, monkeypatch):
     """In the words of the tutorials' own download, which needs a network that is not there."""
-    proxies = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
-    done = run_main("param_server", "--data_dir", tmp_path / "data", env=proxies, timeout=100)
-    assert_one_line_error(done, 1, "MNIST cannot be downloaded", "put its four files", "--dataset synthetic")
-    assert_documented(done.stderr, "MNIST cannot be downloaded to")
+    for variable in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    with package_on_path("param_server"):
+        import data
+    with pytest.raises(ValueError, match=r"put its four files.* --dataset synthetic") as refused:
+        data.load_digits("mnist", str(tmp_path / "data"), 1, train=False, download=True)
+    assert_documented(f"param_server: rank 0 (server1): {refused.value}", "MNIST cannot be downloaded to")
     reader = subprocess.Popen(["true"], stdin=subprocess.PIPE)  # ends at once, so that nobody reads the output
     reader.wait()
-    with Program("param_server/main.py", "--data_dir", tmp_path / "data", env=proxies, stdout=reader.stdin) as running:
+    with Program("param_server/main.py", "--data_dir", tmp_path / "data", stdout=reader.stdin) as running:
         assert running.wait(100) == 141
         assert "MNIST" not in running.errors(), running.errors()
 
@@ -147,31 +143,32 @@ def assert_same_state(checkpoint, expected_checkpoint):
     torch.testing.assert_close(found["optimizer"]["state"][0]["momentum_buffer"], momentum, rtol=0, atol=0)
 
 
-def test_killed_and_resumed_ends_where_an_unbroken_run_ends(tmp_path):
-    """To the bit, with dropout. The order of answers, the moment of the kill, measuring and saving change nothing.
+def test_resumed_ends_where_an_unbroken_run_ends(tmp_path):
+    """To the bit, with dropout. The order of answers, the moment of the end, measuring and saving change nothing.
 
-    A measurement falls between two updates, after as many batches of each trainer. From a copy of the checkpoint, one
-    trainer does what is left of the epoch of three.
+    The checkpoints are copies of one that the unbroken run writes within its epoch. A measurement falls between two
+    updates, after as many batches of each trainer. From the second copy, one trainer does what is left of the epoch.
     """
     unbroken, broken, copy, summary = (tmp_path / name for name in ("unbroken.pt", "broken.pt", "copy.pt", "s.json"))
     write_mnist(tmp_path / "noise", noise(320), noise(64))  # 320 images, so 160 batches, of which three are an update
     flags = ("--data_dir", tmp_path / "noise", "--batch_size", 2, "--lr", 0.003, "--momentum", 0.5)
     flags = (*flags, "--mode", "sync", "--summary_json", summary)
     three = (*flags, "--world_size", 4)
-    assert run_main("param_server", *three, "--checkpoint", unbroken).returncode == 0
-    with Program("param_server/main.py", *three, "--checkpoint", broken, "--evaluations", 8) as running:
+    with Program("param_server/main.py", *three, "--checkpoint", unbroken, "--evaluations", 8) as running:
         deadline = time.monotonic() + 120
-        while not broken.exists():
+        while not unbroken.exists():
             assert time.monotonic() < deadline and running.poll() is None, running.text()
             time.sleep(0.02)
+        shutil.copy(unbroken, broken)
+        assert running.wait() == 0, running.text()
+    measured = re.findall(r"^Epoch 1: Accuracy .* (\d+) updates", running.output(), re.M)
+    assert measured == [str(update) for update in (*range(7, 54, 7), 54)]
     shutil.copy(broken, copy)
     at = updates_in(broken)
     assert at in range(7, 50, 7)
-    resumed = run_main("param_server", *three, "--checkpoint", broken, "--evaluations", 8, "--resume")
+    resumed = run_main("param_server", *three, "--checkpoint", broken, "--resume")  # without further measurements
     assert resumed.returncode == 0, resumed.stderr
     assert f"Going on after update {at}, with 0 of 1 epochs done." in resumed.stdout
-    measured = re.findall(r"^Epoch 1: Accuracy .* (\d+) updates", resumed.stdout, re.M)
-    assert measured == [str(update) for update in (*range(at + 7, 54, 7), 54)]
     assert updates_in(broken) == updates_in(unbroken) == 54
     assert_same_state(broken, unbroken)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from documented import assert_documented
-from helpers import assert_one_line_error, package_on_path
+from helpers import package_on_path
 from programs import run_main
 
 SOLVED_LINE = re.compile(r"^Solved! Running reward is now ([\d.]+)!$", re.M)
@@ -141,8 +141,3 @@ def test_an_episode_may_take_longer_than_the_rpc_timeout(tmp_path):
     assert "Episode 1\tLast reward: -40.00\tAverage reward: -40.00" in done.stdout  # it does not start at 0
     assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
     assert "rank 2 (observer2): ValueError: this environment is broken" in done.stderr, done.stderr
-
-
-def test_a_wrong_environment_ends_the_job_in_one_line():
-    """It is made in the ranks, because a simulator may start threads, and the ranks are forks."""
-    assert_one_line_error(run_main("rl_rpc", "--env_id", "NoSuchEnvironment-v0"), 1, "NoSuchEnvironment")

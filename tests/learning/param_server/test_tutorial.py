@@ -174,7 +174,7 @@ def accuracies(output):
 
 def test_one_trainer_in_terminals_and_one_process_have_the_losses_of_a_plain_loop(tmp_path, run_here):
     program = copied_alone("param_server/tutorial.py", tmp_path)
-    server, trainer = run_in_terminals(program, 2, "--dataset", "synthetic", cwd=tmp_path, timeout=240)
+    server, trainer = run_in_terminals(program, 2, "--dataset", "synthetic")
     assert [(done.returncode, done.stderr) for done in (server, trainer)] == [(0, "")] * 2
     assert "Using 0 GPUs to train" in server.stdout and server.stdout.endswith("RPC shutdown on parameter server.\n")
     net = reference_network(seed=1, dropout=True)

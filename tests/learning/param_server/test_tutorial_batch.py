@@ -169,6 +169,6 @@ def test_two_trainers_learn_alone_in_a_folder(tmp_path):
 
 def test_two_trainers_without_batching_in_terminals(tmp_path):
     program = copied_alone("param_server/tutorial_batch.py", tmp_path)
-    ranks = run_in_terminals(program, 3, "--num_batches", 20, "--no_batch", cwd=tmp_path, timeout=240)
+    ranks = run_in_terminals(program, 3, "--num_batches", 20, "--no_batch")
     assert [(done.returncode, done.stderr) for done in ranks] == [(0, "")] * 3
     assert result(ranks[0].stdout)[0] == 40

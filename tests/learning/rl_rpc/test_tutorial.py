@@ -139,7 +139,7 @@ def assert_plays(done, episodes):
 def test_tutorial_in_terminals_prints_what_single_prints_and_learns(tmp_path, run_here):
     """One observer. An untrained policy keeps the pole up for about 22 steps."""
     short, long = (("--max_episodes", episodes, "--log_interval", 1) for episodes in (5, 60))
-    agent, observer = run_in_terminals(copied_alone(PATH, tmp_path), 2, *short, cwd=tmp_path)
+    agent, observer = run_in_terminals(copied_alone(PATH, tmp_path), 2, *short)
     assert (observer.returncode, observer.stdout, observer.stderr) == (0, "", "")
     assert assert_plays(agent, 5) == reinforce(1, 5, 1)[0]
     single = run_here(ROOT / "rl_rpc/single.py", *long)

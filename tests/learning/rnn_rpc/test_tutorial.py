@@ -132,7 +132,7 @@ def assert_learned(output):
 def test_a_rank_per_terminal_from_a_copy_alone(tmp_path):
     """Two epochs. It computes what single.py computes, and what that learns in ten epochs is tested below."""
     program = changed(copied_alone(TUTORIAL, tmp_path), ("for epoch in range(10):", "for epoch in range(2):"))
-    server, trainer = run_in_terminals(program, 2, "--seed", 2, cwd=tmp_path, timeout=280)
+    server, trainer = run_in_terminals(program, 2, "--seed", 2)
     assert (server.returncode, server.stdout, server.stderr) == (0, "", "")
     assert (trainer.returncode, trainer.stderr) == (0, "")
     (_, first, _), (_, second, _) = EPOCH.findall(trainer.stdout)
