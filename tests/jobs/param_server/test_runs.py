@@ -19,7 +19,7 @@ BYTES = load_bench("bytes_per_step")
 
 def test_a_run_learns_and_reports_its_figures(tmp_path, digits):
     summary_file = tmp_path / "summary.json"
-    flags = ("--data_dir", digits, "--max_batches", 150, "--lr", 0.05, "--log_interval", 50)
+    flags = ("--data_dir", digits, "--max_batches", 150, "--lr", 0.05, "--momentum", 0.5, "--log_interval", 50)
     done = run_main("param_server", *flags, "--summary_json", summary_file, timeout=150)
     assert (done.returncode, done.stderr) == (0, "")
     summary = json.loads(summary_file.read_text())
