@@ -16,9 +16,10 @@ from programs import run_script
 
 
 def run_in_forks(folder, commands, at_once=False, by=None):
-    """Run programs in `folder`, each for at most 4 minutes; return {command: CompletedProcess}.
+    """Run programs in `folder`, each for at most 2 minutes; return {command: CompletedProcess}.
 
-    `commands`: names of files, with flags behind them. `at_once`: not one after the other. `by`: see Program.
+    `commands`: names of files, with flags behind them. `at_once`: not one after the other, and for at most 4 minutes.
+    `by`: see Program.
     """
     # Unbuffered, as on a terminal: the lines of several processes then come in the order in which they are printed.
     how = {"env": {"PYTHONUNBUFFERED": "1"}, "cwd": folder, "by": by, "timeout": 600}
@@ -31,7 +32,7 @@ def run_in_forks(folder, commands, at_once=False, by=None):
     return results
 
 
-def start(number, command):
+def start(number, command, seconds):
     """Run a program in a fork; return its process id."""
     pid = os.fork()
     if pid == 0:
@@ -40,7 +41,7 @@ def start(number, command):
             os.dup2(os.open(f"{number}.{kind}", os.O_WRONLY | os.O_CREAT), descriptor)
         os.environ["MASTER_PORT"] = str(free_port())
         sys.argv, sys.path[0] = shlex.split(command), os.getcwd()
-        signal.alarm(240)
+        signal.alarm(seconds)
         runpy.run_path(sys.argv[0], run_name="__main__")
         sys.exit()
     return pid
@@ -50,7 +51,8 @@ def main(at_once, *commands):
     import torch.distributed.rpc  # noqa: F401
 
     gc.freeze()  # else each fork spends half a second on these objects when it ends
-    pids = (start(number, command) for number, command in enumerate(commands))  # each is started when it is asked for
+    seconds = 240 if at_once else 120
+    pids = (start(*each, seconds) for each in enumerate(commands))  # each is started when it is asked for
     for pid in [*pids] if at_once else pids:
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
