@@ -40,7 +40,8 @@ def start(number, command, seconds):
         for descriptor, kind in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{number}.{kind}", os.O_WRONLY | os.O_CREAT), descriptor)
         os.environ["MASTER_PORT"] = str(free_port())
-        sys.argv, sys.path[0] = shlex.split(command), os.getcwd()
+        sys.argv = shlex.split(command)
+        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
         signal.alarm(seconds)
         runpy.run_path(sys.argv[0], run_name="__main__")
         sys.exit()

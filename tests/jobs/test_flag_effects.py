@@ -69,7 +69,7 @@ GLUE = {
     "--rank": "test_a_run_in_terminals_is_quiet_listens_on_loopback_only_and_leaves_nothing",
     "--master_addr": "test_two_hosts_work_until_the_link_is_cut",
     "--master_port": "test_a_run_in_terminals_is_quiet_listens_on_loopback_only_and_leaves_nothing",
-    "--join_timeout": "test_a_missing_rank_is_named_at_join_timeout",
+    "--join_timeout": "test_a_missing_rank_is_named_at_join_timeout_and_what_answers_at_the_port_is_recognised",
     "--device": "test_several_ranks_that_compute",
     "--transport": "test_no_rank_grows_with_its_steps",
     "--rpc_timeout": "test_call_that_takes_too_long_shows_where_it_was_made",

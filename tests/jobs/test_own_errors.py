@@ -7,9 +7,9 @@ import signal
 import pytest
 
 from faults import assert_named, changed_package
+from forks import run_in_forks
 from helpers import package_on_path
 from jobs import JOBS, RunningJob, free_port
-from programs import Program
 
 BATCHED = ("--mode", "batched", "--rpc_timeout", 600)
 ONE_IMAGE = ("--batch_size", 1)  # so an epoch takes minutes
@@ -79,12 +79,11 @@ def test_a_rank_that_leaves_too_early_is_named_in_every_terminal(tmp_path):
     """sys.exit() says that all is well, but the work is not done."""
     right = "    def finish_episode(self):\n"
     main = changed_package("rl_rpc", tmp_path, "step.py", (right, f"{right}        raise SystemExit\n"))
-    place = ["--world_size", 2, "--master_port", free_port(), "--rank"]
-    with Program(main, *place, 0) as agent, Program(main, *place, 1) as observer:
-        for reader, process in (("", agent), ("rank 1 (observer1): ", observer)):
-            assert process.wait(60) == 1, process.text()
-            line = f"rl_rpc: {reader}rank 0 (agent): it called sys.exit(None) before its work was done\n"
-            assert line in process.errors(), process.errors()
+    place = f"{main} --world_size 2 --master_port {free_port()} --rank"
+    ranks = run_in_forks(tmp_path, [f"{place} {rank}" for rank in range(2)], at_once=True)
+    for reader, done in zip(("", "rank 1 (observer1): "), ranks.values(), strict=True):
+        line = f"rl_rpc: {reader}rank 0 (agent): it called sys.exit(None) before its work was done\n"
+        assert done.returncode == 1 and line in done.stderr, done.stderr
 
 
 REMOTE = """On WorkerInfo(id=1, name=observer1):

@@ -15,6 +15,7 @@ import time
 import pytest
 
 from documented import PAGE, assert_documented
+from forks import run_in_forks
 from helpers import assert_one_line_error
 from jobs import JOBS, RunningJob, executed_traps, fill_with_traps, free_port, left_in
 from listeners import Listeners
@@ -155,13 +156,6 @@ def test_a_loopback_address_is_refused_if_ranks_are_on_other_hosts():
         assert_documented(observer.errors(), "is a loopback address, and there are ranks on")
 
 
-def test_a_missing_rank_is_named_at_join_timeout():
-    place = ["--world_size", 3, "--rank", 0, "--master_port", free_port(), "--join_timeout", 1]
-    done = run_main("rl_rpc", *place)
-    assert_one_line_error(done, 1, "--join_timeout 1 s")
-    assert_documented(done.stderr, "rank 1 (observer1), rank 2 (observer2) did not come")
-
-
 @NEEDS_ROOT
 def test_a_rank_says_that_it_waits_for_rank_0_and_ends_at_join_timeout(tmp_path):
     """In a cluster, a pod's name is known some seconds after it has started, and a proxy may stand in front of it.
@@ -187,8 +181,8 @@ def test_a_rank_says_that_it_waits_for_rank_0_and_ends_at_join_timeout(tmp_path)
     assert_documented(done.stderr, "did not come within --join_timeout 12 s: Connection refused")
 
 
-def test_what_answers_at_the_port_is_recognised():
-    """Here it sends back what it gets."""
+def test_a_missing_rank_is_named_at_join_timeout_and_what_answers_at_the_port_is_recognised(tmp_path):
+    """It sends back what it gets."""
     with socket.create_server(("127.0.0.1", free_port())) as server:
 
         def echo():
@@ -197,11 +191,14 @@ def test_what_answers_at_the_port_is_recognised():
                 connection.sendall(connection.recv(10_000))
 
         threading.Thread(target=echo, daemon=True).start()
-        port = server.getsockname()[1]
-        done = run_main("rl_rpc", "--rank", 1, "--master_port", port, "--join_timeout", 60)
-    assert_one_line_error(done, 1, f"localhost port {port}")
-    assert_documented(done.stderr, "is not rank 0 (agent)")
-    assert len(done.stderr.splitlines()) == 1
+        port, main = server.getsockname()[1], ROOT / "rl_rpc/main.py"
+        alone = f"{main} --rank 0 --world_size 3 --master_port {free_port()} --join_timeout 1"
+        led_astray = f"{main} --rank 1 --master_port {port} --join_timeout 60"
+        done = run_in_forks(tmp_path, [alone, led_astray])
+    assert_one_line_error(done[alone], 1, "--join_timeout 1 s")
+    assert_documented(done[alone].stderr, "rank 1 (observer1), rank 2 (observer2) did not come")
+    assert_one_line_error(done[led_astray], 1, f"localhost port {port}")
+    assert_documented(done[led_astray].stderr, "is not rank 0 (agent)")
 
 
 @pytest.mark.quick

@@ -42,16 +42,6 @@ def test_pipelined_with_one_trainer_equals_one_process_with_lookups_one_step_old
     assert largest_difference(found, one_process()) > 1e-4  # without stale lookups the result is different
 
 
-def test_hogwild_steps_the_table_once_for_each_trainer(tmp_path):
-    """In the tutorial's mode, two trainers do not compute the same as one process on the joined batch."""
-    found = distributed(tmp_path, "--mode", "hogwild")
-    joined = one_process(2)
-    moved, moved_joined = (float((table - oracle.start_of_table()).norm()) for table in (found[0], joined[0]))
-    assert largest_difference(found, joined) > 1e-3
-    # The ratio is about 2, because the table gets two updates with the full learning rate instead of one.
-    assert moved > 1.5 * moved_joined
-
-
 def test_a_run_that_goes_on_with_other_servers_equals_one_that_was_not_interrupted(tmp_path):
     """The plain loop writes the checkpoint of epoch 1, and a run with three servers resumes from it."""
     table, fc = one_process(2, epochs=1)
