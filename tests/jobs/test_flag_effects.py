@@ -192,18 +192,19 @@ def run_of(tmp_path_factory, few_digits):
 
 
 def jobs_of(*packages):
-    """The tests of one package share its job, so they run in one process. The job of rl_rpc is in the quick set."""
+    """The tests of one package share its job, so they run in one process."""
     for package in packages:
-        marks = [pytest.mark.xdist_group(f"flags of {package}"), *[pytest.mark.quick] * (package == "rl_rpc")]
-        yield pytest.param(package, marks=marks)
+        yield pytest.param(package, marks=pytest.mark.xdist_group(f"flags of {package}"))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("package", [*jobs_of(*PACKAGES)])
 def test_every_flag_has_its_effect(package, run_of):
     for row, seen in SEEN[package].items():
         assert not callable(seen) or seen(run_of(package)), f"{row} is not seen in {run_of(package).text}"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("package", [*jobs_of("rl_rpc")])
 def test_default_command_prints_what_the_tutorial_prints(package, run_of):
     lines = run_of(package).text.splitlines()
@@ -217,7 +218,7 @@ def test_default_command_prints_what_the_tutorial_prints(package, run_of):
 FIGURES = {"rl_rpc": "running_reward", "ddp_rpc": "heldout_accuracy", "param_server": "test_accuracy"}
 
 
-@pytest.mark.parametrize("package", [pytest.param(*each.values, marks=each.marks[:1]) for each in jobs_of(*FIGURES)])
+@pytest.mark.parametrize("package", [*jobs_of(*FIGURES)])
 def test_to_resume_a_finished_run_is_no_failure(package, run_of):
     """It prints that nothing is left to do, and writes the same files as other runs, with the result of before.
 

@@ -38,7 +38,10 @@ def assert_traceback_printed_once(errors, package, rank, name):
 @pytest.mark.parametrize(
     "package, rank, name, right, wrong, flags",
     [
-        ("ddp_rpc", 3, "hogwild.py", "torch.set_grad_enabled(", "torch.set_grad_enable(", ()),
+        pytest.param(
+            *("ddp_rpc", 3, "hogwild.py", "torch.set_grad_enabled(", "torch.set_grad_enable(", ()),
+            marks=pytest.mark.quick,
+        ),
         ("rl_rpc", 2, "step.py", ".env.step(action)\n", ".env.step(action if self.id == 1 else self.no)\n", BATCHED),
         (
             "param_server",

@@ -256,6 +256,7 @@ def test_between_two_hosts_no_arrow_points_back_in_time(tmp_path, capsys):
 # ---------------------------------------------------------------------------- the program is as it is without the tool
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("words", "status", "why"),
     [

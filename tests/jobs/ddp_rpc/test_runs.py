@@ -3,6 +3,8 @@
 import json
 import re
 
+import pytest
+
 from faults import changed_package
 from helpers import assert_one_line_error, load_bench
 from programs import run_main, run_script
@@ -40,6 +42,7 @@ def test_the_default_run_comes_within_two_points_of_the_teacher(tmp_path):
     assert summary["heldout_accuracy"] > summary["ceiling_accuracy"] - 0.02
 
 
+@pytest.mark.quick
 def test_divergence_ends_the_run_in_one_line_and_writes_nothing(tmp_path):
     """With random targets, which nobody can foresee. There are eight of them."""
     files = tmp_path / "summary.json", tmp_path / "model.pt"

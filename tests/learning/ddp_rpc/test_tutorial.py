@@ -146,6 +146,7 @@ def test_the_tutorial_learns_also_from_a_folder_with_a_space_in_its_name(tmp_pat
     assert done.stdout.endswith("Distributed RPC example completed successfully.\n")
 
 
+@pytest.mark.quick
 def test_one_trainer_in_terminals_prints_what_one_process_prints(tmp_path, run_here):
     """Rank 0, which has the stores through which the ranks meet, is started last."""
     single = run_here(changed(copied_alone("ddp_rpc/single.py", tmp_path), *sizes(2, 5)))

@@ -172,6 +172,7 @@ def accuracies(output):
     return [float(figure) for figure in re.findall(r"^Accuracy ([\d.]+)$", output, re.MULTILINE)]
 
 
+@quick
 def test_one_trainer_in_terminals_and_one_process_have_the_losses_of_a_plain_loop(tmp_path, run_here):
     program = copied_alone("param_server/tutorial.py", tmp_path)
     server, trainer = run_in_terminals(program, 2, "--dataset", "synthetic")

@@ -170,6 +170,7 @@ def shorter_and_says_what_it_asks(tmp_path):
     return changed(copied_alone(PATH, tmp_path), (choice, choice + said), ("NUM_STEPS = 500", "NUM_STEPS = 50"))
 
 
+@quick
 def test_batch_page_alone_in_a_folder_with_a_space_runs_both_jobs(tmp_path):
     program = shorter_and_says_what_it_asks(tmp_path)
     done = run_spawned(program, "--world_size", 2, "--num_episode", 2, cwd=tmp_path)

@@ -20,13 +20,13 @@ corpus, main = oracle.corpus, oracle.main
 V, E, H, LAYERS, T, B = oracle.V, oracle.E, oracle.H, oracle.LAYERS, oracle.T, oracle.B
 SIZES, SGD, MODES = oracle.SIZES, oracle.SGD, oracle.MODES
 pytestmark = [
+    pytest.mark.quick,
     pytest.mark.filterwarnings("ignore:You are using a Backend"),
     pytest.mark.xdist_group("rnn_rpc"),
 ]
 BYTES = load_bench("bytes_per_step")
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_one_process(tmp_path, mode, world_size):
@@ -158,7 +158,6 @@ def steps_of(mode, corpus_tokens, vocabulary, *sizes, bptt, batch_size):
         _, hidden = the_trainer.train_step(data_TB, target_TB, hidden)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("mode", MODES)
 def test_bytes_on_the_wire_are_what_the_tensors_weigh(mode):
     """Besides the tensors, the messages have at most 3 % and 30 kB. E = H = 200, V = 1,000."""
