@@ -15,15 +15,14 @@ from jobs import free_port
 from programs import run_script
 
 
-def run_in_forks(folder, commands, at_once=False, by=None):
-    """Run programs in `folder`, each for at most 2 minutes; return {command: CompletedProcess}.
+def run_in_forks(folder, commands, at_once=False, seconds=120, by=None):
+    """Run programs in `folder`, each for at most so many seconds; return {command: CompletedProcess}.
 
-    `commands`: names of files, with flags behind them. `at_once`: not one after the other, and for at most 4 minutes.
-    `by`: see Program.
+    `commands`: names of files, with flags behind them. `at_once`: not one after the other. `by`: see Program.
     """
     # Unbuffered, as on a terminal: the lines of several processes then come in the order in which they are printed.
     how = {"env": {"PYTHONUNBUFFERED": "1"}, "cwd": folder, "by": by, "timeout": 600}
-    done = run_script(__file__, "at once" if at_once else "", *commands, **how)
+    done = run_script(__file__, seconds, "at once" if at_once else "", *commands, **how)
     assert done.returncode == 0, done.stderr
     results = {}
     for number, (command, status) in enumerate(zip(commands, done.stdout.split(), strict=True)):
@@ -48,12 +47,11 @@ def start(number, command, seconds):
     return pid
 
 
-def main(at_once, *commands):
+def main(seconds, at_once, *commands):
     import torch.distributed.rpc  # noqa: F401
 
     gc.freeze()  # else each fork spends half a second on these objects when it ends
-    seconds = 240 if at_once else 120
-    pids = (start(*each, seconds) for each in enumerate(commands))  # each is started when it is asked for
+    pids = (start(*each, int(seconds)) for each in enumerate(commands))  # each is started when it is asked for
     for pid in [*pids] if at_once else pids:
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -191,7 +192,7 @@ def test_a_missing_rank_is_named_at_join_timeout_and_what_answers_at_the_port_is
                 connection.sendall(connection.recv(10_000))
 
         threading.Thread(target=echo, daemon=True).start()
-        port, main = server.getsockname()[1], ROOT / "rl_rpc/main.py"
+        port, main = server.getsockname()[1], shlex.quote(str(ROOT / "rl_rpc/main.py"))
         alone = f"{main} --rank 0 --world_size 3 --master_port {free_port()} --join_timeout 1"
         led_astray = f"{main} --rank 1 --master_port {port} --join_timeout 60"
         done = run_in_forks(tmp_path, [alone, led_astray])
@@ -199,6 +200,7 @@ def test_a_missing_rank_is_named_at_join_timeout_and_what_answers_at_the_port_is
     assert_documented(done[alone].stderr, "rank 1 (observer1), rank 2 (observer2) did not come")
     assert_one_line_error(done[led_astray], 1, f"localhost port {port}")
     assert_documented(done[led_astray].stderr, "is not rank 0 (agent)")
+    assert len(done[led_astray].stderr.splitlines()) == 1
 
 
 @pytest.mark.quick

@@ -29,7 +29,7 @@ class EmbeddingShard(hogwild.EmbeddingShard):
 
 class LateOptimizer(hogwild.DistributedOptimizer):
     def step(self, context_id):
-        time.sleep(0.1)
+        time.sleep(0.2)
         super().step(context_id)
 
 
