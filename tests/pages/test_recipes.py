@@ -39,10 +39,15 @@ def in_forks(tmp_path_factory):
     (folder / "errors.py").write_text(ERRORS)
     for number in RECIPES.keys() - {*UNCHANGED}:
         (folder / f"{number}.py").write_text(RECIPES[number][2])
-        changed(folder / f"{number}.py", FORKED, *(MEETING if number == PIPELINE else []))
+        changed(folder / f"{number}.py", STORE, FORKED, *(MEETING if number == PIPELINE else []))
     return run_in_forks(folder, sorted(os.listdir(folder)))
 
 
+# The parent has the store, as torchrun does. Else a recipe in some hundreds ends with status 1, because rank 0 and its
+# store have ended just before rank 1 (docs/TROUBLESHOOTING.md).
+STORE = "    from torch.distributed import TCPStore\n\n    os.environ['TORCHELASTIC_USE_AGENT_STORE'] = 'True'\n"
+STORE += "    store = TCPStore('localhost', int(os.environ['MASTER_PORT']), is_master=True, wait_for_workers=False)\n"
+STORE = ("    mp.spawn(", STORE + "    mp.spawn(")
 QUICK = 2
 UNCHANGED = (QUICK, FARM)  # the farm starts its workers in another way
 GROUP = pytest.mark.xdist_group("recipes")

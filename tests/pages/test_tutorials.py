@@ -135,7 +135,7 @@ def test_the_forty_lines_run_listen_on_loopback_and_print_what_the_page_shows(tm
 WRONG = "--world_size 1, --world_size 2 --rank 2, --world_size 3 --rank -1"
 REFUSED = {
     "docs/primer.py": "--plot curve.png, --checkpoint c.pt, --resume, --world_size 1, --rank 2, --lr 0",
-    "param_server/tutorial.py": f"{WRONG}, --world_size 0, --rank 4, --rank -1, --num_gpus 3, --num_gpus -1",
+    "param_server/tutorial.py": f"{WRONG}, --world_size 0, --rank 4, --num_gpus 3, --num_gpus -1, --dataset other",
     "param_server/tutorial_batch.py": "--world_size 1, --rank 6, --rank -1, --num_batches 0",
     "rl_rpc/elastic.py": ", --rank -1, --rank 0 --seconds 0",
     "rl_rpc/tutorial.py": f"{WRONG}, --max_episodes 0, --log_interval 0",
