@@ -61,6 +61,7 @@ def test_mistake_in_served_method_shows_its_traceback_once(tmp_path, package, ra
     """
     errors = run_with_mistake(package, tmp_path, name, right, wrong, *flags)
     assert_traceback_printed_once(errors, package, rank, name)
+    assert re.search(r" \(called from .*/(hogwild|step|lead)\.py, line \d+\)$", errors, re.MULTILINE), errors
 
 
 def test_call_that_cannot_be_sent_is_an_error_of_its_caller(tmp_path):
