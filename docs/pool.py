@@ -66,7 +66,8 @@ def play(weights, seed):
     """The leader calls this. It runs on an RPC thread, which only hands the task to the main thread, and is free."""
     answer = torch.futures.Future()
     jobs.put((weights, seed, answer))
-    return answer.then(lambda answer: answer.value())  # raises; `answer` itself would send an exception as a value
+    # value() raises the simulator's exception. Without it, torch would send the exception as if it were a result.
+    return answer.then(lambda answer: answer.value())
 
 
 def stop():
@@ -124,7 +125,7 @@ class Learner:
 
 
 def lead(workers, tasks):
-    """Let the workers do all tasks, and learn from each. Return {task: mean cost}, and the names of living workers."""
+    """Let the workers do all tasks, and learn from each. Return {task: mean cost}, and the workers not seen lost."""
     learner = Learner()
     todo, idle, in_flight, costs_of = list(tasks), list(workers), 0, {}
     living = set(workers)
@@ -163,7 +164,7 @@ def lead(workers, tasks):
 def is_lost(error):
     """Return True if the worker has died or is silent, and False if its function has raised an exception."""
     text = str(error)
-    # The first is there if `play` has raised, the second if the simulator has.
+    # The first is there if `play` has raised, the second if the simulator has: the callback in `play` raises that.
     if "On WorkerInfo(" in text or "when running the callback" in text:
         return False
     return "originated at tensorpipe" in text or "RPC ran for more than set timeout" in text
@@ -172,15 +173,17 @@ def is_lost(error):
 def run_leader():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     join("leader", 0)
-    costs_of, living = lead(WORKERS, range(TASKS))
-    assert set(costs_of) == set(range(TASKS))
-    costs = [*costs_of.values()]
-    print(f"{len(costs_of)} tasks done, {len(living)} workers left")
-    print(f"mean cost {sum(costs[:5]) / 5:.2f} in the first tasks, {sum(costs[-5:]) / 5:.2f} in the last ones")
-    for name in living:
-        with contextlib.suppress(RuntimeError):  # it has ended before its answer was sent
-            rpc.rpc_sync(name, stop, timeout=TIMEOUT)
-    rpc.shutdown(graceful=False)  # a graceful one would wait for lost workers, too
+    try:
+        costs_of, living = lead(WORKERS, range(TASKS))
+        assert set(costs_of) == set(range(TASKS))
+        costs = [*costs_of.values()]
+        print(f"{len(costs_of)} tasks done, {len(living)} workers left")
+        print(f"mean cost {sum(costs[:5]) / 5:.2f} in the first tasks, {sum(costs[-5:]) / 5:.2f} in the last ones")
+        for name in living:
+            with contextlib.suppress(RuntimeError):  # it has ended before its answer was sent
+                rpc.rpc_sync(name, stop, timeout=TIMEOUT)
+    finally:
+        rpc.shutdown(graceful=False)  # a graceful one would wait for lost workers, too
 
 
 # ------------------------------------------------------------------------------------------------------- in all of them

@@ -89,8 +89,8 @@ def backward_through_a_call(neighbour, say):
 
 
 class SGD(optim.SGD):
-    """Empty. DistributedOptimizer would replace torch's own SGD by a version without a lock, which
-    prints a warning about TorchScript in each process. It keeps a subclass as it is."""
+    """Empty, but not optim.SGD itself. DistributedOptimizer would replace that one by a version of its
+    own, which prints a warning about TorchScript in each process. It keeps a subclass as it is."""
 
 
 def run_ring(neighbour, seeds, lr, say):

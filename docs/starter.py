@@ -21,7 +21,7 @@ Run it again. When it has printed the first result, `kill -9` one of the two pro
 terminal. The other worker goes on alone. torch prints warnings that a connection was closed.
 
 Then put a mistake into Worker.work. The worker prints a traceback, then the leader prints one and ends.
-In the leader's, find `On WorkerInfo(`. Below it, the last entry with your own file shows the mistake.
+In the leader's traceback, find `On WorkerInfo(`. Below it, the last entry with your own file shows the mistake.
 
 Ctrl-C ends everything, and leaves a small folder in the directory for temporary files.
 """
@@ -129,7 +129,7 @@ def lead(tasks, processes, workers):
         in_flight -= 1
         try:
             results[task] = future.wait()
-            if name in processes:  # otherwise it was given up, because of its other task
+            if name in processes:  # otherwise the worker's other task has failed, and it was given up
                 idle.append(name)
             print(f"{name} has done {task}", flush=True)
         except Exception as error:

@@ -28,6 +28,8 @@ def test_pipelined_learns_for_longer_than_an_rpc_may_take(tmp_path):
         "    def use_device(self):\n"  # a trainer is made, measures, and trains an epoch with this as its first step
     )
     slow = changed_package("ddp_rpc", tmp_path, "training.py", (right, f"{right}        time.sleep(3)\n"))
+    right = "        num_rows = len(range(shard, num_embeddings, num_shards))\n"  # a table takes longer than a trainer
+    changed_package("ddp_rpc", tmp_path, "shards.py", (right, f"{right}        __import__('time').sleep(9)\n"))
     flags = ("--mode", "pipelined", "--world_size", 5, "--num_servers", 2, "--epochs", 3, "--lr", 0.2)
     out, summary = run(tmp_path, *flags, "--rpc_timeout", 2, program=slow)
     losses = [float(loss) for loss in re.findall(r"held-out loss (\S+)", out)]

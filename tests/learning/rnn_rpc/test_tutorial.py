@@ -88,6 +88,7 @@ def test_a_program_in_one_file_equals_a_plain_loop(rpc_group, monkeypatch, tmp_p
     model, (start, hidden), batches = trained(module, updates=10)
     if name == "tutorial":
         assert {rref.owner_name() for rref in model.parameter_rrefs()} == {"ps", "trainer"}
+    assert {data.shape for data, _ in batches} == {(T, B)}
     after = parameters_of(model)
     assert largest_difference(after, plain_loop(start, hidden, batches)) < 1e-6
     assert largest_difference(after, start) > 1e-3
