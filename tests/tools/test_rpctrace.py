@@ -462,8 +462,8 @@ def test_more_calls_than_lanes_do_not_collide():
 SIGNALLED = """
 import signal, sys
 SIGNALS = {signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM}
-print("ignored:", [n.name for n in sorted(SIGNALS) if signal.getsignal(n) == signal.SIG_IGN], flush=True)
 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+print("ignored:", [n.name for n in sorted(SIGNALS) if signal.getsignal(n) == signal.SIG_IGN], flush=True)
 while (number := signal.sigwait(SIGNALS)) != signal.SIGUSR1:
     print(signal.Signals(number).name, flush=True)
 sys.exit(7)
