@@ -125,7 +125,7 @@ class Learner:
 
 
 def lead(workers, tasks):
-    """Let the workers do all tasks, and learn from each. Return {task: mean cost}, and the workers not seen lost."""
+    """Let the workers do all tasks; learn from each. Return {task: mean cost}, and the workers not known to be lost."""
     learner = Learner()
     todo, idle, in_flight, costs_of = list(tasks), list(workers), 0, {}
     living = set(workers)

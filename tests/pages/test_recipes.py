@@ -43,8 +43,7 @@ def in_forks(tmp_path_factory):
     return run_in_forks(folder, sorted(os.listdir(folder)))
 
 
-# The parent has the store, as torchrun does. Else a recipe in some hundreds ends with status 1, because rank 0 and its
-# store have ended just before rank 1 (docs/TROUBLESHOOTING.md).
+# The parent has the store, as with torchrun, because rank 0 may end before rank 1 does (docs/TROUBLESHOOTING.md).
 STORE = "    from torch.distributed import TCPStore\n\n    os.environ['TORCHELASTIC_USE_AGENT_STORE'] = 'True'\n"
 STORE += "    store = TCPStore('localhost', int(os.environ['MASTER_PORT']), is_master=True, wait_for_workers=False)\n"
 STORE = ("    mp.spawn(", STORE + "    mp.spawn(")

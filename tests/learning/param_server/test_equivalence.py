@@ -41,12 +41,12 @@ def cuda(*flags, name, expect=None, need=NO_GPU):
     ],
 )
 def test_one_trainer_equals_one_process(tmp_path, few_digits, flags, settings):
-    """In `remote` the second epoch is of a second run, which goes on from the checkpoint of the first."""
+    """In `remote` and `sharded` the second epoch is of a second run, which goes on from the checkpoint of the first."""
     settings = {"epochs": 1, "late": 0, **settings}
     epochs, late = settings.pop("epochs"), settings.pop("late")
     flags = ("--world_size", 2, "--batch_size", 8, "--lr_step", 1, "--max_batches", STEPS // epochs, *flags)
     losses = []
-    for until in range(1, epochs + 1) if "remote" in flags else [epochs]:
+    for until in range(1, epochs + 1) if {"remote", "sharded"} & {*flags} else [epochs]:
         more = ("--epochs", until, "--resume") if losses else ("--epochs", until)
         summary, printed, weights = oracle.distributed(tmp_path, few_digits, *flags, *more)
         losses += printed.popitem()[1]

@@ -17,6 +17,9 @@ class Noted(gym.Wrapper):
     """CartPole that notes when each of its steps begins and ends, by a clock that all processes of a host share."""
 
     def reset(self, **how):
+        self.begun = getattr(self, "begun", 0) + 1
+        if self.begun == 5 and rpc.get_worker_info().id == 1:  # later checkpoints replace the file, but not this link
+            os.link(pathlib.Path(os.environ["NOTES"], "end.pt"), pathlib.Path(os.environ["NOTES"], "after_4.pt"))
         state, info = super().reset(**how)
         self.times = [time.monotonic()]
         return state, info
