@@ -52,9 +52,7 @@ def parse_args(argv=None):
     add("--optimizer", choices=list(OPTIMIZERS), default="sgd", help="optimizer of each process with parameters")
     lr = ", ".join(f"{lr} with {optimizer}" for optimizer, lr in DEFAULT_LR.items())
     add("--lr", type=flags.positive_float, metavar="X", help=f"learning rate (if not given: {lr})")
-    add(
-        "--clip", type=flags.non_negative_float, default=0.25, metavar="X", help="limit of all gradients' norm; 0: none"
-    )
+    add("--clip", type=flags.non_negative_float, default=0.25, metavar="X", help="limit of the gradients' norm; 0: off")
     add("--log_interval", type=flags.positive_int, default=50, metavar="N", help="steps per point of the loss curve")
     args = parser.parse_args(argv)
 

@@ -45,9 +45,9 @@ def launch(run_worker, args, worker_name):
 
 def run_rank(rank, run_worker, args, workers, listener=None, starter=None):
     """Run one rank, and end this process. The last two are of ranks that one process has started: see start_all."""
+    keep_freed_memory()
     if starter:
         threading.Thread(target=end_with, args=(starter,), daemon=True).start()
-    keep_freed_memory()
     keep_console_clean()
     job = Job(rank, args, workers, listener, starter)
     try:
