@@ -20,7 +20,7 @@ import torch
 from common import ROOT, use_package
 
 LINE = re.compile(r"Bytes on the wire per step: (\d+)\n")
-COUNTED = []  # the bytes of each step of this process
+COUNTED = []  # what this process had sent and received before its first step, and after each
 
 
 def wire_bytes():
@@ -42,17 +42,17 @@ def wire_bytes():
 
 
 class Counting(torch.profiler.record_function):
-    """`with record_function("step")` notes in COUNTED the bytes that were sent and received meanwhile."""
+    """`with record_function("step")` notes in COUNTED the bytes so far. Some may arrive between two steps."""
 
     def __enter__(self):
-        if self.name == "step":
-            self.before = wire_bytes()
+        if self.name == "step" and not COUNTED:
+            COUNTED.append(wire_bytes())
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
         if self.name == "step":
-            COUNTED.append(wire_bytes() - self.before)
+            COUNTED.append(wire_bytes())
 
 
 def per_step(out):
@@ -65,7 +65,7 @@ def run_worker(rank, args, job):
     main.run_worker(rank, args, job)
     if COUNTED:
         # The line break is part of the text: print would write it apart, perhaps after another rank's line.
-        print(f"Bytes on the wire per step: {statistics.mean(COUNTED):.0f}\n", end="", flush=True)
+        print(f"Bytes on the wire per step: {(COUNTED[-1] - COUNTED[0]) // (len(COUNTED) - 1)}\n", end="", flush=True)
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the second name is the one in a spawned rank

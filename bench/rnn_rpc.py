@@ -1,6 +1,6 @@
 """Measure rnn_rpc: tokens per second of each mode, and of one process that holds the whole model.
 
-    python bench/rnn_rpc.py                            # vocabularies 100 to 33,000: about 25 minutes on 2 cores
+    python bench/rnn_rpc.py                            # vocabularies 100 to 33,000: about 10 minutes on 2 cores
     python bench/rnn_rpc.py --vocabularies 10000 --repeats 1
 
 All variants of a table train the same model on the same text. The sizes of embedding and hidden state are E = H = 200.
