@@ -164,7 +164,7 @@ def lead(workers, tasks):
 def is_lost(error):
     """Return True if the worker has died or is silent, and False if its function has raised an exception."""
     text = str(error)
-    # The first is there if `play` has raised, the second if the simulator has: the callback in `play` raises that.
+    # The first is there if `play` has raised, the second if the simulator has, because a callback in `play` raises it.
     if "On WorkerInfo(" in text or "when running the callback" in text:
         return False
     return "originated at tensorpipe" in text or "RPC ran for more than set timeout" in text

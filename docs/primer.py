@@ -23,8 +23,8 @@ The fourth line is the one to understand. worker1 asked worker0 to compute t1 + 
 went through that call and came back. Yet t1.grad is None. The gradient is kept elsewhere, in an
 "autograd context", from which an optimizer takes it.
 
-The last two lessons follow examples in torch's documentation: that of dist_autograd.context, and the
-one in the design note about distributed autograd, which also draws how autograd crosses a call:
+The last two lessons follow torch's docstring of dist_autograd.context, and the design note about
+distributed autograd, which also draws how autograd crosses a call:
 https://docs.pytorch.org/docs/stable/rpc/distributed_autograd.html
 """
 
@@ -89,8 +89,8 @@ def backward_through_a_call(neighbour, say):
 
 
 class SGD(optim.SGD):
-    """Empty, but not optim.SGD itself. DistributedOptimizer would replace that one by a version of its
-    own, which prints a warning about TorchScript in each process. It keeps a subclass as it is."""
+    """Empty. DistributedOptimizer would replace optim.SGD itself by a version of its own, which prints
+    a warning about TorchScript in each process. It keeps a subclass as it is."""
 
 
 def run_ring(neighbour, seeds, lr, say):

@@ -14,8 +14,8 @@ which train the model and return its loss:
     worker1 has done 6 tasks
     worker2 has done 6 tasks
 
-Then see what happens when things go wrong. The program takes only some seconds, so let Worker.work
-begin with `import time` and `time.sleep(5)` first, to have more time.
+Then see what happens when things go wrong. The program takes only some seconds. To have more time,
+put `import time` and `time.sleep(5)` at the beginning of Worker.work.
 
 Run it again. When it has printed the first result, `kill -9` one of the two processes in a second
 terminal. The other worker goes on alone. torch prints warnings that a connection was closed.
@@ -62,7 +62,7 @@ class Worker:
 
     def work(self, lr):
         """Train a linear model with this learning rate, and return its loss."""
-        generator = torch.Generator().manual_seed(2)  # two calls at once must not draw from one
+        generator = torch.Generator().manual_seed(2)  # two calls at once must not share one
         weights = torch.zeros(50)
         for _ in range(4000):
             batch = torch.randint(1000, (8,), generator=generator)
@@ -129,7 +129,7 @@ def lead(tasks, processes, workers):
         in_flight -= 1
         try:
             results[task] = future.wait()
-            if name in processes:  # otherwise the worker's other task has failed, and it was given up
+            if name in processes:  # otherwise its other task has failed, and the worker was given up
                 idle.append(name)
             print(f"{name} has done {task}", flush=True)
         except Exception as error:
