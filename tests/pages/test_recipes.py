@@ -37,16 +37,16 @@ def in_forks(tmp_path_factory):
     """Run the recipes but those of UNCHANGED, and ERRORS; return {name of the file: CompletedProcess}."""
     folder = tmp_path_factory.mktemp("recipes")
     (folder / "errors.py").write_text(ERRORS)
-    for number in RECIPES.keys() - {*UNCHANGED}:
-        (folder / f"{number}.py").write_text(RECIPES[number][2])
-        changed(folder / f"{number}.py", STORE, FORKED, *(MEETING if number == PIPELINE else []))
+    for n in RECIPES.keys() - {*UNCHANGED}:
+        (folder / f"{n}.py").write_text(RECIPES[n][2] + END)
+        changed(folder / f"{n}.py", STORE, FORKED, ("nprocs=", "join=False, nprocs="), *MEETING * (n == PIPELINE))
     return run_in_forks(folder, sorted(os.listdir(folder)))
 
 
 # The parent has the store, as with torchrun, because rank 0 may end before rank 1 does (docs/TROUBLESHOOTING.md).
-STORE = "    from torch.distributed import TCPStore\n\n    os.environ['TORCHELASTIC_USE_AGENT_STORE'] = 'True'\n"
-STORE += "    store = TCPStore('localhost', int(os.environ['MASTER_PORT']), is_master=True, wait_for_workers=False)\n"
-STORE = ("    mp.spawn(", STORE + "    mp.spawn(")
+STORE = ("    mp.spawn(", "    os.environ['TORCHELASTIC_USE_AGENT_STORE'] = 'True'\n    ranks = mp.spawn(")
+END = "    from torch.distributed import TCPStore\n\n    store = TCPStore('localhost', int(os.environ['MASTER_PORT']), "
+END += "is_master=True)\n    while not ranks.join():\n        pass\n"  # after the forks: they do not get its threads
 QUICK = 2
 UNCHANGED = (QUICK, FARM)  # the farm starts its workers in another way
 GROUP = pytest.mark.xdist_group("recipes")
