@@ -1,24 +1,22 @@
-"""An RPC group without a fixed size: observers join and leave while the agent trains. Start each
-rank in a separate terminal. Ctrl-C makes an observer leave.
+"""An RPC group without a fixed size: observers join and leave while the agent trains. Start each rank in a separate
+terminal. Ctrl-C makes an observer leave.
 
     python elastic.py --rank 0   # the agent: it trains for --seconds, counted from the first join
     python elastic.py --rank 1   # an observer; --rank 2, 3, ... start others, at any time
 
-An observer may also be killed: `let_others_join` repairs torch's group, and another can join.
-
-Read run_observer and join, run_agent and collect_episodes, and then what repairs the group:
-dismiss, let_others_join and remove_unnoticed.
+An observer may also be killed. Then Repair mends torch's group, so that another one can join. Read what happens in an
+observer, then what happens in the agent, and at last the repair.
 """
 
 import argparse
 import contextlib
 import logging
 import os
+import queue
 import signal
 import sys
 import threading
 import time
-from datetime import timedelta
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warning when a connection is closed
 import gymnasium as gym
@@ -26,71 +24,40 @@ import torch
 import torch.distributed.rpc as rpc
 from torch.distributed import TCPStore
 
-env = gym.make("CartPole-v1")  # each environment step has the reward 1
 policy = torch.nn.Sequential(  # from states (T, 4) to the probabilities (T, 2) of the two actions
     torch.nn.Linear(4, 128), torch.nn.ReLU(), torch.nn.Linear(128, 2), torch.nn.Softmax(dim=-1)
 )
 ctrl_c = threading.Event()  # set by Ctrl-C: an observer leaves, the agent ends the job for all
-dismissed = threading.Event()  # of an observer: the agent has answered its call of `join`
-lock = threading.Lock()  # of the agent: held while the next two are read or changed
-members = {}  # of the agent: name of each observer in the group -> the Future returned by `join`
-used = set()  # of the agent: the names of all observers that have ever joined
-lost = set()  # of the agent: the names of observers that were killed or did not answer in time
-# torch's list of members, such as "agent-0,observer1-1,", and its lock for joining and leaving, such
-# as "Token_for_observer2_join", or "" if it is free. They are keys in the store, private to torch.
-LISTED, LOCKED = "rpc_prefix_0/names/_ALL_WORKER_INFOS", "rpc_prefix_0/RpcGroupManagementToken"
+
+# ------------------------------------------------------------------------------------------------------- in an observer
+
+env = gym.make("CartPole-v1")  # each environment step has the reward 1
+dismissed = threading.Event()  # set when the agent has answered the call of `join`, or is lost
 
 
-@rpc.functions.async_execution
-def join(name):
-    """An observer calls this function of the agent, where it runs on one of the RPC threads. There
-    are 16 by default, so several calls may run at the same time. Because of async_execution, a call
-    occupies no thread while it waits. RPC answers when the returned Future gets its value. The
-    answer tells the observer to leave: (whether to inform the others, error message or None)."""
-    answer = torch.futures.Future()
-    with lock:
-        known = name in used  # torch would use the broken connection to the old process
-        if not known:
-            used.add(name)
-            members[name] = answer
-    if known:
-        answer.set_result((True, f"{name} ends: its --rank has been used before; take another"))
-    else:
-        print(f"{name} joined")
-    return answer
-
-
-def wait_until_dismissed():
-    """The agent calls this function of an observer, whose answer shows that it will leave."""
-    dismissed.wait(10)
-
-
-def let_others_join(name, store, dead=True):
-    """Repair the group after the process `name` was lost, or (with dead=False) could not join.
-    Return False if that is not possible.
-
-    A process that joins calls everyone on torch's list of members. If one of them is dead, its
-    init_rpc fails, and keeps torch's lock. So take `name` off the list, and release the lock if
-    `name` holds it.
-    """
-    if not store.check([LISTED, LOCKED]):
-        return False  # another version of torch
-    while dead:  # again if another process has changed the list in the meantime
-        listed = store.get(LISTED).decode()
-        left = [item for item in listed.split(",") if item.rpartition("-")[0] != name]
-        if store.compare_set(LISTED, listed, ",".join(left)).decode() == ",".join(left):
+def run_observer(name):
+    while True:
+        with contextlib.suppress(RuntimeError):  # the agent is not in the group yet
+            answer = rpc.rpc_async("agent", join, (name,), timeout=0)  # no time limit
             break
-    for event in ("join", "leave"):
-        held = f"Token_for_{name}_{event}"
-        if store.compare_set(LOCKED, held, "").decode() == "":  # it is free now
-            store.set(f"rpc_prefix_0/{held}", "Done")  # wakes those who wait for the lock
-    return True
+        time.sleep(0.1)
+    print(f"{name} joined")  # the agent answers when this observer has to leave
+    answer.add_done_callback(lambda _: dismissed.set())
+    dismissed.wait()  # in answer.wait(), Python would not handle Ctrl-C
+    try:
+        inform, problem = answer.wait()
+    except RuntimeError as error:
+        inform, problem = False, f"{name} has lost the agent: {str(error).splitlines()[0]}"
+    with contextlib.suppress(RuntimeError):  # another one was killed, and the agent has not noticed it yet
+        rpc.shutdown(graceful=inform)  # graceful: it informs the others, but is no barrier
+    print(f"{name} left")
+    sys.exit(problem)
 
 
 @torch.no_grad()
 def run_episodes(weights):
-    """The agent makes one such call at a time. Play whole episodes for about a second. Return the
-    states (T, 4) and actions (T, 1) of each episode of T steps; [] if this observer leaves."""
+    """The agent makes one such call at a time. Play whole episodes for about a second. Return the states (T, 4) and
+    actions (T, 1) of each episode of T steps; [] if this observer leaves."""
     policy.load_state_dict(weights)
     episodes = []
     end = time.monotonic() + 1
@@ -106,43 +73,103 @@ def run_episodes(weights):
     return [] if ctrl_c.is_set() else episodes
 
 
-def collect_episodes(store):
-    """Let all observers play at the same time. Forget observers that leave or are lost."""
-    weights = policy.state_dict()
-    with lock:
-        names = list(members)
-    futs = {name: rpc.rpc_async(name, run_episodes, (weights,)) for name in names}
-    episodes = []
+def wait_until_dismissed():
+    """The agent calls this before it ends. The answer shows that this observer has been told to leave."""
+    dismissed.wait(10)
+
+
+# --------------------------------------------------------------------------------------------------------- in the agent
+
+newcomers = queue.SimpleQueue()  # (name, answer) of each call of `join` that the main thread has not seen yet
+
+
+@rpc.functions.async_execution
+def join(name):
+    """An observer calls this function, which runs on an RPC thread of the agent. Because of async_execution, the call
+    occupies no thread while it waits. RPC answers when the returned Future gets its value, which tells the observer to
+    leave: (whether to inform the others, error message or None)."""
+    answer = torch.futures.Future()
+    newcomers.put((name, answer))
+    return answer
+
+
+def run_agent(seconds, repair):
+    print("Waiting for observers. Ctrl-C ends this job for all.")
+    members = {}  # name of each observer in the group -> the answer that will tell it to leave
+    used = set()  # the names of all observers that have ever joined
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
+    i_episode, end = 0, float("inf")
+    while time.monotonic() < end and not ctrl_c.is_set():
+        start = time.monotonic()
+        admit_newcomers(members, used, repair.gone)
+        episodes, leaving = collect_episodes(members, repair.gone)
+        answers = {name: members.pop(name) for name in leaving}
+        repair.run(members, leaving)
+        for name, answer in answers.items():
+            answer.set_result((not repair.gone, leaving[name]))
+        if episodes:
+            end = min(end, start + seconds)
+            finish_episodes(episodes, optimizer)
+            i_episode += len(episodes)
+            steps = sum(len(actions) for _, actions in episodes)
+            speed = f"{steps / (time.monotonic() - start):,.0f} steps/s\tobservers: {len(members)}"
+            print(f"Episode {i_episode}\tAverage reward: {steps / len(episodes):.2f}\t{speed}")
+        else:
+            ctrl_c.wait(0.1)  # no observer is in the group now
+    repair.gone |= members.keys()  # an observer that joins from now on must not call those that end
+    repair.run(members, {})
+    remaining = list(members.items())
+    while remaining or not newcomers.empty():
+        name, answer = remaining.pop() if remaining else newcomers.get()
+        late = None if name in members else f"{name} ends: it has joined too late, the agent has finished"
+        answer.set_result((False, late))
+        with contextlib.suppress(RuntimeError):  # the observer has ended already
+            rpc.rpc_sync(name, wait_until_dismissed)  # the agent must not end before its answer has arrived
+    rpc.shutdown(graceful=False)
+    sys.exit(None if used else "no observer has joined")
+
+
+def admit_newcomers(members, used, gone):
+    while not newcomers.empty():
+        name, answer = newcomers.get()
+        if name in used:  # torch would use the broken connection to the old process
+            answer.set_result((name not in gone, f"{name} ends: its --rank has been used before; take another"))
+        else:
+            used.add(name)
+            members[name] = answer
+            print(f"{name} joined")
+
+
+def collect_episodes(members, gone):
+    """Let all observers play at the same time. Return their episodes, and {name: error message or None} for those that
+    have to leave."""
+    futs = {name: rpc.rpc_async(name, run_episodes, (policy.state_dict(),)) for name in members}
+    episodes, leaving = [], {}
     for name, fut in futs.items():
         try:
             new_episodes = fut.wait()
             episodes.extend(new_episodes)
             if not new_episodes:
                 print(f"{name} left")
-                dismiss(name, None, store)
+                leaving[name] = None
         except Exception as error:
-            # Torch puts this before the traceback of a function that has raised an exception.
-            if "On WorkerInfo(" in str(error):
-                traceback = str(error).replace("\\n", "\n")  # a KeyError's text has them escaped
-                print(f"{name} has failed: {traceback}")
-                dismiss(name, f"{name} ends: run_episodes has failed, see the agent", store)
+            if raised := what_was_raised(error):
+                print(f"{name} has failed: {raised}")
+                leaving[name] = f"{name} ends: run_episodes has failed, see the agent"
             else:
                 print(f"{name} was lost: {str(error).splitlines()[0]}")
-                lost.add(name)
-                dismiss(name, f"{name} ends: the agent has given it up", store)
-    return episodes
+                leaving[name] = f"{name} ends: the agent has given it up"  # if it was only slow, it hears this
+                gone.add(name)
+    return episodes, leaving
 
 
-def dismiss(name, problem, store):
-    """Tell an observer to leave. A lost observer may not hear this, or may only have been slow."""
-    with lock:
-        answer = members.pop(name)
-    # An observer that leaves informs all members that it knows. After a loss it would fail to reach
-    # the lost one, because only the list in the store is repaired. So after the first loss the agent
-    # takes every observer that leaves off the list.
-    if lost:
-        let_others_join(name, store)
-    answer.set_result((not lost, problem))
+def what_was_raised(error):
+    """Return the traceback of what the called function has raised, or "" if the call itself has failed."""
+    text = str(error)
+    # torch puts one of these before an exception of a function, or of a Future's callback.
+    if "On WorkerInfo(" not in text and "when running the callback" not in text:
+        return ""
+    return text.replace("\\n", "\n") if text.startswith("KeyError: ") else text  # the text of a KeyError is a repr
 
 
 def finish_episodes(episodes, optimizer, gamma=0.99):
@@ -154,86 +181,62 @@ def finish_episodes(episodes, optimizer, gamma=0.99):
         returns.append((1 - gamma**steps_left) / (1 - gamma))  # 1 + gamma + gamma**2 + ...
     returns = torch.cat(returns)
     returns = (returns - returns.mean()) / (returns.std() + 1e-7)
-    policy_loss = (-torch.cat(log_probs) * returns).sum()
     optimizer.zero_grad()
-    policy_loss.backward()
+    (-torch.cat(log_probs) * returns).sum().backward()
     optimizer.step()
 
 
-def remove_unnoticed(store, suspects):
-    """Repair the group after a process that was killed while it joined or left, when the agent did
-    not call it. `suspects`: {name: since when}; return the new ones.
+class Repair:
+    """Mends torch's group after a kill, for which torch has no public function. (Tried with torch 2.14 and 2.15.)
 
-    A join takes hundredths of a second, or fails after 10 s. So give up whoever has had torch's lock
-    for 15 s, or has been on torch's list for 15 s without being one of `members`. (A lost one can
-    get back on the list: a process that joins reads the list, adds itself, and writes it.)
+    torch keeps a list of the members, and a lock for joining and leaving, as texts in its store. A process that joins
+    takes the lock, adds itself to the list, and calls everyone on it. If one of them is dead, init_rpc fails, and keeps
+    the lock. So the dead have to be taken off the list, and a lock that nobody will release has to be released.
     """
-    if not store.check([LISTED, LOCKED]):
-        return {}
-    listed = store.get(LISTED).decode().split(",")
-    found = {item.rpartition("-")[0] for item in listed}
-    with lock:
-        found -= set(members)
-    found.add(store.get(LOCKED).decode().removeprefix("Token_for_").rpartition("_")[0])
-    now = time.monotonic()
-    suspects = {name: suspects.get(name, now) for name in found - {"", "agent"}}
-    for name, since in suspects.items():
-        if now - since > 15:
+
+    LIST = "rpc_prefix_0/names/_ALL_WORKER_INFOS"  # such as "agent-0,observer1-1,"
+    LOCK = "rpc_prefix_0/RpcGroupManagementToken"  # such as "Token_for_observer2_join", or "" if it is free
+
+    def __init__(self, store):
+        self.store = store
+        self.gone = set()  # the names of observers that were lost, and of all that have left since the first loss
+        self.suspects = {}  # name of a process that may be lost, but is no member -> since when
+
+    def run(self, members, leaving):
+        """The agent calls this in each round, before it tells the observers in `leaving` to leave."""
+        if not self.store.check([self.LIST, self.LOCK]):
+            return  # another version of torch
+        token = self.store.get(self.LOCK).decode()
+        holder = token.removeprefix("Token_for_").rpartition("_")[0]
+        lost = self.find_lost(holder, members)
+        self.gone |= lost
+        # An observer that leaves informs all members that it knows, and takes itself off the list. After a loss it
+        # would fail to reach the lost one. So from then on the agent takes it off the list.
+        if self.gone:
+            self.gone |= leaving.keys()
+        while True:  # again if another process has changed the list in the meantime
+            listed = self.store.get(self.LIST).decode()
+            left = ",".join(item for item in listed.split(",") if item.rpartition("-")[0] not in self.gone)
+            if left == listed or self.store.compare_set(self.LIST, listed, left).decode() == left:
+                break
+        # This comes last, because whoever gets the lock next calls everyone on the list. If it is held in the name of a
+        # member, init_rpc has refused a second process of this name.
+        if holder in lost or holder in members:
+            self.store.compare_set(self.LOCK, token, "")
+            self.store.set(f"rpc_prefix_0/{token}", "Done")  # wakes those who wait for the lock
+
+    def find_lost(self, holder, members):
+        """Return the names of those that were lost while they joined or left, when the agent did not call them. A join
+        takes hundredths of a second, or fails after 10 s. So give up whoever has had the lock for 12 s, or has been on
+        the list for 12 s without being a member."""
+        listed = {item.rpartition("-")[0] for item in self.store.get(self.LIST).decode().split(",")}
+        now = time.monotonic()
+        suspects = (listed | {holder}) - members.keys() - {"agent", ""}
+        self.suspects = {name: self.suspects.get(name, now) for name in suspects}
+        lost = {name for name, since in self.suspects.items() if now - since > 12}
+        for name in lost:
             print(f"{name} was lost while it joined or left")
-            lost.add(name)
-            let_others_join(name, store)
-    return suspects
-
-
-def run_agent(seconds, store):
-    print("Waiting for observers. Ctrl-C ends this job for all.")
-    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
-    suspects = {}
-    i_episode, end = 0, float("inf")
-    while time.monotonic() < end and not ctrl_c.is_set():
-        start = time.monotonic()
-        suspects = remove_unnoticed(store, suspects)
-        episodes = collect_episodes(store)
-        if episodes:
-            end = min(end, start + seconds)
-            finish_episodes(episodes, optimizer)
-            i_episode += len(episodes)
-            steps = sum(len(actions) for _, actions in episodes)
-            speed = f"{steps / (time.monotonic() - start):,.0f} steps/s\tobservers: {len(members)}"
-            print(f"Episode {i_episode}\tAverage reward: {steps / len(episodes):.2f}\t{speed}")
-        else:
-            ctrl_c.wait(0.1)  # no observer is in the group now
-    with lock:
-        answers = dict(members)
-    for name, answer in answers.items():
-        answer.set_result((False, None))
-        # The agent must not end before this answer has arrived.
-        with contextlib.suppress(RuntimeError):  # the observer has ended already
-            rpc.rpc_sync(name, wait_until_dismissed)
-    rpc.shutdown(graceful=False)
-    sys.exit(None if used else "no observer has joined")
-
-
-def run_observer(name, store):
-    while True:
-        with contextlib.suppress(RuntimeError):  # the agent is not in the group yet
-            answer = rpc.rpc_async("agent", join, (name,), timeout=0)  # no time limit
-            break
-        time.sleep(0.1)
-    # It is in torch's group, and has called the agent, whose answer will mean that it has to leave.
-    print(f"{name} joined")
-    answer.add_done_callback(lambda _: dismissed.set())
-    dismissed.wait()  # in answer.wait(), Python would not handle Ctrl-C
-    try:
-        inform, problem = answer.wait()
-    except RuntimeError as error:
-        inform, problem = False, f"{name} has lost the agent: {str(error).splitlines()[0]}"
-    try:
-        rpc.shutdown(graceful=inform)  # graceful: it informs the others, but is no barrier
-    except RuntimeError:  # one of them was killed, and the agent has not noticed it yet
-        let_others_join(name, store)
-    print(f"{name} left")
-    sys.exit(problem)
+        return lost
 
 
 def parse_args():
@@ -258,23 +261,16 @@ if __name__ == "__main__":  # RPC sends functions by name: every rank finds them
         # RPC on loopback only; torch's store listens on all interfaces (docs/CLUSTERS.md).
         os.environ["TP_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     # TCP instead of shared memory, and no channels for GPUs: private to torch (docs/COSTS.md).
-    tcp = {"_transports": ["uv"], "_channels": ["basic"]}
-    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=10, **tcp)
+    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=10, _transports=["uv"], _channels=["basic"])
     options.init_method = f"tcp://{args.master_addr}:{args.master_port}"
-    address = args.master_addr, args.master_port
     try:
         rpc.init_rpc(name, rank=args.rank, rpc_backend_options=options)  # without world_size
-        store = TCPStore(*address)  # a second client of the store that init_rpc uses
     except RuntimeError as error:
-        problem = f"{name} cannot join (was one killed?): {str(error).splitlines()[0]}"
-        with contextlib.suppress(RuntimeError):  # the store has ended
-            store = TCPStore(*address, timeout=timedelta(seconds=10))
-            # If the rank is taken, the member of this name is alive, and stays on the list.
-            if let_others_join(name, store, dead="is not unique" not in str(error)):
-                problem += "; try again with another --rank"
-        sys.exit(problem)
+        hint = "; try again with another --rank" if args.rank else ""
+        sys.exit(f"{name} cannot join (was one killed?): {str(error).splitlines()[0]}{hint}")
     signal.signal(signal.SIGINT, lambda *_: ctrl_c.set())
     if args.rank == 0:
-        run_agent(args.seconds, store)
+        store = TCPStore(args.master_addr, args.master_port)  # a second client of the store that init_rpc uses
+        run_agent(args.seconds, Repair(store))
     else:
-        run_observer(name, store)
+        run_observer(name)

@@ -1,6 +1,8 @@
 """rl_rpc/elastic.py: observers that join, leave and are killed, each a command of its own as in a terminal."""
 
+import os
 import re
+import shutil
 import signal
 import time
 
@@ -102,8 +104,8 @@ def test_elastic_killed_observer_is_replaced(tmp_path):
         alive = [2, 3] if group.has_joined(3) else [2]
         group.wait_for_updates(len(alive))
 
-        line = "        store = TCPStore(*address)  # a second"
-        killed = (line, f"        os.kill(os.getpid(), signal.SIGKILL)\n{line}")
+        line = "    signal.signal(signal.SIGINT, "
+        killed = (line, f"    os.kill(os.getpid(), signal.SIGKILL)\n{line}")
         group.start(4, path=changed(copied_alone(PATH, tmp_path), killed))
         assert group.status(4) == -signal.SIGKILL
         for rank in (5, 6, 7, 8):
@@ -121,14 +123,14 @@ def test_elastic_killed_observer_is_replaced(tmp_path):
 
 
 def test_elastic_alone_in_a_folder_learns_and_ends_at_its_limit(tmp_path):
-    """Observers join, leave and fail meanwhile.
+    """Observers join, leave and fail meanwhile, a second agent cannot start, and one observer joins too late.
 
     A policy that has not learned keeps the pole up for about 22 steps. There is about one update per second.
     """
     path, port = copied_alone(PATH, tmp_path), free_port()  # so it imports nothing of ours
     with watched_host(port) as by, Terminals(port, by) as group:
-        for rank in (0, 1, 2):
-            group.start(rank, *(("--seconds", 60) if rank == 0 else ()), path=path)
+        for rank, program in enumerate(meeting_at_the_end(path, tmp_path)):
+            group.start(rank, *(("--seconds", 60) if rank == 0 else ()), path=program)
         group.wait_for(1, "observer1 joined\n")
         joined = time.monotonic()
         group.wait_for(0, "observers: 2\n")
@@ -137,23 +139,72 @@ def test_elastic_alone_in_a_folder_learns_and_ends_at_its_limit(tmp_path):
         assert group.status(1) == 0 and "lost" not in group.output(0)
         assert (group.output(1), group.errors(1)) == ("observer1 joined\nobserver1 left\n", "")
 
-        group.start(1, path=path)  # a number that has been used
+        with Terminals(port, by) as second:
+            second.start(0, path=path)
+            group.start(1, path=path)  # a number that has been used
+            assert second.status(0) == 1
+            assert second.errors(0).startswith("agent cannot join "), second.everything()
         assert group.status(1) == 1
         assert group.errors(1) == "observer1 ends: its --rank has been used before; take another\n"
 
         wrong = ("    episodes = []\n    end = ", "    raise KeyError('fault')\n    end = ")
-        group.start(3, path=changed(path, wrong))
-        group.wait_for(0, "observer3 has failed: ")
-        assert group.status(3) == 1
-        assert group.errors(3).endswith("observer3 ends: run_episodes has failed, see the agent\n")
-        assert "\nKeyError: " in group.output(0) and "observer3 was lost" not in group.output(0)
+        group.start(4, path=changed(path, wrong))
+        group.wait_for(0, "observer4 has failed: ")
+        assert group.status(4) == 1
+        assert group.errors(4).endswith("observer4 ends: run_episodes has failed, see the agent\n")
+        assert "\nKeyError: " in group.output(0) and "observer4 was lost" not in group.output(0)
 
-        assert [group.status(rank) for rank in (0, 2)] == [0, 0], group.everything()
+        group.wait_for(2, "the end has begun\n")
+        group.send(3, signal.SIGCONT)
+        group.wait_for(0, "observer3 calls join\n")
+        os.close(os.open(tmp_path / "go on", os.O_WRONLY))
+        assert [group.status(rank) for rank in (0, 2, 3)] == [0, 0, 1], group.everything()
+        assert group.errors(3) == "observer3 ends: it has joined too late, the agent has finished\n"
         assert time.monotonic() - joined > 58  # the limit counts from the join, which is seen a little late
-        assert group.output(2) == "observer2 joined\nobserver2 left\n"
+        assert group.output(2) == "observer2 joined\nthe end has begun\nobserver2 left\n"
         assert group.errors(0) == group.errors(2) == ""
         averages = [float(average) for _, average, *_ in LINE.findall(group.output(0))]
         assert max(averages) > 60, group.everything()
+
+
+def meeting_at_the_end(path, folder):
+    """Return the programs of four ranks, copies of `path`. Observer 3 joins when the agent's end has begun.
+
+    It stops itself before it joins. Observer 2 hears that it has to leave when a pipe has been opened.
+    """
+    os.mkfifo(folder / "go on")
+    puts, hears, joins = "    newcomers.put((name, answer))\n", "lambda _: dismissed.set()", "        rpc.init_rpc("
+    opens = f"print('the end has begun', flush=True), open({str(folder / 'go on')!r}).read()"
+    changes = {
+        0: (puts, f"{puts}    print(name, 'calls join', flush=True)\n"),
+        2: (hears, f"lambda _: ({opens}, dismissed.set())"),
+        3: (joins, f"        os.kill(os.getpid(), signal.SIGSTOP)\n{joins}"),
+    }
+    copies = {rank: shutil.copy(path, folder / f"{rank}.py") for rank in changes}
+    return [changed(copies[rank], changes[rank]) if rank in changes else path for rank in range(4)]
+
+
+@pytest.mark.quick
+def test_elastic_repair_keeps_an_observer_that_joins_at_the_same_time():
+    module = load_module(ROOT / PATH)
+
+    class Store(TCPStore):
+        """Just before the list is written for the first time, observer 3 joins."""
+
+        def compare_set(self, key, expected, desired):
+            if key == listed and b"observer3" not in self.get(key):
+                self.set(key, self.get(key).decode() + "observer3-3,")
+            return super().compare_set(key, expected, desired)
+
+    listed = module.Repair.LIST
+    store = Store("localhost", 0, is_master=True)
+    store.set(listed, "agent-0,observer1-1,observer2-2,")
+    store.set(module.Repair.LOCK, "Token_for_observer2_join")  # held by a second process of this name
+    repair = module.Repair(store)
+    repair.gone.add("observer1")
+    repair.run({"observer2": None}, {})
+    assert store.get(listed) == b"agent-0,observer2-2,observer3-3,"
+    assert store.get(module.Repair.LOCK) == b"" and store.check(["rpc_prefix_0/Token_for_observer2_join"])
 
 
 @pytest.mark.quick
