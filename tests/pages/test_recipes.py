@@ -89,20 +89,17 @@ def test_both_stages_of_the_pipeline_work_at_the_same_time_and_print_what_the_pa
     check(PIPELINE, in_forks[f"{PIPELINE}.py"])
 
 
-def test_workers_that_are_killed_from_outside_are_replaced(tmp_path):
+def test_tasks_of_workers_that_are_killed_from_outside_go_to_others(tmp_path):
     """Three workers are killed, the last two together, each in the middle of a task, which is then handed out again.
 
     The last task cannot be pickled, so that it cannot even be sent.
     """
     waits = "    if task in ('task 5', 'task 12', 'task 13') and attempt == 1:\n"
     waits += "        print(task, 'waits in process', os.getpid(), flush=True)\n        time.sleep(3600)\n"
-    program = RECIPES[FARM][2]
-    program = program.replace("    return task.upper()", waits + "    return task.upper()")
-    program = program.replace('"takes too long", "b"]', '*(f"task {i}" for i in range(20)), lambda: None]')
-    program = program.replace("    coordinator = Coordinator(size=2)", "    coordinator = Coordinator(size=3)")
-    program = program.replace("timeout=3)", "timeout=60)")
-    assert program.count("waits in") == program.count("range(20)") == program.count("timeout=60") == 1
-    (tmp_path / "recipe.py").write_text(program)
+    works, tasks = "    return task.upper()", '*(f"task {i}" for i in range(20)), lambda: None]'
+    (tmp_path / "recipe.py").write_text(RECIPES[FARM][2])
+    changed(tmp_path / "recipe.py", (works, waits + works), ('"takes too long", "b"]', tasks))
+    changed(tmp_path / "recipe.py", ("(size=4)", "(size=5)"), ("timeout=3)", "timeout=60)"))
     with Program(tmp_path / "recipe.py", env={"MASTER_PORT": free_port()}, cwd=tmp_path) as running:
         for tasks in (["task 5"], ["task 12", "task 13"]):
             for task in tasks:
@@ -118,6 +115,15 @@ def test_workers_that_are_killed_from_outside_are_replaced(tmp_path):
     again = [i for i in range(20) if results[f"task {i}"] == f"TASK {i} (attempt 2)"]
     once = [i for i in range(20) if results[f"task {i}"] == f"TASK {i} (attempt 1)"]
     assert again == [5, 12, 13] and len(once) == 17
+
+
+def test_a_recipe_whose_workers_have_all_died_says_so(tmp_path):
+    (tmp_path / "recipe.py").write_text(RECIPES[FARM][2])
+    changed(tmp_path / "recipe.py", ("(size=4)", "(size=1)"), ('"raises", "takes too long", ', ""))
+    done = run_script(tmp_path / "recipe.py", env={"MASTER_PORT": free_port()}, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    tasks = done.stdout.splitlines()[:-1]
+    assert tasks == ["a: A (attempt 1)", "kills its worker: no worker is left", "b: no worker is left"]
 
 
 ERRORS = """
@@ -187,7 +193,7 @@ def test_the_table_quotes_what_the_exceptions_say(in_forks):
         assert texts[4][0] in killed and killed.startswith("wait RuntimeError")
         assert any(killed.startswith(f"wait RuntimeError {begin}") for begin in texts[4][1:])
         page = {}
-        exec(RECIPES[FARM][2].partition("def let_others_join")[0], page)
+        exec(RECIPES[FARM][2].partition("class Coordinator")[0], page)
         errors = (function, value_error, result, late, killed)
         found = [page["what_happened"](line.partition(" ")[2]) for line in errors]
         assert found == ["failed", "failed", "failed", "timed out", "lost"]
