@@ -72,8 +72,9 @@ if __name__ in ("__main__", "__mp_main__"):  # the second name is the one in a s
     use_package(sys.argv[1])
     sys.argv[0] = str(ROOT / sys.argv[1] / "main.py")
 
-    import main
     from glue import launch
 
+    import main
+
 if __name__ == "__main__":
-    launch.launch(run_worker, main.parse_args([*sys.argv[2:], "--transport", "tcp"]), main.worker_name)
+    launch.launch(run_worker, main.parse_args([*sys.argv[2:], "--transport", "tcp"]), main.scenario)

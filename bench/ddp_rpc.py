@@ -19,8 +19,9 @@ from common import argument_parser, compare, places, run_main, use_package, writ
 
 use_package("ddp_rpc")
 
-from clicks import NUM_CLASSES, ClickLog
 from glue import host
+
+from clicks import NUM_CLASSES, ClickLog
 from main import MODES
 
 SINGLE = "single process"

@@ -21,11 +21,12 @@ from common import argument_parser, compare, places, run_main, use_package, writ
 
 use_package("param_server")
 
-from data import Batches, load_digits
+from glue import UserError
 from glue.host import keep_freed_memory, usable_cores
 from glue.seeds import seed_for
-from lead import get_accuracy
-from net import Net
+
+from data import Batches, load_digits
+from net import Net, get_accuracy
 
 MODES = ("remote", "replica", "overlap", "bounded", "sync", "sharded")
 SINGLE = "one process, 1 thread"
@@ -81,7 +82,7 @@ def main():
         try:
             load_digits("mnist", args.data_dir, args.seed, train=False)
             args.dataset = "mnist"
-        except ValueError:
+        except UserError:
             args.dataset = "synthetic"
     if args.single:
         print(json.dumps(train_in_one_process(args)))

@@ -19,9 +19,10 @@ from common import argument_parser, compare, places, run_main, use_package, writ
 
 use_package("rl_rpc")
 
+from glue.seeds import seed_for
+
 from actor import Actor
 from environment import make_env, reward_threshold, sizes
-from glue.seeds import seed_for
 from policy import Policy, draw
 from reinforce import Learner, Trajectory, reinforce_loss
 

@@ -20,8 +20,9 @@ from common import argument_parser, compare, places, run_main, use_package, writ
 
 use_package("rnn_rpc")
 
-from corpus import generated_corpus, get_next_batch, streams
 from glue import host
+
+from corpus import generated_corpus, get_next_batch, streams
 from trainer import WARM_UP_STEPS
 
 MODES = ("logits", "loss", "overlap")

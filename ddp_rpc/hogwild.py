@@ -11,30 +11,34 @@ Shapes: B bags in a batch, I ids in a batch, D embedding dimensions, C classes.
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
+import torch.nn.functional as F
 from torch import nn, optim
 from torch.distributed.optim import DistributedOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import trainer
 from clicks import NUM_CLASSES
 from shards import Shard, split_by_shard
 
 
-class Trainer:  # in a trainer
+class Trainer(trainer.Trainer):  # in a trainer
     """Trains on batches. The table gets an update from each of T trainers at the full rate, `fc` one with the mean.
 
     So the table learns at T times the rate of `fc`.
     """
 
-    def __init__(self, emb_rrefs, embedding_dim, device):
-        self.model = HybridModel(emb_rrefs, embedding_dim, device)
-        self.criterion = nn.CrossEntropyLoss()
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         # DistributedOptimizer needs an RRef to each parameter: of the table, and also of fc, which is in this process.
         self.parameter_rrefs = [rpc.RRef(parameter) for parameter in self.model.parameters()]
-        for emb_rref in emb_rrefs:
+        for emb_rref in self.emb_rrefs:
             # This waits until the server has made its shard. It also makes the calls of look_up safe: a *first* call
             # through an RRef by rpc_async would be outside of the autograd context, without gradients or an error
             # (docs/CONCEPTS.md, RRefs).
             self.parameter_rrefs += emb_rref.rpc_sync(timeout=0).parameter_rrefs()
+
+    def make_model(self):
+        return HybridModel(self.emb_rrefs, self.plan.embedding_dim, self.device)
 
     def set_learning_rate(self, lr):
         """Set the learning rate of an epoch."""
@@ -42,14 +46,14 @@ class Trainer:  # in a trainer
         # changes their learning rate. But SGD without momentum remembers nothing, so new ones are as good.
         self.opt = DistributedOptimizer(SGD, self.parameter_rrefs, lr=lr)
 
-    def step(self, batch, next_batch):
-        """Train on one batch; return its loss. (Only `pipelined` uses next_batch.) Source: tutorial, _run_trainer."""
+    def step(self, batch):
+        """Train on one batch; return its loss. Source: tutorial, _run_trainer."""
         ids_I, offsets_B, target_B = batch
         # Each step has a context of its own, which keeps its gradients; the optimizer puts them in the place of the old
         # ones, so there is no zero_grad(). On the servers the contexts keep the trainers' gradients apart.
         with dist_autograd.context() as context_id:
             logits_BC = self.model(ids_I, offsets_B)
-            loss = self.criterion(logits_BC, target_B.to(self.model.device))
+            loss = F.cross_entropy(logits_BC, target_B.to(self.device))
             # Through fc, where DDP averages the gradients of all trainers, and then through the lookup on the servers.
             dist_autograd.backward(context_id, [loss])
             # An RPC to each process that owns parameters: each server, and also this trainer.

@@ -6,12 +6,12 @@ may be on several servers. Each server adds up the rows that it has, and the tra
 Shapes: B bags in a batch, I ids in a batch, N rows of the table, S servers, D embedding dimensions.
 """
 
+from glue import checkpoint
+
 import torch
 import torch.distributed.rpc as rpc
 import torch.nn.functional as F
 from torch import nn
-
-from glue import checkpoint
 
 # nn.EmbeddingBag draws its first values from N(0, 1). With a learning rate of 0.05 the updates are so small beside
 # these values that training would take very long.
@@ -37,8 +37,8 @@ class Shard(nn.EmbeddingBag):  # on a server
             with torch.no_grad():
                 self.weight[start : start + len(own)] = own.to(device)
 
-    def state_dict(self):
-        return {name: value.cpu() for name, value in super().state_dict().items()}
+    def state_dict(self, *args, **kwargs):
+        return {name: value.cpu() for name, value in super().state_dict(*args, **kwargs).items()}
 
     def load_state_dict(self, state):
         with checkpoint.going_on_from():
@@ -46,7 +46,7 @@ class Shard(nn.EmbeddingBag):  # on a server
 
 
 def create_table(shard_class, servers, num_embeddings, embedding_dim, *, sparse, seed):
-    """Make a shard on each server; return RRefs to them. `servers`: {name: device}. The master calls this."""
+    """Make a shard on each server; return RRefs to them. `servers`: {rank: device}. The master calls this."""
     emb_rrefs = []
     for shard, (server, device) in enumerate(servers.items()):
         shard_args = (shard, len(servers), num_embeddings, embedding_dim)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
+import torch.nn.functional as F
 from torch import optim
 
 import hogwild
@@ -19,19 +20,19 @@ import hogwild
 class Trainer(hogwild.Trainer):  # in a trainer
     def set_learning_rate(self, lr):
         super().set_learning_rate(lr)
-        for emb_rref in self.model.emb_rrefs:
+        for emb_rref in self.emb_rrefs:
             emb_rref.rpc_sync().set_learning_rate(lr)
 
-    def step(self, batch, next_batch):
+    def step(self, batch):
         ids_I, offsets_B, target_B = batch
         with dist_autograd.context() as context_id:
             logits_BC = self.model(ids_I, offsets_B)
-            loss = self.criterion(logits_BC, target_B.to(self.model.device))
+            loss = F.cross_entropy(logits_BC, target_B.to(self.device))
             dist_autograd.backward(context_id, [loss])
             # Sent before the step of fc, so that both steps run at the same time.
             table_steps = [
                 emb_rref.rpc_async().average_and_step(dist.get_rank(), dist.get_world_size(), context_id)
-                for emb_rref in self.model.emb_rrefs
+                for emb_rref in self.emb_rrefs
             ]
             self.opt.step(context_id)  # of fc alone
             torch.futures.wait_all(table_steps)  # a server answers when it has made the update of all trainers

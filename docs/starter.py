@@ -148,7 +148,7 @@ def is_lost(error):
     """Return True if the worker has died or is silent, and False if its method has raised an exception.
     A lost worker and most exceptions of a method arrive as RuntimeError, so only the text tells them apart."""
     text = str(error)
-    if "On WorkerInfo(" in text:  # the method has raised; the traceback in the worker follows
+    if "On WorkerInfo(" in text or "when running the callback" in text:  # the method has raised; its traceback follows
         return False
     return "originated at tensorpipe" in text or "RPC ran for more than set timeout" in text
 

@@ -14,12 +14,12 @@ import math
 import os
 import socket
 
+from glue import UserError
+from glue.seeds import seed_for
+
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
-
-from glue import UserError
-from glue.seeds import seed_for
 
 MEAN, STD = 0.1307, 0.3081  # of MNIST's training images, scaled to 0..1; the tutorial uses the same
 FILES = {

@@ -1,7 +1,8 @@
 """Trainers that share one network through a parameter server, on MNIST.
 
     python param_server/main.py --world_size 3            # a server and two trainers
-    python param_server/main.py --world_size 3 --rank 0   # one rank per terminal or host; --rank 1 and 2 in others
+    python param_server/main.py --world_size 3 --rank 0   # one rank per terminal or host: this one is the server, and
+    python param_server/main.py --rank 1                  # it sends its flags to the trainers, this one and --rank 2
     torchrun --nproc-per-node 3 param_server/main.py      # torchrun starts the ranks
 
 --mode remote (the tutorial's): the network runs on the server. Trainers send images and get predictions.
@@ -9,20 +10,20 @@
 --mode bounded, sync, overlap: replica with one idea more.
 --mode sharded: several servers share the weights.
 
-Rank 0 leads in every mode. Read run_worker and run_server, then remote.py, which has both sides of a step's calls; then
+Rank 0 leads in every mode. Read run_worker and run_server, then remote.py, which has the order of a step; then
 replica.py, which is another pattern, and the three that build on it.
 """
 
-from glue import checkpoint, flags, launch  # first, because torch reads a variable that the glue sets
-
-# isort: split
 import math
 import time
-from types import SimpleNamespace
+
+from glue import UserError, checkpoint, flags, launch
+from glue.host import share_cores
+from glue.report import NOTHING_LEFT, Report
+from glue.scenario import Scenario
 
 import torch
 import torch.distributed.rpc as rpc
-from torch.futures import wait_all
 
 import bounded
 import overlap
@@ -31,21 +32,17 @@ import replica
 import sharded
 import sync
 from data import load_digits
-from glue.host import share_cores
-from glue.report import NOTHING_LEFT, Report, staleness_figures
-from lead import get_accuracy
-from ranks import ROLES, worker_name
+from net import get_accuracy
+from plan import Plan
 
+# Each mode is a file with a ParameterServer, which makes the trainers and offers trainers, calls, counts, model,
+# optimizer, TRAINER_THREADS and run_batches().
 MODES = {"remote": remote, "replica": replica, "bounded": bounded, "sync": sync, "overlap": overlap, "sharded": sharded}
-# Flags that must be equal in all ranks, when ranks are started one by one:
-MUST_MATCH = ("dataset", "data_dir", "epochs", "max_batches", "batch_size", "lr", "lr_step", "momentum", "no_dropout")
-MUST_MATCH += ("max_staleness", "num_servers", "num_gpus")
-# Flags that a resumed run must not change:
-RESUME_KEYS = ("seed", "mode", "num_servers", "dataset", "batch_size", "max_batches")
+RESUME_KEYS = ("seed", "mode", "dataset", "batch_size", "max_batches")  # flags that a resumed run must not change
 
 
 def parse_args(argv=None):
-    parser = flags.argument_parser(__doc__, MODES, world_size=3, on_lost=("replica", "bounded", "sync", "overlap"))
+    parser = flags.argument_parser(__doc__, MODES, world_size=3)
     add = parser.add_argument_group("the scenario").add_argument
     add("--dataset", choices=["mnist", "synthetic"], default="mnist", help="synthetic: digits drawn by the program")
     add("--data_dir", default="data", metavar="DIR", help="folder of MNIST, to which rank 0 downloads it if needed")
@@ -61,67 +58,86 @@ def parse_args(argv=None):
     add("--max_staleness", type=flags.non_negative_int, metavar="S", help="bounded: batches ahead of the slowest (4)")
     add("--num_servers", type=flags.positive_int, metavar="M", help="sharded: servers that share the weights (2)")
     add("--num_gpus", type=int, choices=[0, 1, 2], help="remote: 0: CPU; 1: a GPU; 2: two GPUs share the network")
-    args = parser.parse_args(argv)
+    return parser.parse_flags(argv, scenario)
 
+
+def scenario(args):
+    """Return which ranks a job with these flags has. Raises UserError if the flags do not fit together."""
     for flag, mode in (("max_staleness", "bounded"), ("num_servers", "sharded"), ("num_gpus", "remote")):
         if vars(args)[flag] is not None and args.mode != mode:
-            parser.error(f"--{flag} is for --mode {mode}")
-    args.max_staleness = 4 if args.max_staleness is None else args.max_staleness
-    args.num_servers = args.num_servers or (2 if args.mode == "sharded" else 1)
+            raise UserError(f"--{flag} is for --mode {mode}")
     if args.num_gpus == 0 and args.device == "cuda":
-        parser.error("--num_gpus 0 and --device cuda contradict each other")
+        raise UserError("--num_gpus 0 and --device cuda contradict each other")
     if args.num_gpus:
-        args.device = "cuda"
-    flags.check_arguments(
-        parser,
-        args,
-        min_world_size=args.num_servers + 1,
-        roles=ROLES,
-        must_match=MUST_MATCH,
+        args.device = "cuda"  # this flag, of the published program, says it as well
+    if args.num_gpus == 2 and args.rank in (None, 0) and torch.cuda.device_count() < 2:
+        raise UserError(f"--num_gpus 2: torch sees {torch.cuda.device_count()} CUDA GPU here")
+    servers = num_servers(args)
+    return Scenario(
+        workers=[
+            *(f"server{number}" for number in range(1, servers + 1)),
+            *(f"trainer{number}" for number in range(1, args.world_size - servers + 1)),
+        ],
+        roles="rank 0 is the server, in sharded the first --num_servers ranks are, every other rank is a trainer",
+        min_world_size=servers + 1,
         device_ranks=[0] if args.mode == "remote" else None,  # in `remote` the whole network is on the server
+        can_lose=("replica", "bounded", "sync", "overlap"),
     )
-    if args.num_gpus == 2 and torch.cuda.device_count() < 2 and args.rank in (None, 0):
-        parser.error(f"--num_gpus 2: torch sees {torch.cuda.device_count()} CUDA GPU here")
-    return args
+
+
+def num_servers(args):
+    return args.num_servers or (2 if args.mode == "sharded" else 1)
 
 
 def run_worker(rank, args, job):
     """Run one rank, a server or a trainer. Source: tutorial, run_parameter_server and run_worker."""
+    servers = num_servers(args)
     # At most as many threads compute at once as there are trainers: in `remote` one RPC thread of the server for each
     # trainer, in the other modes one in each trainer.
-    share_cores(min(job.ranks_here, args.world_size - args.num_servers))
-    if rank == 0 and args.mode != "remote":
-        torch.set_num_threads(1)  # its updates are short, and a second thread would take a core from the trainers
+    share_cores(min(job.ranks_here, job.world_size - servers))
     if rank == 0:  # it reads MNIST first, and downloads it if it is missing: so nobody else on this host needs to
-        digits = load_digits(args.dataset, args.data_dir, args.seed, train=False, download=True)
+        test_digits = load_digits(args.dataset, args.data_dir, args.seed, train=False, download=True)
     job.wait_for_all()
     server_class = MODES[args.mode].ParameterServer
-    threads = server_class.TRAINER_THREADS if rank >= args.num_servers else 16
-    options = job.rpc_options(num_worker_threads=threads)
-    rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=options)
+    options = job.rpc_options(num_worker_threads=16 if rank < servers else server_class.TRAINER_THREADS)
+    rpc.init_rpc(job.workers[rank], rank=rank, world_size=job.world_size, rpc_backend_options=options)
     job.wait_for_all()  # until here RPC needs every rank, also with --on_lost continue
     if rank == 0:
-        run_server(server_class, digits, args, job)
+        run_server(server_class, test_digits, args, job)
     job.wait_for_all()  # a trainer, or a further server, waits here, and RPC threads serve calls
     rpc.shutdown(graceful=args.on_lost == "stop")  # a graceful shutdown would wait for lost ranks too
 
 
 def run_server(server_class, test_digits, args, job):
     """Train and evaluate until the work is done. Runs in rank 0."""
-    plan = SimpleNamespace(**args.must_match)  # what all ranks agree on; args has flags of this rank alone, too
-    server = server_class(plan, job.devices)
+    plan = Plan(
+        world_size=args.world_size,
+        seed=args.seed,
+        num_servers=num_servers(args),
+        dataset=args.dataset,
+        batch_size=args.batch_size,
+        lr=args.lr,
+        momentum=args.momentum,
+        no_dropout=args.no_dropout,
+        max_staleness=4 if args.max_staleness is None else args.max_staleness,
+        num_gpus=args.num_gpus,
+    )
+    report = Report("param_server", args, unit="image")
+    folders = [given["data_dir"] for given in job.given]
+    server = server_class(plan, job.devices, folders, report.bar)
     counts = server.counts
     # A trainer answers when it has read its images. Until all have, no trainer may be lost.
-    size, *_ = wait_all([trainer.rpc_async(timeout=0).count_images() for trainer in server.trainers.values()])
-    if args.on_lost == "continue":  # which these modes can: they have a list of open calls
+    for trainer, rref in server.trainers.items():
+        server.calls.add(trainer, rref.rpc_async(timeout=0).count_images())
+    size, *_ = server.calls.results().values()
+    if args.on_lost == "continue":
         job.on_lost(server.calls.on_lost)
     batches = math.ceil(size / args.batch_size)
     if args.max_batches:
         batches = min(batches, args.max_batches * len(server.trainers))
 
-    report = Report("param_server", args, unit="image")
     counts.update_list = [] if args.summary_json else None
-    settings = {key: vars(args)[key] for key in RESUME_KEYS}
+    settings = {key: vars(args)[key] for key in RESUME_KEYS} | {"num_servers": plan.num_servers}
     if state := checkpoint.resume(args, "param_server", settings):
         go_on_from(state, server, args, report)
     report.bar.reset(args.epochs * min(size, batches * args.batch_size) - counts.images.total())
@@ -134,13 +150,13 @@ def run_server(server_class, test_digits, args, job):
         rounds = math.ceil(batches / (args.evaluations * living))
         end = min(counts.batch + rounds * living, batches)
         started = time.perf_counter()
-        server.train(counts.epoch, range(counts.batch, end), report, args.log_interval)
+        server.run_batches(counts.epoch, range(counts.batch, end), report, args.log_interval)
         seconds += time.perf_counter() - started
 
         # All trainers are idle, so what is measured and saved is of one moment.
         counts.accuracy = get_accuracy(server.model, *test_digits)
         report.scalar("test accuracy", counts.accuracy, counts.updates)
-        late = staleness_figures(counts.stale)
+        late = counts.staleness()
         staleness = f"staleness mean {late['staleness_mean']:.2f} max {late['staleness_max']}"
         speed = f"{counts.new_images / seconds:,.0f} images/s, {counts.updates} updates"
         report.say(f"Epoch {counts.epoch + 1}: Accuracy {counts.accuracy:.4f}, {speed}, {staleness}")
@@ -149,8 +165,7 @@ def run_server(server_class, test_digits, args, job):
             counts.epoch += 1
         if args.checkpoint:
             state = {"model": server.model.state_dict(), "optimizer": server.optimizer.state_dict()}
-            state["progress"] = counts.state_dict()
-            checkpoint.save(args.checkpoint, "param_server", settings, state)
+            checkpoint.save(args.checkpoint, "param_server", settings, state | {"progress": counts.state_dict()})
 
     report.close(
         dataset=args.dataset,
@@ -159,7 +174,7 @@ def run_server(server_class, test_digits, args, job):
         lost=sorted(job.lost),
         images_per_second=round(counts.new_images / seconds, 1) if seconds else None,
         images_applied=list(counts.images.values()),  # of each epoch
-        **staleness_figures(counts.stale),
+        **counts.staleness(),
         update_list=counts.update_list,
     )
 
@@ -178,4 +193,4 @@ def go_on_from(state, server, args, report):
 
 
 if __name__ == "__main__":
-    launch.launch(run_worker, parse_args(), worker_name)
+    launch.launch(run_worker, parse_args(), scenario)

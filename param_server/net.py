@@ -1,11 +1,15 @@
-"""The tutorial's digit classifier: two convolutions and two linear layers.
+"""The tutorial's digit classifier, two convolutions and two linear layers, and its accuracy.
 
 Shapes: B images in a batch, H = W = 28 pixels, C channels.
 """
 
+from glue.host import share_cores
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from data import normalised
 
 # For --num_gpus 0, 1 and 2: the device of the convolutions, and that of the linear layers.
 DEVICES = [("cpu", "cpu"), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")]
@@ -39,3 +43,21 @@ class Net(nn.Module):
         x = x.to(self.fc1.weight.device)  # with two GPUs: from cuda:0 to cuda:1
         x = self.dropout2(F.relu(self.fc1(x)))  # (B, 128)
         return F.log_softmax(self.fc2(x), dim=1)
+
+
+@torch.no_grad()
+def get_accuracy(net, images, labels):
+    """Return the fraction of images (N, 28, 28) uint8 that `net` classifies correctly.
+
+    Runs in the process that has the network. In the tutorial, eval() is called on the trainers' TrainerNet. It does not
+    reach the network on the server, whose dropout stays on.
+    """
+    net.eval()
+    device = next(net.parameters()).device
+    correct = 0
+    threads = torch.get_num_threads()
+    share_cores(1)  # no trainer computes now, so this may use all cores
+    for batch, target in zip(images.split(500), labels.split(500), strict=True):
+        correct += (net(normalised(batch.to(device))).argmax(dim=1).cpu() == target).sum().item()
+    torch.set_num_threads(threads)
+    return correct / len(labels)

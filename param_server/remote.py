@@ -1,14 +1,19 @@
 """Mode `remote`, the tutorial's: the network and its optimizer are on the server, to which the trainers send images.
 
-Read it in the order of a step: Trainer.train and TrainerNet.forward (in a trainer), ParameterServer.forward (in
-server1), and, after the backward pass, which begins in the trainer and continues in the server, ServerSGD.step and
-ParameterServer.apply_gradients. Rank 0 starts the trainers' loops by one long call to each: ParameterServer.train.
+This file has the order of a step. ParameterServer.run_batches (in server1, rank 0) starts the trainers' loops, by one
+long call to each. In a trainer follow Trainer.run_training_loop and TrainerNet.forward, which calls
+ParameterServer.forward. The backward pass begins in the trainer and goes on in the server. Last come ServerSGD.step and
+ParameterServer.apply_gradients.
 
 trainer is a trainer's rank, an int. Shapes: B images in a batch.
 """
 
 import copy
 import threading
+
+from glue.finite import check_finite
+from glue.open_calls import OpenCalls
+from glue.seeds import seed_for
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -18,63 +23,10 @@ from torch import nn, optim
 from torch.distributed.optim import DistributedOptimizer
 from torch.func import functional_call
 
+from counts import Counts
 from data import Batches, load_digits
-from glue.report import check_finite
-from glue.seeds import seed_for
-from lead import Counts, print_loss, run_loops
+from loops import deal, print_loss, run_loops
 from net import Net
-
-
-class Trainer:  # in a trainer, on the RPC thread that serves the call of `train`
-    """Source: tutorial, run_training_loop."""
-
-    def __init__(self, server_rref, plan):
-        self.rank = rpc.get_worker_info().id
-        digits = load_digits(plan.dataset, plan.data_dir, plan.seed, train=True)
-        self.batches = Batches(*digits, plan.batch_size, plan.seed)
-        self.net = TrainerNet(server_rref)
-        param_rrefs = self.net.get_global_param_rrefs()
-        self.opt = DistributedOptimizer(ServerSGD, param_rrefs, server_rref=server_rref, trainer=self.rank)
-        self.steps = 0
-
-    def count_images(self):
-        return len(self.batches.images)
-
-    def train(self, epoch, batches, log_interval):
-        """Train with these batches; return [(batch, loss)] of those whose loss was printed."""
-        losses = []
-        for batch in batches:
-            data, target = self.batches.get(epoch, batch)
-            # In each process that takes part, the context keeps this batch's gradients apart from those of all other
-            # batches. So this loop needs no zero_grad, and gradients of different trainers are not added up.
-            with torch.profiler.record_function("step"), dist_autograd.context() as context_id:
-                model_output = self.net(data)
-                loss = F.nll_loss(model_output, target)
-                dist_autograd.backward(context_id, [loss])  # continues on the server, behind the RPC
-                self.opt.step(context_id)
-            if self.steps % log_interval == 0:
-                losses.append((batch, loss.item()))
-                print_loss(self.rank, batch, loss.item())
-            self.steps += 1
-        return losses
-
-
-class TrainerNet(nn.Module):  # in a trainer
-    """A network whose forward pass is a remote call. Source: tutorial, TrainerNet."""
-
-    def __init__(self, server_rref):
-        super().__init__()
-        self.rank = rpc.get_worker_info().id
-        # An RRef is a reference to an object in another process. The object lives as long as there is an RRef to it.
-        self.param_server_rref = server_rref
-
-    def get_global_param_rrefs(self):
-        """Return an RRef to each parameter to optimize. All of them are on the server: this module has none."""
-        return self.param_server_rref.rpc_sync().get_param_rrefs()
-
-    def forward(self, x):
-        """Return the server's log-probabilities (B, 10) for images (B, 1, 28, 28)."""
-        return self.param_server_rref.rpc_sync().forward(self.rank, x)
 
 
 class ParameterServer:  # in server1
@@ -88,9 +40,9 @@ class ParameterServer:  # in server1
 
     TRAINER_THREADS = 16  # RPC threads of a trainer: torch's default
 
-    def __init__(self, plan, devices):
-        """`plan`: the flags on which all ranks agree. `devices`: of the ranks."""
-        self.counts = Counts()
+    def __init__(self, plan, devices, folders, bar):
+        """`devices`, `folders`: where each rank computes, and reads its data. `bar`: a progress bar of images."""
+        self.counts = Counts(bar)
         torch.manual_seed(seed_for(plan.seed, "net"))
         self.model = Net(num_gpus=2 if plan.num_gpus == 2 else int(devices[0] != "cpu"))
         self.input_device = next(self.model.parameters()).device
@@ -109,7 +61,14 @@ class ParameterServer:  # in server1
         # The trainers get this reference and call the server through it. The server itself is not copied.
         rref = rpc.RRef(self)
         # remote() does not wait: all trainers read their images at the same time. timeout=0: no time limit.
-        self.trainers = {rank: rpc.remote(rank, Trainer, args=(rref, plan), timeout=0) for rank in ranks}
+        self.trainers = {rank: rpc.remote(rank, Trainer, args=(rref, plan, folders[rank]), timeout=0) for rank in ranks}
+        self.calls = OpenCalls()
+
+    def run_batches(self, epoch, batches, report, log_interval):
+        """Let the trainers train with these batches, which are given by their numbers. On the main thread."""
+        shares = deal(batches, self.trainers)
+        self.todo = {trainer: iter(share) for trainer, share in shares.items()}
+        run_loops(self.calls, self.trainers, shares, epoch, log_interval, report, self.counts)
 
     # Trainers call the next three methods, several at once, on RPC threads.
 
@@ -144,13 +103,57 @@ class ParameterServer:  # in server1
                 raise RuntimeError(f"rank {trainer}'s backward pass produced no gradient for {name}")
             check_finite(param.grad.sum(), f"sum of rank {trainer}'s gradient for {name}", self.counts.updates + 1)
 
-    # Rank 0 calls this on its main thread.
 
-    def train(self, epoch, batches, report, log_interval):
-        """Deal these batches, which are given by their numbers, to the trainers, and let them train."""
-        shares = [batches[place :: len(self.trainers)] for place in range(len(self.trainers))]
-        self.todo = dict(zip(self.trainers, map(iter, shares), strict=True))
-        run_loops(self.trainers.values(), epoch, shares, report, log_interval, self.counts)
+class Trainer:  # in a trainer, on the RPC thread that serves run_training_loop
+    """Source: tutorial, run_training_loop."""
+
+    def __init__(self, server_rref, plan, data_dir):
+        self.rank = rpc.get_worker_info().id
+        digits = load_digits(plan.dataset, data_dir, plan.seed, train=True)
+        self.batches = Batches(*digits, plan.batch_size, plan.seed)
+        self.net = TrainerNet(server_rref)
+        param_rrefs = self.net.get_global_param_rrefs()
+        self.opt = DistributedOptimizer(ServerSGD, param_rrefs, server_rref=server_rref, trainer=self.rank)
+        self.steps = 0
+
+    def count_images(self):
+        return len(self.batches.images)
+
+    def run_training_loop(self, epoch, batches, log_interval):
+        """Train with these batches; return [(batch, loss)] of those whose loss was printed."""
+        losses = []
+        for batch in batches:
+            data, target = self.batches.get(epoch, batch)
+            # In each process that takes part, the context keeps this batch's gradients apart from those of all other
+            # batches. So this loop needs no zero_grad, and gradients of different trainers are not added up.
+            with torch.profiler.record_function("step"), dist_autograd.context() as context_id:
+                model_output = self.net(data)
+                loss = F.nll_loss(model_output, target)
+                dist_autograd.backward(context_id, [loss])  # continues on the server, behind the RPC
+                self.opt.step(context_id)
+            if self.steps % log_interval == 0:
+                losses.append((batch, loss.item()))
+                print_loss(self.rank, batch, loss.item())
+            self.steps += 1
+        return losses
+
+
+class TrainerNet(nn.Module):  # in a trainer
+    """A network whose forward pass is a remote call. Source: tutorial, TrainerNet."""
+
+    def __init__(self, server_rref):
+        super().__init__()
+        self.rank = rpc.get_worker_info().id
+        # An RRef is a reference to an object in another process. The object lives as long as there is an RRef to it.
+        self.param_server_rref = server_rref
+
+    def get_global_param_rrefs(self):
+        """Return an RRef to each parameter to optimize. All of them are on the server: this module has none."""
+        return self.param_server_rref.rpc_sync().get_param_rrefs()
+
+    def forward(self, x):
+        """Return the server's log-probabilities (B, 10) for images (B, 1, 28, 28)."""
+        return self.param_server_rref.rpc_sync().forward(self.rank, x)
 
 
 class ServerSGD:  # in server1, on RPC threads

@@ -1,8 +1,8 @@
 """Mode `replica`: the server sends its weights to the trainers, which compute gradients with copies of the network.
 
 This does not extend remote.py but is another pattern, so read it by itself, in the order of a step:
-ParameterServer.train (rank 0), Trainer.gradient (every other rank), ParameterServer.update (rank 0). No trainer waits
-for another one. Modes `bounded`, `sync` and `overlap` are this one with one idea more each.
+ParameterServer.run_batches (rank 0), Trainer.gradient (every other rank), ParameterServer.update (rank 0). No trainer
+waits for another one. Modes `bounded`, `sync` and `overlap` are this one with one idea more each.
 The forward and the backward pass are local, so there is no distributed autograd and no DistributedOptimizer. A message
 is as large as the weights. (In mode `remote` it is as large as a batch.)
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014. (There, the trainers
@@ -13,27 +13,28 @@ trainer is a trainer's rank, an int. Shapes: P weights in the whole network (1,1
 
 import collections
 
+from glue.finite import check_finite
+from glue.open_calls import OpenCalls
+from glue.seeds import seed_for
+
 import torch
 import torch.distributed.rpc as rpc
 import torch.nn.functional as F
 from torch import optim
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from counts import Counts
 from data import Batches, load_digits
-from glue.open_calls import OpenCalls
-from glue.report import check_finite
-from glue.seeds import seed_for
-from lead import Counts
 from net import Net
 
 
 class Trainer:  # in a trainer, whose one RPC thread computes one batch at a time: so it needs no lock
     """Computes gradients with a copy of the network."""
 
-    def __init__(self, plan, device):
+    def __init__(self, plan, data_dir, device):
         self.seed = plan.seed
         self.device = torch.device(device)
-        digits = load_digits(plan.dataset, plan.data_dir, plan.seed, train=True)
+        digits = load_digits(plan.dataset, data_dir, plan.seed, train=True)
         self.batches = Batches(*digits, plan.batch_size, plan.seed, self.device)
         self.net = Net().to(self.device).train(not plan.no_dropout)
 
@@ -60,9 +61,11 @@ class ParameterServer:  # in server1, on its main thread: so it needs no lock
 
     TRAINER_THREADS = 1  # RPC threads of a trainer
 
-    def __init__(self, plan, devices):
+    def __init__(self, plan, devices, folders, bar):
+        """`devices`, `folders`: where each rank computes, and reads its data. `bar`: a progress bar of images."""
         self.plan = plan
-        self.counts = Counts()
+        self.counts = Counts(bar)
+        torch.set_num_threads(1)  # its updates are short, and a second thread would take a core from the trainers
         torch.manual_seed(seed_for(plan.seed, "net"))
         self.model = Net().to(devices[0])
         # All weights in one tensor. The model's parameters become views of it, so the model changes when the optimizer
@@ -70,35 +73,38 @@ class ParameterServer:  # in server1, on its main thread: so it needs no lock
         self.weights_P = parameters_to_vector(self.model.parameters()).detach()
         vector_to_parameters(self.weights_P, self.model.parameters())
         self.optimizer = optim.SGD([self.weights_P], lr=plan.lr, momentum=plan.momentum)
-        self.trainers = self.make_trainers(devices)  # {rank: RRef}
+        self.trainers = self.make_trainers(devices, folders)  # {rank: RRef}
         self.done = dict.fromkeys(self.trainers, 0)  # how many batches each of them has done
         self.calls = OpenCalls()  # with --on_lost continue, it gives up the calls to a lost trainer
 
-    def make_trainers(self, devices):
+    def make_trainers(self, devices, folders):
         # timeout=0: no time limit, here and below. remote() does not wait: all trainers read their images meanwhile.
-        ranks = range(1, self.plan.world_size)
-        return {rank: rpc.remote(rank, Trainer, args=(self.plan, devices[rank]), timeout=0) for rank in ranks}
+        trainers = {}
+        for rank in range(1, self.plan.world_size):
+            trainers[rank] = rpc.remote(rank, Trainer, args=(self.plan, folders[rank], devices[rank]), timeout=0)
+        return trainers
 
-    def train(self, epoch, batches, report, log_interval):
+    def run_batches(self, epoch, batches, report, log_interval):
         """Whoever has answered gets the newest weights and the next batch. `batches`: their numbers."""
         todo = collections.deque(batches)
-        while todo or self.calls.open:
+        self.deal(todo, epoch)
+        for trainer, (batch, version), answer in self.calls.answers():
             with torch.profiler.record_function("step"):  # for torch's profiler and tools/rpctrace
-                while todo and (ready := self.ready()):
-                    trainer, batch = ready[0], todo.popleft()
-                    future = self.trainers[trainer].rpc_async(timeout=0).gradient(self.weights(), epoch, batch)
-                    self.calls.add(trainer, future, asked=(batch, self.counts.updates))
-                trainer, (batch, version), answer = self.calls.next()
                 if answer is None:  # the trainer is lost, so another one does its batch
                     todo.appendleft(batch)
-                    continue
-                gradient_P, images, loss = answer
-                self.update(gradient_P, (batch, trainer, version, images))
-            report.bar.update(images)
-            if self.done[trainer] % log_interval == 0:
-                report.say(f"Rank {trainer} training batch {batch} loss {loss}")
-                report.scalar("loss", loss, self.counts.updates)
-            self.done[trainer] += 1
+                else:
+                    gradient_P, images, loss = answer
+                    self.update(gradient_P, [(batch, trainer, version, images)])
+                    self.report_loss(trainer, batch, loss, report, log_interval)
+                    self.done[trainer] += 1
+                self.deal(todo, epoch)
+
+    def deal(self, todo, epoch):
+        """Send the trainers that are ready the newest weights, and a batch each."""
+        while todo and (ready := self.ready()):
+            trainer, batch = ready[0], todo.popleft()
+            future = self.trainers[trainer].rpc_async(timeout=0).gradient(self.weights(), epoch, batch)
+            self.calls.add(trainer, future, asked=(batch, self.counts.updates))
 
     def ready(self):
         """Return the trainers that may get a batch now."""
@@ -108,9 +114,15 @@ class ParameterServer:  # in server1, on its main thread: so it needs no lock
         """Return the weights on the CPU. A copy, because an update would change them while RPC still sends them."""
         return self.weights_P.to("cpu", copy=True)
 
-    def update(self, gradient_P, *gradients):
-        """Change the weights by a gradient. `gradients`: what it is made of, see Counts.add_update."""
+    def update(self, gradient_P, made_of):
+        """Change the weights by a gradient. `made_of`: the batches behind it, as for Counts.add_update."""
         check_finite(gradient_P.sum(), "sum of the gradient", self.counts.updates + 1)
         self.weights_P.grad = gradient_P.to(self.weights_P.device)
         self.optimizer.step()
-        self.counts.add_update(*gradients)
+        self.counts.add_update(*made_of)
+
+    def report_loss(self, trainer, batch, loss, report, log_interval):
+        """Print and record the loss of every log_interval-th batch of a trainer."""
+        if self.done[trainer] % log_interval == 0:
+            report.say(f"Rank {trainer} training batch {batch} loss {loss}")
+            report.scalar("loss", loss, self.counts.updates)

@@ -4,8 +4,8 @@ In `replica` all weights pass through one server, so its network connection is t
 several servers (--num_servers), and each has a range of the weights. A server gets its range of each gradient, and does
 not know of the others. So each may serve two trainers in a different order, and the weights that a trainer gets may
 contain a gradient in one range and not yet in another.
-Read replica.py first, then Trainer.train (in a trainer) and Shard.push (in each server). Rank 0 starts the trainers'
-loops by one long call to each: ParameterServer.train.
+Read replica.py first, then ParameterServer.run_batches (in rank 0), which starts the trainers' loops by one long call
+to each, Trainer.run_training_loop (in a trainer), and Shard.push (in each server).
 Source: Li et al., as for replica.py. (There, several servers keep each range, so that one of them may die.)
 
 Shapes: P weights in the whole network, R in the range of one server. tensor_split makes ranges whose lengths differ by
@@ -14,26 +14,68 @@ at most one weight. All tensors travel on the CPU, because RPC's CUDA support is
 
 import threading
 
+from glue.finite import check_finite
+
 import torch
 import torch.distributed.rpc as rpc
 from torch import optim
 from torch.futures import wait_all
 
 import replica
-from glue.report import check_finite
-from lead import Counts, print_loss, run_loops
+from counts import Counts
+from loops import deal, print_loss, run_loops
 
 
-class Trainer(replica.Trainer):  # in a trainer, on the RPC thread that serves the call of `train`
+class ParameterServer(replica.ParameterServer):  # in server1, on its main thread
+    """Leads the servers, of which one is in this process too, and the trainers.
+
+    The weights here, and the momentum of their SGD, are up to date while no trainer computes.
+    """
+
+    TRAINER_THREADS = 16  # RPC threads of a trainer: torch's default
+
+    def make_trainers(self, devices, folders):
+        plan = self.plan
+        self.optimizer.state[self.weights_P]["momentum_buffer"] = torch.zeros_like(self.weights_P)
+        first = Shard(devices[0], plan.momentum, self.counts.bar)
+        self.counts = first.counts  # each server makes as many updates
+        self.shards = [rpc.RRef(first)]
+        for rank in range(1, plan.num_servers):
+            self.shards.append(rpc.remote(rank, Shard, args=(devices[rank], plan.momentum), timeout=0))
+        trainers = {}
+        for rank in range(plan.num_servers, plan.world_size):
+            arguments = (self.shards, plan, folders[rank], devices[rank])
+            trainers[rank] = rpc.remote(rank, Trainer, args=arguments, timeout=0)
+        return trainers
+
+    def run_batches(self, epoch, batches, report, log_interval):
+        """Let the trainers train with these batches, which are given by their numbers."""
+        state = self.optimizer.state[self.weights_P]
+        weights = self.weights_P.cpu().tensor_split(len(self.shards))
+        momenta = state["momentum_buffer"].cpu().tensor_split(len(self.shards))
+        lr, progress = self.optimizer.param_groups[0]["lr"], self.counts.state_dict()
+        for server, shard in enumerate(self.shards):
+            self.calls.add(server, shard.rpc_async().begin(weights[server], momenta[server], lr, progress))
+        self.calls.results()
+        shares = deal(batches, self.trainers)
+        run_loops(self.calls, self.trainers, shares, epoch, log_interval, report, self.counts)
+        for server, shard in enumerate(self.shards):
+            self.calls.add(server, shard.rpc_async().end())
+        weights, momenta = zip(*self.calls.results().values(), strict=True)
+        self.weights_P.copy_(torch.cat(weights))
+        state["momentum_buffer"].copy_(torch.cat(momenta))
+
+
+class Trainer(replica.Trainer):  # in a trainer, on the RPC thread that serves run_training_loop
     """Trains a copy of the network, whose gradients are computed as in `replica`."""
 
-    def __init__(self, shards, plan, device):
-        super().__init__(plan, device)
+    def __init__(self, shards, *arguments):
+        super().__init__(*arguments)
         self.rank = rpc.get_worker_info().id
         self.shards = shards  # RRefs
         self.steps = 0
 
-    def train(self, epoch, batches, log_interval):
+    def run_training_loop(self, epoch, batches, log_interval):
         """Train with these batches; return [(batch, loss)] of those whose loss was printed."""
         losses = []
         answers = [shard.rpc_async().pull() for shard in self.shards]
@@ -57,9 +99,9 @@ class Trainer(replica.Trainer):  # in a trainer, on the RPC thread that serves t
 class Shard:  # in every server, on RPC threads
     """A range of the weights, and the SGD that updates it with each push."""
 
-    def __init__(self, device, momentum):
+    def __init__(self, device, momentum, bar=None):
         self.device, self.momentum = torch.device(device), momentum
-        self.counts = Counts()
+        self.counts = Counts(bar)
         self.lock = threading.RLock()  # guards all that changes
 
     # Trainers call the next two methods, several at once.
@@ -90,36 +132,3 @@ class Shard:  # in every server, on RPC threads
     def end(self):
         """Return (weights (R,), momentum (R,))."""
         return self.weights_R.cpu(), self.optimizer.state[self.weights_R]["momentum_buffer"].cpu()
-
-
-class ParameterServer(replica.ParameterServer):  # in server1, on its main thread
-    """Leads the servers, of which one is in this process too, and the trainers.
-
-    The weights here, and the momentum of their SGD, are up to date while no trainer computes.
-    """
-
-    TRAINER_THREADS = 16  # RPC threads of a trainer: torch's default
-
-    def make_trainers(self, devices):
-        plan = self.plan
-        self.optimizer.state[self.weights_P]["momentum_buffer"] = torch.zeros_like(self.weights_P)
-        first = Shard(devices[0], plan.momentum)
-        self.counts = first.counts  # each server makes as many updates
-        others = range(1, plan.num_servers)
-        shards = [rpc.remote(rank, Shard, args=(devices[rank], plan.momentum), timeout=0) for rank in others]
-        self.shards = [rpc.RRef(first), *shards]
-        ranks = range(plan.num_servers, plan.world_size)
-        return {rank: rpc.remote(rank, Trainer, args=(self.shards, plan, devices[rank]), timeout=0) for rank in ranks}
-
-    def train(self, epoch, batches, report, log_interval):
-        """Deal these batches, which are given by their numbers, to the trainers, and let them train."""
-        state = self.optimizer.state[self.weights_P]
-        weights = self.weights_P.cpu().tensor_split(len(self.shards))
-        momenta = state["momentum_buffer"].cpu().tensor_split(len(self.shards))
-        how = self.optimizer.param_groups[0]["lr"], self.counts.state_dict()
-        wait_all([rref.rpc_async().begin(*its, *how) for rref, *its in zip(self.shards, weights, momenta, strict=True)])
-        shares = [batches[place :: len(self.trainers)] for place in range(len(self.trainers))]
-        run_loops(self.trainers.values(), epoch, shares, report, log_interval, self.counts)
-        weights, momenta = zip(*wait_all([shard.rpc_async().end() for shard in self.shards]), strict=True)
-        self.weights_P.copy_(torch.cat(weights))
-        state["momentum_buffer"].copy_(torch.cat(momenta))

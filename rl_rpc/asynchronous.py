@@ -20,6 +20,7 @@ Observer = rollout.Observer
 class Agent(rollout.Agent):  # in the agent, on its main thread
     def __init__(self, *arguments):
         super().__init__(*arguments)
+        self.played = None  # (ob_id, (the policy that it was played with, updates before it), Trajectory)
         self.staleness = collections.Counter()  # {staleness: how many updates had it}
 
     def run_episode(self):
@@ -30,20 +31,21 @@ class Agent(rollout.Agent):  # in the agent, on its main thread
         for ob_id in self.calls.idle(self.ob_rrefs):
             future = self.ob_rrefs[ob_id].rpc_async(timeout=0).run_episode(weights, self.learner.episodes + 1)
             self.calls.add(ob_id, future, asked=(policy, self.learner.episodes))
-        _, (self.old_policy, self.old_updates), self.trajectory = self.calls.next()
-        if not self.trajectory:  # the observer is lost
-            self.run_episode()
+        self.played = next(answer for answer in self.calls.answers() if answer[-1])  # without those of lost observers
 
     def finish_episode(self):
         """Learn from the episode that has ended; return its total reward."""
-        self.staleness[self.learner.episodes - self.old_updates] += 1
-        loss = clipped_loss(self.learner.policy, self.old_policy, self.trajectory, self.learner.gamma)
-        return self.learner.learn([self.trajectory], loss)
+        _, (old_policy, old_updates), trajectory = self.played
+        self.staleness[self.learner.episodes - old_updates] += 1
+        loss = clipped_loss(self.learner.policy, old_policy, trajectory, self.learner.gamma)
+        return self.learner.learn([trajectory], loss)
 
-    def wait_for_the_others(self):
-        """Return when no observer plays any more. Episodes that end after the last update are not used."""
-        while self.calls.open:
-            self.calls.next()
+    def end(self):
+        """Wait for the others, whose episodes are not used any more; return the figures of the staleness."""
+        for _ in self.calls.answers():
+            pass
+        mean = sum(staleness * count for staleness, count in self.staleness.items()) / max(1, self.staleness.total())
+        return {"staleness_mean": round(mean, 3), "staleness_max": max(self.staleness, default=0)}
 
 
 def clipped_loss(policy, old_policy, trajectory, gamma):

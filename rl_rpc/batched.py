@@ -65,6 +65,8 @@ class Agent(packed.Agent):  # in the agent
             batch = dict(sorted(self.waiting.items()))  # in rank order
             self.waiting = {}
         # Without the lock: all of them wait, so the next batch cannot be complete before they are answered.
+        # If this raises, only the observer that has asked last gets the error. Its run_episode then fails, and that
+        # ends the job at once, because the agent takes the answers of all observers as they come.
         states_BD = np.stack([state for state, _ in batch.values()])
         with torch.no_grad():
             probs_BA = self.learner.policy(states_BD)

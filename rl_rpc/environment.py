@@ -3,9 +3,9 @@
 Shapes: D = observation features, A = number of actions.
 """
 
-import gymnasium as gym
-
 from glue import UserError
+
+import gymnasium as gym
 
 MAX_STEPS = 10_000  # of an episode, as in the tutorial, where the environment has no limit of its own
 

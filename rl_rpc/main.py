@@ -2,7 +2,8 @@
 
     python rl_rpc/main.py                                # an agent and one observer; solves CartPole-v1
     python rl_rpc/main.py --world_size 3 --mode rollout  # an agent and two observers, with the fewest RPCs
-    python rl_rpc/main.py --world_size 3 --rank 0        # one rank per terminal or host (ranks 1 and 2 in others)
+    python rl_rpc/main.py --world_size 3 --rank 0        # one rank per terminal or host: this one is the agent,
+    python rl_rpc/main.py --rank 1                       # and it sends its flags to observer1, and to observer2
     torchrun --nproc-per-node 3 rl_rpc/main.py           # all ranks, started by torchrun
 
 Rank 0 is the agent. Every other rank is an observer with an environment of its own. Read run_worker and run_agent,
@@ -10,11 +11,13 @@ then step.py, which has both sides of the tutorial's mode in the order of an epi
 packed.py and then batched.py, rollout.py and then asynchronous.py.
 """
 
-from glue import checkpoint, flags, launch  # first, because torch reads a variable that the glue sets
-
-# isort: split
 import statistics
 import time
+
+from glue import checkpoint, flags, launch
+from glue.report import NOTHING_LEFT, Report
+from glue.scenario import Scenario
+from glue.seeds import seed_for
 
 import torch
 import torch.distributed.rpc as rpc
@@ -25,20 +28,17 @@ import packed
 import rollout
 import step
 from environment import make_env, reward_threshold, sizes
-from glue.report import NOTHING_LEFT, Report, staleness_figures
-from glue.seeds import seed_for
 from play import play_greedily
 from policy import Policy
-from ranks import ROLES, worker_name
 from reinforce import Learner
 
+# Each mode is a file with an Agent and an Observer. What this file calls of them stands in step.py's Agent.
 MODES = {"step": step, "packed": packed, "batched": batched, "rollout": rollout, "async": asynchronous}
-MUST_MATCH = ("env_id",)  # flags that must be equal in all ranks, when ranks are started one by one
 RESUME_KEYS = ("seed", "env_id")  # flags that a resumed run must not change
 
 
 def parse_args(argv=None):
-    parser = flags.argument_parser(__doc__, MODES, world_size=2, on_lost=("rollout", "async"))
+    parser = flags.argument_parser(__doc__, MODES, world_size=2)
     add = parser.add_argument_group("the scenario").add_argument
     add("--env_id", default="CartPole-v1", metavar="ID", help="gymnasium ID; flat Box states, Discrete actions")
     add("--gamma", type=flags.fraction, default=0.99, metavar="G", help="discount factor of future rewards")
@@ -48,16 +48,23 @@ def parse_args(argv=None):
     add("--log_interval", type=flags.positive_int, default=10, metavar="N", help="episodes per line and checkpoint")
     add("--eval_episodes", type=flags.non_negative_int, default=100, metavar="N", help="episodes of greedy evaluation")
     add("--save", metavar="FILE.pt", help="write the trained policy, for play.py")
-    args = parser.parse_args(argv)
+    return parser.parse_flags(argv, scenario)
 
-    # Only the agent uses --device. The observers' copies of the policy compute one state at a time, on the CPU.
-    flags.check_arguments(parser, args, min_world_size=2, roles=ROLES, must_match=MUST_MATCH, device_ranks=[0])
-    return args
+
+def scenario(args):
+    """Return which ranks a job with these flags has."""
+    return Scenario(
+        workers=["agent", *(f"observer{rank}" for rank in range(1, args.world_size))],
+        roles="rank 0 is the agent, every other rank an observer",
+        min_world_size=2,
+        device_ranks=[0],  # the observers' copies of the policy compute one state at a time, on the CPU
+        can_lose=("rollout", "async"),
+    )
 
 
 def run_worker(rank, args, job):
     """Run one rank, the agent or an observer. Runs in every process. Source: tutorial, run_worker."""
-    rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
+    rpc.init_rpc(job.workers[rank], rank=rank, world_size=job.world_size, rpc_backend_options=job.rpc_options())
     job.wait_for_all()  # until here RPC needs every rank, also with --on_lost continue
     if rank == 0:
         run_agent(args, job)
@@ -73,7 +80,7 @@ def run_agent(args, job):
     learner = Learner(policy, args.lr, args.gamma, reward_threshold(env, args.reward_threshold))
     mode = MODES[args.mode]
     agent = mode.Agent(mode.Observer, args.world_size, learner, args.env_id, args.seed)
-    if args.on_lost == "continue":  # which these modes can: they have a list of open calls
+    if args.on_lost == "continue":
         job.on_lost(agent.calls.on_lost)
 
     report = Report("rl_rpc", args)
@@ -82,10 +89,6 @@ def run_agent(args, job):
         go_on_from(state, learner, args, report)
     goal = f"reward threshold of {learner.reward_threshold} is reached, or for {args.max_episodes} episodes"
     report.say(f"This will run until {goal}. Ctrl+C to exit.")
-
-    def save(*paths):
-        for path in filter(None, paths):
-            checkpoint.save(path, "rl_rpc", settings, learner.state_dict())  # play.py can read it too
 
     seconds, steps_before = 0.0, learner.env_steps
     while not learner.solved and learner.episodes < args.max_episodes:
@@ -101,20 +104,17 @@ def run_agent(args, job):
         report.bar.update(learner.env_steps - steps_before - report.bar.n)
         if learner.episodes % args.log_interval == 0:
             report.say(f"Episode {learner.episodes}\tLast reward: {last_reward:.2f}\tAverage reward: {average}")
-            save(args.checkpoint)
+            save(args.checkpoint, settings, learner)
 
-    if args.mode == "async":
-        agent.wait_for_the_others()
-    save(args.checkpoint, args.save)
+    figures = agent.end()
+    save(args.checkpoint, settings, learner)
+    save(args.save, settings, learner)
     if learner.solved:
         report.say(f"Solved! Running reward is now {learner.running_reward}!")
     else:
         report.say(f"Not solved: running reward is {learner.running_reward:.2f} after {learner.episodes} episodes.")
-    staleness = {}
-    if args.mode == "async":  # it learns from episodes that were played with older weights
-        staleness = staleness_figures(agent.staleness)
-        mean, most = staleness["staleness_mean"], staleness["staleness_max"]
-        report.say(f"Staleness: mean {mean:.2f}, max {most} updates.")
+    if figures:
+        report.say(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures.items()))
     mean_reward = evaluate(policy, args, report)
     report.close(
         episodes=learner.episodes,
@@ -124,8 +124,14 @@ def run_agent(args, job):
         running_reward=learner.running_reward,
         eval_mean_reward=mean_reward,
         lost=sorted(job.lost),
-        **staleness,
+        **figures,
     )
+
+
+def save(path, settings, learner):
+    """Write a checkpoint, if there is a path for it. play.py can read it, too."""
+    if path:
+        checkpoint.save(path, "rl_rpc", settings, learner.state_dict())
 
 
 def go_on_from(state, learner, args, report):
@@ -149,4 +155,4 @@ def evaluate(policy, args, report):
 
 
 if __name__ == "__main__":
-    launch.launch(run_worker, parse_args(), worker_name)
+    launch.launch(run_worker, parse_args(), scenario)

@@ -27,5 +27,6 @@ class Agent(step.Agent):  # in the agent
 
     def run_episode(self):
         """Let all observers play one episode."""
-        for ob_id, last_reward in zip(self.ob_rrefs, super().run_episode(), strict=True):
+        answers = super().run_episode()
+        for ob_id, last_reward in answers.items():
             self.trajectories[ob_id].rewards.append(last_reward)

@@ -13,12 +13,13 @@ import copy
 import os
 import sys
 
+from glue import UserError, checkpoint, flags
+from glue.seeds import seed_for
+
 import gymnasium
 
 from actor import Actor
 from environment import make_env, sizes
-from glue import UserError, checkpoint, flags
-from glue.seeds import seed_for
 from policy import Policy
 
 
@@ -56,7 +57,7 @@ def main(argv=None):
         for episode in range(1, args.episodes + 1):
             reward = play_episode(env, Actor(policy).act_greedily, seed_for(args.seed, "play", episode))
             print(f"Episode {episode}\tReward: {reward:.2f}", flush=True)
-    except (ValueError, ImportError, gymnasium.error.Error) as error:  # the last: no renderer
+    except (UserError, ImportError, gymnasium.error.Error) as error:  # the last: no renderer
         sys.exit(f"{os.path.basename(sys.argv[0])}: {' '.join(str(error).split())}")
 
 

@@ -9,12 +9,13 @@ Shapes: T = environment steps of all episodes together, D = observation features
 
 import dataclasses
 
+from glue.finite import check_finite
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import optim
 
-from glue.report import check_finite
 from policy import DTYPE
 
 EPS = np.finfo(np.float32).eps.item()

@@ -8,13 +8,13 @@ Shapes: D = observation features.
 
 import random
 
+from glue.seeds import seed_for
+
 import numpy as np
 
 import step
 from actor import Actor
 from environment import sizes
-from glue.open_calls import OpenCalls
-from glue.seeds import seed_for
 from policy import Policy, draw
 from reinforce import Trajectory
 
@@ -46,22 +46,14 @@ class Observer(step.Observer):  # in an observer, on an RPC thread
 
 
 class Agent(step.Agent):  # in the agent, on its main thread
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.calls = OpenCalls()  # with --on_lost continue, it gives up the calls to a lost observer
-
     def run_episode(self):
         """Let all observers play one episode by themselves, each with a copy of the policy."""
         weights = weights_to_send(self.learner.policy)
-        self.trajectories = {}
-        for ob_id in self.calls.idle(self.ob_rrefs):
+        for ob_id in self.calls.idle(self.ob_rrefs):  # with --on_lost continue: without those that are lost
             future = self.ob_rrefs[ob_id].rpc_async(timeout=0).run_episode(weights, self.learner.episodes + 1)
             self.calls.add(ob_id, future)
-        while self.calls.open:
-            ob_id, _, trajectory = self.calls.next()
-            if trajectory:  # otherwise the observer is lost, and its episode with it
-                self.trajectories[ob_id] = trajectory
-        self.trajectories = dict(sorted(self.trajectories.items()))
+        played = self.calls.results()  # None of an observer that is lost
+        self.trajectories = {ob_id: trajectory for ob_id, trajectory in played.items() if trajectory}
 
 
 def weights_to_send(policy):

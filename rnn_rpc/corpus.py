@@ -9,10 +9,11 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass
 
-import torch
-
 from glue import UserError
 from glue.seeds import seed_for
+
+import torch
+
 from markov_source import MarkovSource, spell_number
 
 UNKNOWN, END_OF_LINE = "<unk>", "<eos>"

@@ -1,18 +1,19 @@
 """Mode `logits`, the tutorial's: the server sends the scores of all V words, and the trainer computes the loss.
 
-A step begins in Trainer.train_step (trainer.py), which calls RNNModel.loss below. It looks up the vectors of the words
-on a server, runs the LSTM in the trainer, and asks a server for the scores. The backward pass takes the same way back.
+A step begins in Trainer.train_step (trainer.py), which calls RNNModel.summed_loss below. It looks up the vectors of
+the words on a server, runs the LSTM in the trainer, and asks a server for the scores. The backward pass takes the same
+way back.
 
 Shapes: T = time steps, B = streams, L = layers, E = embedding size, H = hidden size, V = vocabulary size.
 """
+
+from glue import checkpoint
+from glue.seeds import seed_for
 
 import torch
 import torch.distributed.rpc as rpc
 import torch.nn.functional as F
 from torch import nn
-
-from glue import checkpoint
-from glue.seeds import seed_for
 
 
 class RNNModel(nn.Module):  # in the trainer
@@ -36,7 +37,7 @@ class RNNModel(nn.Module):  # in the trainer
         decoder_args = (ntoken, nhid, dropout, seed_for(seed, "decoder"), devices[last])
         self.decoder_rref = rpc.remote(last, decoder_class, args=decoder_args, timeout=0)
 
-    def loss(self, input_TB, target_TB, hidden):
+    def summed_loss(self, input_TB, target_TB, hidden):
         """Return the cross entropy in nats (natural logarithm), *summed* over T * B predictions; and the next state."""
         decoded_TBV, next_hidden = self(input_TB, hidden)
         return summed_cross_entropy(decoded_TBV, target_TB.to(self.device)), next_hidden
@@ -105,8 +106,8 @@ class RemoteLayer(nn.Module):  # on a server, on RPC threads
         self.train(training)
         self.requires_grad_(training)
 
-    def state_dict(self):
-        return {name: value.cpu() for name, value in super().state_dict().items()}
+    def state_dict(self, *args, **kwargs):
+        return {name: value.cpu() for name, value in super().state_dict(*args, **kwargs).items()}
 
     def load_state_dict(self, state):
         with checkpoint.going_on_from():

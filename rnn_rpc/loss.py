@@ -11,15 +11,15 @@ import logits
 
 
 class RNNModel(logits.RNNModel):  # in the trainer
-    def loss(self, input_TB, target_TB, hidden):
+    def summed_loss(self, input_TB, target_TB, hidden):
         emb_TBE = self.emb_table_rref.rpc_sync().forward(input_TB.cpu()).to(self.device)
         output_TBH, next_hidden = self.rnn(emb_TBE, hidden)
-        loss = self.decoder_rref.rpc_sync().loss(output_TBH.cpu(), target_TB.cpu()).to(self.device)
+        loss = self.decoder_rref.rpc_sync().summed_loss(output_TBH.cpu(), target_TB.cpu()).to(self.device)
         return loss, next_hidden
 
 
 class Decoder(logits.Decoder):  # on a server, on RPC threads
-    def loss(self, output_TBH, target_TB):
+    def summed_loss(self, output_TBH, target_TB):
         """Return the cross entropy, summed over T * B, from the LSTM's output and the ids of the next tokens."""
         logits_TBV = self.decoder(self.drop(output_TBH.to(self.device)))  # forward() would copy them to the CPU
         return logits.summed_cross_entropy(logits_TBV, target_TB.to(self.device)).cpu()

@@ -3,18 +3,20 @@
     python rnn_rpc/main.py --world_size 2                 # one server; learns a generated text
     python rnn_rpc/main.py --world_size 3 --mode overlap  # two servers; the LSTM and the decoder work at the same time
     python rnn_rpc/main.py --corpus book.txt --tokens char --generate 200   # learns a text of yours
-    python rnn_rpc/main.py --world_size 2 --rank 0        # one rank per terminal or host; --rank 1 in another one
+    python rnn_rpc/main.py --world_size 2 --rank 0        # one rank per terminal or host: this one is server1, and
+    python rnn_rpc/main.py --rank 1                       # it sends its flags to the trainer
     torchrun --nproc-per-node 2 rnn_rpc/main.py           # torchrun starts the ranks
 
 Rank 0 is `server1`, and rank 1 is `trainer`. With three ranks, rank 0 has the embedding table, and rank 2, `server2`,
 has the decoder. Read this file, then trainer.py (train_step), then logits.py, which has both sides of a step's calls.
 """
 
-from glue import checkpoint, flags, launch  # first, because torch reads a variable that the glue sets
-
-# isort: split
 import math
 import time
+
+from glue import UserError, checkpoint, flags, launch
+from glue.report import NOTHING_LEFT, Report
+from glue.scenario import Scenario
 
 import torch
 import torch.distributed.rpc as rpc
@@ -23,15 +25,14 @@ import logits
 import loss
 import overlap
 from corpus import corpus_from_file, generated_corpus, get_next_batch, training_streams
-from glue.report import NOTHING_LEFT, Report
-from ranks import ROLES, TRAINER, worker_name
 from trainer import OPTIMIZERS, WARM_UP_STEPS, Trainer
 
+# Each mode is a file with an RNNModel, which has what trainer.py asks of it, and the Decoder that it calls.
 MODES = {"logits": logits, "loss": loss, "overlap": overlap}
+TRAINER = 1  # the rank; all other ranks are servers
 DEFAULT_LR = {"sgd": 2.0, "adam": 0.005}
 # A checkpoint can be resumed only with the same values of these flags, and with the same text.
 RESUME_KEYS = ("seed", "embedding_dim", "hidden_dim", "num_layers", "optimizer", "world_size")
-MUST_MATCH = ()  # only the trainer uses the flags below, so ranks that are started one by one may have different ones
 
 
 def parse_args(argv=None):
@@ -39,8 +40,8 @@ def parse_args(argv=None):
     add = parser.add_argument_group("the scenario").add_argument
     add("--corpus", metavar="FILE", help="a UTF-8 text to learn (if not given, a text is generated)")
     add("--tokens", choices=["word", "char"], default="word", help="what a token of --corpus is")
-    add("--vocabulary", type=flags.positive_int, default=30, metavar="V", help="vocabulary size of the generated text")
-    add("--corpus_tokens", type=flags.positive_int, default=300_000, metavar="N", help="length of the generated text")
+    add("--vocabulary", type=flags.positive_int, metavar="V", help="words of the generated text (if not given: 30)")
+    add("--corpus_tokens", type=flags.positive_int, metavar="N", help="length of the generated text (300000)")
     add("--generate", type=flags.non_negative_int, default=0, metavar="N", help="at the end, print N generated tokens")
     add("--embedding_dim", type=flags.positive_int, default=64, metavar="E", help="size of a token's vector")
     add("--hidden_dim", type=flags.positive_int, default=64, metavar="H", help="LSTM units per layer")
@@ -54,28 +55,32 @@ def parse_args(argv=None):
     add("--lr", type=flags.positive_float, metavar="X", help=f"learning rate (if not given: {lr})")
     add("--clip", type=flags.non_negative_float, default=0.25, metavar="X", help="limit of the gradients' norm; 0: off")
     add("--log_interval", type=flags.positive_int, default=50, metavar="N", help="steps per point of the loss curve")
-    args = parser.parse_args(argv)
+    return parser.parse_flags(argv, scenario)
 
-    if args.vocabulary < 2:
-        parser.error(f"--vocabulary {args.vocabulary}: a text of one word has nothing to learn")
+
+def scenario(args):
+    """Return which ranks a job with these flags has. Raises UserError if the flags do not fit together."""
+    if args.vocabulary == 1:
+        raise UserError("--vocabulary 1: a text of one word has nothing to learn")
     for flag in ("vocabulary", "corpus_tokens"):
-        if args.corpus and vars(args)[flag] != parser.get_default(flag):
-            parser.error(f"--{flag} is for a generated text, and --corpus {args.corpus} is another one")
+        if args.corpus and vars(args)[flag]:
+            raise UserError(f"--{flag} is for a generated text, and --corpus {args.corpus} is another one")
     if args.tokens == "char" and not args.corpus:
-        parser.error("--tokens char is for --corpus FILE: a generated text consists of words")
-    args.lr = args.lr or DEFAULT_LR[args.optimizer]
-    flags.check_arguments(
-        parser, args, min_world_size=2, max_world_size=3, roles=ROLES, must_match=MUST_MATCH, writer=TRAINER
+        raise UserError("--tokens char is for --corpus FILE: a generated text consists of words")
+    return Scenario(
+        workers=["server1", "trainer", "server2"][: args.world_size],
+        roles="rank 0 is server1, rank 1 the trainer; with 3 ranks, rank 2 is server2, for the decoder",
+        min_world_size=2,
+        max_world_size=3,
+        writer=TRAINER,
     )
-    return args
 
 
 def run_worker(rank, args, job):
     """Run one rank, the trainer or a server. Source: tutorial, run_worker."""
-    rpc.init_rpc(worker_name(rank, args), rank=rank, world_size=args.world_size, rpc_backend_options=job.rpc_options())
+    rpc.init_rpc(job.workers[rank], rank=rank, world_size=job.world_size, rpc_backend_options=job.rpc_options())
     if rank == TRAINER:
-        devices = {worker_name(number, args): device for number, device in enumerate(job.devices)}
-        run_trainer(args, devices)
+        run_trainer(args, dict(zip(job.workers, job.devices, strict=True)))
     # A server has no code of its own to run. Its RPC threads serve the trainer's calls.
     job.wait_for_all()
     rpc.shutdown()
@@ -89,13 +94,14 @@ def run_trainer(args, devices):
     if args.corpus:
         corpus = corpus_from_file(args.corpus, args.tokens)
     else:
-        corpus = generated_corpus(args.vocabulary, args.corpus_tokens, args.seed)
+        corpus = generated_corpus(args.vocabulary or 30, args.corpus_tokens or 300_000, args.seed)
     train_SB, heldout_SB = training_streams(corpus, args.batch_size, args.bptt)
     sizes = (len(corpus.vocabulary), args.embedding_dim, args.hidden_dim, args.num_layers)
     servers = [name for name in devices if name != "trainer"]
     mode = MODES[args.mode]
     model = mode.RNNModel(mode.Decoder, servers, *sizes, args.dropout, seed=args.seed, devices=devices)
-    trainer = Trainer(model, args.optimizer, args.lr, args.clip, args.seed)
+    lr = args.lr or DEFAULT_LR[args.optimizer]
+    trainer = Trainer(model, args.optimizer, lr, args.clip, args.seed)
     batches = list(get_next_batch(train_SB, args.bptt))  # views of the text, which take no memory
 
     report = Report("rnn_rpc", args, total=args.epochs * len(batches))
@@ -163,8 +169,8 @@ def go_on_from(state, trainer, args, report):
 
 def mean_loss(losses):
     """Return the mean loss in nats per token. `losses`: a pair (summed loss, tokens) for each training step."""
-    return sum(loss for loss, _ in losses) / sum(tokens for _, tokens in losses)
+    return sum(summed for summed, _ in losses) / sum(tokens for _, tokens in losses)
 
 
 if __name__ == "__main__":
-    launch.launch(run_worker, parse_args(), worker_name)
+    launch.launch(run_worker, parse_args(), scenario)

@@ -17,7 +17,7 @@ PARTS = 2  # more are slower: each part makes a gradient of V x H numbers, and a
 
 
 class RNNModel(loss.RNNModel):  # in the trainer
-    def loss(self, input_TB, target_TB, hidden):
+    def summed_loss(self, input_TB, target_TB, hidden):
         emb_TBE = self.emb_table_rref.rpc_sync().forward(input_TB.cpu()).to(self.device)
         # Safe only because parameter_rrefs has made a synchronous call through this RRef: a *first* call by rpc_async
         # would be outside of this autograd context, without gradients or an error (docs/CONCEPTS.md, RRefs).
@@ -29,7 +29,7 @@ class RNNModel(loss.RNNModel):  # in the trainer
         cut = [tensor.chunk(PARTS, dim=1) for tensor in (emb_TBE, target_TB, *hidden)]
         for emb_TbE, target_Tb, h_LbH, c_LbH in zip(*cut, strict=True):
             output_TbH, next_hidden_LbH = self.rnn(emb_TbE, (h_LbH.contiguous(), c_LbH.contiguous()))
-            losses.append(decoder.loss(output_TbH.cpu(), target_Tb.contiguous().cpu()))
+            losses.append(decoder.summed_loss(output_TbH.cpu(), target_Tb.contiguous().cpu()))
             next_hidden.append(next_hidden_LbH)
         h_LBH, c_LBH = (torch.cat(parts, dim=1) for parts in zip(*next_hidden, strict=True))
         return sum(future.wait().to(self.device) for future in losses), (h_LBH, c_LBH)

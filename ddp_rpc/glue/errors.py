@@ -3,16 +3,49 @@
 An exception may have been raised in this process, or in another one, and brought back by a call.
 """
 
+import os
 import re
 import traceback
 
-from glue import UserError
+from glue import PACKAGE, UserError
+
+import torch
 
 NAMED_AFTER_SECONDS = 12  # after the first error that a lost rank has caused, rank 0 has told all who is lost
-OF_CONNECTION = re.compile(
-    r"\beof\b|tensorpipe|connection|socket|ECONN|broken pipe|tim(ed?|e-) ?out|\b(Dist|TCP)Store", re.I
-)
-REMOTE = re.compile(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):\n")
+OF_CONNECTION = re.compile(r"\beof\b|connection|socket|ECONN|broken pipe|tim(ed?|e-) ?out|\b(Dist|TCP)Store", re.I)
+REMOTE = re.compile(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):(\n|\\n)")
+# What stands in the path of a file of torch, here or on another machine, and of the glue:
+NOT_OF_THE_SCENARIO = (f"{os.path.dirname(torch.__file__)}/", "/site-packages/torch/", f"/{PACKAGE}/glue/")
+
+
+def what_happened(error):
+    """Return what has become of the call that has raised `error`: it has "failed", "timed out", or was "lost".
+
+    "failed": the function that was called has raised an exception. "lost": the process that was called has ended.
+    """
+    text = str(error)
+    # torch puts the first before the traceback of a function, the second before the error of a Future's callback.
+    if "On WorkerInfo(" in text or "when running the callback" in text:
+        return "failed"
+    if "RPC ran for more than set timeout" in text:
+        return "timed out"
+    return "lost" if "originated at tensorpipe" in text else "failed"
+
+
+def first_cause(error):
+    """Return (rank, text) of the exception behind an error, such as (1, "KeyError: 'oops'"). No rank: this one.
+
+    If calls were nested, it is the innermost one.
+    """
+    text = "".join(traceback.format_exception_only(error)).strip()
+    *_, last = [None, *REMOTE.finditer(text)]
+    text = text[last.end() :] if last else text.rpartition("when running the callback: ")[2]
+    if last and last[2] == r"\n":  # of a KeyError: its str() is a repr, in quotes, and with \n for a newline
+        text = text.replace(r"\n", "\n").replace(r"\'", "'").rpartition("\n'")[0]
+    text = text.partition("\n\nAt:\n")[0]  # pybind11 adds where it has raised it again
+    if last:  # the repr and the traceback of the exception: what follows the last frame is its text
+        text = re.split(r"^  File .*\n(?:    .*\n)*", text, flags=re.MULTILINE)[-1]
+    return last and int(last[1]), text.strip()
 
 
 class Explained:
@@ -23,33 +56,29 @@ class Explained:
 
     def __init__(self, error):
         self.error = error
-        text = "".join(traceback.format_exception_only(error)).strip()  # "module.ValueError: ..."
-        # A remote error reads "On WorkerInfo(...):\\n<repr>\\n<traceback>". If calls were nested, so is this.
-        self.remote = [*REMOTE.finditer(text)]
-        if self.remote:
-            text = text[self.remote[-1].end() :].partition("\n\nAt:\n")[0]  # pybind11 adds where it raised it again
-            text = re.split(r"^  File .*\n(?:    .*\n)*", text, flags=re.MULTILINE)[-1]  # what follows the last frame
+        self.rank, text = first_cause(error)
         kind, _, why = text.partition(": ")
-        self.kind = kind.rpartition(".")[2].strip()
+        self.kind = kind.rpartition(".")[2].strip()  # without its module
         self.why = " ".join(why.split()).partition(" Exception raised from ")[0]  # without the C++ stack
-        self.is_of_connection = self.kind.startswith(("RuntimeError", "Dist")) and bool(OF_CONNECTION.search(self.why))
-        known = isinstance(error, (UserError, BrokenPipeError, SystemExit))
-        self.is_mistake_here = not (known or self.remote or self.is_of_connection)
+        self.is_of_user = self.kind == UserError.__name__
+        ended = what_happened(self.why) != "failed" or OF_CONNECTION.search(self.why)
+        self.is_of_connection = self.kind.startswith(("RuntimeError", "Dist")) and bool(ended)
+        known = self.is_of_user or isinstance(error, (BrokenPipeError, SystemExit))
+        self.is_mistake_here = not (known or self.rank is not None or self.is_of_connection)
 
     def line(self, names, me):
         """Return one line for the user, as rank `me` prints it. `names`: of all ranks."""
         if isinstance(self.error, SystemExit):
             return f"it called sys.exit({self.error.code!r}) before its work was done"
-        is_of_user = self.kind == UserError.__name__
-        line = self.why if is_of_user else f"{self.kind}: {self.why}"
-        if self.remote and (rank := int(self.remote[-1][1])) != me:
-            line = f"{names[rank]}: {line}"
-        return line if is_of_user or not self.remote else line + self.called_from()
+        line = self.why if self.is_of_user else f"{self.kind}: {self.why}"
+        if self.rank not in (None, me):
+            line = f"{names[self.rank]}: {line}"
+        return line if self.is_of_user or self.rank is None else line + self.called_from()
 
     def called_from(self):
         """Return the line of the call that has brought back this error: perhaps the mistake is there."""
         text = "".join(traceback.format_exception(self.error, chain=False))
         *_, last = REMOTE.finditer(text)
         frames = re.findall(r'^  File "(.*)", line (\d+), in ', text[: last.start()], re.MULTILINE)
-        own = [(file, line) for file, line in frames if "/torch/" not in file and "/glue/" not in file]
+        own = [(file, line) for file, line in frames if not any(part in file for part in NOT_OF_THE_SCENARIO)]
         return " (called from {}, line {})".format(*own[-1]) if own else ""

@@ -1,19 +1,20 @@
-"""One rank's view of the job: who is there, where all wait for each other, who is lost, and how the job ends.
+"""What run_worker gets as `job`: who is there, where all ranks wait for each other, and how this process ends.
 
-Every other rank has one TCP connection to rank 0, for as long as it lives. The kernel ends it when a process ends,
+Every rank but rank 0 has one TCP connection to rank 0, for as long as it lives. The kernel ends it when a process ends,
 however that happens, and within 8 seconds if a machine or the network is gone. That is how rank 0 notices that a rank
-is lost, and how the others notice that rank 0 is. Rank 0 decides what happens then. A message is a JSON object on a
-line of its own:
+is lost, and how the others notice that rank 0 is. Rank 0 decides what happens then: coordinator.py has its side of the
+connections, and member.py that of the others. A message is a JSON object on a line of its own:
 
-    rank -> rank 0    {"join": 1, "must_match": {...}, "host": ..., "gpus": ...}    the first one
+    rank -> rank 0    {"join": 1, "host": ..., "given": {...}}    the first one: which flags it was given
+                      {"gpus": ..., ...}                     the second one, now it has joined: what it offers
                       {"at": 2}                              it waits at barrier 2
                       {"failed": "...", "status": 1}         an exception has ended it
-    rank 0 -> rank    {"missing": [2], "ranks": ..., "store_port": ..., "restarts": 0}    who has not joined yet, ...
+    rank 0 -> rank    {"flags": {...}}                       the answer to the first one: the flags of the job
+                      {"missing": [2], "ranks": ...}         who has not joined yet, and when all have: what each offers
                       {"passed": 2}                          all have reached barrier 2
                       {"end": "...", "status": 1}            this rank must end, and why
 """
 
-import json
 import os
 import signal
 import socket
@@ -22,42 +23,48 @@ import threading
 import time
 import traceback
 
+from glue import UserError, host, meet, print_error, sockets, within
+from glue.errors import NAMED_AFTER_SECONDS, Explained
+from glue.scenario import of_this_rank, uses_device
+
 import torch
 import torch.distributed as dist
 from torch.distributed.rpc import internal
-
-from glue import UserError, host, meet, print_error, within
-from glue.errors import NAMED_AFTER_SECONDS, Explained
 
 DONE = 10**9  # the number of the last barrier
 NOBODY_READS = 128 + signal.SIGPIPE  # the exit status if stdout has no reader any more, as in `main.py | head`
 
 
 class Job:
-    """What run_worker gets as `job`: rank, world_size, names, device, devices, host, lost, and the first methods."""
+    """One rank's view of the job. In rank 0 it is a Coordinator, in every other rank a Member.
 
-    def __init__(self, rank, args, workers, listener=None, starter=None):
-        """`workers`: the RPC names of all ranks. `listener`, `starter`: of ranks that one process has started."""
-        self.rank, self.args, self.workers = rank, args, workers
-        self.world_size = len(workers)
-        self.names = [f"rank {number} ({worker})" for number, worker in enumerate(workers)]  # as the user reads them
+    rank, world_size     of this process, and of the job
+    workers, names       of all ranks: the name in RPC, and the one for the user, "rank 1 (observer1)"
+    devices, device      those of all ranks, as strings; that of this rank, as a torch.device
+    given                for each rank, the values of those flags that it may have for itself: see scenario.FILES
+    host, listens_on     the address of rank 0; that of this rank, with its network interface
+    ranks_here           the number of ranks on this host
+    """
+
+    def __init__(self, args, listener=None, starter=None):
+        """`listener`, `starter`: of ranks that one process has started, see launch.start_all."""
+        self.rank, self.args = args.rank, args
         self.listener, self.starter = listener, starter
         self.spawned = starter is not None
         self.shares_console = self.spawned or args.launcher == "torchrun"
-        self.connection = None  # to rank 0
+        self.name, self.names = f"rank {self.rank}", []  # until the flags of the job are known
+        self.links = {}  # rank -> the connection to it: in rank 0 to each that has joined, in the others to rank 0
         self.barrier = 0  # the number of the last barrier that this rank has reached
-        # It guards what follows, and is notified of each change. The thread that ends this process never releases it.
+        self.lost = {}  # in rank 0: the ranks without which the job goes on, {rank: why}
+        # It guards what follows, and is notified of each change. The thread that ends this process takes it, and never
+        # releases it: so no other thread can end the process for a second reason, or tell the others anything.
         self.changed = threading.Condition()
-        self.state = {"missing": [], "passed": 0}  # what rank 0 has told all
-        # In rank 0 only:
-        self.joined, self.links = {}, {}  # about each rank that has joined; its connection
-        self.at = dict.fromkeys(range(self.world_size), 0)  # for each living rank, the barrier that it has reached
-        self.callback = None  # of on_lost()
-        self.lost = {}  # the ranks without which the job goes on: {rank: why}
+        self.state = {"missing": None, "passed": 0}  # what rank 0 has told all
         self.printed = set()  # tracebacks
+        self.printing = threading.Lock()
         # torch prints the traceback of every served function that raises, even if the reason is a lost rank, or an
         # exception of a further rank, which has printed it. It has no option for this, so its module gets a `print`.
-        internal.print = lambda *_, **__: self._print_mistake(sys.exc_info()[1])
+        internal.print = lambda *_, **__: self.print_mistake(sys.exc_info()[1])
 
     # ------------------------------------------------------------------------------------------ what run_worker uses
 
@@ -81,60 +88,50 @@ class Job:
         If a rank dies before its call, the job ends, or goes on without that rank (--on_lost continue).
         """
         self.barrier = DONE if last else self.barrier + 1
-        if self.rank == 0:
-            self._reached(0, self.barrier)
-        else:
-            meet.send(self.connection, at=self.barrier)
+        self._reach(self.barrier)
         with self.changed:
             self.changed.wait_for(lambda: self.state["passed"] >= self.barrier)
 
-    def on_lost(self, callback):
-        """In rank 0, with --on_lost continue: from now on, if another rank is lost, the job goes on without it.
-
-        Call it after a barrier that follows init_rpc, because until then RPC needs every rank. `callback(rank)` is
-        called for each loss, on a thread that holds a lock of the job: it only puts the rank into the queue on which
-        the main thread waits. The job still ends when only rank 0 would be left.
-        """
-        if self.spawned:  # first, so that the starting process does not end the job because of such a loss
-            self.starter.send("rank 0 decides what happens when a rank is lost")
-        self.callback = callback
-
     # ------------------------------------------------------------------------------------------------------- joining
 
-    def join(self):
-        """Join the job; return when all ranks have joined. Raises UserError."""
-        gpus = host.count_gpus() if self.args.device == "cuda" and self.rank in self.args.device_ranks else 0
-        about = {"host": socket.gethostname(), "gpus": gpus}
-        waiting = meet.Waiting(self.names[self.rank], self.args.join_timeout, quiet=self.shares_console)
-        if self.rank == 0:
-            self.listener = self.listener or meet.listen_as_rank_0(self.args, waiting)
-            self.host = address = self.listener.getsockname()[0]
-            self.own_store = meet.hold_store(self.host)  # it serves as long as this object exists
-            threading.Thread(target=self._accept, daemon=True).start()
-            self._add(0, about, None)
-        else:
-            if self.spawned:
-                self.listener.close()  # otherwise who connects after the end of rank 0 would wait for an answer
-                self.listener = None
-            hello = {"join": self.rank, "must_match": self.args.must_match, **about}
-            self.connection, lines, answer = meet.connect(hello, self.args, self.names[0], waiting)
-            self.host, address = self.connection.getpeername()[0], self.connection.getsockname()[0]
-            self._take_in(answer)
-            threading.Thread(target=self._listen, args=(lines,), daemon=True).start()
+    def join(self, scenario):
+        """Join the job; return when all ranks have joined. Raises UserError. `scenario`: the function of main.py."""
+        waiting = meet.Waiting(self, self.args.join_timeout)
+        address = self._meet(scenario, waiting)
         # A forked child, such as a worker of a DataLoader, would keep a connection open when this process has died.
         os.register_at_fork(after_in_child=self._close)
-        meet.listen_only_at(address)
+        sockets.listen_only_at(address)
         self.listens_on = f"{address} ({os.environ['TP_SOCKET_IFNAME']})"
         if not self.host.startswith("127."):
             print(f"Listening on {self.listens_on}. RPC runs what peers send, unencrypted: trusted networks only.")
-        while missing := self.state["missing"]:
-            waiting.still(", ".join(self.names[rank] for rank in missing))
+        while (missing := self.state["missing"]) != []:
+            if missing:
+                waiting.still(", ".join(self.names[rank] for rank in missing))
             with self.changed:  # not while it prints: perhaps nobody reads that for a while
                 self.changed.wait_for(lambda seen=missing: self.state["missing"] != seen, 1)
+        self._settle()
+
+    def know_scenario(self, scenario):
+        """Take in what follows from the flags of the job."""
+        self.scenario = scenario(self.args)
+        self.workers = self.scenario.workers
+        self.world_size = self.args.world_size
+        self.names = [f"rank {number} ({worker})" for number, worker in enumerate(self.workers)]
+        self.name = self.names[self.rank]
+
+    def about(self):
+        """Return what this rank tells the others about itself."""
+        uses_gpu = self.args.device == "cuda" and uses_device(self.rank, self.scenario)
+        gpus = host.count_gpus() if uses_gpu else 0
+        return {"host": socket.gethostname(), "gpus": gpus, "given": of_this_rank(self.args)}
+
+    def _settle(self):
+        """Take in what all ranks have told about themselves."""
         ranks, self.args.restarts = self.state["ranks"], self.state["restarts"]
         hosts = [each["host"] for each in ranks]
         if len(set(hosts)) > 1 and self.host.startswith("127."):
             raise UserError(meet.loopback_only(self.host, *hosts))
+        self.given = [each["given"] for each in ranks]
         self.devices = host.devices_of(ranks)
         self.device = torch.device(self.devices[self.rank])
         torch.zeros(1, device=self.device)  # the first use of a GPU takes seconds, so do it before the work begins
@@ -142,116 +139,9 @@ class Job:
         host.share_cores(self.ranks_here)
 
     def _close(self):
-        for each in (self.listener, self.connection, *self.links.values()):
+        for each in (self.listener, *self.links.values()):
             if each and each.fileno() != -1:  # it is, where a child of the child is forked
                 os.close(each.detach())  # its close() would wait for that of the file from which lines are read
-
-    # -------------------------------------------------------------------------------------------- rank 0, on threads
-
-    def _accept(self):
-        while True:
-            try:
-                connection, _ = self.listener.accept()
-                meet.keep_alive(connection)
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-            except OSError:  # too many open files just now
-                time.sleep(0.1)
-
-    def _serve(self, connection):
-        """Let a rank join, then act on its messages until its connection ends."""
-        lines = connection.makefile("rb")
-        try:
-            hello = json.loads(lines.readline(1 << 16))
-            rank, about = hello["join"], {"host": str(hello["host"]), "gpus": int(hello["gpus"])}
-            with self.changed:
-                if refused := self._why_not(rank, hello["must_match"]):
-                    return self._refuse(connection, about["host"], refused)
-                self._add(rank, about, connection)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return connection.close()  # whoever has connected is no rank of ours
-        why = meet.read(lines, lambda message: self._use(rank, message))
-        with self.changed:
-            self._lose(rank, why)
-
-    def _use(self, rank, message):
-        if "failed" in message:  # it prints this itself, which is enough if the ranks share a console
-            self._end("" if self.shares_console else f"{self.names[rank]}: {message['failed']}", message["status"])
-        self._reached(rank, message["at"])
-
-    def _why_not(self, rank, must_match):
-        """Return why this rank may not join, or None."""
-        for flag, ours in self.args.must_match.items():
-            if must_match.get(flag) != ours:
-                return f"it was started with {flag} {must_match.get(flag)}, and this job with {ours}"
-        if type(rank) is not int or rank not in self.at:
-            return f"this job has no rank {rank}"
-        if first := self.joined.get(rank):
-            return f"this rank has joined already, on {first['host']}"
-        return None
-
-    def _refuse(self, connection, where, why):
-        meet.send(connection, end=f"refused, because {why}", status=2)
-        if self.shares_console:  # nobody can start this one rank again
-            self._end("")
-        print_error(f"{self.names[0]}: refused a rank on {where}, because {why}")
-        connection.close()
-
-    def _add(self, rank, about, connection):
-        with self.changed:
-            self.joined[rank] = about
-            if connection:
-                self.links[rank] = connection
-            missing = [number for number in self.at if number not in self.joined]
-            ranks = [] if missing else [self.joined[number] for number in self.at]
-            self._tell(missing=missing, ranks=ranks, store_port=self.own_store.port, restarts=self.args.restarts)
-
-    def _reached(self, rank, barrier):
-        with self.changed:
-            if rank in self.at:  # otherwise it has been lost
-                self.at[rank] = barrier
-            if (passed := min(self.at.values())) > self.state["passed"]:
-                self._tell(passed=passed)
-
-    def _lose(self, rank, why):
-        """Go on without a rank, or end the job, unless its work is done."""
-        if self.state["passed"] == DONE:
-            return
-        if not self.callback or len(self.at) == 2:
-            self._end(f"lost {self.names[rank]}: {why}")
-        print_error(f"lost {self.names[rank]}: {why}; the others go on")
-        self.lost[rank] = why
-        del self.at[rank], self.links[rank]
-        self._reached(0, self.at[0])
-        self.callback(rank)
-
-    def _tell(self, **news):
-        """Tell all ranks."""
-        self.state |= news
-        self.changed.notify_all()
-        for connection in self.links.values():
-            meet.send(connection, **news)
-
-    def _end(self, why, status=1, raised=False):
-        """End the job, and this process. `raised`: it is an exception of this process."""
-        self.changed.acquire()
-        for connection in self.links.values():
-            meet.send(connection, end=f"{self.names[0]}: {why}" if raised else why, status=1)
-        self._leave(why, status)
-
-    # --------------------------------------------------------------------------------------- the others, on a thread
-
-    def _listen(self, lines):
-        """Take in what rank 0 says, until its connection ends."""
-        why = meet.read(lines, self._take_in)
-        if self.state["passed"] < DONE:
-            self._leave(f"lost {self.names[0]}: {why}")
-
-    def _take_in(self, message):
-        if "end" in message:
-            self._leave(message["end"], message["status"])
-        with self.changed:
-            self.state |= message
-            self.changed.notify_all()
 
     # -------------------------------------------------------------------------------------------------------- ending
 
@@ -263,28 +153,23 @@ class Job:
             # If it is the consequence of a loss, another thread ends this process.
             time.sleep(0 if getattr(error, "has_waited", False) else NAMED_AFTER_SECONDS)
             print_error("".join(traceback.format_exception(error)).strip())
-        self._print_mistake(error)
-        status = NOBODY_READS if what.kind == BrokenPipeError.__name__ else 1
-        if self.rank == 0:
-            self._end(line, status, raised=True)
-        self.changed.acquire()  # first, because rank 0 answers that all ranks must end
-        if self.connection:
-            meet.send(self.connection, failed=line, status=status)
-        self._leave(line, status, failed=True)
+        self.print_mistake(error)
+        self._fail(line, NOBODY_READS if what.kind == BrokenPipeError.__name__ else 1)
 
-    def _print_mistake(self, error):
+    def print_mistake(self, error):
         """Print the traceback of a mistake in the code of this process, once: several callers may run into it."""
         text = "".join(traceback.format_exception(error)).strip()
-        if Explained(error).is_mistake_here and text not in self.printed:
-            self.printed.add(text)
-            print_error(text)
+        with self.printing:  # several RPC threads may run into it at the same time
+            if Explained(error).is_mistake_here and text not in self.printed:
+                self.printed.add(text)
+                print_error(text)
 
-    def _leave(self, why, status=1, failed=False):
+    def leave(self, why, status=1, failed=False):
         """End this process. If the ranks share a console, one of them prints why."""
         self.changed.acquire()  # and never release it: the first reason counts
         starter_is_gone = self.spawned and self.starter.poll()  # it was ended, and so this rank is
         prints = failed or status == 2 or self.rank == 0 or not self.shares_console
         if why and prints and not starter_is_gone and status != NOBODY_READS:
-            print_error(f"{self.names[self.rank]}: {why}")
+            print_error(f"{self.name}: {why}")
         within(2, sys.stdout.flush)  # its reader may be gone, or may not read
         os._exit(status)

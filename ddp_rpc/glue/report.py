@@ -1,16 +1,14 @@
 """What a run prints and writes: lines, a progress bar, curves, and the summary. In the one process that reports."""
 
 import json
-import math
 import sys
 import threading
 import time
 
+from glue.checkpoint import write_aside
+
 import torch
 from tqdm import tqdm
-
-from glue import UserError
-from glue.checkpoint import write_aside
 
 NOTHING_LEFT = "Nothing is left to do: the checkpoint is of a finished run."  # printed after "Going on after ..."
 
@@ -50,26 +48,3 @@ class Report:
         if args.summary_json:
             content = json.dumps(summary, indent=1, allow_nan=False)
             write_aside(args.summary_json, lambda file: file.write(content.encode()))
-
-
-def staleness_figures(counts):
-    """Return the figures of a summary for staleness: the mean over all gradients, and the maximum.
-
-    `counts`: {staleness: how many gradients had it}. Staleness is the number of updates between reading the weights
-    for a gradient and applying the gradient.
-    """
-    total = sum(staleness * count for staleness, count in counts.items())
-    mean = total / max(1, sum(counts.values()))
-    return {"staleness_mean": round(mean, 3), "staleness_max": max(counts, default=0)}
-
-
-def check_finite(value, what, step, at_most=math.inf):
-    """Return `value` as a number; raise UserError if it shows that training has diverged.
-
-    `value` is a number or a tensor with one element; `what`: its name for the user; `at_most`: the largest value of a
-    training that has not diverged.
-    """
-    value = value.item() if isinstance(value, torch.Tensor) else value
-    if not math.isfinite(value) or abs(value) > at_most:
-        raise UserError(f"step {step}: the {what} is {value:g}: training has diverged, try a lower --lr")
-    return value

@@ -14,20 +14,21 @@ import threading
 import time
 import warnings
 
-import torch.multiprocessing as mp
-
 from glue import check, meet, print_error
+from glue.coordinator import Coordinator
 from glue.host import keep_freed_memory
-from glue.job import Job
+from glue.member import Member
+
+import torch.multiprocessing as mp
 
 GRACE_SECONDS = 4.0  # when one rank has ended the job, the others get so long to end by themselves
 
 
-def launch(run_worker, args, worker_name):
+def launch(run_worker, args, scenario):
     """Run `run_worker(rank, args, job)` in every rank, then end this process. Each main.py calls this last.
 
-    `worker_name(rank, args)` returns a rank's RPC name. Exit status: 0 if the work was done, 1 if it was not, 2 if this
-    rank was refused.
+    `scenario(args)` returns the Scenario of these flags. Exit status: 0 if the work was done, 1 if it was not, 2 if
+    this rank was refused.
     """
     # Let the kernel end a process that gets one of these signals: at any moment, whatever its threads do. What was
     # ignored at the start, by nohup or a shell's `&`, stays ignored.
@@ -36,23 +37,22 @@ def launch(run_worker, args, worker_name):
             signal.signal(number, signal.SIG_DFL)
     if os.getpid() == 1:
         print_error("as process 1, this is not ended by SIGTERM or Ctrl-C: use an init, as in `docker run --init`")
-    run_worker = check.run_worker if args.check else run_worker
-    workers = [worker_name(rank, args) for rank in range(args.world_size)]
     if args.rank is None:
-        os._exit(start_all(run_worker, args, workers))
-    run_rank(args.rank, run_worker, args, workers)
+        os._exit(start_all(run_worker, args, scenario))
+    run_rank(args.rank, run_worker, args, scenario)
 
 
-def run_rank(rank, run_worker, args, workers, listener=None, starter=None):
+def run_rank(rank, run_worker, args, scenario, listener=None, starter=None):
     """Run one rank, and end this process. The last two are of ranks that one process has started: see start_all."""
     keep_freed_memory()
     if starter:
         threading.Thread(target=end_with, args=(starter,), daemon=True).start()
     keep_console_clean()
-    job = Job(rank, args, workers, listener, starter)
+    args.rank = rank
+    job = Member(args, listener, starter) if rank else Coordinator(args, listener, starter)
     try:
-        job.join()
-        run_worker(rank, args, job)
+        job.join(scenario)
+        (check.run_worker if args.check else run_worker)(rank, args, job)
         job.wait_for_all(last=True)
         if job.lost:
             print(f"The job finished without {', '.join(job.names[lost] for lost in sorted(job.lost))}.")
@@ -83,7 +83,7 @@ def keep_console_clean():
 # ------------------------------------------------------------------------------------------ all ranks on this machine
 
 
-def start_all(run_worker, args, workers):
+def start_all(run_worker, args, scenario):
     """Start every rank on this machine, and wait until all have ended; return the job's exit status."""
     # A fork of this process has torch already, so it begins to work in a tenth of a second. Forks are safe here,
     # because this process has only imported modules. But CUDA does not survive a fork, and macOS has its own reasons.
@@ -100,14 +100,14 @@ def start_all(run_worker, args, workers):
         os.register_at_fork(after_in_child=own.close)
         listener = meet.listen("127.0.0.1", 0)  # loopback only, and any port that is free
         args.master_addr, args.master_port = listener.getsockname()
-        arguments = (run_worker, args, workers, listener, theirs)
+        arguments = (run_worker, args, scenario, listener, theirs)
         started = mp.start_processes(run_rank, arguments, args.world_size, join=False, start_method=method)
     except OSError as error:  # too many processes, or open files
         print_error(f"cannot start all ranks: {error.strerror}")
         return 1
     listener.close()
     theirs.close()
-    return wait_for(dict(enumerate(started.processes)), own, args.on_lost, workers)
+    return wait_for(dict(enumerate(started.processes)), own, args.on_lost, scenario(args).workers)
 
 
 def wait_for(running, own, on_lost, workers):

@@ -1,6 +1,6 @@
-"""The flags that all four packages share, the variables of a launcher that replace some of them, and the checks.
+"""The command line: the flags that all four packages share, and the variables of a launcher that replace some of them.
 
-Called from parse_args of each main.py. A wrong command line gets one line that says what is wrong, and exit status 2.
+A wrong command line gets one line that says what is wrong, and exit status 2.
 """
 
 import argparse
@@ -8,8 +8,8 @@ import contextlib
 import os
 import sys
 
-from glue import PACKAGE
-from glue.host import why_no_gpu
+from glue import PACKAGE, UserError
+from glue.scenario import DEFAULT_PORT, OF_A_RANK, check_job, check_rank
 
 
 def _type(kind, name, accept):
@@ -63,6 +63,24 @@ class Parser(argparse.ArgumentParser):
             self.set_defaults(launcher="torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "another")
         return super().parse_known_args(words, namespace)
 
+    def parse_flags(self, argv, scenario):
+        """Return the flags of this process, `args`. Those of the job are checked, unless rank 0 will send them.
+
+        Adds to `args`: given (the flags that this command line has, without those of OF_A_RANK), launcher (its name, or
+        None) and restarts (how many times torchrun has started this job before; rank 0 finds out).
+        """
+        args = self.parse_args(argv)
+        nothing = argparse.Namespace(**dict.fromkeys(vars(args)))  # argparse sets the defaults of what is not there
+        given = {name: value for name, value in vars(self.parse_args(argv, nothing)).items() if value is not None}
+        args.given = {name: value for name, value in given.items() if name not in OF_A_RANK}
+        if args.rank in (None, 0):
+            try:
+                check_job(args, scenario(args))
+                check_rank(args, scenario(args))
+            except UserError as error:
+                self.error(str(error))
+        return args
+
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message} (--help shows every flag)\n")
 
@@ -73,11 +91,10 @@ def with_underscores(word):
     return name.replace("-", "_").replace("__", "--", 1) + equals + value if name.startswith("--") else word
 
 
-def argument_parser(description, modes, world_size, on_lost=()):
+def argument_parser(description, modes, world_size):
     """Return a parser with the shared flags.
 
-    `modes`: the names of the modes; the first one is the tutorial's, and the default. `on_lost`: the modes that can go
-    on without a lost rank.
+    `modes`: the names of the modes; the first one is the tutorial's, and the default.
     """
     parser = Parser(
         prog=f"{PACKAGE}/main.py", description=description, formatter_class=_HelpFormatter, allow_abbrev=False
@@ -87,7 +104,7 @@ def argument_parser(description, modes, world_size, on_lost=()):
     add("--rank", type=non_negative_int, metavar="R", help="start only this rank (by default: all, on this machine)")
     where = "address of rank 0's machine, where the ranks meet"
     add("--master_addr", type=address, default="localhost", metavar="HOST", help=where)
-    add("--master_port", type=port_number, default=29500, metavar="PORT", help="port there, if --rank is given")
+    add("--master_port", type=port_number, default=DEFAULT_PORT, metavar="PORT", help="port there, if --rank is given")
     add("--join_timeout", type=positive_float, default=300, metavar="S", help="seconds to wait for missing ranks")
     add("--mode", choices=list(modes), default=next(iter(modes)), help="how the messages are organised")
     add("--seed", type=seed, default=1, metavar="N", help="the random numbers of the job depend on it")
@@ -99,59 +116,8 @@ def argument_parser(description, modes, world_size, on_lost=()):
     add("--summary_json", metavar="FILE", help="write the result and the curves of the run at the end")
     add("--checkpoint", metavar="FILE", help="save a checkpoint to this file at intervals and at the end")
     add("--resume", action="store_true", help="load the file of --checkpoint, if there is one, and continue from it")
-    if on_lost:
-        on_lost_help = f"if a worker is lost: stop, or continue without it (modes {', '.join(on_lost)})"
-        add("--on_lost", choices=["stop", "continue"], default="stop", help=on_lost_help)
+    on_lost = "if a worker is lost: stop, or continue without it, which not every mode can"
+    add("--on_lost", choices=["stop", "continue"], default="stop", help=on_lost)
     add("--check", action="store_true", help="instead of the work: print what each host offers, and time RPCs")
-    parser.set_defaults(on_lost="stop", launcher=None, restarts=0, modes_that_can_lose=on_lost)
+    parser.set_defaults(launcher=None, restarts=0)
     return parser
-
-
-def check_arguments(
-    parser, args, min_world_size, roles, max_world_size=None, must_match=(), device_ranks=None, writer=0
-):
-    """Refuse values that cannot work (one line, exit status 2), and complete `args`.
-
-    `roles`: which rank has which role, as text for the error line about a wrong --world_size.
-    `must_match`: the scenario's own flags that must have the same value in every rank.
-    `device_ranks`: the ranks that compute on --device (default: all ranks); the others use no GPU.
-    `writer`: the rank that reports the result, and so writes the files.
-
-    Adds to `args`: must_match (all such flags with their values), device_ranks, launcher (its name, or None) and
-    restarts (how many times torchrun has started this job before; rank 0 finds out when the ranks meet).
-    """
-    must_match = ("world_size", "mode", "seed", "check", "on_lost", *must_match)
-    args.must_match = {"package": PACKAGE} | {flag: vars(args)[flag] for flag in must_match}
-    args.device_ranks = range(args.world_size) if device_ranks is None else device_ranks
-    size, most = args.world_size, max_world_size or args.world_size
-    if not min_world_size <= size <= most:
-        limits = f"{min_world_size} to {max_world_size}" if max_world_size else f"at least {min_world_size}"
-        parser.error(f"--world_size {size} does not fit: it must be {limits} ({roles})")
-    if args.rank is not None and args.rank >= size:
-        parser.error(f"--rank {args.rank} is out of range: with --world_size {size} the ranks are 0 to {size - 1}")
-    _check_combinations(parser, args)
-    computes_here = args.rank is None or args.rank in args.device_ranks
-    if args.device == "cuda" and computes_here and (why := why_no_gpu()):
-        parser.error(f"--device cuda: torch sees no CUDA GPU here: {why}")
-    if args.rank in (None, writer):  # files that cannot be written are refused before anything is trained
-        for flag in ("summary_json", "checkpoint", "save"):
-            if path := vars(args).get(flag):
-                folder = os.path.dirname(os.path.realpath(path))
-                if os.path.isdir(path) or not os.access(folder, os.W_OK):
-                    parser.error(f"--{flag} {path}: this user cannot write a file of this name there")
-        if args.checkpoint and os.path.exists(args.checkpoint) and not args.resume:
-            parser.error(f"--checkpoint {args.checkpoint}: it exists; --resume goes on from it, or choose another name")
-
-
-def _check_combinations(parser, args):
-    if args.on_lost == "continue":
-        if args.launcher == "torchrun":
-            parser.error("--on_lost continue: torchrun ends all ranks when one is lost; use its own --max-restarts")
-        if args.mode not in args.modes_that_can_lose:
-            parser.error(f"--on_lost continue is for the modes {', '.join(args.modes_that_can_lose)}")
-    if args.resume and not args.checkpoint:
-        parser.error("--resume needs --checkpoint FILE to go on from")
-    if args.rank is None and args.master_addr not in ("localhost", "127.0.0.1"):
-        parser.error(f"--master_addr {args.master_addr}: without --rank, all ranks start on this machine")
-    if args.rank is None and args.master_port != parser.get_default("master_port"):
-        parser.error(f"--master_port {args.master_port}: without --rank, the ranks meet at a port that is free")

@@ -1,10 +1,15 @@
 """The glue: what every job needs around its scenario. Each file has one topic. In reading order:
 
     launch         start the ranks: all of them from one process, one by one, or by torchrun
-    job            the `job` that run_worker gets: join, wait for all, a lost rank, how a job ends
-    meet           how a rank reaches rank 0, and on which network interface it listens
-    open_calls     calls that are not answered yet, of a rank that leads others
-    flags          the flags that all four packages share, and the checks of their values
+    job            the `job` that run_worker gets: how a rank joins, waits for all, and ends
+    coordinator    its other half in rank 0, which decides what happens when a rank is lost
+    member         its other half in all other ranks
+    meet           where the ranks meet
+    sockets        messages between a rank and rank 0, and on which network interface a rank listens
+    open_calls     calls that are not answered yet, of a rank that leads others (not in rnn_rpc, which has none)
+    scenario       what follows from the flags of a job, and what is refused
+    flags          the flags that all four packages share
+    finite         notice that training has diverged
     report         what a run prints and writes: lines, progress bar, curves, summary
     errors         what an exception means, here or brought back by a call
     checkpoint     write files completely or not at all; save and load checkpoints
@@ -12,7 +17,12 @@
     seeds          random numbers that depend on --seed alone
     check          --check: what a job finds on its hosts, and the time of an RPC
 
-All four packages have identical copies: edit rl_rpc/glue, then run `python tools/sync_glue.py`.
+Why this is more than torchrun: torchrun starts the ranks of a machine, watches them, names the first that fails, and
+ends or restarts all. Under torchrun the glue leaves that to it. But a rank that is started by hand, in a terminal where
+one can see and debug it, has no such parent, and with torchrun no job goes on without a lost rank. For these, the files
+from launch to sockets do what torchrun does, and they need only that the kernel ends the connections of a dead process.
+
+Each package has copies of the files that it imports. Edit rl_rpc/glue, then run `python tools/sync_glue.py`.
 """
 
 import contextlib

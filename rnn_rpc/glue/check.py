@@ -7,11 +7,11 @@ import socket
 import statistics
 import time
 
-import torch
-import torch.distributed.rpc as rpc
-
 from glue import UserError
 from glue.host import usable_cores, why_no_gpu
+
+import torch
+import torch.distributed.rpc as rpc
 
 TRIES, SECONDS = 50, 5.0
 

@@ -8,9 +8,9 @@ import io
 import os
 import warnings
 
-import torch
-
 from glue import UserError
+
+import torch
 
 
 def write_aside(path, write):

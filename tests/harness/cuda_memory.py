@@ -36,4 +36,4 @@ def run_worker(rank, args, job):
 
 if __name__ == "__main__":
     arguments = package_main.parse_args(sys.argv[2:])
-    package_main.launch.launch(run_worker, arguments, package_main.worker_name)
+    package_main.launch.launch(run_worker, arguments, package_main.scenario)

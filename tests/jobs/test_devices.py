@@ -7,6 +7,7 @@ from helpers import package_on_path
 
 with package_on_path("rl_rpc"):
     from glue import host
+    from glue.scenario import uses_device
 
 pytestmark = pytest.mark.quick
 
@@ -49,7 +50,9 @@ def test_only_ranks_that_compute_use_a_gpu(package, flags, ranks, monkeypatch):
         import main
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        assert [*main.parse_args([*flags, "--device", "cuda"]).device_ranks] == ranks
+        args = main.parse_args([*flags, "--device", "cuda"])
+        scenario = main.scenario(args)
+        assert [rank for rank in range(args.world_size) if uses_device(rank, scenario)] == ranks
 
 
 def test_a_rank_that_does_not_compute_needs_no_gpu_on_its_host(monkeypatch, capsys):

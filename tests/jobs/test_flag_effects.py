@@ -99,6 +99,7 @@ SEEN = {
     "rnn_rpc": GLUE
     | {
         "--mode": "test_bytes_on_the_wire_are_what_the_tensors_weigh",
+        "--on_lost": "test_a_flag_that_would_be_ignored_is_refused",
         "--corpus": "test_a_text_of_characters_that_stdout_cannot_show",
         "--tokens": "test_a_text_of_characters_that_stdout_cannot_show",
         "--optimizer": "test_a_text_of_characters_that_stdout_cannot_show",
@@ -120,6 +121,7 @@ SEEN = {
     },
     "ddp_rpc": GLUE
     | {
+        "--on_lost": "test_a_flag_that_would_be_ignored_is_refused",
         "--mode": "test_pipelined_learns_for_longer_than_an_rpc_may_take",
         "--lr": "test_divergence_ends_the_run_in_one_line_and_writes_nothing",
         "--targets": "test_divergence_ends_the_run_in_one_line_and_writes_nothing",
@@ -222,10 +224,10 @@ FIGURES = {"rl_rpc": "running_reward", "ddp_rpc": "heldout_accuracy", "param_ser
 def test_to_resume_a_finished_run_is_no_failure(package, run_of):
     """It prints that nothing is left to do, and writes the same files as other runs, with the result of before.
 
-    In rl_rpc a run is finished because the environment is solved, too.
+    In rl_rpc a run is finished because the environment is solved, too. In ddp_rpc it has trained for longer than asked.
     """
     before = run_of(package).summary[FIGURES[package]]
-    more = ["--max_episodes", 100, "--reward_threshold", 1] if package == "rl_rpc" else []
+    more = {"rl_rpc": ["--max_episodes", 100, "--reward_threshold", 1], "ddp_rpc": ["--epochs", 1]}.get(package, [])
     run = Run(package, run_of(package).folder, run_of(package).data_dir, "--resume", *more)
     assert re.search(
         r"^Going on after .*\nNothing is left to do: the checkpoint is of a finished run\.$", run.text, re.M

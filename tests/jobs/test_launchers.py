@@ -50,6 +50,6 @@ def test_variables_that_were_left_in_a_shell_are_ignored(launched):
 
 
 def test_under_torchrun_it_is_refused_in_one_line(launched, capsys):
-    launched(**QUARTET, TORCHELASTIC_RUN_ID="x")
+    launched(**QUARTET | {"RANK": "0"}, TORCHELASTIC_RUN_ID="x")
     why = "--on_lost continue: torchrun ends all ranks when one is lost"
     assert_refused("rl_rpc", ["--on_lost", "continue"], capsys, why)

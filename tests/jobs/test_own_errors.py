@@ -1,5 +1,6 @@
 """A mistake in the code of a package: its traceback is printed once, in the rank where it was raised."""
 
+import inspect
 import os
 import re
 import signal
@@ -8,11 +9,12 @@ import pytest
 
 from faults import assert_named, changed_package
 from forks import run_in_forks
-from helpers import package_on_path
+from helpers import ROOT, load_module, package_on_path
 from jobs import JOBS, RunningJob, free_port
 
 BATCHED = ("--mode", "batched", "--rpc_timeout", 600)
 ONE_IMAGE = ("--batch_size", 1)  # so an epoch takes minutes
+ELASTIC = "rl_rpc/elastic.py"
 
 
 def run_with_mistake(package, folder, name, right, wrong, *flags):
@@ -61,7 +63,7 @@ def test_mistake_in_served_method_shows_its_traceback_once(tmp_path, package, ra
     """
     errors = run_with_mistake(package, tmp_path, name, right, wrong, *flags)
     assert_traceback_printed_once(errors, package, rank, name)
-    assert re.search(r" \(called from .*/(hogwild|step|lead)\.py, line \d+\)$", errors, re.MULTILINE), errors
+    assert re.search(r" \(called from .*/(hogwild|step|loops)\.py, line \d+\)$", errors, re.MULTILINE), errors
 
 
 def test_call_that_cannot_be_sent_is_an_error_of_its_caller(tmp_path):
@@ -90,39 +92,92 @@ def test_a_rank_that_leaves_too_early_is_named_in_every_terminal(tmp_path):
         assert done.returncode == 1 and line in done.stderr, done.stderr
 
 
-REMOTE = """On WorkerInfo(id=1, name=observer1):
+RAISED = """On WorkerInfo(id=1, name=observer1):
 {error!r}
 Traceback (most recent call last):
   File "internal.py", line 209, in _run_function
     result = python_udf.func(*python_udf.args, **python_udf.kwargs)
-             ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+             ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
   File "step.py", line 38, in run_episode
     done = wrong()
 {text}
-
 """
+AGAIN = "\n\nAt:\n  internal.py(236): _handle_exception\n"
+
+
+def raised(error, text):
+    """Return the text of torch for an exception of a served function, whose traceback ends in `text`."""
+    return RAISED.format(error=error, text=text)
+
+
+# The error of a call, as torch 2.14 raises it; what has become of the call; the line that rank 0 prints.
+OF_CALLS = [
+    (
+        ValueError(raised(ValueError("first\nsecond"), "ValueError: first\nsecond") + AGAIN),
+        "failed",
+        "rank 1 (observer1): ValueError: first second",
+    ),
+    (
+        ValueError(raised(ValueError("a bad file\nsecond"), "glue.UserError: a bad file\nsecond") + AGAIN),
+        "failed",
+        "rank 1 (observer1): a bad file second",
+    ),
+    # torch raises a KeyError once more as a RuntimeError with its str(), which is a repr.
+    (
+        RuntimeError(f"KeyError: {raised(KeyError('oops'), 'KeyError: ' + repr('oops'))!r}{AGAIN}"),
+        "failed",
+        "rank 1 (observer1): KeyError: 'oops'",
+    ),
+    (KeyError(raised(KeyError(3), "KeyError: 3")), "failed", "rank 1 (observer1): KeyError: 3"),
+    (
+        RuntimeError(f"Got the following error when running the callback: ValueError: first\nsecond{AGAIN}"),
+        "failed",
+        "ValueError: first second",
+    ),
+    (
+        RuntimeError("RPC ran for more than set timeout (5000 ms) and will now be marked with an error"),
+        "timed out",
+        "RuntimeError: RPC ran for more than set timeout (5000 ms) and will now be marked with an error",
+    ),
+    (
+        RuntimeError("eof (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)"),
+        "lost",
+        "RuntimeError: eof (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)",
+    ),
+    # The function has raised, because the process that it called in turn is lost.
+    (
+        RuntimeError(raised(RuntimeError("eof"), "RuntimeError: Connection closed by peer\nframe #0: f") + AGAIN),
+        "failed",
+        "rank 1 (observer1): RuntimeError: Connection closed by peer frame #0: f",
+    ),
+]
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "error, text, line, of_connection",
-    [
-        (ValueError("first\nsecond"), "ValueError: first\nsecond", "ValueError: first second", False),
-        (ValueError("a bad file\nsecond"), "glue.UserError: a bad file\nsecond", "a bad file second", False),
-        (
-            RuntimeError("Connection closed by peer\nframe #0: f"),
-            "RuntimeError: Connection closed",
-            "RuntimeError",
-            True,
-        ),
-    ],
-)
-def test_what_a_remote_exception_of_several_lines_says(error, text, line, of_connection):
+@pytest.mark.parametrize("error, what, line", OF_CALLS, ids=[line for *_, line in OF_CALLS])
+def test_every_reader_of_an_error_says_the_same(error, what, line):
+    """The glue's, and those of the programs in one file and the recipe, which stand alone."""
+    with package_on_path("rl_rpc"):
+        from glue.errors import Explained, what_happened
+    explained = Explained(error)
+    assert explained.line(["rank 0 (agent)", "rank 1 (observer1)"], me=0) == line
+    assert explained.is_of_connection == any(word in line for word in ("timeout", "eof", "Connection"))
+    assert what_happened(error) == what
+    starter, pool, elastic = (load_module(ROOT / program) for program in ("docs/starter.py", "docs/pool.py", ELASTIC))
+    lost = what != "failed"
+    assert (starter.is_lost(error), pool.is_lost(error), not elastic.what_was_raised(error)) == (lost, lost, lost)
+    assert inspect.getsource(what_happened) in (ROOT / "docs" / "RECIPES.md").read_text()
+
+
+@pytest.mark.quick
+def test_the_place_of_a_call_is_found_in_any_folder():
+    """Also in one named torch, as a checkout of torch is."""
     with package_on_path("rl_rpc"):
         from glue.errors import Explained
-    explained = Explained(RuntimeError(REMOTE.format(error=error, text=text)))
-    said = explained.line(["rank 0 (agent)", "rank 1 (observer1)"], me=0)
-    assert said.startswith(f"rank 1 (observer1): {line}") and explained.is_of_connection == of_connection
+    place = "/home/me/torch/glue/rl_rpc/step.py"
+    with pytest.raises(ValueError) as caught:
+        exec(compile("raise error", place, "exec"), {"error": OF_CALLS[0][0]})
+    assert Explained(caught.value).line(["agent", "observer1"], me=0).endswith(f"(called from {place}, line 1)")
 
 
 @pytest.mark.quick

@@ -14,6 +14,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from documented import PAGE, assert_documented
 from forks import run_in_forks
@@ -85,7 +86,7 @@ sys.path.insert(0, {folder!r})
 sys.argv[0] = {folder!r} + "/main.py"
 import main
 if __name__ == "__main__":
-    main.launch.launch(main.run_worker, main.parse_args(), main.worker_name)
+    main.launch.launch(main.run_worker, main.parse_args(), main.scenario)
 """
 
 
@@ -112,35 +113,44 @@ def test_a_run_in_terminals_is_quiet_listens_on_loopback_only_and_leaves_nothing
 # --------------------------------------------------------------------------------------------------- meeting the others
 
 
-def test_a_rank_that_does_not_fit_is_refused_and_the_job_goes_on():
-    """Each rank has a terminal. At the end, SIGHUP ends one, as if its terminal were closed, and SIGTERM the other."""
-    place = ["--world_size", 2, *JOBS["rl_rpc"]["long"], "--join_timeout", 200, "--master_port", free_port(), "--rank"]
+def test_a_rank_that_does_not_fit_is_refused_and_the_job_goes_on(tmp_path):
+    """Each rank has a terminal. Rank 0 has the flags of the job, which the trainer takes, and where it writes, too.
+
+    At the end, SIGHUP ends one, as if its terminal were closed, and SIGTERM the other.
+    """
+    port, file = ["--master_port", free_port()], tmp_path / "c.pt"
     with contextlib.ExitStack() as stack:
 
-        def start(rank, *flags):
-            return stack.enter_context(Program("rl_rpc/main.py", *place, rank, *flags, env={"PYTHONUNBUFFERED": "1"}))
+        def start(*flags):
+            program = Program("rnn_rpc/main.py", *port, "--rank", *flags, env={"PYTHONUNBUFFERED": "1"})
+            return stack.enter_context(program)
 
-        agent = start(0)
-        assert agent.wait_for_text(r"waiting for rank 1 \(observer1\)"), agent.text()
-        done = start(1, "--seed", 7).result()
-        assert_one_line_error(done, 2, "refused")
-        assert_documented(done.stderr, "it was started with seed 7")
-        observer = start(1)
-        assert agent.wait_for_text("Episode 20"), agent.text()
+        server = start(0, *JOBS["rnn_rpc"]["long"], "--seed", 3, "--checkpoint", file, "--join_timeout", 200)
+        assert server.wait_for_text(r"waiting for rank 1 \(trainer\)"), server.text()
+        another, number = start(1, "--seed", 7).result(), start(2).result()
+        unwritable = start(1, "--checkpoint", "/nonexist/c.pt").result()
+        assert_one_line_error(unwritable, 2, "--checkpoint /nonexist/c.pt", "cannot write")
+        trainer = start(1)
+        assert trainer.wait_for_text("epoch +2"), trainer.text()
+        assert torch.load(file, weights_only=True)["settings"]["seed"] == 3
         twin = start(1).result()
-        assert_one_line_error(twin, 2, "refused")
+        for done in (another, number, twin):
+            assert_one_line_error(done, 2, "refused")
+        assert_documented(another.stderr, "it was started with seed 7")
+        assert_documented(number.stderr, "this job has no rank 2")
         assert_documented(twin.stderr, "this rank has joined already")
-        signals = {agent: signal.SIGHUP, observer: signal.SIGTERM}
+        signals = {server: signal.SIGHUP, trainer: signal.SIGTERM}
         for rank, number in signals.items():
             rank.send_signal(number)
         for rank, number in signals.items():
             assert rank.wait(6) == -number, rank.text()
-        refused = [line.partition(": refused a rank on ")[2] for line in agent.errors().splitlines()]
-        assert [line.partition(", because ")[2] for line in refused] == [
-            "it was started with seed 7, and this job with 1",
+        said = [line.partition(": refused a rank on ")[2] for line in server.errors().splitlines()]
+        assert [line.partition(", because ")[2] for line in said] == [
+            "it was started with seed 7, and this job with 3",
+            "this job has no rank 2",
             f"this rank has joined already, on {socket.gethostname()}",
         ]
-        assert not observer.errors()
+        assert not trainer.errors()
 
 
 @NEEDS_ROOT
@@ -178,7 +188,7 @@ def test_a_rank_says_that_it_waits_for_rank_0_and_ends_at_join_timeout(tmp_path)
                 proxy.accept()[0].close()
             proxy.close()
             done = rank.result(60)
-    assert_one_line_error(done, 1, "rank 0 (agent) at no-such-host.invalid")
+    assert_one_line_error(done, 1, "rank 0 at no-such-host.invalid")
     assert_documented(done.stderr, "did not come within --join_timeout 12 s: Connection refused")
 
 
@@ -199,7 +209,7 @@ def test_a_missing_rank_is_named_at_join_timeout_and_what_answers_at_the_port_is
     assert_one_line_error(done[alone], 1, "--join_timeout 1 s")
     assert_documented(done[alone].stderr, "rank 1 (observer1), rank 2 (observer2) did not come")
     assert_one_line_error(done[led_astray], 1, f"localhost port {port}")
-    assert_documented(done[led_astray].stderr, "is not rank 0 (agent)")
+    assert_documented(done[led_astray].stderr, "is not rank 0 of this job")
     assert len(done[led_astray].stderr.splitlines()) == 1
 
 

@@ -33,7 +33,7 @@ def test_which_rank_is_what():
             import main
 
             args = main.parse_args(["--world_size", size])
-            assert names == [main.worker_name(rank, args) for rank in range(int(size))], package
+            assert names == main.scenario(args).workers, package
 
 
 # ------------------------------------------------------------------------------------------------------------ all pages

@@ -26,7 +26,7 @@ def run(tmp_path, *flags, program="ddp_rpc/main.py", timeout=120):
 def test_pipelined_learns_for_longer_than_an_rpc_may_take(tmp_path):
     """An epoch is one RPC, which would fail with a timeout. A line is printed for each epoch."""
     right = "    def use_device(self):\n"  # a trainer's first step when it is made, measures, or trains an epoch
-    slow = changed_package("ddp_rpc", tmp_path, "training.py", (right, f"{right}        time.sleep(3)\n"))
+    slow = changed_package("ddp_rpc", tmp_path, "trainer.py", (right, f"{right}        time.sleep(3)\n"))
     right = "        num_rows = len(range(shard, num_embeddings, num_shards))\n"  # a table takes longer than a trainer
     changed_package("ddp_rpc", tmp_path, "shards.py", (right, f"{right}        __import__('time').sleep(9)\n"))
     flags = ("--mode", "pipelined", "--world_size", 5, "--num_servers", 2, "--epochs", 3, "--lr", 0.2)

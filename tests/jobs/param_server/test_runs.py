@@ -40,9 +40,12 @@ def test_a_run_learns_and_reports_its_figures_and_what_crosses_the_wire(tmp_path
 def test_the_figures_of_staleness():
     """Three gradients were computed from the newest weights, and one from weights that lacked two updates."""
     with package_on_path("param_server"):
-        from glue import report
-    assert report.staleness_figures({0: 3, 2: 1}) == {"staleness_mean": 0.5, "staleness_max": 2}
-    assert report.staleness_figures({}) == {"staleness_mean": 0.0, "staleness_max": 0}
+        from counts import Counts
+    counts = Counts()
+    assert counts.staleness() == {"staleness_mean": 0.0, "staleness_max": 0}
+    for version in (0, 1, 0, 3):
+        counts.add_update((0, 1, version, 32))
+    assert counts.staleness() == {"staleness_mean": 0.5, "staleness_max": 2}
 
 
 def test_output_that_nobody_reads_for_a_while_delays_the_job_and_breaks_nothing(few_digits):
@@ -84,12 +87,15 @@ def test_a_wrong_command_line_is_refused_in_one_line(flags, words, capsys):
 def test_unusable_data_ends_the_whole_job_with_status_1(tmp_path, few_digits):
     """Difference 11: in the tutorial the child's failure is ignored, and the exit status is 0.
 
-    Here the trainers find that a file is damaged, which rank 0 has not read.
+    Here a trainer finds that a file is damaged, which rank 0 has not read. The other one still prepares its images.
     """
+    right = "        digits = load_digits("
+    slow = f"        rpc.get_worker_info().id == 1 and __import__('time').sleep(600)\n{right}"
+    main = changed_package("param_server", tmp_path, "replica.py", (right, slow))
     folder = shutil.copytree(few_digits, tmp_path / "digits")
     (folder / "MNIST" / "raw" / "train-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01")
-    done = run_main("param_server", "--data_dir", folder, "--mode", "replica", timeout=100)
-    assert_one_line_error(done, 1, "(trainer", "train-labels-idx1-ubyte cannot be read", "delete both")
+    done = run_script(main, "--data_dir", folder, "--mode", "replica", timeout=60)
+    assert_one_line_error(done, 1, "rank 2 (trainer2)", "train-labels-idx1-ubyte cannot be read", "delete both")
 
 
 def test_no_network_names_both_ways_out_and_a_reader_that_has_gone_is_not_blamed_on_it(tmp_path, monkeypatch):

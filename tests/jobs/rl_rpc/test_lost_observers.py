@@ -89,9 +89,8 @@ def test_an_observer_that_is_lost_just_before_its_episode_begins_is_not_waited_f
     calls.add(2, silent)
     calls.add(1, played)
     played.set_result("an episode")
-    answers = [calls.next(), calls.next()]
-    assert sorted(answers) == [(1, None, "an episode"), (2, None, None)]
+    assert sorted(calls.answers()) == [(1, None, "an episode"), (2, None, None)]
     assert calls.idle([1, 2]) == [1] and not calls.open
     silent.set_result("a late answer")
     calls.add(1, played)
-    assert calls.next() == (1, None, "an episode")  # the late answer does not count
+    assert calls.results() == {1: "an episode"}  # the late answer does not count

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from documented import assert_documented
+from faults import changed_package
 from helpers import package_on_path
-from programs import run_main
+from programs import run_main, run_script
 
 SOLVED_LINE = re.compile(r"^Solved! Running reward is now ([\d.]+)!$", re.M)
 
@@ -56,6 +57,7 @@ def save_policy(path):
     """Write a policy that has not learned; return the path."""
     with package_on_path("rl_rpc"):
         from glue import checkpoint
+
         from policy import Policy
     checkpoint.save(path, "rl_rpc", {"env_id": "CartPole-v1"}, {"policy": Policy(4, 2).state_dict()})
     return path
@@ -101,6 +103,23 @@ def test_play_refuses_what_is_not_a_policy(tmp_path):
     assert "this" not in sys.modules
 
 
+@pytest.mark.quick
+def test_a_mistake_in_the_code_of_play_is_not_hidden(tmp_path, monkeypatch):
+    """Only what the user must correct becomes one line. A mistake keeps its traceback."""
+    monkeypatch.setattr(play_module.Actor, "act_greedily", lambda self, state: int("a mistake"))
+    with pytest.raises(ValueError, match="a mistake"):
+        play_module.main([str(save_policy(tmp_path / "policy.pt"))])
+
+
+def test_an_error_while_all_wait_for_the_agent_ends_the_job_at_once(tmp_path):
+    """In mode batched, only the observer that has asked last gets the error. The other one gets no answer."""
+    main = changed_package("rl_rpc", tmp_path, "batched.py", ("learner.policy(states", "learner.polic(states"))
+    done = run_script(main, "--mode", "batched", "--world_size", 3, "--rpc_timeout", 600, timeout=60)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
+    assert re.search(r'File ".*batched.py", line \d+, in answer_if_all_have_asked', done.stderr), done.stderr
+    assert "rank 0 (agent): AttributeError: 'Learner' object has no attribute 'polic'" in done.stderr, done.stderr
+
+
 ENVIRONMENTS = """
 import time
 import gymnasium as gym
@@ -127,7 +146,8 @@ gym.register("Slow-v0", Slow, reward_threshold=-30)
 """
 
 
-def test_an_episode_may_take_longer_than_the_rpc_timeout(tmp_path):
+@pytest.mark.parametrize("mode", ["step", "rollout"])
+def test_an_episode_may_take_longer_than_the_rpc_timeout(tmp_path, mode):
     """In the tutorial, run_episode has the default timeout, so an episode of more than 60 s fails.
 
     The environment is in a module of the user's, named as module:ID. In the second episode that of the second observer
@@ -135,8 +155,7 @@ def test_an_episode_may_take_longer_than_the_rpc_timeout(tmp_path):
     """
     (tmp_path / "own_environments.py").write_text(ENVIRONMENTS)
     flags = ("--env_id", "own_environments:Slow-v0", "--world_size", 3, "--rpc_timeout", 3, "--log_interval", 1)
-    flags += ("--mode", "rollout")
-    done = run_main("rl_rpc", *flags, "--max_episodes", 2, env={"PYTHONPATH": tmp_path})
+    done = run_main("rl_rpc", *flags, "--mode", mode, "--max_episodes", 2, env={"PYTHONPATH": tmp_path}, timeout=60)
     assert "threshold of -30" in done.stdout and "Solved" not in done.stdout
     assert "Episode 1\tLast reward: -40.00\tAverage reward: -40.00" in done.stdout  # it does not start at 0
     assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr

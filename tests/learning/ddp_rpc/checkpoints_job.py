@@ -3,11 +3,11 @@
 The copy's evaluation has only a few bags. So nearly all of these bytes are for the checkpoints, if the table is large.
 """
 
-import main  # first, because its glue sets a variable for torch
 from glue import launch
 
-# isort: split
 from torch.distributed.rpc import internal
+
+import main
 
 pickle_message = internal._internal_rpc_pickler.serialize  # torch calls it for each call and each answer
 sent = []
@@ -20,12 +20,13 @@ def count(message):
 
 
 def run_worker(rank, args, job):
-    if rank > args.num_trainers:  # a server, which calls nobody
+    is_server = rank > main.num_trainers(args)  # a server calls nobody
+    if is_server:
         internal._internal_rpc_pickler.serialize = count
     main.run_worker(rank, args, job)
-    if rank > args.num_trainers:
+    if is_server:
         print(f"{sum(sent)} bytes", flush=True)
 
 
 if __name__ == "__main__":
-    launch.launch(run_worker, main.parse_args(), main.worker_name)
+    launch.launch(run_worker, main.parse_args(), main.scenario)

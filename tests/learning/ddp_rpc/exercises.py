@@ -29,7 +29,7 @@ def test_changed_rows(tmp_path, monkeypatch):
     oracle.save_checkpoint(file, *oracle.one_process(epochs=1))
     sizes = [word for name, value in oracle.SIZES.items() for word in (f"--{name}", value)]
     flags = ("--world_size", 5, "--num_servers", 3, "--sparse", "--checkpoint", file, "--resume")
-    main = changed_package("ddp_rpc", tmp_path, "evaluation.py", ("= 16, 512", "= 1, 8"))
+    main = changed_package("ddp_rpc", tmp_path, "trainer.py", ("= 16, 512", "= 1, 8"))
     job = shutil.copy(ROOT / "tests" / "learning" / "ddp_rpc" / "checkpoints_job.py", os.path.dirname(main))
     done = run_script(job, *sizes, *flags)
     assert (done.returncode, done.stderr) == (0, "")

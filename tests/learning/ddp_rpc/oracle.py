@@ -10,17 +10,15 @@ from helpers import package_on_path
 from programs import run_main
 
 with package_on_path("ddp_rpc"):
-    import evaluation
+    from glue.seeds import seed_for
+
     import hogwild
     import main
     import pipelined
-    import ranks
     import shards
     import sync
-    import training
+    import trainer
     from clicks import ClickLog
-    from glue import checkpoint
-    from glue.seeds import seed_for
 
 SIZES = {"num_embeddings": 50, "embedding_dim": 12, "batch_bags": 6, "batches": 15, "epochs": 2, "lr": 0.05}
 FLAGS = [text for name, value in SIZES.items() for text in (f"--{name}", value)]
@@ -48,11 +46,11 @@ def one_process(num_trainers=1, stale_lookups=False, seed=1, epochs=SIZES["epoch
     log = ClickLog(args.num_embeddings, args.embedding_dim, seed_for(seed, "teacher"))
     for epoch in range(1, epochs + 1):
         by_trainer = [
-            log.batches(args.batches, args.batch_bags, seed_for(seed, "clicks", trainer, epoch))
-            for trainer in range(num_trainers)
+            log.batches(args.batches, args.batch_bags, seed_for(seed, "clicks", rank, epoch))
+            for rank in range(num_trainers)
         ]
         batches = [join(parts) for parts in zip(*by_trainer, strict=True)]
-        lr = training.learning_rate(args, epoch)
+        lr = trainer.learning_rate(args, epoch)
         optimizer.param_groups[0]["lr"] = lr
         seen = table.clone()  # the table that the next lookup reads
         for ids, offsets, target in batches:
@@ -71,15 +69,14 @@ def heldout_figures(table, fc, seed=1):
     """Return what a run that ends with this table and fc reports of all held-out bags."""
     log = ClickLog(*table.shape, seed_for(seed, "teacher"))
     totals = torch.zeros(3, dtype=torch.float64)
-    for ids, offsets, target in log.batches(
-        evaluation.HELDOUT_BATCHES, evaluation.HELDOUT_BAGS, seed_for(seed, "held-out")
-    ):
+    heldout = log.batches(trainer.HELDOUT_BATCHES, trainer.HELDOUT_BAGS, seed_for(seed, "held-out"))
+    for ids, offsets, target in heldout:
         logits = F.linear(F.embedding_bag(ids, table, offsets, mode="sum"), fc["weight"], fc["bias"])
         teacher = log.teacher_logits(ids, offsets)
         right = [(each.argmax(dim=1) == target).double().mean() for each in (logits, teacher)]
         totals += torch.stack([F.cross_entropy(logits, target).double(), *right])
     names = ("heldout_loss", "heldout_accuracy", "ceiling_accuracy")
-    return dict(zip(names, (totals / evaluation.HELDOUT_BATCHES).tolist(), strict=True))
+    return dict(zip(names, (totals / len(heldout)).tolist(), strict=True))
 
 
 def join(parts):

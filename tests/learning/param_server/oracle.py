@@ -12,12 +12,12 @@ from helpers import package_on_path
 from programs import ROOT, run_script
 
 with package_on_path("param_server"):
-    import lead
+    from glue import scenario
+    from glue.seeds import seed_for
+
     import main
     import net
-    import ranks
     from data import Batches, load_digits
-    from glue.seeds import seed_for
 
 STEPS = 20
 SEED = 1

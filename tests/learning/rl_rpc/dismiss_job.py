@@ -13,12 +13,13 @@ import sys
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "rl_rpc"))
+from glue import launch
+
 import gymnasium as gym
 import torch.distributed.rpc as rpc
 
 import main
 import step
-from glue import launch
 from policy import Policy
 from reinforce import Learner
 
@@ -44,7 +45,7 @@ def in_the_observers():
 
 
 def run_worker(rank, args, job):
-    rpc.init_rpc(main.worker_name(rank, args), rank=rank, world_size=3, rpc_backend_options=job.rpc_options())
+    rpc.init_rpc(job.workers[rank], rank=rank, world_size=3, rpc_backend_options=job.rpc_options())
     if rank == 0:
         run_agent(args)
     job.wait_for_all()
@@ -68,4 +69,4 @@ def run_agent(args):
 
 
 if __name__ == "__main__":
-    launch.launch(run_worker, main.parse_args(), main.worker_name)
+    launch.launch(run_worker, main.parse_args(), main.scenario)

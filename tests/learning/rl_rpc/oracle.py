@@ -14,14 +14,14 @@ from helpers import load_module, package_on_path
 from tutorials import changed, copied_alone
 
 with package_on_path("rl_rpc"):
+    from glue import scenario, seeds
+
     import actor
     import environment
     import main
     import play
     import policy
-    import ranks
     import reinforce
-    from glue import seeds
 
 MODES = ("step", "packed", "batched", "rollout")  # those in which nobody plays with old weights
 EPISODE_LINE = re.compile(r"^Episode (\d+)\tLast reward: (-?[\d.]+)\tAverage reward: (-?[\d.]+)$", re.M)

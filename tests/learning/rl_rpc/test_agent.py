@@ -16,7 +16,7 @@ oracle = load_oracle("rl_rpc")
 learn, make_learner, trajectory_of, main_module = oracle.learn, oracle.make_learner, oracle.trajectory_of, oracle.main
 environment, policy_module, reinforce = oracle.environment, oracle.policy, oracle.reinforce
 asynchronous = main_module.MODES["async"]
-actor_module, play_module, ranks = oracle.actor, oracle.play, oracle.ranks
+actor_module, play_module = oracle.actor, oracle.play
 pytestmark = pytest.mark.quick
 
 
@@ -91,7 +91,12 @@ def test_an_episode_of_one_step_leaves_the_policy_finite():
 
 
 def test_ranks_must_agree_on_the_environment():
-    assert {"env_id", "seed", "mode", "on_lost"} <= set(main_module.parse_args([]).must_match)
+    """A rank that is given none takes that of the job. Another one is refused."""
+    args = main_module.parse_args([])
+    assert {"env_id", "seed", "mode", "on_lost"} <= set(oracle.scenario.of_the_job(args))
+    given = main_module.parse_args(["--rank", "1", "--env_id", "Acrobot-v1"]).given
+    why = oracle.scenario.difference(given, args)
+    assert why == "it was started with env_id Acrobot-v1, and this job with CartPole-v1"
     assert {"env_id", "seed"} <= set(main_module.RESUME_KEYS)
 
 

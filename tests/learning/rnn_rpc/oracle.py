@@ -14,14 +14,15 @@ from torch import nn
 from helpers import package_on_path
 
 with package_on_path("rnn_rpc"):
-    import corpus
     import glue
+    from glue import errors, seeds
+
+    import corpus
     import logits
     import loss
     import main
     import overlap
     import trainer
-    from glue import errors, seeds
 
 MODES = list(main.MODES)
 STEPS, V, E, H, LAYERS, T, B = 20, 12, 6, 8, 2, 7, 4
@@ -42,8 +43,7 @@ def as_launched(rpc_group):
 def train(*flags):
     """Run main.run_trainer with these flags; with --summary_json, return the summary."""
     args = main.parse_args([str(flag) for flag in flags])
-    names = [main.worker_name(rank, args) for rank in range(args.world_size)]
-    main.run_trainer(args, dict.fromkeys(names, "cpu"))
+    main.run_trainer(args, dict.fromkeys(main.scenario(args).workers, "cpu"))
     if args.summary_json:
         with open(args.summary_json) as file:
             return json.load(file, parse_constant=pytest.fail)  # NaN and Infinity are no JSON

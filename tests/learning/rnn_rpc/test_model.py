@@ -54,7 +54,7 @@ def test_the_loss_is_taken_over_the_vocabulary():
     assert logits_TBV.shape == (T, B, V)
     published = nn.CrossEntropyLoss()(logits_TBV, torch.randint(B, (T, V)))  # no error, and near ln B
     assert published.item() == pytest.approx(math.log(B), abs=0.1)
-    loss, _ = model.loss(data_TB, target_TB, model.init_hidden(B))
+    loss, _ = model.summed_loss(data_TB, target_TB, model.init_hidden(B))
     assert loss.item() / (T * B) == pytest.approx(math.log(V), abs=0.1)
 
 
@@ -67,7 +67,7 @@ def test_modes_agree_for_every_number_of_streams(mode, num_streams):
         rnn_model = new_model(mode=name)
         parameters = [rref.local_value() for rref in rnn_model.parameter_rrefs()]
         with dist_autograd.context() as context_id:
-            summed, hidden = rnn_model.loss(data_TB, target_TB, rnn_model.init_hidden(num_streams))
+            summed, hidden = rnn_model.summed_loss(data_TB, target_TB, rnn_model.init_hidden(num_streams))
             dist_autograd.backward(context_id, [summed])
             gradients = dist_autograd.get_gradients(context_id)
         results[name] = [summed.detach(), *(state.detach() for state in hidden), *map(gradients.get, parameters)]
@@ -84,12 +84,12 @@ def test_eval_reaches_the_remote_layers():
     model.eval()
     assert not any(layer.training for layer in layers) and not model.rnn.training
     data_TB, target_TB = batch()
-    losses = [model.loss(data_TB, target_TB, model.init_hidden(B))[0].item() for _ in range(3)]
+    losses = [model.summed_loss(data_TB, target_TB, model.init_hidden(B))[0].item() for _ in range(3)]
     assert len(set(losses)) == 1
     model.train()
     torch.manual_seed(1)
     assert all(layer.training for layer in layers) and model.rnn.training
-    losses = [model.loss(data_TB, target_TB, model.init_hidden(B))[0].item() for _ in range(3)]
+    losses = [model.summed_loss(data_TB, target_TB, model.init_hidden(B))[0].item() for _ in range(3)]
     assert len(set(losses)) == 3
 
 
@@ -110,13 +110,19 @@ def test_switching_the_mode_sends_no_parameters():
     assert model.decoder_rref.rpc_sync().set_training(True) is None
 
 
+def test_a_module_that_contains_a_remote_layer_has_a_state():
+    """It calls the layer's state_dict in its own way, with the dict into which the values belong."""
+    layer = logits.EmbeddingTable(V, E, 0.0, seed=1, device="cpu")
+    assert torch.equal(nn.ModuleList([layer]).state_dict()["0.encoder.weight"], layer.encoder.weight)
+
+
 @pytest.mark.parametrize("mode", ["logits", "loss"])
 def test_dropout_is_torchs_own(mode):
     """Here trainer and server are one process, with one generator: the layers draw in the order of one process."""
     rnn_model, (data_TB, target_TB) = new_model(dropout=0.3, mode=mode), batch()
     table, decoder = (rref.local_value() for rref in (rnn_model.emb_table_rref, rnn_model.decoder_rref))
     torch.manual_seed(5)
-    found, _ = rnn_model.loss(data_TB, target_TB, rnn_model.init_hidden(B))
+    found, _ = rnn_model.summed_loss(data_TB, target_TB, rnn_model.init_hidden(B))
     torch.manual_seed(5)
     drop = nn.Dropout(0.3)
     rnn = nn.LSTM(E, H, 2, dropout=0.3)
@@ -142,7 +148,7 @@ def test_clipping_takes_the_norm_of_all_workers():
         return math.sqrt(sum(gradient.square().sum() for gradient in gradients))
 
     with dist_autograd.context() as context_id:
-        loss, _ = rnn_model.loss(data_TB, target_TB, rnn_model.init_hidden(B))
+        loss, _ = rnn_model.summed_loss(data_TB, target_TB, rnn_model.init_hidden(B))
         dist_autograd.backward(context_id, [loss])
         before = norm(context_id, ["server1", "trainer", "server2"])
         assert before > 0.02 and norm(context_id, ["trainer"]) < 0.9 * before
@@ -158,7 +164,7 @@ def gradients_of_an_asynchronous_call(after_a_synchronous_one):
     if after_a_synchronous_one:
         rnn_model.parameter_rrefs()
     with dist_autograd.context() as context_id:
-        loss = rnn_model.decoder_rref.rpc_async().loss(torch.ones(T, B, H), target_TB).wait()
+        loss = rnn_model.decoder_rref.rpc_async().summed_loss(torch.ones(T, B, H), target_TB).wait()
         dist_autograd.backward(context_id, [2 * loss])
         return len(gradients_on("server2", context_id))
 
@@ -183,7 +189,7 @@ def test_the_step_puts_the_contexts_gradients_into_grad():
     for _ in range(2):
         before = [parameter.detach().clone() for parameter in parameters]
         with dist_autograd.context() as context_id:
-            loss, _ = trainer.model.loss(data_TB, target_TB, hidden)
+            loss, _ = trainer.model.summed_loss(data_TB, target_TB, hidden)
             dist_autograd.backward(context_id, [loss])
             assert all(parameter.grad is grad for parameter, grad in zip(parameters, left, strict=True))
             gradients = dist_autograd.get_gradients(context_id)
@@ -216,8 +222,8 @@ def test_an_evaluation_is_without_dropout_on_every_worker():
     data_TB, target_TB = batch()
     with torch.no_grad():
         model = trained[1].model
-        first, hidden = model.loss(data_TB, target_TB, model.init_hidden(B))
-        second, _ = model.loss(data_TB, target_TB, hidden)  # continues from the first batch
+        first, hidden = model.summed_loss(data_TB, target_TB, model.init_hidden(B))
+        second, _ = model.summed_loss(data_TB, target_TB, hidden)  # continues from the first batch
     assert losses[1] == pytest.approx((first.item() + second.item()) / (2 * T * B), rel=1e-6)
 
 

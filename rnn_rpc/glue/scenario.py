@@ -1,0 +1,102 @@
+"""What follows from the flags of a job, what must be refused, and which flags are those of the job.
+
+Rank 0 sends its flags to every rank that joins. So a further rank needs none but --rank, and where to find rank 0.
+"""
+
+import dataclasses
+import os
+
+from glue import PACKAGE, UserError
+from glue.host import why_no_gpu
+
+DEFAULT_PORT = 29500  # of rank 0
+# The flags that each rank has for itself, and those that it may have for itself: where it reads and writes.
+OF_A_RANK = ("rank", "master_addr", "master_port", "join_timeout", "device", "transport")
+FILES = ("data_dir", "corpus", "summary_json", "checkpoint", "resume", "save")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """What follows from the flags of a job: which ranks it has, and what each of them does.
+
+    Each main.py has a function `scenario(args)`, which returns it. It raises UserError for flags that contradict each
+    other.
+    """
+
+    workers: list  # for each rank, its name in RPC
+    roles: str  # which rank has which role, for the line that refuses a wrong --world_size
+    min_world_size: int
+    max_world_size: int | None = None
+    writer: int = 0  # the rank that reports the result, and so writes the files
+    device_ranks: list | None = None  # the ranks that compute on --device (None: all); the others use no GPU
+    can_lose: tuple = ()  # the modes that can go on without a lost rank
+
+
+def check_job(args, scenario):
+    """Raise UserError if these flags do not make a job."""
+    size, least, most = args.world_size, scenario.min_world_size, scenario.max_world_size
+    if size < least or (most and size > most):
+        limits = f"{least} to {most}" if most else f"at least {least}"
+        raise UserError(f"--world_size {size} does not fit: it must be {limits} ({scenario.roles})")
+    if args.on_lost == "continue":
+        if args.launcher == "torchrun":
+            why = "torchrun ends all ranks when one is lost; use its own --max-restarts"
+            raise UserError(f"--on_lost continue: {why}")
+        if args.mode not in scenario.can_lose:
+            modes = f"for the modes {', '.join(scenario.can_lose)}" if scenario.can_lose else "not for this package"
+            raise UserError(f"--on_lost continue is {modes}")
+    if args.resume and not args.checkpoint:
+        raise UserError("--resume needs --checkpoint FILE to go on from")
+    if args.rank is None and args.master_addr not in ("localhost", "127.0.0.1"):
+        raise UserError(f"--master_addr {args.master_addr}: without --rank, all ranks start on this machine")
+    if args.rank is None and args.master_port != DEFAULT_PORT:
+        raise UserError(f"--master_port {args.master_port}: without --rank, the ranks meet at a port that is free")
+
+
+def check_rank(args, scenario):
+    """Raise UserError if this process cannot do the work of its rank, or of any rank if it starts all of them."""
+    all_ranks = args.rank is None
+    if args.device == "cuda" and (all_ranks or uses_device(args.rank, scenario)) and (why := why_no_gpu()):
+        raise UserError(f"--device cuda: torch sees no CUDA GPU here: {why}")
+    if all_ranks or args.rank == scenario.writer:  # what cannot be written is refused before anything is trained
+        for flag in ("summary_json", "checkpoint", "save"):
+            if path := vars(args).get(flag):
+                folder = os.path.dirname(os.path.realpath(path))
+                if os.path.isdir(path) or not os.access(folder, os.W_OK):
+                    raise UserError(f"--{flag} {path}: this user cannot write a file of this name there")
+        if args.checkpoint and os.path.exists(args.checkpoint) and not args.resume:
+            raise UserError(
+                f"--checkpoint {args.checkpoint}: it exists; --resume goes on from it, or choose another name"
+            )
+
+
+def uses_device(rank, scenario):
+    return scenario.device_ranks is None or rank in scenario.device_ranks
+
+
+# ------------------------------------------------------------------------------------------ the flags of several ranks
+
+
+def of_this_rank(args):
+    """Return the values of FILES, which rank 0 passes on to whoever needs them: {name: value}."""
+    return {name: vars(args)[name] for name in FILES if name in args}
+
+
+def of_the_job(args):
+    """Return the flags that rank 0 sends to a rank: {name: value}."""
+    return {name: value for name, value in vars(args).items() if name not in (*OF_A_RANK, "given", "launcher")}
+
+
+def take(args, of_the_job):
+    """Replace the flags of this process by those of the job, but for FILES that its own command line has."""
+    own = {name: value for name, value in args.given.items() if name in FILES}
+    vars(args).update(of_the_job | own)
+
+
+def difference(given, args):
+    """Return how the flags of another rank's command line contradict those of the job, or None."""
+    for name, value in given.items():
+        ours = PACKAGE if name == "package" else vars(args).get(name)
+        if name not in FILES and value != ours:
+            return f"it was started with {name} {value}, and this job with {ours}"
+    return None
