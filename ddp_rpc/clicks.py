@@ -35,12 +35,6 @@ class ClickLog:
             weight_CD = torch.randn(NUM_CLASSES, embedding_dim, generator=generator)
             self.weight_CD = weight_CD * TEACHER_SHARPNESS / embedding_dim**0.5
 
-    def teacher_logits(self, ids_I, offsets_B):
-        """Return the teacher's logits (B, C): an EmbeddingBag and a Linear layer, like the model that is trained."""
-        if self.targets == "random":
-            return torch.zeros(len(offsets_B), NUM_CLASSES)  # all classes have the same probability
-        return F.embedding_bag(ids_I, self.table_ND, offsets_B, mode="sum") @ self.weight_CD.T
-
     def batches(self, num_batches, batch_bags, seed):
         """Return a list of batches (ids (I), offsets (B), target (B)), int64 on the CPU.
 
@@ -64,3 +58,9 @@ class ClickLog:
             ids_I = ids[starts[first] : ends[first + batch_bags - 1]]
             batches.append((ids_I, starts[bags] - starts[first], targets[bags]))
         return batches
+
+    def teacher_logits(self, ids_I, offsets_B):
+        """Return the teacher's logits (B, C): an EmbeddingBag and a Linear layer, like the model that is trained."""
+        if self.targets == "random":
+            return torch.zeros(len(offsets_B), NUM_CLASSES)  # all classes have the same probability
+        return F.embedding_bag(ids_I, self.table_ND, offsets_B, mode="sum") @ self.weight_CD.T

@@ -52,13 +52,13 @@ def scenario(args):
     """Return which ranks a job with these flags has. Raises UserError if the flags do not fit together."""
     if args.num_servers > args.num_embeddings:
         raise UserError(f"--num_servers {args.num_servers} is more than --num_embeddings {args.num_embeddings}")
-    trainers, servers = num_trainers(args), range(1, args.num_servers + 1)
-    computing = [*range(trainers), *(trainers + number for number in servers if args.table_device == "same")]
+    master, servers = num_trainers(args), range(1, args.num_servers + 1)
+    computing = [*range(master), *(master + number for number in servers if args.table_device == "same")]
     return Scenario(
-        workers=[*(f"trainer{rank + 1}" for rank in range(trainers)), "master", *(f"server{n}" for n in servers)],
+        workers=[*(f"trainer{rank + 1}" for rank in range(master)), "master", *(f"server{n}" for n in servers)],
         roles="the first ranks are trainers, 1 or more; then come 1 master and --num_servers servers",
         min_world_size=args.num_servers + 2,
-        writer=trainers,  # the rank of the master, which prints and writes, and computes nothing
+        writer=master,  # it prints and writes, and computes nothing
         device_ranks=computing,
     )
 
@@ -72,18 +72,18 @@ def run_worker(rank, args, job):
 
     A trainer or a server only joins its groups, and then serves the calls of the master and of the trainers.
     """
-    trainers = num_trainers(args)
-    if rank < trainers:
+    master = num_trainers(args)  # its rank; the trainers come before it
+    if rank < master:
         # DDP needs a process group of the trainers. All ranks, trainers included, also join one RPC group.
-        dist.init_process_group("gloo", store=job.store("trainers"), rank=rank, world_size=trainers)
-    # A server has few callers, so it needs fewer RPC threads than the default of 16.
-    options = job.rpc_options(num_worker_threads=max(4, trainers + 2))
+        dist.init_process_group("gloo", store=job.store("trainers"), rank=rank, world_size=master)
+    # One RPC thread for each trainer that may call at the same time, and some more. The default is 16.
+    options = job.rpc_options(num_worker_threads=max(4, master + 2))
     rpc.init_rpc(job.workers[rank], rank=rank, world_size=job.world_size, rpc_backend_options=options)
-    if rank == trainers:
+    if rank == master:
         run_master(args, job)
     job.wait_for_all()
     rpc.shutdown()
-    if rank < trainers:
+    if rank < master:
         dist.destroy_process_group()
 
 

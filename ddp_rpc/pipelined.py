@@ -20,7 +20,6 @@ import threading
 from collections import defaultdict, deque
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import optim
 
@@ -28,7 +27,7 @@ import hogwild
 from shards import split_by_shard
 
 
-class Trainer(hogwild.Trainer):  # in a trainer
+class Trainer(hogwild.Trainer):  # in a trainer; it needs none of the parameter_rrefs that hogwild collects
     def set_learning_rate(self, lr):
         self.opt = optim.SGD(self.model.parameters(), lr=lr)
         for emb_rref in self.emb_rrefs:
@@ -64,7 +63,7 @@ class Trainer(hogwild.Trainer):  # in a trainer
             parts = split_by_shard(ids_I, offsets_B, len(self.emb_rrefs))
         # The sum of a bag is the sum of the servers' parts, so all servers get the same gradient.
         return [
-            emb_rref.rpc_async().exchange(dist.get_rank(), gradient_BD, part_ids, part_offsets)
+            emb_rref.rpc_async().exchange(self.rank, gradient_BD, part_ids, part_offsets)
             for emb_rref, (part_ids, part_offsets) in zip(self.emb_rrefs, parts, strict=True)
         ]
 

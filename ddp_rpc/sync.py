@@ -31,7 +31,7 @@ class Trainer(hogwild.Trainer):  # in a trainer
             dist_autograd.backward(context_id, [loss])
             # Sent before the step of fc, so that both steps run at the same time.
             table_steps = [
-                emb_rref.rpc_async().average_and_step(dist.get_rank(), dist.get_world_size(), context_id)
+                emb_rref.rpc_async().average_and_step(self.rank, dist.get_world_size(), context_id)
                 for emb_rref in self.emb_rrefs
             ]
             self.opt.step(context_id)  # of fc alone

@@ -43,13 +43,7 @@ class Trainer:  # in a trainer, on RPC threads; the master makes one call at a t
                 self.fc.load_state_dict(fc_state)
         self.log = ClickLog(plan.num_embeddings, plan.embedding_dim, seed_for(plan.seed, "teacher"), plan.targets)
         heldout = self.log.batches(HELDOUT_BATCHES, HELDOUT_BAGS, seed_for(plan.seed, "held-out"))
-        self.heldout = heldout[dist.get_rank() :: dist.get_world_size()]  # they are divided among the trainers
-
-    def use_device(self):
-        if self.device.type == "cuda":
-            # Of this thread: a new thread begins on GPU 0, which may be another trainer's. (`fc` is stepped on a thread
-            # of torch. That needs no such line: each operation changes to the GPU of its tensors.)
-            torch.cuda.set_device(self.device)
+        self.heldout = heldout[self.rank :: dist.get_world_size()]  # they are divided among the trainers
 
     def run_epoch(self, epoch):
         """Train for an epoch, together with the other trainers; return (seconds, points of the loss curve)."""
@@ -98,6 +92,12 @@ class Trainer:  # in a trainer, on RPC threads; the master makes one call at a t
             "heldout_accuracy": correct / bags,
             "ceiling_accuracy": teacher_correct / bags,
         }
+
+    def use_device(self):
+        if self.device.type == "cuda":
+            # Of this thread: a new thread begins on GPU 0, which may be another trainer's. (`fc` is stepped on a thread
+            # of torch. That needs no such line: each operation changes to the GPU of its tensors.)
+            torch.cuda.set_device(self.device)
 
     def fc_state(self):
         """Return the state_dict of `fc`, on the CPU."""

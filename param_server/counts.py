@@ -1,8 +1,18 @@
-"""Where in the work the job is, and what has been applied to the weights."""
+"""What has been applied to the weights, and so where in the work the job is."""
 
 import collections
+from typing import NamedTuple
 
 STATE = ("epoch", "batch", "updates", "images", "stale", "accuracy")  # what a checkpoint has of Counts
+
+
+class Gradient(NamedTuple):
+    """What is counted of a gradient."""
+
+    batch: int  # its number
+    trainer: int
+    version: int  # the number of updates that the weights had from which it was computed
+    images: int
 
 
 class Counts:  # in a server
@@ -21,10 +31,7 @@ class Counts:  # in a server
         self.bar = bar
 
     def add_update(self, *gradients):
-        """Count an update. `gradients`: (batch, trainer, version, images) of each gradient in it.
-
-        A gradient is of one batch. `version` is the number of updates that the weights had from which it was computed.
-        """
+        """Count an update by these gradients, each a Gradient."""
         batches, trainers, versions, images = zip(*gradients, strict=True)
         if self.update_list is not None:
             update = {"epoch": self.epoch, "batches": batches, "trainers": trainers, "versions": versions}

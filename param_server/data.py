@@ -61,11 +61,6 @@ def load_digits(dataset, data_dir, seed, train, download=False):
     return images_N28, labels_N
 
 
-def normalised(images_B28):
-    """Return uint8 images (B, 28, 28) as float32 (B, 1, 28, 28) with mean 0 and standard deviation 1."""
-    return images_B28.unsqueeze(1).float().sub_(255 * MEAN).div_(255 * STD)
-
-
 class Batches:  # in a trainer, on one thread
     """The training images as numbered batches. In all trainers a number means the same batch of an epoch.
 
@@ -89,6 +84,11 @@ class Batches:  # in a trainer, on one thread
             self.epoch = epoch
         chosen_B = self.order[number * self.batch_size : (number + 1) * self.batch_size].to(self.images.device)
         return normalised(self.images[chosen_B]), self.labels[chosen_B]
+
+
+def normalised(images_B28):
+    """Return uint8 images (B, 28, 28) as float32 (B, 1, 28, 28) with mean 0 and standard deviation 1."""
+    return images_B28.unsqueeze(1).float().sub_(255 * MEAN).div_(255 * STD)
 
 
 def draw_digits(count, seed):

@@ -4,20 +4,16 @@ import itertools
 import sys
 
 
-def deal(batches, trainers):
-    """Return {trainer: its share of these batches}, which are given by their numbers and dealt in turn."""
-    return {trainer: batches[place :: len(trainers)] for place, trainer in enumerate(trainers)}
-
-
-def run_loops(calls, trainers, shares, epoch, log_interval, report, counts):
+def run_loops(calls, trainers, epoch, batches, report, counts):
     """Let each trainer train with its share of the batches in a loop of its own, by one long call; wait for all.
 
-    `trainers`: {rank: RRef}. Raises the error of a trainer that fails while the others still train.
+    `trainers`: {rank: RRef}; `batches`: their numbers, which are dealt in turn. Raises the error of a trainer that
+    fails while the others still train.
     """
     updates = counts.updates - counts.batch  # before the first batch of this epoch
-    for trainer, rref in trainers.items():
-        future = rref.rpc_async(timeout=0).run_training_loop(epoch, shares[trainer], log_interval)  # no time limit
-        calls.add(trainer, future)
+    for place, (trainer, rref) in enumerate(trainers.items()):
+        share = batches[place :: len(trainers)]
+        calls.add(trainer, rref.rpc_async(timeout=0).run_training_loop(epoch, share))  # timeout=0: no time limit
     losses = itertools.chain(*calls.results().values())
     for batch, loss in sorted(losses):
         report.scalar("loss", loss, updates + batch + 1)  # each batch is an update, nearly in this order

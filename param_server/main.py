@@ -10,7 +10,7 @@
 --mode bounded, sync, overlap: replica with one idea more.
 --mode sharded: several servers share the weights.
 
-Rank 0 leads in every mode. Read run_worker and run_server, then remote.py, which has the order of a step; then
+Rank 0 leads in every mode. Read run_worker and run_server, then remote.py, the tutorial's mode; then
 replica.py, which is another pattern, and the three that build on it.
 """
 
@@ -58,7 +58,10 @@ def parse_args(argv=None):
     add("--max_staleness", type=flags.non_negative_int, metavar="S", help="bounded: batches ahead of the slowest (4)")
     add("--num_servers", type=flags.positive_int, metavar="M", help="sharded: servers that share the weights (2)")
     add("--num_gpus", type=int, choices=[0, 1, 2], help="remote: 0: CPU; 1: a GPU; 2: two GPUs share the network")
-    return parser.parse_flags(argv, scenario)
+    args = parser.parse_flags(argv, scenario)
+    if args.num_gpus:
+        args.device = "cuda"  # the published flag says this as well
+    return args
 
 
 def scenario(args):
@@ -68,10 +71,8 @@ def scenario(args):
             raise UserError(f"--{flag} is for --mode {mode}")
     if args.num_gpus == 0 and args.device == "cuda":
         raise UserError("--num_gpus 0 and --device cuda contradict each other")
-    if args.num_gpus:
-        args.device = "cuda"  # this flag, of the published program, says it as well
-    if args.num_gpus == 2 and args.rank in (None, 0) and torch.cuda.device_count() < 2:
-        raise UserError(f"--num_gpus 2: torch sees {torch.cuda.device_count()} CUDA GPU here")
+    if args.num_gpus and args.rank in (None, 0) and torch.cuda.device_count() < args.num_gpus:
+        raise UserError(f"--num_gpus {args.num_gpus}: torch sees {torch.cuda.device_count()} CUDA GPU here")
     servers = num_servers(args)
     return Scenario(
         workers=[
@@ -121,6 +122,7 @@ def run_server(server_class, test_digits, args, job):
         no_dropout=args.no_dropout,
         max_staleness=4 if args.max_staleness is None else args.max_staleness,
         num_gpus=args.num_gpus,
+        log_interval=args.log_interval,
     )
     report = Report("param_server", args, unit="image")
     folders = [given["data_dir"] for given in job.given]
@@ -129,7 +131,7 @@ def run_server(server_class, test_digits, args, job):
     # A trainer answers when it has read its images. Until all have, no trainer may be lost.
     for trainer, rref in server.trainers.items():
         server.calls.add(trainer, rref.rpc_async(timeout=0).count_images())
-    size, *_ = server.calls.results().values()
+    size = min(server.calls.results().values())
     if args.on_lost == "continue":
         job.on_lost(server.calls.on_lost)
     batches = math.ceil(size / args.batch_size)
@@ -150,7 +152,7 @@ def run_server(server_class, test_digits, args, job):
         rounds = math.ceil(batches / (args.evaluations * living))
         end = min(counts.batch + rounds * living, batches)
         started = time.perf_counter()
-        server.run_batches(counts.epoch, range(counts.batch, end), report, args.log_interval)
+        server.run_batches(counts.epoch, range(counts.batch, end), report)
         seconds += time.perf_counter() - started
 
         # All trainers are idle, so what is measured and saved is of one moment.

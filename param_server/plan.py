@@ -17,3 +17,4 @@ class Plan:
     no_dropout: bool
     max_staleness: int  # of mode `bounded`
     num_gpus: int | None  # of mode `remote`
+    log_interval: int

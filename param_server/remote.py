@@ -1,8 +1,8 @@
 """Mode `remote`, the tutorial's: the network and its optimizer are on the server, to which the trainers send images.
 
-This file has the order of a step. ParameterServer.run_batches (in server1, rank 0) starts the trainers' loops, by one
-long call to each. In a trainer follow Trainer.run_training_loop and TrainerNet.forward, which calls
-ParameterServer.forward. The backward pass begins in the trainer and goes on in the server. Last come ServerSGD.step and
+Read it in this order. ParameterServer.run_batches (in server1, rank 0) starts the trainers' loops, by one long call to
+each. In a trainer follow Trainer.run_training_loop and TrainerNet.forward, which calls ParameterServer.forward. The
+backward pass begins in the trainer and goes on in the server. Last come ServerSGD.step and
 ParameterServer.apply_gradients.
 
 trainer is a trainer's rank, an int. Shapes: B images in a batch.
@@ -23,9 +23,9 @@ from torch import nn, optim
 from torch.distributed.optim import DistributedOptimizer
 from torch.func import functional_call
 
-from counts import Counts
+from counts import Counts, Gradient
 from data import Batches, load_digits
-from loops import deal, print_loss, run_loops
+from loops import print_loss, run_loops
 from net import Net
 
 
@@ -47,10 +47,9 @@ class ParameterServer:  # in server1
         self.model = Net(num_gpus=2 if plan.num_gpus == 2 else int(devices[0] != "cpu"))
         self.input_device = next(self.model.parameters()).device
         self.optimizer = optim.SGD(self.model.parameters(), lr=plan.lr, momentum=plan.momentum)
-        # It guards the weights, the counts, and the two dicts below. It is not held during a forward or backward pass.
+        # It guards the weights, the counts, and the dict below. It is not held during a forward or backward pass.
         self.lock = threading.Lock()
-        self.forwards = {}  # {trainer: (number of updates before its last snapshot, images of that forward pass)}
-        self.todo = {}  # {trainer: the numbers of its batches that are not applied yet, in its order}
+        self.forwards = {}  # {trainer: the Gradient that its last forward pass leads to}
         # functional_call replaces a module's parameters by a snapshot for the time of a call. If all RPC threads shared
         # one module, they would replace each other's snapshots: no error, but the model would never learn. So each
         # trainer has a module of its own. A trainer waits for each answer, so no two threads use its module at the same
@@ -64,11 +63,9 @@ class ParameterServer:  # in server1
         self.trainers = {rank: rpc.remote(rank, Trainer, args=(rref, plan, folders[rank]), timeout=0) for rank in ranks}
         self.calls = OpenCalls()
 
-    def run_batches(self, epoch, batches, report, log_interval):
+    def run_batches(self, epoch, batches, report):
         """Let the trainers train with these batches, which are given by their numbers. On the main thread."""
-        shares = deal(batches, self.trainers)
-        self.todo = {trainer: iter(share) for trainer, share in shares.items()}
-        run_loops(self.calls, self.trainers, shares, epoch, log_interval, report, self.counts)
+        run_loops(self.calls, self.trainers, epoch, batches, report, self.counts)
 
     # Trainers call the next three methods, several at once, on RPC threads.
 
@@ -76,11 +73,11 @@ class ParameterServer:  # in server1
         """Return an RRef to each parameter, for DistributedOptimizer."""
         return [rpc.RRef(param) for param in self.model.parameters()]
 
-    def forward(self, trainer, inp):
+    def forward(self, trainer, batch, inp):
         """Return log-probabilities (B, 10) for images (B, 1, 28, 28), all on the CPU: RPC's CUDA support is beta."""
         with self.lock:  # only the cloning needs it
             snapshot = {name: param.clone() for name, param in self.model.named_parameters()}
-            self.forwards[trainer] = (self.counts.updates, len(inp))
+            self.forwards[trainer] = Gradient(batch, trainer, self.counts.updates, len(inp))
         # Dropout is torch's. Its random numbers come from one generator, which all RPC threads of this process share.
         output = functional_call(self.layers_of[trainer], snapshot, (inp.to(self.input_device),))
         return output.cpu()
@@ -91,7 +88,7 @@ class ParameterServer:  # in server1
             self.verify_gradients(trainer)
             self.optimizer.step()
             self.optimizer.zero_grad()  # sets each grad to None, so that a gradient that is missing is noticed
-            self.counts.add_update((next(self.todo[trainer]), trainer, *self.forwards[trainer]))
+            self.counts.add_update(self.forwards[trainer])
 
     def verify_gradients(self, trainer):
         """Raise an error if a gradient is missing, infinite or NaN.
@@ -114,12 +111,13 @@ class Trainer:  # in a trainer, on the RPC thread that serves run_training_loop
         self.net = TrainerNet(server_rref)
         param_rrefs = self.net.get_global_param_rrefs()
         self.opt = DistributedOptimizer(ServerSGD, param_rrefs, server_rref=server_rref, trainer=self.rank)
+        self.log_interval = plan.log_interval
         self.steps = 0
 
     def count_images(self):
         return len(self.batches.images)
 
-    def run_training_loop(self, epoch, batches, log_interval):
+    def run_training_loop(self, epoch, batches):
         """Train with these batches; return [(batch, loss)] of those whose loss was printed."""
         losses = []
         for batch in batches:
@@ -127,11 +125,11 @@ class Trainer:  # in a trainer, on the RPC thread that serves run_training_loop
             # In each process that takes part, the context keeps this batch's gradients apart from those of all other
             # batches. So this loop needs no zero_grad, and gradients of different trainers are not added up.
             with torch.profiler.record_function("step"), dist_autograd.context() as context_id:
-                model_output = self.net(data)
+                model_output = self.net(batch, data)
                 loss = F.nll_loss(model_output, target)
                 dist_autograd.backward(context_id, [loss])  # continues on the server, behind the RPC
                 self.opt.step(context_id)
-            if self.steps % log_interval == 0:
+            if self.steps % self.log_interval == 0:
                 losses.append((batch, loss.item()))
                 print_loss(self.rank, batch, loss.item())
             self.steps += 1
@@ -151,9 +149,9 @@ class TrainerNet(nn.Module):  # in a trainer
         """Return an RRef to each parameter to optimize. All of them are on the server: this module has none."""
         return self.param_server_rref.rpc_sync().get_param_rrefs()
 
-    def forward(self, x):
-        """Return the server's log-probabilities (B, 10) for images (B, 1, 28, 28)."""
-        return self.param_server_rref.rpc_sync().forward(self.rank, x)
+    def forward(self, batch, x):
+        """Return the server's log-probabilities (B, 10) for images (B, 1, 28, 28). `batch`: its number."""
+        return self.param_server_rref.rpc_sync().forward(self.rank, batch, x)
 
 
 class ServerSGD:  # in server1, on RPC threads

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import optim
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from counts import Counts
+from counts import Counts, Gradient
 from data import Batches, load_digits
 from net import Net
 
@@ -84,7 +84,7 @@ class ParameterServer:  # in server1, on its main thread: so it needs no lock
             trainers[rank] = rpc.remote(rank, Trainer, args=(self.plan, folders[rank], devices[rank]), timeout=0)
         return trainers
 
-    def run_batches(self, epoch, batches, report, log_interval):
+    def run_batches(self, epoch, batches, report):
         """Whoever has answered gets the newest weights and the next batch. `batches`: their numbers."""
         todo = collections.deque(batches)
         self.deal(todo, epoch)
@@ -94,8 +94,8 @@ class ParameterServer:  # in server1, on its main thread: so it needs no lock
                     todo.appendleft(batch)
                 else:
                     gradient_P, images, loss = answer
-                    self.update(gradient_P, [(batch, trainer, version, images)])
-                    self.report_loss(trainer, batch, loss, report, log_interval)
+                    self.update(gradient_P, [Gradient(batch, trainer, version, images)])
+                    self.report_loss(trainer, batch, loss, report)
                     self.done[trainer] += 1
                 self.deal(todo, epoch)
 
@@ -121,8 +121,8 @@ class ParameterServer:  # in server1, on its main thread: so it needs no lock
         self.optimizer.step()
         self.counts.add_update(*made_of)
 
-    def report_loss(self, trainer, batch, loss, report, log_interval):
-        """Print and record the loss of every log_interval-th batch of a trainer."""
-        if self.done[trainer] % log_interval == 0:
+    def report_loss(self, trainer, batch, loss, report):
+        """Print and record the loss of a batch, if it is one of those that --log_interval asks for."""
+        if self.done[trainer] % self.plan.log_interval == 0:
             report.say(f"Rank {trainer} training batch {batch} loss {loss}")
             report.scalar("loss", loss, self.counts.updates)

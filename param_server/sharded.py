@@ -15,18 +15,22 @@ at most one weight. All tensors travel on the CPU, because RPC's CUDA support is
 import threading
 
 from glue.finite import check_finite
+from glue.open_calls import OpenCalls
+from glue.seeds import seed_for
 
 import torch
 import torch.distributed.rpc as rpc
 from torch import optim
 from torch.futures import wait_all
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import replica
-from counts import Counts
-from loops import deal, print_loss, run_loops
+from counts import Counts, Gradient
+from loops import print_loss, run_loops
+from net import Net
 
 
-class ParameterServer(replica.ParameterServer):  # in server1, on its main thread
+class ParameterServer:  # in server1, on its main thread
     """Leads the servers, of which one is in this process too, and the trainers.
 
     The weights here, and the momentum of their SGD, are up to date while no trainer computes.
@@ -34,21 +38,28 @@ class ParameterServer(replica.ParameterServer):  # in server1, on its main threa
 
     TRAINER_THREADS = 16  # RPC threads of a trainer: torch's default
 
-    def make_trainers(self, devices, folders):
-        plan = self.plan
+    def __init__(self, plan, devices, folders, bar):
+        """`devices`, `folders`: where each rank computes, and reads its data. `bar`: a progress bar of images."""
+        torch.set_num_threads(1)  # its updates are short, and a second thread would take a core from the trainers
+        torch.manual_seed(seed_for(plan.seed, "net"))
+        self.model = Net().to(devices[0])
+        # All weights in one tensor, of which the model's parameters become views: see replica.py.
+        self.weights_P = parameters_to_vector(self.model.parameters()).detach()
+        vector_to_parameters(self.weights_P, self.model.parameters())
+        self.optimizer = optim.SGD([self.weights_P], lr=plan.lr, momentum=plan.momentum)
         self.optimizer.state[self.weights_P]["momentum_buffer"] = torch.zeros_like(self.weights_P)
-        first = Shard(devices[0], plan.momentum, self.counts.bar)
-        self.counts = first.counts  # each server makes as many updates
-        self.shards = [rpc.RRef(first)]
+        own = Shard(devices[0], plan.momentum, bar)
+        self.counts = own.counts  # each server makes as many updates
+        self.shards = [rpc.RRef(own)]
         for rank in range(1, plan.num_servers):
             self.shards.append(rpc.remote(rank, Shard, args=(devices[rank], plan.momentum), timeout=0))
-        trainers = {}
+        self.trainers = {}  # {rank: RRef}
         for rank in range(plan.num_servers, plan.world_size):
             arguments = (self.shards, plan, folders[rank], devices[rank])
-            trainers[rank] = rpc.remote(rank, Trainer, args=arguments, timeout=0)
-        return trainers
+            self.trainers[rank] = rpc.remote(rank, Trainer, args=arguments, timeout=0)
+        self.calls = OpenCalls()
 
-    def run_batches(self, epoch, batches, report, log_interval):
+    def run_batches(self, epoch, batches, report):
         """Let the trainers train with these batches, which are given by their numbers."""
         state = self.optimizer.state[self.weights_P]
         weights = self.weights_P.cpu().tensor_split(len(self.shards))
@@ -57,8 +68,7 @@ class ParameterServer(replica.ParameterServer):  # in server1, on its main threa
         for server, shard in enumerate(self.shards):
             self.calls.add(server, shard.rpc_async().begin(weights[server], momenta[server], lr, progress))
         self.calls.results()
-        shares = deal(batches, self.trainers)
-        run_loops(self.calls, self.trainers, shares, epoch, log_interval, report, self.counts)
+        run_loops(self.calls, self.trainers, epoch, batches, report, self.counts)
         for server, shard in enumerate(self.shards):
             self.calls.add(server, shard.rpc_async().end())
         weights, momenta = zip(*self.calls.results().values(), strict=True)
@@ -69,13 +79,14 @@ class ParameterServer(replica.ParameterServer):  # in server1, on its main threa
 class Trainer(replica.Trainer):  # in a trainer, on the RPC thread that serves run_training_loop
     """Trains a copy of the network, whose gradients are computed as in `replica`."""
 
-    def __init__(self, shards, *arguments):
-        super().__init__(*arguments)
+    def __init__(self, shards, plan, data_dir, device):
+        super().__init__(plan, data_dir, device)
+        self.log_interval = plan.log_interval
         self.rank = rpc.get_worker_info().id
         self.shards = shards  # RRefs
         self.steps = 0
 
-    def run_training_loop(self, epoch, batches, log_interval):
+    def run_training_loop(self, epoch, batches):
         """Train with these batches; return [(batch, loss)] of those whose loss was printed."""
         losses = []
         answers = [shard.rpc_async().pull() for shard in self.shards]
@@ -85,10 +96,10 @@ class Trainer(replica.Trainer):  # in a trainer, on the RPC thread that serves r
                 gradient_P, images, loss = self.gradient(torch.cat(weights), epoch, batch)
                 ranges = gradient_P.tensor_split(len(self.shards))
                 answers = [
-                    shard.rpc_async().push(gradient_R, (batch, self.rank, version, images))
+                    shard.rpc_async().push(gradient_R, Gradient(batch, self.rank, version, images))
                     for shard, gradient_R, version in zip(self.shards, ranges, versions, strict=True)
                 ]
-            if self.steps % log_interval == 0:
+            if self.steps % self.log_interval == 0:
                 losses.append((batch, loss))
                 print_loss(self.rank, batch, loss)
             self.steps += 1
@@ -112,7 +123,7 @@ class Shard:  # in every server, on RPC threads
             return self.counts.updates, self.weights_R.to("cpu", copy=True)
 
     def push(self, gradient_R, about):
-        """Update the weights with a gradient; return (version, weights (R,)). `about`: see Counts.add_update."""
+        """Update the weights with a range of a gradient; return (version, weights (R,)). `about`: its Gradient."""
         with self.lock:
             check_finite(gradient_R.sum(), "sum of a range of a gradient", self.counts.updates + 1)
             self.weights_R.grad = gradient_R.to(self.device)

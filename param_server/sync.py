@@ -10,10 +10,11 @@ import collections
 import torch
 
 import replica
+from counts import Gradient
 
 
 class ParameterServer(replica.ParameterServer):  # in server1, on its main thread
-    def run_batches(self, epoch, batches, report, log_interval):
+    def run_batches(self, epoch, batches, report):
         """In each round, all trainers get the same weights and a batch each, and there is one update."""
         todo = collections.deque(batches)
         while todo:
@@ -23,21 +24,18 @@ class ParameterServer(replica.ParameterServer):  # in server1, on its main threa
                     batch = todo.popleft()
                     future = self.trainers[trainer].rpc_async(timeout=0).gradient(weights_P, epoch, batch)
                     self.calls.add(trainer, future, asked=batch)
-                came = []  # (batch, trainer, gradient, images, loss)
+                came = []  # (Gradient, its tensor (P,), its loss)
                 for trainer, batch, answer in self.calls.answers():
                     if answer is None:  # the trainer is lost, so its batch is in a later update
                         todo.appendleft(batch)
                     else:
-                        came.append((batch, trainer, *answer))
+                        gradient_P, images, loss = answer
+                        came.append((Gradient(batch, trainer, version, images), gradient_P, loss))
                 came.sort(key=lambda each: each[0])  # so that the sum is the same in whatever order they came
-                self.update_with_mean(came, version)
-            for batch, trainer, _, _, loss in came:
-                self.report_loss(trainer, batch, loss, report, log_interval)
-                self.done[trainer] += 1
-
-    def update_with_mean(self, came, version):
-        """Change the weights by the mean of these gradients over all images, unless all trainers were lost."""
-        if came:
-            total = sum(images for _, _, _, images, _ in came)  # the last batch may be smaller
-            mean_P = sum(gradient_P * (images / total) for _, _, gradient_P, images, _ in came)
-            self.update(mean_P, [(batch, trainer, version, images) for batch, trainer, _, images, _ in came])
+                if came:  # otherwise all trainers of this round are lost
+                    total = sum(gradient.images for gradient, _, _ in came)  # the last batch may be smaller
+                    mean_P = sum(gradient_P * (gradient.images / total) for gradient, gradient_P, _ in came)
+                    self.update(mean_P, [gradient for gradient, _, _ in came])
+            for gradient, _, loss in came:
+                self.report_loss(gradient.trainer, gradient.batch, loss, report)
+                self.done[gradient.trainer] += 1

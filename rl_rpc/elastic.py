@@ -98,8 +98,8 @@ def run_agent(seconds, repair):
     members = {}  # name of each observer in the group -> the answer that will tell it to leave
     used = set()  # the names of all observers that have ever joined
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
-    i_episode, end = 0, float("inf")
-    while time.monotonic() < end and not ctrl_c.is_set():
+    i_episode, end = 0, None  # when to end: the first round with episodes sets it
+    while not ctrl_c.is_set() and (end is None or time.monotonic() < end):
         start = time.monotonic()
         admit_newcomers(members, used, repair.gone)
         episodes, leaving = collect_episodes(members, repair.gone)
@@ -108,7 +108,7 @@ def run_agent(seconds, repair):
         for name, answer in answers.items():
             answer.set_result((not repair.gone, leaving[name]))
         if episodes:
-            end = min(end, start + seconds)
+            end = end or start + seconds
             finish_episodes(episodes, optimizer)
             i_episode += len(episodes)
             steps = sum(len(actions) for _, actions in episodes)
@@ -116,6 +116,12 @@ def run_agent(seconds, repair):
             print(f"Episode {i_episode}\tAverage reward: {steps / len(episodes):.2f}\t{speed}")
         else:
             ctrl_c.wait(0.1)  # no observer is in the group now
+    dismiss_all(members, repair)
+    sys.exit(None if used else "no observer has joined")
+
+
+def dismiss_all(members, repair):
+    """Tell the observers to leave, and also those that come too late. Then leave the group."""
     repair.gone |= members.keys()  # an observer that joins from now on must not call those that end
     repair.run(members, {})
     remaining = list(members.items())
@@ -126,7 +132,6 @@ def run_agent(seconds, repair):
         with contextlib.suppress(RuntimeError):  # the observer has ended already
             rpc.rpc_sync(name, wait_until_dismissed)  # the agent must not end before its answer has arrived
     rpc.shutdown(graceful=False)
-    sys.exit(None if used else "no observer has joined")
 
 
 def admit_newcomers(members, used, gone):

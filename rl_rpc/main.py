@@ -7,7 +7,7 @@
     torchrun --nproc-per-node 3 rl_rpc/main.py           # all ranks, started by torchrun
 
 Rank 0 is the agent. Every other rank is an observer with an environment of its own. Read run_worker and run_agent,
-then step.py, which has both sides of the tutorial's mode in the order of an episode. The other modes build on it:
+then step.py, which has both sides of the tutorial's mode. The other modes build on it:
 packed.py and then batched.py, rollout.py and then asynchronous.py.
 """
 

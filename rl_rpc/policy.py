@@ -24,15 +24,15 @@ class Policy(nn.Module):
         self.affine1 = nn.Linear(num_features, 128, dtype=DTYPE)
         self.affine2 = nn.Linear(128, num_actions, dtype=DTYPE)
 
+    def forward(self, states_BD):
+        """Return the probabilities (B, A) of the actions."""
+        return F.softmax(self.scores(states_BD), dim=-1)
+
     def scores(self, states_BD):
         """Return the scores (B, A) of the actions, which the softmax turns into probabilities."""
         # States come as a numpy array. They are copied to the device of the policy.
         states_BD = torch.as_tensor(states_BD, dtype=DTYPE, device=self.affine1.weight.device)
         return self.affine2(F.relu(self.affine1(states_BD)))
-
-    def forward(self, states_BD):
-        """Return the probabilities (B, A) of the actions."""
-        return F.softmax(self.scores(states_BD), dim=-1)
 
 
 def draw(probs, rng):

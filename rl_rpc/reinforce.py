@@ -25,9 +25,48 @@ EPS = np.finfo(np.float32).eps.item()
 class Trajectory:
     """One observer's episode: for each step the state (D,) before it, the action, and the reward after it."""
 
-    states: list = dataclasses.field(default_factory=list)
+    states: list | np.ndarray = dataclasses.field(default_factory=list)  # in the end perhaps as one array (T, D)
     actions: list = dataclasses.field(default_factory=list)
     rewards: list = dataclasses.field(default_factory=list)
+
+
+def reinforce_loss(policy, trajectories, gamma):
+    """Return REINFORCE's loss, a scalar: minus the sum, over all steps, of log-probability times normalised return."""
+    log_probs_T = log_probabilities(policy, trajectories)
+    returns_T = normalised_returns(trajectories, gamma).to(log_probs_T.device)
+    return -(log_probs_T * returns_T).sum()
+
+
+def log_probabilities(policy, trajectories):
+    """Return the log-probabilities (T,) of the actions that were taken, with an autograd graph.
+
+    The tutorial keeps the log-probability of each step, with a graph of its own, until the episode ends. Here one
+    forward pass computes all of them from the states and actions, which any process may have played.
+    """
+    scores_TA = policy.scores(np.concatenate([trajectory.states for trajectory in trajectories]))
+    actions = [action for trajectory in trajectories for action in trajectory.actions]
+    return -F.cross_entropy(scores_TA, torch.tensor(actions, device=scores_TA.device), reduction="none")
+
+
+def normalised_returns(trajectories, gamma):
+    """Return the returns (T,) of all steps, minus their mean and divided by their standard deviation."""
+    returns = []
+    for trajectory in trajectories:  # a return contains rewards of its own observer's episode only
+        returns += discounted(trajectory.rewards, gamma)
+    returns_T = torch.tensor(returns, dtype=DTYPE)
+    if len(returns) > 1:  # the standard deviation of one number is NaN, which would spread to every weight
+        returns_T = (returns_T - returns_T.mean()) / (returns_T.std() + EPS)
+    return returns_T
+
+
+def discounted(rewards, gamma):
+    """Return the returns of one episode, a list: each is the step's reward plus gamma times the next step's return."""
+    returns = []
+    g = 0.0
+    for reward in reversed(rewards):
+        g = reward + gamma * g
+        returns.append(g)
+    return returns[::-1]
 
 
 class Learner:  # in the agent, on its main thread
@@ -85,42 +124,3 @@ class Learner:  # in the agent, on its main thread
         self.episodes = state["episodes"]
         self.env_steps = state["env_steps"]
         self.running_reward = state["running_reward"]
-
-
-def reinforce_loss(policy, trajectories, gamma):
-    """Return REINFORCE's loss, a scalar: minus the sum, over all steps, of log-probability times normalised return."""
-    log_probs_T = log_probabilities(policy, trajectories)
-    returns_T = normalised_returns(trajectories, gamma).to(log_probs_T.device)
-    return -(log_probs_T * returns_T).sum()
-
-
-def log_probabilities(policy, trajectories):
-    """Return the log-probabilities (T,) of the actions that were taken, with an autograd graph.
-
-    The tutorial keeps the log-probability of each step, with a graph of its own, until the episode ends. Here one
-    forward pass computes all of them from the states and actions, which any process may have played.
-    """
-    scores_TA = policy.scores(np.concatenate([trajectory.states for trajectory in trajectories]))
-    actions = [action for trajectory in trajectories for action in trajectory.actions]
-    return -F.cross_entropy(scores_TA, torch.tensor(actions, device=scores_TA.device), reduction="none")
-
-
-def normalised_returns(trajectories, gamma):
-    """Return the returns (T,) of all steps, minus their mean and divided by their standard deviation."""
-    returns = []
-    for trajectory in trajectories:  # a return contains rewards of its own observer's episode only
-        returns += discounted(trajectory.rewards, gamma)
-    returns_T = torch.tensor(returns, dtype=DTYPE)
-    if len(returns) > 1:  # the standard deviation of one number is NaN, which would spread to every weight
-        returns_T = (returns_T - returns_T.mean()) / (returns_T.std() + EPS)
-    return returns_T
-
-
-def discounted(rewards, gamma):
-    """Return the returns of one episode, a list: each is the step's reward plus gamma times the next step's return."""
-    returns = []
-    g = 0.0
-    for reward in reversed(rewards):
-        g = reward + gamma * g
-        returns.append(g)
-    return returns[::-1]

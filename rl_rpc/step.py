@@ -1,8 +1,8 @@
 """Mode `step`, the tutorial's: an observer asks the agent for each action, and then reports the reward.
 
-Two RPCs for each environment step. This file has the order of an episode: Agent.run_episode (rank 0) calls
-Observer.run_episode (every other rank), which calls Agent.select_action and report_reward (rank 0). At the end comes
-Agent.finish_episode. Every other mode starts from this one.
+Two RPCs for each environment step. Read it in this order: Agent.run_episode (rank 0) calls Observer.run_episode (every
+other rank), which calls Agent.select_action and report_reward (rank 0). At the end comes Agent.finish_episode. Every
+other mode starts from this one.
 
 ob_id is an observer's rank, an int. Shapes: D = observation features, A = actions.
 """

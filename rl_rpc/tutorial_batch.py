@@ -224,7 +224,7 @@ def run_worker(rank, args, world_size, batch, delays=None, print_log=True):
                 last, average = f"{last_reward:.2f}", f"{running_reward:.2f}"
                 print(f"Episode {i_episode}\tLast reward: {last}\tAverage reward: {average}")
         tok = time.time()
-        if delays:
+        if delays is not None:
             delays.put(tok - tik)
     # Observers come here immediately. shutdown() blocks until all ranks are here and all RPCs have
     # finished. Until then, the RPC threads of the observers serve the agent's calls.

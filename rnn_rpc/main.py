@@ -96,10 +96,19 @@ def run_trainer(args, devices):
     else:
         corpus = generated_corpus(args.vocabulary or 30, args.corpus_tokens or 300_000, args.seed)
     train_SB, heldout_SB = training_streams(corpus, args.batch_size, args.bptt)
-    sizes = (len(corpus.vocabulary), args.embedding_dim, args.hidden_dim, args.num_layers)
     servers = [name for name in devices if name != "trainer"]
     mode = MODES[args.mode]
-    model = mode.RNNModel(mode.Decoder, servers, *sizes, args.dropout, seed=args.seed, devices=devices)
+    model = mode.RNNModel(
+        mode.Decoder,
+        servers,
+        ntoken=len(corpus.vocabulary),
+        ninp=args.embedding_dim,
+        nhid=args.hidden_dim,
+        nlayers=args.num_layers,
+        dropout=args.dropout,
+        seed=args.seed,
+        devices=devices,
+    )
     lr = args.lr or DEFAULT_LR[args.optimizer]
     trainer = Trainer(model, args.optimizer, lr, args.clip, args.seed)
     batches = list(get_next_batch(train_SB, args.bptt))  # views of the text, which take no memory

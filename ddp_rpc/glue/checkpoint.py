@@ -32,18 +32,18 @@ def write_aside(path, write):
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
-def save(path, scenario, settings, state):
+def save(path, package, settings, state):
     """Write a checkpoint to `path`, completely or not at all. Raises UserError.
 
     `state` consists of tensors, numbers, strings, lists and dicts. `settings`, {name: value}, are those settings that
     a run must share with this one if it is to resume from the checkpoint.
     """
     content = io.BytesIO()  # if the disk is full, torch's own writer does not report that as the reason
-    torch.save({"scenario": scenario, "settings": settings, "state": state}, content)
+    torch.save({"scenario": package, "settings": settings, "state": state}, content)
     write_aside(path, lambda file: file.write(content.getbuffer()))
 
 
-def resume(args, scenario, settings):
+def resume(args, package, settings):
     """Return the state from which this run resumes, or None if it starts from the beginning.
 
     Raises UserError if the checkpoint cannot be read, or if it was saved with `settings` (see save) that differ from
@@ -55,7 +55,7 @@ def resume(args, scenario, settings):
     if not os.path.exists(path):
         print(f"There is no checkpoint {path} yet: starting from the beginning.")
         return None
-    saved = load(path, scenario)
+    saved = load(path, package)
     for name, value in settings.items():
         found = saved["settings"].get(name)
         if found != value:
@@ -75,11 +75,11 @@ def going_on_from(path="the checkpoint"):
         raise UserError(f"cannot go on from {path}: {reason}") from error
 
 
-def load(path, scenario):
+def load(path, package):
     """Return what save() has written, a dict with "settings" and "state". No code from the file is executed.
 
     All tensors are on the CPU. Raises UserError if the file is missing or damaged, or if it is a checkpoint of another
-    scenario.
+    package.
     """
     try:
         with warnings.catch_warnings():
@@ -90,6 +90,6 @@ def load(path, scenario):
     except Exception as error:  # pickle, zip and torch each raise an exception class of their own
         raise UserError(f"{path} is not a readable checkpoint ({type(error).__name__})") from error
     parts = [saved.get(name) for name in ("settings", "state")] if isinstance(saved, dict) else []
-    if not parts or saved.get("scenario") != scenario or not all(isinstance(part, dict) for part in parts):
-        raise UserError(f"{path} is not a checkpoint of {scenario}")
+    if not parts or saved.get("scenario") != package or not all(isinstance(part, dict) for part in parts):
+        raise UserError(f"{path} is not a checkpoint of {package}")
     return saved

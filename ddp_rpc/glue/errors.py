@@ -51,7 +51,11 @@ def first_cause(error):
 class Explained:
     """An exception, explained.
 
-    `is_of_connection`: perhaps it is the consequence of a lost rank. `is_mistake_here`: in the code of this process.
+    rank                 the rank that has raised it first; None: this one
+    kind, why            the name of its class, and its text on one line
+    is_of_user           the user must correct something: a UserError
+    is_of_connection     perhaps it is the consequence of a lost rank
+    is_mistake_here      it is a mistake in the code of this process
     """
 
     def __init__(self, error):

@@ -60,7 +60,8 @@ def run_rank(rank, run_worker, args, scenario, listener=None, starter=None):
             print(f"The job was restarted {args.restarts} time{'s' * (args.restarts > 1)}.")
     except BaseException as error:  # SystemExit as well, because a rank that calls sys.exit has not done its work
         job.fail(error)
-    os._exit(0)  # not sys.exit, which would wait for threads of torch
+    else:
+        os._exit(0)  # not sys.exit, which would wait for threads of torch
 
 
 def end_with(starter):

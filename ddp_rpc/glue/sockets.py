@@ -21,14 +21,14 @@ def send(connection, **message):
 
 def read(lines, act):
     """Call act(message) for each message that comes over a connection, until it ends; return why it has ended."""
-    try:
-        for line in lines:
-            act(json.loads(line))
-    except (ConnectionError, ValueError):  # ValueError: the process has died in the middle of a line
-        pass
-    except OSError:  # of the kernel: see keep_alive
-        return f"silent for {LOST_AFTER_SECONDS} s: its machine or the network is gone"
-    return "its process has ended"
+    while True:
+        try:
+            message = json.loads(lines.readline())
+        except (ConnectionError, ValueError):  # ValueError: there is no further line, or only the beginning of one
+            return "its process has ended"
+        except OSError:  # of the kernel: see keep_alive
+            return f"silent for {LOST_AFTER_SECONDS} s: its machine or the network is gone"
+        act(message)
 
 
 def keep_alive(connection):

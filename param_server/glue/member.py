@@ -5,7 +5,7 @@ import threading
 
 from glue import PACKAGE, UserError, meet, sockets
 from glue.job import DONE, Job
-from glue.scenario import check_rank, take
+from glue.scenario import adopt, check_rank
 
 
 class Member(Job):  # in every rank but rank 0
@@ -22,7 +22,7 @@ class Member(Job):  # in every rank but rank 0
         self.host = connection.getpeername()[0]
         if "end" in answer:
             self.leave(answer["end"], answer["status"])
-        take(self.args, answer["flags"])
+        adopt(answer["flags"], self.args)
         self.know_scenario(scenario)
         try:
             check_rank(self.args, self.scenario)

@@ -12,7 +12,7 @@ from glue.errors import NAMED_AFTER_SECONDS, Explained
 
 import torch
 
-ENDED, STILL_FAILED, LOST = range(3)  # what can happen to a call, or to a worker
+ENDED, STILL_FAILED, LOST = range(3)  # what can happen: the first two to a Future, the last one to a worker
 
 
 class OpenCalls:  # in the rank that leads, on its main thread
@@ -38,6 +38,14 @@ class OpenCalls:  # in the rank that leads, on its main thread
         busy = [worker for worker, _ in self.open.values()]
         return [worker for worker in workers if worker not in self.lost and busy.count(worker) < at_most]
 
+    def results(self):
+        """Wait until no call is open; return {worker: answer}, in the order of the workers. Each has one call.
+
+        Raises as answers().
+        """
+        came = {worker: answer for worker, _, answer in self.answers()}
+        return {worker: came[worker] for worker in sorted(came)}
+
     def answers(self):
         """Yield (worker, what was asked, answer) of each call, as the answers come, until no call is open.
 
@@ -46,29 +54,25 @@ class OpenCalls:  # in the rank that leads, on its main thread
         """
         while self.open:
             with torch.profiler.record_function("wait"):  # for torch's profiler and tools/rpctrace
-                event, of = self.events.get()
+                event, subject = self.events.get()
             if event == LOST:
-                self.lost.add(of)
+                self.lost.add(subject)
                 for future, (worker, _) in self.open.items():
-                    if worker == of:
+                    if worker == subject:
                         self.events.put((ENDED, future))
-            elif of in self.open:  # otherwise it was given up, and a late answer counts no more
-                worker, asked = self.open[of]
+            elif subject in self.open:  # otherwise it was given up, and a late answer counts no more
+                worker, asked = self.open[subject]
                 try:
-                    answer = None if worker in self.lost else of.wait()
+                    answer = None if worker in self.lost else subject.wait()
                 except Exception as error:
-                    error.has_waited = event == STILL_FAILED
+                    error.has_waited = event == STILL_FAILED  # for Job.fail
                     if error.has_waited or not Explained(error).is_of_connection:
                         raise
                     # Perhaps the worker is lost. Then on_lost() is called soon, and otherwise the error is raised.
-                    self._report_again(of)
+                    self._report_again(subject)
                 else:
-                    del self.open[of]
+                    del self.open[subject]
                     yield worker, asked, answer
-
-    def results(self):
-        """Wait until no call is open; return {worker: answer}, in the order of the workers. Raises as answers()."""
-        return dict(sorted({worker: answer for worker, _, answer in self.answers()}.items(), key=lambda item: item[0]))
 
     def _report_again(self, future):
         timer = threading.Timer(NAMED_AFTER_SECONDS, self.events.put, [(STILL_FAILED, future)])

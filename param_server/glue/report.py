@@ -18,9 +18,9 @@ tqdm.set_lock(threading.RLock())  # tqdm's own lock is a system-wide semaphore, 
 class Report:
     """Collects the result of one run: say(), bar and scalar() during the work, close() at the end."""
 
-    def __init__(self, scenario, args, total=None, unit="step"):
+    def __init__(self, package, args, total=None, unit="step"):
         """`total`, `unit`: of the progress bar, `bar`, which prints nothing if stderr is not a terminal."""
-        self.scenario, self.args = scenario, args
+        self.package, self.args = package, args
         self.started = time.perf_counter()
         self.curves = {}  # name -> ([x, ...], [y, ...])
         hidden = not sys.stderr.isatty()
@@ -42,7 +42,7 @@ class Report:
         self.bar.close()
         args = self.args
         seconds = round(time.perf_counter() - self.started, 3)
-        summary = {"scenario": self.scenario, "torch": torch.__version__, "wall_seconds": seconds} | figures
+        summary = {"scenario": self.package, "torch": torch.__version__, "wall_seconds": seconds} | figures
         summary |= {name: vars(args)[name] for name in ("mode", "world_size", "seed", "device", "restarts")}
         summary["curves"] = self.curves
         if args.summary_json:

@@ -7,6 +7,7 @@ thread that reads what its rank says. All of them change the state under `change
 import json
 import threading
 import time
+from typing import NoReturn
 
 from glue import meet, print_error, sockets
 from glue.job import DONE, Job
@@ -144,7 +145,7 @@ class Coordinator(Job):  # in rank 0
         for connection in self.links.values():
             sockets.send(connection, **news)
 
-    def _end(self, why, status=1, raised=False):
+    def _end(self, why, status=1, raised=False) -> NoReturn:
         """End the job, and this process. `raised`: it is an exception of this process."""
         self.changed.acquire()
         for connection in self.links.values():

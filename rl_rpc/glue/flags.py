@@ -35,9 +35,11 @@ fraction = _type(float, "a fraction (0 <= x < 1)", lambda value: 0 <= value < 1)
 seconds_of_rpc = _type(float, "a number of seconds (0.01 to 2000000)", lambda value: 0.01 <= value <= 2e6)
 seed = _type(int, "a seed (0 to 2**63 - 1)", lambda value: 0 <= value < 1 << 63)
 port_number = _type(int, "a port (1 to 65535)", lambda value: 0 < value < 65536)
-# On 0.0.0.0 rank 0 could listen, but no other rank could reach it there.
-reach = "an IPv4 address or a host name by which the other ranks reach rank 0"
-address = _type(str, reach, lambda text: text not in ("", "0", "0.0.0.0") and ":" not in text)
+address = _type(
+    str,
+    "an IPv4 address or a host name by which the other ranks reach rank 0",
+    lambda text: text not in ("", "0", "0.0.0.0") and ":" not in text,  # on 0.0.0.0 nobody could reach it
+)
 
 QUARTET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # the variables of torchrun and other launchers
 
@@ -75,8 +77,9 @@ class Parser(argparse.ArgumentParser):
         args.given = {name: value for name, value in given.items() if name not in OF_A_RANK}
         if args.rank in (None, 0):
             try:
-                check_job(args, scenario(args))
-                check_rank(args, scenario(args))
+                job = scenario(args)
+                check_job(args, job)
+                check_rank(args, job)
             except UserError as error:
                 self.error(str(error))
         return args

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+from typing import NoReturn
 
 from glue import UserError, host, meet, print_error, sockets, within
 from glue.errors import NAMED_AFTER_SECONDS, Explained
@@ -140,17 +141,17 @@ class Job:
 
     def _close(self):
         for each in (self.listener, *self.links.values()):
-            if each and each.fileno() != -1:  # it is, where a child of the child is forked
-                os.close(each.detach())  # its close() would wait for that of the file from which lines are read
+            if each and each.fileno() != -1:  # -1: this child is of a child, which has closed it already
+                os.close(each.detach())  # each.close() would wait until the file that reads from it is closed
 
     # -------------------------------------------------------------------------------------------------------- ending
 
-    def fail(self, error):
+    def fail(self, error) -> NoReturn:
         """End this process because of an exception, and the job."""
         what = Explained(error)
         line = what.line(self.names, self.rank)
         if what.is_of_connection:
-            # If it is the consequence of a loss, another thread ends this process.
+            # If it is the consequence of a loss, another thread ends this process. (OpenCalls has waited already.)
             time.sleep(0 if getattr(error, "has_waited", False) else NAMED_AFTER_SECONDS)
             print_error("".join(traceback.format_exception(error)).strip())
         self.print_mistake(error)
@@ -164,7 +165,7 @@ class Job:
                 self.printed.add(text)
                 print_error(text)
 
-    def leave(self, why, status=1, failed=False):
+    def leave(self, why, status=1, failed=False) -> NoReturn:
         """End this process. If the ranks share a console, one of them prints why."""
         self.changed.acquire()  # and never release it: the first reason counts
         starter_is_gone = self.spawned and self.starter.poll()  # it was ended, and so this rank is

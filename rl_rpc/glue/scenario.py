@@ -84,13 +84,15 @@ def of_this_rank(args):
 
 def of_the_job(args):
     """Return the flags that rank 0 sends to a rank: {name: value}."""
-    return {name: value for name, value in vars(args).items() if name not in (*OF_A_RANK, "given", "launcher")}
+    return {
+        name: value for name, value in vars(args).items() if name not in (*OF_A_RANK, "given", "launcher", "restarts")
+    }
 
 
-def take(args, of_the_job):
+def adopt(flags, args):
     """Replace the flags of this process by those of the job, but for FILES that its own command line has."""
     own = {name: value for name, value in args.given.items() if name in FILES}
-    vars(args).update(of_the_job | own)
+    vars(args).update(flags | own)
 
 
 def difference(given, args):
