@@ -36,6 +36,10 @@ PACKAGE = os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__fil
 # instead. torch reads this level when it is imported, so each main.py imports the glue first.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
+# Each client of torch's store asks DNS for the name of an address, even of 127.0.0.1. Where DNS is silent, glibc would
+# wait 10 seconds each time. It reads this when it asks for the first time.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 import torch.distributed.rpc  # noqa: E402
 
 if not torch.distributed.rpc.is_available():
@@ -49,6 +53,11 @@ class UserError(ValueError):
     Its text is one line for the user, printed without a traceback. Any other exception is a mistake in the code, and
     its traceback is printed.
     """
+
+
+def one_line(text):
+    """Return a text with each control character, such as a newline in the name of a file, in its escaped form."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def print_error(text):

@@ -4,12 +4,12 @@ The main thread calls join, wait_for_all and on_lost of the Job. One thread acce
 thread that reads what its rank says. All of them change the state under `changed` only.
 """
 
+import errno
 import json
 import threading
-import time
 from typing import NoReturn
 
-from glue import meet, print_error, sockets
+from glue import UserError, host, meet, print_error, sockets
 from glue.job import DONE, Job
 from glue.scenario import difference, of_the_job
 
@@ -60,8 +60,9 @@ class Coordinator(Job):  # in rank 0
                 connection, _ = self.listener.accept()
                 sockets.keep_alive(connection)
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-            except OSError:  # too many open files just now
-                time.sleep(0.1)
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._end(f"{error.strerror}: raise the limit (ulimit -n), or start fewer ranks")
 
     def _serve(self, connection):
         """Let a rank join, then act on its messages until its connection ends."""
@@ -73,7 +74,6 @@ class Coordinator(Job):  # in rank 0
                 return self._refuse(connection, where, refused)
             sockets.send(connection, flags=of_the_job(self.args))
             about = json.loads(lines.readline(1 << 16))
-            about = {"host": where, "gpus": int(about["gpus"]), "given": dict(about["given"])}
             with self.changed:
                 if refused := self._why_not(rank, {}):  # another process has come first with this rank
                     return self._refuse(connection, where, refused)
@@ -107,13 +107,26 @@ class Coordinator(Job):  # in rank 0
     # ------------------------------------------------------------------------------------------ on all of these threads
 
     def _add(self, rank, about, connection=None):
+        """Let a rank join, and tell all when nobody is missing any more."""
         with self.changed:
             self.joined[rank] = about
             if connection:
                 self.links[rank] = connection
             missing = [number for number in self.at if number not in self.joined]
-            ranks = [] if missing else [self.joined[number] for number in self.at]
-            self._tell(missing=missing, ranks=ranks, store_port=self.own_store.port, restarts=self.args.restarts)
+            if missing:
+                self.state["missing"] = missing
+                return
+            ranks = [self.joined[number] for number in self.at]
+            try:
+                transports = host.transports_of(ranks)
+            except UserError as error:
+                self._end(str(error))
+            news = {"store_port": self.own_store.port, "restarts": self.args.restarts, "transports": transports}
+            self._tell(missing=missing, ranks=ranks, **news)
+
+    def _say_who_is_missing(self):
+        if self.state["missing"]:  # not at each join: with many ranks, that would be many messages
+            self._tell(missing=self.state["missing"])
 
     def _reached(self, rank, barrier):
         with self.changed:

@@ -7,7 +7,7 @@ import os
 import re
 import traceback
 
-from glue import PACKAGE, UserError
+from glue import PACKAGE, UserError, one_line
 
 import torch
 
@@ -63,8 +63,10 @@ class Explained:
         self.rank, text = first_cause(error)
         kind, _, why = text.partition(": ")
         self.kind = kind.rpartition(".")[2].strip()  # without its module
-        self.why = " ".join(why.split()).partition(" Exception raised from ")[0]  # without the C++ stack
         self.is_of_user = self.kind == UserError.__name__
+        # What torch says has several lines, and a C++ stack behind them. A UserError names files as they are.
+        short = " ".join(why.split()).partition(" Exception raised from ")[0]
+        self.why = one_line(why) if self.is_of_user else short
         ended = what_happened(self.why) != "failed" or OF_CONNECTION.search(self.why)
         self.is_of_connection = self.kind.startswith(("RuntimeError", "Dist")) and bool(ended)
         known = self.is_of_user or isinstance(error, (BrokenPipeError, SystemExit))

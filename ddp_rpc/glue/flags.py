@@ -8,7 +8,7 @@ import contextlib
 import os
 import sys
 
-from glue import PACKAGE, UserError
+from glue import PACKAGE, UserError, one_line
 from glue.scenario import DEFAULT_PORT, OF_A_RANK, check_job, check_rank
 
 
@@ -38,7 +38,8 @@ port_number = _type(int, "a port (1 to 65535)", lambda value: 0 < value < 65536)
 address = _type(
     str,
     "an IPv4 address or a host name by which the other ranks reach rank 0",
-    lambda text: text not in ("", "0", "0.0.0.0") and ":" not in text,  # on 0.0.0.0 nobody could reach it
+    # On 0.0.0.0 nobody could reach it. A host name with an empty or a long part cannot be looked up: a ValueError.
+    lambda text: text.encode("idna") and text not in ("0", "0.0.0.0") and ":" not in text,
 )
 
 QUARTET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # the variables of torchrun and other launchers
@@ -85,7 +86,7 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message} (--help shows every flag)\n")
+        self.exit(2, f"{self.prog}: error: {one_line(message)} (--help shows every flag)\n")
 
 
 def with_underscores(word):

@@ -17,7 +17,6 @@ connections, and member.py that of the others. A message is a JSON object on a l
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -44,6 +43,7 @@ class Job:
     devices, device      those of all ranks, as strings; that of this rank, as a torch.device
     given                for each rank, the values of those flags that it may have for itself: see scenario.FILES
     host, listens_on     the address of rank 0; that of this rank, with its network interface
+    transport            how the messages of this rank travel: "shm", "uv" or "tcp"
     ranks_here           the number of ranks on this host
     """
 
@@ -63,20 +63,17 @@ class Job:
         self.state = {"missing": None, "passed": 0}  # what rank 0 has told all
         self.printed = set()  # tracebacks
         self.printing = threading.Lock()
-        # torch prints the traceback of every served function that raises, even if the reason is a lost rank, or an
-        # exception of a further rank, which has printed it. It has no option for this, so its module gets a `print`.
-        internal.print = lambda *_, **__: self.print_mistake(sys.exc_info()[1])
+        self._mend_torch()
 
     # ------------------------------------------------------------------------------------------ what run_worker uses
 
     def rpc_options(self, **kwargs):
         """Return the options for init_rpc, which then uses this job's store. `kwargs` are passed to torch."""
-        transport = self.args.transport
-        if transport == "auto":
-            transport = host.best_transport(self.ranks_here)
         meeting_point = (self.store("rpc"), self.rank, self.world_size)
         dist.register_rendezvous_handler("job", lambda *_, **__: iter([meeting_point]))
-        return host.tensorpipe_options(transport, init_method="job://", rpc_timeout=self.args.rpc_timeout, **kwargs)
+        return host.tensorpipe_options(
+            self.transport, init_method="job://", rpc_timeout=self.args.rpc_timeout, **kwargs
+        )
 
     def store(self, prefix):
         """Return a store for `dist.init_process_group(store=...)`, with keys of its own for each prefix."""
@@ -110,6 +107,7 @@ class Job:
                 waiting.still(", ".join(self.names[rank] for rank in missing))
             with self.changed:  # not while it prints: perhaps nobody reads that for a while
                 self.changed.wait_for(lambda seen=missing: self.state["missing"] != seen, 1)
+                self._say_who_is_missing()
         self._settle()
 
     def know_scenario(self, scenario):
@@ -123,8 +121,7 @@ class Job:
     def about(self):
         """Return what this rank tells the others about itself."""
         uses_gpu = self.args.device == "cuda" and uses_device(self.rank, self.scenario)
-        gpus = host.count_gpus() if uses_gpu else 0
-        return {"host": socket.gethostname(), "gpus": gpus, "given": of_this_rank(self.args)}
+        return host.offer(self.args, uses_gpu) | {"given": of_this_rank(self.args)}
 
     def _settle(self):
         """Take in what all ranks have told about themselves."""
@@ -133,6 +130,8 @@ class Job:
         if len(set(hosts)) > 1 and self.host.startswith("127."):
             raise UserError(meet.loopback_only(self.host, *hosts))
         self.given = [each["given"] for each in ranks]
+        self.transport = self.state["transports"][self.rank]
+        host.allow_open_files(host.files_needed(self.transport, self.world_size))
         self.devices = host.devices_of(ranks)
         self.device = torch.device(self.devices[self.rank])
         torch.zeros(1, device=self.device)  # the first use of a GPU takes seconds, so do it before the work begins
@@ -143,6 +142,9 @@ class Job:
         for each in (self.listener, *self.links.values()):
             if each and each.fileno() != -1:  # -1: this child is of a child, which has closed it already
                 os.close(each.detach())  # each.close() would wait until the file that reads from it is closed
+
+    def _say_who_is_missing(self):
+        """Called now and then while a rank waits for others: rank 0 tells the others."""
 
     # -------------------------------------------------------------------------------------------------------- ending
 
@@ -156,6 +158,24 @@ class Job:
             print_error("".join(traceback.format_exception(error)).strip())
         self.print_mistake(error)
         self._fail(line, NOBODY_READS if what.kind == BrokenPipeError.__name__ else 1)
+
+    def _mend_torch(self):
+        """Replace how torch prints the exception of a served function, and how it sends its text.
+
+        torch prints every traceback, even if the reason is a lost rank, or an exception of a further rank, which has
+        printed it. It has no option for this, so its module gets a `print`. And where the text arrives, torch decodes
+        it as if it were escaped, which it is not: umlauts become garbage, and after a backslash the decoding may fail.
+        """
+        internal.print = lambda *_, **__: self.print_mistake(sys.exc_info()[1])
+        run_function = internal._run_function  # C++ takes it from there, once
+
+        def run_and_escape(function):
+            result = run_function(function)
+            if isinstance(result, internal.RemoteException):
+                result = result._replace(msg=result.msg.encode("unicode_escape").decode())
+            return result
+
+        internal._run_function = run_and_escape
 
     def print_mistake(self, error):
         """Print the traceback of a mistake in the code of this process, once: several callers may run into it."""

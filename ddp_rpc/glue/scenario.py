@@ -7,6 +7,7 @@ import dataclasses
 import os
 
 from glue import PACKAGE, UserError
+from glue.checkpoint import is_stream
 from glue.host import why_no_gpu
 
 DEFAULT_PORT = 29500  # of rank 0
@@ -59,11 +60,14 @@ def check_rank(args, scenario):
     if args.device == "cuda" and (all_ranks or uses_device(args.rank, scenario)) and (why := why_no_gpu()):
         raise UserError(f"--device cuda: torch sees no CUDA GPU here: {why}")
     if all_ranks or args.rank == scenario.writer:  # what cannot be written is refused before anything is trained
-        for flag in ("summary_json", "checkpoint", "save"):
-            if path := vars(args).get(flag):
-                folder = os.path.dirname(os.path.realpath(path))
-                if os.path.isdir(path) or not os.access(folder, os.W_OK):
-                    raise UserError(f"--{flag} {path}: this user cannot write a file of this name there")
+        paths = {flag: vars(args)[flag] for flag in ("summary_json", "checkpoint", "save") if vars(args).get(flag)}
+        for flag, path in paths.items():
+            folder = path if is_stream(path) else os.path.dirname(os.path.realpath(path))
+            if os.path.isdir(path) or not os.access(folder, os.W_OK):
+                raise UserError(f"--{flag} {path}: this user cannot write a file of this name there")
+        files = [os.path.realpath(path) for path in paths.values() if not is_stream(path)]
+        if len(set(files)) < len(files):
+            raise UserError(f"--{', --'.join(paths)}: each needs a file of its own")
         if args.checkpoint and os.path.exists(args.checkpoint) and not args.resume:
             raise UserError(
                 f"--checkpoint {args.checkpoint}: it exists; --resume goes on from it, or choose another name"

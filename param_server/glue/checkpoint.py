@@ -4,32 +4,81 @@ Runs in the process that saves, and in each process that resumes from a checkpoi
 """
 
 import contextlib
+import errno
+import fcntl
 import io
 import os
+import select
+import stat
+import sys
 import warnings
 
 from glue import UserError
 
 import torch
 
+PIPE_BYTES = 4096  # a pipe takes so much without waiting, as soon as it can be written to
 
-def write_aside(path, write):
-    """Call `write(file)` on a file beside `path`, `path`.part, then rename it to `path`. Raises UserError.
 
-    So `path` is always the complete old file or the complete new one. Symbolic links are followed. If the process is
-    killed meanwhile, `path`.part stays, and the next write replaces it.
+def write_file(path, content):
+    """Write these bytes to `path`: a file completely or not at all, a device or a stream as it is. Raises UserError.
+
+    A file is written as `path`.part and then renamed, so `path` is always the complete old file or the complete new
+    one. Symbolic links are followed. If the process is killed meanwhile, `path`.part stays, and the next write replaces
+    it.
     """
-    target = os.path.realpath(path)
     try:
-        with open(f"{target}.part", "wb") as file:
-            write(file)
+        if is_stream(path):
+            _write_to_stream(path, content)
+        else:
+            _write_aside(os.path.realpath(path), content)
+    except OSError as error:
+        why = "nobody reads from it" if error.errno == errno.ENXIO else error.strerror
+        raise UserError(f"cannot write {path}: {why}") from None
+
+
+def is_stream(path):
+    """Return whether there is a device, a FIFO or the like at this path. A file that stdout goes to is one, too."""
+    with contextlib.suppress(OSError):
+        return not stat.S_ISREG(os.stat(path).st_mode) or os.path.samestat(os.stat(path), os.fstat(1))
+    return False
+
+
+def _write_to_stream(path, content):
+    if os.path.samestat(os.stat(path), os.fstat(1)):  # opened anew, it would be written from its beginning
+        sys.stdout.flush()
+        descriptor = os.dup(1)
+    else:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # an error if nobody reads from a FIFO
+    with open(descriptor, "wb", buffering=0) as stream:
+        while content:
+            if not select.select([], [stream], [], 10)[1]:
+                raise UserError(f"cannot write {path}: nobody reads from it")
+            content = content[os.write(descriptor, content[:PIPE_BYTES]) :]
+
+
+def _write_aside(target, content):
+    with _locked(f"{target}.part") as file:
+        try:
+            file.truncate()
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())  # the content must be on the disk before the rename
-        os.replace(f"{target}.part", target)
-    except OSError as error:
-        with contextlib.suppress(OSError):  # the disk is full, for example: what was written is of no use
-            os.unlink(f"{target}.part")
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+            os.replace(file.name, target)
+        except OSError:  # the disk is full, for example: what was written is of no use
+            os.unlink(file.name)
+            raise
+
+
+def _locked(path):
+    """Open a file that no other process writes at the same time, in another job with the same checkpoint."""
+    while True:
+        file = open(path, "ab")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                return file
+        file.close()  # the other process has renamed it meanwhile
 
 
 def save(path, package, settings, state):
@@ -40,7 +89,7 @@ def save(path, package, settings, state):
     """
     content = io.BytesIO()  # if the disk is full, torch's own writer does not report that as the reason
     torch.save({"scenario": package, "settings": settings, "state": state}, content)
-    write_aside(path, lambda file: file.write(content.getbuffer()))
+    write_file(path, content.getvalue())
 
 
 def resume(args, package, settings):

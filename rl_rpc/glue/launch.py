@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 
-from glue import check, meet, print_error
+from glue import UserError, check, host, meet, print_error
 from glue.coordinator import Coordinator
 from glue.host import keep_freed_memory
 from glue.member import Member
@@ -95,7 +95,10 @@ def start_all(run_worker, args, scenario):
         import torch._dynamo  # noqa: F401
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, the kernel keeps no exit codes
     method = "fork" if forks else "spawn"
+    workers = scenario(args).workers
     try:
+        transport, *_ = host.transports_of([host.offer(args, uses_gpu=False)] * args.world_size)
+        host.allow_open_files(host.files_needed(transport, args.world_size))
         # The ranks hold the other end of this connection, which ends with this process. Only rank 0 sends something.
         own, theirs = mp.get_context(method).Pipe()
         os.register_at_fork(after_in_child=own.close)
@@ -103,12 +106,12 @@ def start_all(run_worker, args, scenario):
         args.master_addr, args.master_port = listener.getsockname()
         arguments = (run_worker, args, scenario, listener, theirs)
         started = mp.start_processes(run_rank, arguments, args.world_size, join=False, start_method=method)
-    except OSError as error:  # too many processes, or open files
-        print_error(f"cannot start all ranks: {error.strerror}")
+    except (OSError, UserError) as error:  # too many processes, or open files
+        print_error(f"cannot start all ranks: {getattr(error, 'strerror', error)}")
         return 1
     listener.close()
     theirs.close()
-    return wait_for(dict(enumerate(started.processes)), own, args.on_lost, scenario(args).workers)
+    return wait_for(dict(enumerate(started.processes)), own, args.on_lost, workers)
 
 
 def wait_for(running, own, on_lost, workers):
@@ -134,6 +137,14 @@ def wait_for(running, own, on_lost, workers):
         return failed[0]
     for rank, code in failed.items():
         if code < 0:
-            print_error(f"lost rank {rank} ({workers[rank]}): killed by {signal.Signals(-code).name}")
+            print_error(f"lost rank {rank} ({workers[rank]}): killed by {name_of(-code)}")
             return 1
     return next(iter(failed.values()), 0)
+
+
+def name_of(number):
+    """Return the name of a signal. Real-time signals have none in Python."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -3,6 +3,7 @@
 Runs in every rank, instead of the scenario's run_worker.
 """
 
+import contextlib
 import socket
 import statistics
 import time
@@ -16,6 +17,14 @@ import torch.distributed.rpc as rpc
 TRIES, SECONDS = 50, 5.0
 
 
+def seconds_of_dns():
+    """Return how long DNS takes to say that it does not know the name of an address, which torch's store asks for."""
+    started = time.perf_counter()
+    with contextlib.suppress(socket.gaierror):
+        socket.getnameinfo(("::ffff:127.0.0.1", 0, 0, 0), 0)
+    return time.perf_counter() - started
+
+
 def run_worker(rank, args, job):
     if rank == 0 or not job.spawned:
         why = why_no_gpu()
@@ -24,6 +33,8 @@ def run_worker(rank, args, job):
         print(f"listens on   {job.listens_on}, the way to {job.host}")
         threads = f"{torch.get_num_threads()} intra-op thread(s) in each of {job.ranks_here} rank(s)"
         print(f"cores        {usable_cores()}: {threads}")
+        if (seconds := seconds_of_dns()) > 0.5:
+            print(f"DNS          silent: each process waits {seconds:.1f} s for it when the job starts")
         print(f"GPUs         {gpus}; --device {args.device}: ranks on {', '.join(dict.fromkeys(job.devices))}")
         print(f"torch        {torch.__version__}")
     args.rpc_timeout = SECONDS

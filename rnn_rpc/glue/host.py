@@ -6,8 +6,13 @@ import ctypes
 import itertools
 import os
 import pathlib
+import resource
+import socket
 import warnings
 
+from glue import UserError
+
+import psutil
 import torch
 import torch.distributed.rpc as rpc
 
@@ -58,6 +63,59 @@ def tensorpipe_options(transport, **kwargs):
         return rpc.TensorPipeRpcBackendOptions(**kwargs)
 
 
+# The open files of a rank with this transport: without any other rank, and for each of them (measured in rank 0).
+FILES = {"shm": (40, 46), "uv": (150, 10), "tcp": (40, 10)}
+SHM_BYTES = 16 << 20  # memory of a rank for each other rank on its host, over shm
+
+
+def offer(args, uses_gpu):
+    """Return what this process tells rank 0 about itself and its host, a dict."""
+    return {
+        "host": socket.gethostname(),
+        "gpus": count_gpus() if uses_gpu else 0,
+        "transport": args.transport,
+        "cores": usable_cores(),
+        "memory": psutil.virtual_memory().available,
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[1] % (1 << 63),  # RLIM_INFINITY is -1 on Linux
+    }
+
+
+def files_needed(transport, world_size):
+    without_others, for_each = FILES[transport]
+    return without_others + for_each * (world_size - 1)
+
+
+def transports_of(ranks):
+    """Return each rank's transport. `ranks`: by rank, what offer() has returned. Raises UserError if they do not fit.
+
+    Over shm a thread of each rank looks for messages all the time. With a core of its own, it sees an answer sooner
+    than uv (TCP); without one, it keeps the rank from its work. So "auto" takes shm only if each rank has two cores,
+    and if the descriptors and the memory of shm suffice.
+    """
+    size, hosts = len(ranks), [rank["host"] for rank in ranks]
+    transports = []
+    for number, rank in enumerate(ranks):
+        here = hosts.count(rank["host"])
+        transport = rank["transport"]
+        if transport == "auto":
+            memory = here * (here - 1) * SHM_BYTES
+            fits = files_needed("shm", size) <= rank["files"] and memory <= rank["memory"] // 2
+            transport = "shm" if rank["cores"] >= 2 * here and fits else "uv"
+        if files_needed(transport, size) > rank["files"]:
+            need = f"{size} ranks over {transport} need {files_needed(transport, size)} open files in each"
+            cure = "raise the limit (ulimit -n)" + (", or use --transport uv" if transport == "shm" else "")
+            raise UserError(f"{need}, and rank {number} may have {rank['files']}: {cure}, or start fewer ranks")
+        transports.append(transport)
+    return transports
+
+
+def allow_open_files(number):
+    """Raise this process's soft limit of open files to this number, if it is lower. The hard limit allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < number:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
+
+
 def usable_cores():
     """Return how many cores this process may use: those on which it may run, or fewer if its container has a quota.
 
@@ -69,15 +127,6 @@ def usable_cores():
         limit, period = map(int, pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split())
         cores = min(cores, limit // period)
     return max(1, cores)
-
-
-def best_transport(ranks_here):
-    """Return the transport for `ranks_here` ranks on this host: "shm" or "uv".
-
-    Over shm a thread of each rank looks for messages all the time. With a core of its own, it sees an answer sooner
-    than uv (TCP); without one, it keeps the rank from its work. So shm needs two cores for each rank.
-    """
-    return "shm" if usable_cores() >= 2 * ranks_here else "uv"
 
 
 def share_cores(workers):
@@ -98,5 +147,9 @@ def keep_freed_memory():
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        for option, value in ((-3, 1 << 30), (-1, 1 << 30), (-8, 1)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_ARENA_MAX
-            mallopt(option, value)
+        m_mmap_threshold, m_trim_threshold, m_arena_max = -3, -1, -8
+        # A glibc before 2.35 refuses more than 32 MB, and then sets no threshold at all.
+        if not mallopt(m_mmap_threshold, 1 << 30):
+            mallopt(m_mmap_threshold, 32 << 20)
+        mallopt(m_trim_threshold, 1 << 30)
+        mallopt(m_arena_max, 1)

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 
-from glue.checkpoint import write_aside
+from glue.checkpoint import write_file
 
 import torch
 from tqdm import tqdm
@@ -46,5 +46,4 @@ class Report:
         summary |= {name: vars(args)[name] for name in ("mode", "world_size", "seed", "device", "restarts")}
         summary["curves"] = self.curves
         if args.summary_json:
-            content = json.dumps(summary, indent=1, allow_nan=False)
-            write_aside(args.summary_json, lambda file: file.write(content.encode()))
+            write_file(args.summary_json, json.dumps(summary, indent=1, allow_nan=False).encode() + b"\n")

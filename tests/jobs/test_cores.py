@@ -50,11 +50,6 @@ def test_usable_cores_respect_the_quota_of_a_container():
 CORES = len(os.sched_getaffinity(0))
 
 
-def test_auto_takes_shared_memory_only_with_two_cores_for_each_rank():
-    assert host.best_transport(CORES // 2) == ("shm" if CORES > 1 else "uv")
-    assert host.best_transport(CORES // 2 + 1) == "uv"
-
-
 @pytest.mark.parametrize(
     "environ, workers, chosen",
     [

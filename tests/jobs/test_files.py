@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import stat
 import subprocess
 import time
 import zipfile
@@ -110,8 +111,40 @@ def test_a_checkpoint_of_another_environment_is_refused_in_one_line(tmp_path):
     assert checkpoint.resume(args, "rl_rpc", {"env_id": "CartPole-v1"}) == {}
 
 
-def write(path, content):
-    checkpoint.write_aside(path, lambda file: file.write(content))
+write = checkpoint.write_file
+
+
+def test_a_fifo_is_written_to_if_somebody_reads_and_a_device_stays_one(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ValueError, match="nobody reads from it"):
+        write(tmp_path / "fifo", b"1")
+    reader = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    write(tmp_path / "fifo", b"1" * 5000)
+    assert os.read(reader, 10_000) == b"1" * 5000 and stat.S_ISFIFO(os.stat(tmp_path / "fifo").st_mode)
+    if os.geteuid() == 0:
+        os.mknod(tmp_path / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        write(tmp_path / "null", b"1")
+        assert stat.S_ISCHR(os.stat(tmp_path / "null").st_mode)
+
+
+def test_two_jobs_with_one_checkpoint_do_not_tear_it(tmp_path):
+    """Four processes write files of different lengths to the same path, and at any moment it is one of them."""
+    contents = [bytes([number]) * 100_000 * number for number in range(1, 5)]
+    write(tmp_path / "c.pt", contents[0])
+    writers = []
+    for content in contents:
+        if not (pid := os.fork()):
+            for _ in range(50):
+                write(tmp_path / "c.pt", content)
+            os._exit(0)
+        writers.append(pid)
+    while writers:
+        assert (tmp_path / "c.pt").read_bytes() in contents
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            assert status == 0
+            writers.remove(pid)
+    assert os.listdir(tmp_path) == ["c.pt"]
 
 
 def test_a_symbolic_link_is_followed_and_not_replaced(tmp_path):

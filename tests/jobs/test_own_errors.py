@@ -120,7 +120,7 @@ OF_CALLS = [
     (
         ValueError(raised(ValueError("a bad file\nsecond"), "glue.UserError: a bad file\nsecond") + AGAIN),
         "failed",
-        "rank 1 (observer1): a bad file second",
+        r"rank 1 (observer1): a bad file\nsecond",
     ),
     # torch raises a KeyError once more as a RuntimeError with its str(), which is a repr.
     (
