@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install what is needed, and run programs of this repository. This needs Python 3.10 or later, and a package registry.
 #
-#   ./run_all.sh                  run the four scenarios until each has learned; summaries in results/
+#   ./run_all.sh                  run the four scenarios until each has learned; summaries and curves in results/
 #   ./run_all.sh rl|rnn|ddp|ps    run one of them, or several: ./run_all.sh rl ddp
 #   ./run_all.sh test [full]      run the quick tests, or all tests (full)
 #   ./run_all.sh bench            run the four benchmarks
@@ -86,6 +86,11 @@ all | rl | rnn | ddp | ps)
     for scenario in $scenarios; do "$scenario"; done
     # shellcheck disable=SC2086  # $scenarios is a list of words
     print_table $scenarios
+    summaries=()
+    for scenario in $scenarios; do [ ! -e "results/$scenario.json" ] || summaries+=("results/$scenario.json"); done
+    if [ "${#summaries[@]}" -gt 0 ]; then
+        "$python" tools/plot.py results/learning.png "${summaries[@]}" && echo "The learning curves are in results/learning.png."
+    fi
     [ -z "$failed" ] || { echo "These scenarios failed:$failed" >&2; exit 1; }
     ;;
 test)

@@ -11,6 +11,7 @@ then step.py, which has both sides of the tutorial's mode. The other modes build
 packed.py and then batched.py, rollout.py and then asynchronous.py.
 """
 
+import math
 import statistics
 import time
 
@@ -121,6 +122,7 @@ def run_agent(args, job):
         env_steps=learner.env_steps,
         env_steps_per_second=round((learner.env_steps - steps_before) / max(seconds, 1e-9), 1),
         solved=learner.solved,
+        reward_threshold=learner.reward_threshold if math.isfinite(learner.reward_threshold) else None,
         running_reward=learner.running_reward,
         eval_mean_reward=mean_reward,
         lost=sorted(job.lost),

@@ -1,6 +1,5 @@
-"""Draw the pictures of the READMEs: timelines of the modes, and learning curves.
+"""Draw the timelines of the modes in the READMEs. (The learning curves are drawn by plot.py.)
 
-    python tools/draw_pictures.py curve run.json p.png   # the curves of a run of any package, from its --summary_json
     python tools/draw_pictures.py timelines rl_rpc       # pictures/timelines*.png of this package
 
 The pictures show times, so nothing else should run on the machine.
@@ -13,7 +12,6 @@ import sys
 import tempfile
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -41,7 +39,6 @@ TIMELINES = {
         [("timelines", ("remote", "replica", "overlap", "sync"), 16, 150)],
     ),
 }
-SOLVED = 475  # CartPole's reward threshold
 
 
 def draw_timelines(package):
@@ -80,55 +77,8 @@ def traced(package, *flags):
         return json.loads(path.read_text())["traceEvents"]
 
 
-# Package -> (what the horizontal axis counts, {label of a vertical axis: {curve: its text}}, label and key of a bound).
-CURVES = {
-    "rl_rpc": (
-        "episode",
-        {"reward of the lowest observer": {"reward/last": "one episode", "reward/running": "running reward"}},
-        ("solved", None),
-    ),
-    "rnn_rpc": (
-        "epoch",
-        {"perplexity (words)": {"perplexity/train": "training text", "perplexity/heldout": "held-out text"}},
-        ("floor", "floor_perplexity"),
-    ),
-    "ddp_rpc": (
-        "epoch",
-        {"accuracy on held-out bags (fraction)": {"heldout/accuracy": "the model"}},
-        ("the teacher's own", "ceiling_accuracy"),
-    ),
-    "param_server": (
-        "updates of the weights",
-        {"loss (nats)": {"loss": "training, one batch"}, "accuracy (fraction)": {"test accuracy": "test images"}},
-        ("", None),
-    ),
-}
-
-
-def draw_curve(summary_path, picture_path):
-    """Draw the curves of one run, with a dashed line for the bound that no model can pass."""
-    run = json.loads(pathlib.Path(summary_path).read_text())
-    xlabel, panels, (label, key) = CURVES[run["scenario"]]
-    figure = Figure((7 if len(panels) == 1 else 5 * len(panels), 4), layout="constrained")
-    for axes, (ylabel, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        for name, words in curves.items():
-            line = "" if words.endswith(("one batch", "one episode")) else "-"  # neighbours do not follow each other
-            axes.plot(*run["curves"].get(name, ([], [])), label=words, linestyle=line, linewidth=1.2, marker=".")
-        axes.set(xlabel=xlabel, ylabel=ylabel)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(alpha=0.3)
-        bound = SOLVED if label == "solved" else run.get(key)
-        if bound:
-            axes.axhline(bound, linestyle="--", color="gray", label=f"{label} ({bound:.4g})")
-        axes.legend()
-    figure.suptitle(f"{run['scenario']}, mode {run['mode']}, world size {run['world_size']}", fontsize=11)
-    figure.savefig(picture_path, dpi=120)
-
-
 if __name__ == "__main__":
-    if len(sys.argv) == 4 and sys.argv[1] == "curve":
-        draw_curve(*sys.argv[2:])
-    elif len(sys.argv) == 3 and sys.argv[1] == "timelines" and sys.argv[2] in TIMELINES:
+    if len(sys.argv) == 3 and sys.argv[1] == "timelines" and sys.argv[2] in TIMELINES:
         draw_timelines(sys.argv[2])
     else:
         sys.exit(__doc__)

@@ -51,6 +51,7 @@ def test_a_job_does_not_wait_for_a_silent_dns(tmp_path):
         took[dns] = time.monotonic() - started
         assert (done.returncode, done.stderr) == (0, ""), done
         assert ("\nDNS " in done.stdout) == (dns == "silent"), done.stdout
+    assert_documented(done.stdout, "silent: each process waits")
     assert took["silent"] < took["none"] + 8, took
 
 
