@@ -1,4 +1,4 @@
-"""Kill and signal jobs at random moments, and check what DESIGN promises of their end: a name, a status, nothing left.
+"""Kill and signal jobs at random moments, and check what docs/RUNNING.md promises: a name, a status, nothing left.
 
     python tools/soak_faults.py kills --cases 150      # kill -9, in each of the ways to start a job
     python tools/soak_faults.py forward --cases 30     # a server of ddp_rpc dies while it serves a forward pass

@@ -68,7 +68,8 @@ def connect(hello, args, waiting):
 
     def attempt():
         connection = socket.create_connection(_find_rank_0(args), timeout=CONNECT_SECONDS)
-        connection.settimeout(min(ANSWER_SECONDS, args.join_timeout))
+        # Ranks that one process has started have inherited rank 0's socket. It may begin late, but nobody else has it.
+        connection.settimeout(args.join_timeout if waiting.job.spawned else min(ANSWER_SECONDS, args.join_timeout))
         lines = connection.makefile("rb")
         try:
             send(connection, **hello)
