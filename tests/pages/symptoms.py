@@ -28,7 +28,6 @@ import threading
 import time
 import warnings
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
@@ -94,12 +93,6 @@ def sum_over_ranks():
     total = torch.ones(1)
     dist.all_reduce(total)
     return total.item()
-
-
-def listens_at():
-    """Return every (address, port) at which this process listens, except that of its store."""
-    sockets = [each for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-    return [tuple(each.laddr) for each in sockets if each.laddr.port != int(os.environ["MASTER_PORT"])]
 
 
 def counted_alive():
@@ -428,30 +421,6 @@ def owner_has_left(rank):
         del store
 
 
-def stranger(rank):
-    """A program that does not use RPC connects to b's ports. Then b ends, and its C++ part writes why to stderr."""
-    log_path = f"{tempfile.gettempdir()}/stderr_of_b_{os.environ['MASTER_PORT']}"
-    if rank == 1:
-        with open(log_path, "w") as file:
-            os.dup2(file.fileno(), 2)
-        meeting.wait()
-        join(rank)
-        time.sleep(60)
-    meeting.wait()
-    join(rank)
-    waiting = rpc.rpc_async("b", time.sleep, args=(60,), timeout=0)
-    sockets = []
-    for address in rpc.rpc_sync("b", listens_at):
-        with contextlib.suppress(OSError):  # b may have ended already
-            sockets.append(socket.create_connection(address))
-            sockets[-1].sendall(b"GET / HTTP/1.1\r\n\r\n")
-    with contextlib.suppress(RuntimeError):  # eof, because b has ended
-        waiting.wait()
-    with open(log_path) as file:
-        SEEN["std::bad_alloc"] = file.read()
-    os.remove(log_path)
-
-
 def without_rpc(rank):
     del torch._C._rpc_init  # as in a build of torch without RPC
     for name in [name for name in sys.modules if name.startswith("torch.distributed.rpc")]:
@@ -496,7 +465,7 @@ def start_scene(scene):
 def main():
     # All of them at once would be too many processes for a small machine.
     run_at_once([calls, one_name, taken_port, alone, killed, no_thread_left, without_rpc])
-    run_at_once([own_rref, unused_result, collective, second_group, stranger])
+    run_at_once([own_rref, unused_result, collective, second_group])
     run_at_once([join_after_a_kill, join_with_a_number_in_use, owner_has_left])
     if "nameless_host" in sys.argv:
         run_at_once([nameless_host])

@@ -55,7 +55,6 @@ TORCH = (
     "`remote` runs fails",
     "`to_here()` waits forever",
     "eof (this error",
-    "std::bad_alloc",
     "Can't get attribute",
     "local object '…<lambda>'",
     "positional argument",
