@@ -11,7 +11,6 @@ count, of all games of all observers.
 import dataclasses
 import random
 
-from glue.host import share_cores
 from glue.seeds import seed_for
 
 import numpy as np
@@ -77,10 +76,6 @@ def draw_all(scores_NA, generator):
 
 
 class Agent(rollout.Agent):  # in the agent, on its main thread
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        share_cores(1)  # while the agent learns, all observers wait
-
     def finish_episode(self):
         """Learn from the games of all observers; return the lowest of their total rewards."""
         played = list(self.trajectories.values())  # of the observers
