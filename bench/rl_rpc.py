@@ -2,10 +2,11 @@
 
     python bench/rl_rpc.py                                   # world sizes 2, 3 and 5: about ten minutes on 2 cores
     python bench/rl_rpc.py --world_sizes 3 --repeats 1
+    python bench/rl_rpc.py --world_sizes 3 --repeats 5 --modes rollout vector --games 8 32 128
 
-All variants of a table play the same episodes, from the same seed, and learn from these episodes, except that mode
-async plays other episodes. The time of training counts, and the time of start-up does not. The modes that send RPCs in
-every environment step play only the first episodes, because all episodes would take too long.
+All variants of a table play the same episodes, from the same seed, and learn from these episodes, except that the modes
+async and vector play other episodes. The time of training counts, and the time of start-up does not. The modes that
+send RPCs in every environment step play only the first episodes, because all episodes would take too long.
 """
 
 import functools
@@ -26,9 +27,9 @@ from environment import make_env, reward_threshold, sizes
 from policy import Policy, draw
 from reinforce import Learner, Trajectory, reinforce_loss
 
-MODES = ("step", "packed", "batched", "rollout", "async")
+MODES = ("step", "packed", "batched", "rollout", "async", "vector")
 SINGLE = "single process"
-EPISODES, STEP_EPISODES = 250, 25  # of rollout, async and the single process; and of the other modes
+EPISODES, STEP_EPISODES = 250, 25  # of rollout, async, vector and the single process; and of the other modes
 
 
 def single_process(seed, observers, episodes):
@@ -69,21 +70,26 @@ def play(env, actor, seed, ob_id, episode):
 def main():
     parser = argument_parser(__doc__)
     parser.add_argument("--world_sizes", type=int, nargs="+", default=[2, 3, 5], metavar="N", help="a table for each")
+    parser.add_argument("--modes", choices=MODES, nargs="+", default=MODES, metavar="MODE", help="only these modes")
+    parser.add_argument("--games", type=int, nargs="+", default=[8, 32], metavar="N", help="vector: a row for each")
     args = parser.parse_args()
     tables = {}
     for world_size in args.world_sizes:
         observers = world_size - 1
-        episodes = {"rollout": EPISODES, "async": EPISODES * observers}  # async counts each observer's
+        episodes = {mode: EPISODES for mode in ("rollout", "vector")}
+        episodes["async"] = EPISODES * observers  # it counts each observer's
         variants = {}
-        for mode, (suffix, place) in itertools.product(MODES, places(args.device).items()):
+        for mode, (suffix, place) in itertools.product(args.modes, places(args.device).items()):
             count = episodes.get(mode, STEP_EPISODES)
             words = ["--mode", mode, *place, "--world_size", world_size, "--seed", args.seed, "--eval_episodes", 0]
             words += ["--max_episodes", count, "--log_interval", count, "--reward_threshold", 1e9]
-            variants[mode + suffix] = functools.partial(run_main, "rl_rpc", *words)
+            for games in args.games if mode == "vector" else [None]:
+                name, more = (f"{mode} {games} games", ["--games", games]) if games else (mode, [])
+                variants[name + suffix] = functools.partial(run_main, "rl_rpc", *words, *more)
         variants[SINGLE] = functools.partial(single_process, args.seed, observers, EPISODES)
         title = f"environment steps per second, world size {world_size}, torch {torch.__version__}"
         rows = tables[world_size] = compare(variants, args, "env_steps_per_second", SINGLE, title)
-        if len({run["env_steps"] for name in ("rollout", SINGLE) for run in rows[name]}) != 1:
+        if len({run["env_steps"] for name in ("rollout", SINGLE) for run in rows.get(name, [])}) != 1:
             raise RuntimeError("rollout and the single process did not play the same episodes")
     write_json(args.json, tables)
 

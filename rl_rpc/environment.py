@@ -1,7 +1,9 @@
-"""Makes an environment, and refuses one that does not fit the policy.
+"""Makes one environment, or several that step together, and refuses one that does not fit the policy.
 
 Shapes: D = observation features, A = number of actions.
 """
+
+import functools
 
 from glue import UserError
 
@@ -10,11 +12,11 @@ import gymnasium as gym
 MAX_STEPS = 10_000  # of an episode, as in the tutorial, where the environment has no limit of its own
 
 
-def make_env(env_id, render_mode=None):
+def make_env(env_id, render_mode=None, games=None):
     """Return a gymnasium environment with a flat Box observation (D,) and the actions 0 to A - 1.
 
-    Its episodes end. Raises UserError, with one line of text, if the environment does not exist, cannot be made, or
-    does not fit.
+    With `games` it is a vector environment, which plays that many games. Its episodes end. Raises UserError, with one
+    line of text, if the environment does not exist, cannot be made, or does not fit.
     """
     try:
         # The environment checker only validates each observation again; it takes time and prints warnings.
@@ -30,11 +32,25 @@ def make_env(env_id, render_mode=None):
         env.close()
         has = f"environment {env_id!r} has the observation space {observed} and the action space {acted}"
         raise UserError(f"{has}; the policy needs a flat Box (one row) and a Discrete one")
-    if env.spec.max_episode_steps is None:
+    spec = env.spec  # after the next line it would have the limit of TimeLimit
+    if spec.max_episode_steps is None:
         env = gym.wrappers.TimeLimit(env, MAX_STEPS)
     if acted.start != 0:  # the policy always counts from 0
         env = gym.wrappers.TransformAction(env, lambda action: acted.start + action, gym.spaces.Discrete(acted.n))
-    return env
+    return env if games is None else vector_of(env, spec, env_id, games)
+
+
+def vector_of(env, spec, env_id, games):
+    """Return a vector environment that plays what `env` plays: the environment's own if it has one, otherwise `sync`.
+
+    Some environments have a vector class, which steps all games in numpy. `sync` steps one game after the other.
+    """
+    env.close()  # it has shown that the policy can play it
+    if spec.vector_entry_point is None or env.action_space != env.unwrapped.action_space:
+        return gym.vector.SyncVectorEnv([functools.partial(make_env, env_id)] * games)
+    if spec.max_episode_steps is None:  # no wrapper could end the games of such a class
+        raise UserError(f"environment {env_id!r} has a vector class, but no time limit that would end its games")
+    return gym.make_vec(env_id, num_envs=games)
 
 
 def sizes(env):

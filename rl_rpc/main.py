@@ -8,14 +8,15 @@
 
 Rank 0 is the agent. Every other rank is an observer with an environment of its own. Read run_worker and run_agent,
 then step.py, which has both sides of the tutorial's mode. The other modes build on it:
-packed.py and then batched.py, rollout.py and then asynchronous.py.
+packed.py and then batched.py, rollout.py and then asynchronous.py or vector.py.
 """
 
+import functools
 import math
 import statistics
 import time
 
-from glue import checkpoint, flags, launch
+from glue import UserError, checkpoint, flags, launch
 from glue.report import NOTHING_LEFT, Report
 from glue.scenario import Scenario
 from glue.seeds import seed_for
@@ -28,13 +29,21 @@ import batched
 import packed
 import rollout
 import step
+import vector
 from environment import make_env, reward_threshold, sizes
 from play import play_greedily
 from policy import Policy
 from reinforce import Learner
 
 # Each mode is a file with an Agent and an Observer. What this file calls of them stands in step.py's Agent.
-MODES = {"step": step, "packed": packed, "batched": batched, "rollout": rollout, "async": asynchronous}
+MODES = {
+    "step": step,
+    "packed": packed,
+    "batched": batched,
+    "rollout": rollout,
+    "async": asynchronous,
+    "vector": vector,
+}
 RESUME_KEYS = ("seed", "env_id")  # flags that a resumed run must not change
 
 
@@ -48,18 +57,21 @@ def parse_args(argv=None):
     add("--max_episodes", type=flags.positive_int, default=2000, metavar="N", help="end after N episodes in any case")
     add("--log_interval", type=flags.positive_int, default=10, metavar="N", help="episodes per line and checkpoint")
     add("--eval_episodes", type=flags.non_negative_int, default=100, metavar="N", help="episodes of greedy evaluation")
+    add("--games", type=flags.positive_int, metavar="N", help="vector: games that an observer plays together (8)")
     add("--save", metavar="FILE.pt", help="write the trained policy, for play.py")
     return parser.parse_flags(argv, scenario)
 
 
 def scenario(args):
-    """Return which ranks a job with these flags has."""
+    """Return which ranks a job with these flags has. Raises UserError if the flags do not fit together."""
+    if args.games is not None and args.mode != "vector":
+        raise UserError("--games is for --mode vector")
     return Scenario(
         workers=["agent", *(f"observer{rank}" for rank in range(1, args.world_size))],
         roles="rank 0 is the agent, every other rank an observer",
         min_world_size=2,
-        device_ranks=[0],  # the observers' copies of the policy compute one state at a time, on the CPU
-        can_lose=("rollout", "async"),
+        device_ranks=[0],  # the observers' copies of the policy compute few states at a time, on the CPU
+        can_lose=("rollout", "async", "vector"),
     )
 
 
@@ -80,7 +92,8 @@ def run_agent(args, job):
     policy = Policy(*sizes(env)).to(job.device)
     learner = Learner(policy, args.lr, args.gamma, reward_threshold(env, args.reward_threshold))
     mode = MODES[args.mode]
-    agent = mode.Agent(mode.Observer, args.world_size, learner, args.env_id, args.seed)
+    observer = functools.partial(mode.Observer, games=args.games) if args.games else mode.Observer
+    agent = mode.Agent(observer, args.world_size, learner, args.env_id, args.seed)
     if args.on_lost == "continue":
         job.on_lost(agent.calls.on_lost)
 

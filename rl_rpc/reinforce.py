@@ -53,8 +53,12 @@ def normalised_returns(trajectories, gamma):
     returns = []
     for trajectory in trajectories:  # a return contains rewards of its own observer's episode only
         returns += discounted(trajectory.rewards, gamma)
-    returns_T = torch.tensor(returns, dtype=DTYPE)
-    if len(returns) > 1:  # the standard deviation of one number is NaN, which would spread to every weight
+    return normalised(torch.tensor(returns, dtype=DTYPE))
+
+
+def normalised(returns_T):
+    """Return these returns (T,), minus their mean and divided by their standard deviation."""
+    if len(returns_T) > 1:  # the standard deviation of one number is NaN, which would spread to every weight
         returns_T = (returns_T - returns_T.mean()) / (returns_T.std() + EPS)
     return returns_T
 
@@ -83,20 +87,26 @@ class Learner:  # in the agent, on its main thread
         self.env_steps = 0
 
     def learn(self, trajectories, loss):
-        """Make one update of the policy by the loss of these episodes; return the lowest of their total rewards.
+        """Make one update of the policy by the loss of these episodes; return the lowest of their total rewards."""
+        env_steps = sum(len(trajectory.actions) for trajectory in trajectories)
+        return self.update(env_steps, min(sum(trajectory.rewards) for trajectory in trajectories), [loss])
 
+    def update(self, env_steps, min_reward, losses):
+        """Make one update of the policy by the sum of these losses, from so many steps; return `min_reward`.
+
+        `losses` may be an iterator, which computes each loss only when the one before needs no memory any more.
         Raises UserError if training has diverged.
         """
         self.episodes += 1
-        self.env_steps += sum(len(trajectory.actions) for trajectory in trajectories)
-        min_reward = min(sum(trajectory.rewards) for trajectory in trajectories)
+        self.env_steps += env_steps
         if self.episodes == 1:
             # The tutorial always starts at 0. Where rewards are negative, 0 can be above the threshold.
             self.running_reward = min(0.0, min_reward)
         self.running_reward = 0.05 * min_reward + (1 - 0.05) * self.running_reward
-        check_finite(loss, "policy's loss", self.episodes)
         self.optimizer.zero_grad()
-        loss.backward()
+        for loss in losses:
+            check_finite(loss, "policy's loss", self.episodes)
+            loss.backward()  # adds to the gradients of the losses before
         self.optimizer.step()
         return min_reward
 

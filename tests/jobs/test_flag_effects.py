@@ -87,6 +87,7 @@ SEEN = {
         "--mode": "test_a_job_goes_on_without_an_observer",
         "--on_lost": "test_a_job_goes_on_without_an_observer",
         "--env_id": "test_an_episode_may_take_longer_than_the_rpc_timeout",
+        "--games": "test_vector_is_a_plain_loop_over_the_same_vector_environments_and_repeats",
         "--lr": "test_training_that_diverges_ends_the_run_in_one_line",
         "--reward_threshold": "test_to_resume_a_finished_run_is_no_failure",
         "--seed 2": one_process,

@@ -33,10 +33,11 @@ def lose(job, rank):
     return pids
 
 
-def test_a_job_goes_on_without_an_observer(tmp_path):
+@pytest.mark.parametrize("mode", ["rollout", "vector"])
+def test_a_job_goes_on_without_an_observer(tmp_path, mode):
     summary = tmp_path / "summary.json"
     flags = ["--max_episodes", 150, "--reward_threshold", 1e9, "--summary_json", summary]
-    with start("rollout", *flags) as job:
+    with start(mode, *flags) as job:
         lose(job, 2)
         assert job.wait(200) == [0] and not job.survivors(), job.text()
         assert len(job.errors().splitlines()) == 1

@@ -117,6 +117,39 @@ def single_process_with_old_weights(seed, order, gamma=0.99, max_steps=500):
     return totals, staleness, network.state_dict()
 
 
+def single_process_with_vector_environments(seed, updates, observers, games, make_envs, gamma=0.99):
+    """Run REINFORCE without RPC in vector environments; return what single_process_reinforce returns.
+
+    The games of an observer are taken apart at once: each is a list of its steps until it ends.
+    """
+    network, optimizer = new_network(seed)
+    envs = make_envs()
+    lowest_rewards = []
+    for update in range(1, updates + 1):
+        log_probs, returns, totals = [], [], []
+        for ob_id in range(1, observers + 1):
+            generator = random.Random(seeds.seed_for(seed, "actions", ob_id, update))
+            states, _ = envs.reset(seed=seeds.seed_for(seed, "environment", ob_id, update))
+            played, rewards, ended = [[] for _ in range(games)], [[] for _ in range(games)], set()
+            while len(ended) < games:
+                probs = torch.softmax(network.scores(states), dim=1)
+                actions = [0 if generator.random() < each[0].item() else 1 for each in probs]
+                states, rewards_now, terminated, truncated, _ = envs.step(np.array(actions))
+                for game in {*range(games)} - ended:
+                    played[game].append(torch.log(probs[game, actions[game]]))
+                    rewards[game].append(float(rewards_now[game]))
+                    if terminated[game] or truncated[game]:
+                        ended.add(game)
+            log_probs += [log_prob for game in played for log_prob in game]
+            returns += [g for game in rewards for g in returns_of(game, gamma)]
+            totals += map(sum, rewards)
+        optimizer.zero_grad()
+        sum(-log_prob * g for log_prob, g in zip(log_probs, normalised(returns), strict=True)).backward()
+        optimizer.step()
+        lowest_rewards.append(min(totals))
+    return lowest_rewards, network.state_dict()
+
+
 def assert_equal_to_the_bit(state, expected):
     assert state["episodes"] == expected["episodes"] and state["env_steps"] == expected["env_steps"]
     assert state["running_reward"] == expected["running_reward"]

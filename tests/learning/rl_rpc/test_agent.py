@@ -1,6 +1,7 @@
 """The learner, the policy, the environments and the losses of rl_rpc, by themselves. None of them sends an RPC."""
 
 import copy
+import random
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -16,7 +17,7 @@ oracle = load_oracle("rl_rpc")
 learn, make_learner, trajectory_of, main_module = oracle.learn, oracle.make_learner, oracle.trajectory_of, oracle.main
 environment, policy_module, reinforce = oracle.environment, oracle.policy, oracle.reinforce
 asynchronous = main_module.MODES["async"]
-actor_module, play_module = oracle.actor, oracle.play
+actor_module, play_module, vector = oracle.actor, oracle.play, main_module.vector
 pytestmark = pytest.mark.quick
 
 
@@ -41,6 +42,49 @@ def test_an_episode_of_this_very_policy_gives_reinforces_gradient():
     plain, clipped = (torch.autograd.grad(loss, list(policy.parameters())) for loss in losses)
     for one, other in zip(plain, clipped, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-12)
+
+
+# ---- `vector`, which plays many games together -----------------------------------------------------------------------
+
+
+def test_each_game_is_the_one_that_it_would_be_alone(monkeypatch):
+    """Whatever the others do. After its end a game goes on, and does not count."""
+    monkeypatch.setattr("torch.distributed.rpc.get_worker_info", lambda: SimpleNamespace(id=3))
+    gym.register("ShortPole-v0", gym.spec("CartPole-v1").entry_point, max_episode_steps=20)  # has no vector class
+    try:
+        observer = vector.Observer("ShortPole-v0", seed=1, games=6)
+        games = observer.run_episode(policy_module.Policy(4, 2).state_dict(), episode=2)
+        env, lengths = gym.make("ShortPole-v0"), games.counts.sum(0).tolist()
+        for game, length in enumerate(lengths):
+            assert games.counts[:, game].tolist() == [True] * length + [False] * (max(lengths) - length)
+            state, _ = env.reset(seed=oracle.seeds.seed_for(1, "environment", 3, 2) + game)  # as SyncVectorEnv does
+            for t in range(length):
+                assert games.states[t, game].tolist() == state.tolist()
+                state, reward, *ends, _ = env.step(games.actions[t, game].item())
+                assert games.rewards[t, game] == reward and any(ends) == (t + 1 == length)
+        assert min(lengths) < 20
+    finally:
+        gym.registry.pop("ShortPole-v0")
+
+
+def test_many_games_draw_what_each_would_draw_alone():
+    probs, alone, together = [0.2, 0.5, 0.3], random.Random(7), vector.as_numpy(random.Random(7))
+    drawn = vector.draw_all(np.log([probs] * 1000), together)
+    assert drawn.tolist() == [policy_module.draw(probs, alone) for _ in range(1000)]
+    assert vector.draw_all(np.array([[-np.inf, 0.0], [0.0, -np.inf]] * 100), together).tolist() == [1, 0] * 100
+
+
+def test_the_pieces_of_a_loss_have_the_gradient_of_the_whole(monkeypatch):
+    monkeypatch.setattr(vector, "PIECE", 7)
+    policy, trajectory = policy_module.Policy(4, 2), trajectory_of(20)
+    whole = torch.autograd.grad(reinforce.reinforce_loss(policy, [trajectory], 0.99), list(policy.parameters()))
+    states, actions = torch.from_numpy(trajectory.states), torch.tensor(trajectory.actions)
+    pieces = [*vector.in_pieces(policy, states, actions, reinforce.normalised_returns([trajectory], 0.99))]
+    assert len(pieces) == 3
+    for piece in pieces:
+        piece.backward()
+    for parameter, gradient in zip(policy.parameters(), whole, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-12)
 
 
 # ---- differences from the tutorial -----------------------------------------------------------------------------------
@@ -176,10 +220,31 @@ def test_layer_sizes_follow_the_environment(env_id, expected):
         ("no.such.module:Env-v0", "cannot be made"),
     ],
 )
-def test_environments_that_do_not_fit_are_refused_in_one_line(env_id, word):
+@pytest.mark.parametrize("games", [None, 4])
+def test_environments_that_do_not_fit_are_refused_in_one_line(env_id, word, games):
     with pytest.raises(ValueError, match=word) as error:
-        environment.make_env(env_id)
+        environment.make_env(env_id, games=games)
     assert "\n" not in str(error.value)
+
+
+def test_a_vector_class_without_a_time_limit_is_refused_in_one_line():
+    """A wrapper ends the episodes of one environment, and those of `sync`. There is none for such a class."""
+    pole = gym.spec("CartPole-v1")
+    gym.register("Endless-v0", pole.entry_point, vector_entry_point=pole.vector_entry_point)
+    try:
+        with pytest.raises(ValueError, match="no time limit") as error:
+            environment.make_env("Endless-v0", games=4)
+        assert "\n" not in str(error.value) and "'Endless-v0'" in str(error.value)
+        gym.registry["Endless-v0"].vector_entry_point = None
+        assert environment.make_env("Endless-v0", games=4).envs[0].spec.max_episode_steps == 10_000
+    finally:
+        gym.registry.pop("Endless-v0")
+
+
+def test_a_vector_environment_is_the_environments_own_where_it_has_one():
+    for env_id, own in (("CartPole-v1", True), ("Acrobot-v1", False)):
+        envs = environment.make_env(env_id, games=3)
+        assert envs.num_envs == 3 and isinstance(envs, gym.vector.SyncVectorEnv) != own
 
 
 class OffsetCorridor(gym.Env):
@@ -207,6 +272,9 @@ def test_actions_that_do_not_start_at_zero_and_episodes_that_never_end():
         assert environment.reward_threshold(env, 3.5) == 3.5
         assert play_module.play_episode(env, lambda state: 1) == 5  # to the right, which is the environment's action 4
         assert play_module.play_episode(env, lambda state: 0) == 10_000
+        games = environment.make_env("OffsetCorridor-v0", games=2)
+        games.reset(seed=1)
+        assert games.step(np.array([1, 0]))[0].tolist() == [[1], [-1]]
     finally:
         gym.registry.pop("OffsetCorridor-v0")
 

@@ -3,6 +3,7 @@
 import json
 import os
 
+import gymnasium as gym
 import pytest
 import torch
 
@@ -10,7 +11,8 @@ from helpers import ROOT, load_module, load_oracle
 from rl_runs import EPISODES, SEED, play
 
 oracle = load_oracle("rl_rpc")
-SHORT = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "noted_envs.py").SHORT
+noted_envs = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "noted_envs.py")
+SHORT = noted_envs.SHORT
 MODES = oracle.MODES
 pytestmark = pytest.mark.xdist_group("rl_rpc")
 
@@ -81,6 +83,34 @@ def in_lockstep(played):
             if min(times[step] for times in begins if len(times) > step) < max(before):
                 return False
     return True
+
+
+@pytest.mark.quick
+def test_vector_is_a_plain_loop_over_the_same_vector_environments_and_repeats(tmp_path):
+    """The games end at different times, by a fall and by the limit. Masked steps count nowhere."""
+
+    def run(name):
+        (tmp_path / name).mkdir()
+        return play(tmp_path / name, "vector", "--games", 5, observers=2, env_id="noted_envs:Together-v0")
+
+    def make_envs():
+        return gym.make_vec("Together-v0", num_envs=5)
+
+    played, again = run("first"), run("second")
+    rewards, parameters = oracle.single_process_with_vector_environments(SEED, EPISODES, 2, 5, make_envs)
+    oracle.assert_is_the_single_process_loop(played.lines, played.state, (rewards, parameters))
+    assert min(rewards) < SHORT and played.summary["env_steps"] < EPISODES * 2 * 5 * SHORT
+    assert again.lines == played.lines
+    oracle.assert_equal_to_the_bit(again.state, played.state)
+
+
+def test_vector_with_one_game_is_rollout_and_makes_as_many_calls(tmp_path, rl_run):
+    """This environment has no vector class, so the games are stepped one after the other."""
+    played, rollout = play(tmp_path, "vector", "--games", 1, traced=True), rl_run("rollout")
+    assert played.lines == rollout.lines
+    assert played.summary["env_steps"] == rollout.summary["env_steps"]
+    oracle.assert_same_policy(played.state, rollout.state["policy"])
+    assert calls_in_steps(played.trace, "agent") == 3 * EPISODES
 
 
 def test_async_learns_from_each_episode_when_it_arrives_with_the_weights_that_it_began_with(tmp_path):

@@ -1,0 +1,104 @@
+"""Mode `vector`: as `rollout`, but an observer plays many games together, and chooses their actions in one product.
+
+One RPC for an episode of each game. Read rollout.py first; `diff rollout.py vector.py` is the idea. The cost of a step
+in Python and numpy is now shared by all games. What it costs: the games end at different times, so the steps after the
+end of a game are masked out, and the learner learns from arrays, without a loop over games.
+
+Shapes: T = steps of the longest game, N = games of an observer, D = observation features, A = actions, S = steps that
+count, of all games of all observers.
+"""
+
+import dataclasses
+import random
+
+from glue.seeds import seed_for
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import rollout
+from environment import make_env
+from policy import DTYPE
+from reinforce import normalised
+
+PIECE = 4096  # states: what a piece needs in a forward and backward pass still fits into the cache of a core
+
+
+@dataclasses.dataclass
+class Games:
+    """An episode of each game. Tensors travel beside the message, without being pickled."""
+
+    states: torch.Tensor  # (T, N, D)
+    actions: torch.Tensor  # (T, N)
+    rewards: torch.Tensor  # (T, N)
+    counts: torch.Tensor  # (T, N), bool: the game had not ended before this step
+
+
+class Observer(rollout.Observer):  # in an observer, on an RPC thread
+    def __init__(self, env_id, seed, games=8):
+        super().__init__(env_id, seed)
+        self.env = make_env(env_id, games=games)
+
+    def run_episode(self, weights, episode):
+        """Play an episode of each game with these weights, a Policy.state_dict(); return the Games.
+
+        With one game, the actions are drawn from the same random numbers as in the other modes.
+        """
+        self.policy.load_state_dict(weights)
+        generator = as_numpy(random.Random(seed_for(self.seed, "actions", self.id, episode)))
+        played = []
+        states_ND = self.reset(episode)  # the environment makes N different first states from one seed
+        counts_N = np.ones(len(states_ND), dtype=bool)
+        while counts_N.any():
+            actions_N = draw_all(self.actor.scores(states_ND), generator)
+            next_ND, rewards_N, terminated_N, truncated_N, _ = self.env.step(actions_N)
+            played.append((states_ND, actions_N, rewards_N, counts_N))
+            # A game that has ended starts again by itself, in the next step. From then on it does not count.
+            counts_N = counts_N & ~(terminated_N | truncated_N)
+            states_ND = next_ND
+        return Games(*(torch.from_numpy(np.stack(arrays)) for arrays in zip(*played, strict=True)))
+
+
+def as_numpy(generator):
+    """Return a generator of numpy that goes on with the numbers of this random.Random: both are Mersenne Twisters."""
+    _, (*key, position), _ = generator.getstate()
+    same = np.random.RandomState(0)
+    same.set_state(("MT19937", key, position))
+    return same
+
+
+def draw_all(scores_NA, generator):
+    """Draw an action for each game, as policy.draw does from the probabilities of one: return them, (N,)."""
+    upper_bounds_NA = np.exp(scores_NA - scores_NA.max(axis=1, keepdims=True)).cumsum(axis=1)
+    drawn_N1 = generator.random_sample((len(scores_NA), 1)) * upper_bounds_NA[:, -1:]
+    return (upper_bounds_NA[:, :-1] <= drawn_N1).sum(axis=1)
+
+
+class Agent(rollout.Agent):  # in the agent, on its main thread
+    def finish_episode(self):
+        """Learn from the games of all observers; return the lowest of their total rewards."""
+        played = list(self.trajectories.values())  # of the observers
+        for games in played:
+            games.rewards = torch.where(games.counts, games.rewards, 0).to(DTYPE)
+        min_reward = min(games.rewards.sum(dim=0).min().item() for games in played)
+        states_SD = torch.cat([games.states[games.counts] for games in played])
+        actions_S = torch.cat([games.actions[games.counts] for games in played])
+        returns = [discounted(games.rewards.numpy(), self.learner.gamma)[games.counts] for games in played]
+        losses = in_pieces(self.learner.policy, states_SD, actions_S, normalised(torch.cat(returns)))
+        return self.learner.update(len(actions_S), min_reward, losses)
+
+
+def discounted(rewards_TN, gamma):
+    """Return the returns (T, N) of N games, as reinforce.discounted does for one."""
+    returns_TN = rewards_TN.copy()
+    for t in reversed(range(len(returns_TN) - 1)):
+        returns_TN[t] += gamma * returns_TN[t + 1]
+    return torch.from_numpy(returns_TN)
+
+
+def in_pieces(policy, *tensors):
+    """Yield losses, whose sum is reinforce_loss for these states (S, D), actions (S,) and normalised returns (S,)."""
+    for states, actions, returns in zip(*(tensor.split(PIECE) for tensor in tensors), strict=True):
+        scores = policy.scores(states)
+        yield F.cross_entropy(scores, actions.to(scores.device), reduction="none").dot(returns.to(scores.device))
