@@ -1,0 +1,293 @@
+"""What the source of a program tells about a stack of which only py-spy's dump is known.
+
+The dump contains local variables: numbers, texts, and of everything else the class and the address. It contains no
+global variables and no attributes. So a lock is known as "the global variable `lock` of this file" or "the attribute
+`lock` of the object at this address", and its class by the one line that makes it.
+"""
+
+import ast
+import contextlib
+import functools
+import os
+
+from rpctrace.evidence import Call
+from rpctrace.record import rpctrace_syntax as syntax
+
+CLASSES = {"Lock": "lock", "allocate_lock": "lock", "RLock": "RLock", "Condition": "Condition"}
+CLASSES |= {"SimpleQueue": "SimpleQueue", "remote": "PyRRef", "RRef": "PyRRef"}
+DEEP = 6  # steps from a variable to what was assigned to it, and so on
+
+
+class Source:
+    """The function in which a frame stands. `names`: its local variables; `memory`: of its process."""
+
+    def __init__(self, frame, names, memory, worker):
+        self.path, self.function, self.line, self.names = frame.path, frame.function, frame.line, names
+        self.memory, self.worker = memory, worker
+
+    # ----------------------------------------------------------------------------------------------- what a value is
+
+    def see(self, expression):
+        """Return what is known of an expression's value, as rpctrace_syntax.facts_of() wants it."""
+        known = {"text": ast.unparse(expression)}
+        if isinstance(expression, ast.Name) and expression.id in self.names:
+            seen = self.names[expression.id]
+            known |= {"type": seen.type, "id": seen.id, "value": seen.value}
+        elif isinstance(expression, ast.Name):
+            path, name = defined_in(self.path, expression.id)
+            known |= {"type": class_made(values_of_global(path, name)), "id": f"{path}:{name}"}
+        elif isinstance(expression, ast.Attribute):
+            known |= self.attribute(expression)
+        if known.get("type") == "PyRRef" and isinstance(known["id"], int):
+            with contextlib.suppress(LookupError):
+                owner, number = self.memory.rref_of(known["id"])
+                known["value"] = f"{self.worker.peers[owner]} {number}"
+        return known
+
+    def attribute(self, expression):
+        """The attribute of an object, of a class of this file, or of a module beside it."""
+        owner, attribute = expression.value, expression.attr
+        if not isinstance(owner, ast.Name):
+            return {}
+        if path := module_file(self.path, owner.id):
+            return {"type": class_made(values_of_global(path, attribute)), "id": f"{path}:{attribute}"}
+        if (values := values_of_attribute(self.path, attribute)) and owner.id in self.names:
+            return {"type": class_made(values), "id": f"{self.names[owner.id].id}.{attribute}"}
+        values = values_in_classes(self.path, attribute)
+        return {"type": class_made(values), "id": f"{self.path}:class.{attribute}"}
+
+    def literal(self, expression):
+        """Return the number or text that an expression means, or None."""
+        match expression:
+            case ast.Constant():
+                return expression.value
+            case ast.Name() if expression.id in self.names:
+                return self.names[expression.id].value
+            case ast.Name():
+                values = values_of_global(*defined_in(self.path, expression.id))
+                return values[0].value if len(values) == 1 and isinstance(values[0], ast.Constant) else None
+            case ast.FormattedValue():
+                return self.literal(expression.value)
+            case ast.JoinedStr():
+                return joined([self.literal(part) for part in expression.values])
+            case ast.BinOp(op=ast.Add() | ast.Sub()):
+                left, right = self.literal(expression.left), self.literal(expression.right)
+                with contextlib.suppress(TypeError):
+                    return left + right if isinstance(expression.op, ast.Add) else left - right
+            case ast.Call(func=ast.Attribute(attr="format", value=form)):
+                words = [self.literal(word) for word in expression.args]
+                with contextlib.suppress(Exception):
+                    return self.literal(form).format(*words) if None not in words else None
+            case ast.Call(func=ast.Attribute(attr="owner" | "owner_name", value=rref)):
+                return str(self.see(rref).get("value") or "").partition(" ")[0] or None
+        return None
+
+    # ----------------------------------------------------------------------------------- whose answers are waited for
+
+    def calls_awaited(self):
+        """Return the calls for whose answers the line waits, or [] if this is not known."""
+        found = []
+        for node in syntax.nodes_at(self.path, self.function, self.line):
+            if not isinstance(node, ast.Call):
+                continue
+            method = syntax.method_of(node)
+            awaited = node.args[0] if method == "wait_all" and node.args else getattr(node.func, "value", None)
+            if method in ("wait", "wait_all", "to_here", "value", "result") and awaited is not None:
+                found.append(self.calls_in(awaited, DEEP))
+        return list(found[0]) if len(found) == 1 and found[0] else []
+
+    def calls_in(self, expression, deep):
+        """Return the calls that may complete the Future, or the Futures, that an expression means; None: not known."""
+        if deep < 0:
+            return None
+        match expression:
+            case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Attribute(attr="rpc_async" | "remote")))):
+                return [self.method_call(expression)]
+            case ast.Call() if syntax.method_of(expression) in ("rpc_async", "remote") and len(expression.args) > 1:
+                return [self.function_call(expression)]
+            case ast.Call(func=ast.Name(id="enumerate" | "zip" | "list" | "tuple" | "reversed")):
+                several = [self.calls_in(one, deep - 1) for one in expression.args]
+                return united([one for one in several if one is not None])
+            case ast.Call(func=ast.Attribute(attr="values" | "items" | "pop", value=inner)):
+                return self.calls_in(inner, deep - 1)
+            case ast.Call(func=ast.Name() | ast.Attribute(value=ast.Name(id="self"))):
+                return united(
+                    [self.calls_in(one, deep - 1) for one in returned(self.path, syntax.method_of(expression))]
+                )
+            case ast.List() | ast.Tuple():
+                return united([self.calls_in(one, deep - 1) for one in expression.elts])
+            case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
+                return self.calls_in(expression.elt, deep - 1)
+            case ast.DictComp():
+                return self.calls_in(expression.value, deep - 1)
+            case ast.BinOp() | ast.IfExp():
+                sides = ("left", "right") if isinstance(expression, ast.BinOp) else ("body", "orelse")
+                return united([self.calls_in(getattr(expression, side), deep - 1) for side in sides])
+            case ast.Starred() | ast.Subscript():
+                return self.calls_in(expression.value, deep - 1)
+            case ast.Name() | ast.Attribute():
+                return united([self.calls_in(one, deep - 1) for one in self.assigned(expression)])
+        return None
+
+    def function_call(self, node):
+        """rpc_async(to, func, ...) or remote(to, func, ...)."""
+        to, func = node.args[:2]
+        name, address = syntax.method_of(ast.Call(func)), self.see(func).get("id")
+        owes = is_decorated(self.path, name)
+        if isinstance(address, int) and address:  # a local variable, such as a parameter
+            with contextlib.suppress(LookupError):
+                name, owes = self.memory.callable_name(address), self.memory.is_async(address)
+        to = self.literal(to)
+        return Call(to if to in self.worker.peers.values() else None, name, owes=owes)
+
+    def method_call(self, node):
+        """rref.rpc_async().method(...) or rref.remote().method(...)."""
+        owner, _, number = str(self.see(node.func.value.func.value).get("value") or "").partition(" ")
+        return Call(owner or None, node.func.attr, rref=number, owes=is_decorated(self.path, node.func.attr))
+
+    def assigned(self, expression):
+        """Return the expressions that are assigned to a variable or attribute, or added to the list in it."""
+        text, found = ast.unparse(expression), []
+        for node in ast.walk(self.scope() if isinstance(expression, ast.Name) else syntax.parsed(self.path)):
+            match node:
+                case ast.Assign() if text in map(ast.unparse, node.targets):
+                    found.append(node.value)
+                case ast.Assign(targets=[ast.Subscript(value=target)]) if ast.unparse(target) == text:
+                    found.append(node.value)
+                case ast.AnnAssign() | ast.AugAssign() | ast.NamedExpr() if (
+                    ast.unparse(node.target) == text and node.value
+                ):
+                    found.append(node.value)
+                case ast.For() | ast.comprehension() if text in [
+                    ast.unparse(one) for one in ast.walk(node.target) if isinstance(one, ast.expr)
+                ]:
+                    found.append(node.iter)
+                case ast.Call(func=ast.Attribute(attr="append" | "add" | "appendleft", value=target), args=[value]):
+                    found += [value] * (ast.unparse(target) == text)
+        empty = (ast.List, ast.Dict)  # something is put into it later
+        return [one for one in found if not (isinstance(one, empty) and not ast.unparse(one).strip("[]{}"))]
+
+    def scope(self):
+        """Return the function in which the line stands, or the whole file."""
+        found = syntax.parsed(self.path)
+        for node in ast.walk(found):
+            if (
+                isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+                and node.lineno <= self.line <= node.end_lineno
+            ):
+                found = node
+        return found
+
+
+def joined(parts):
+    return None if None in parts else "".join(map(str, parts))
+
+
+def united(several):
+    """Return all calls of several lists, or None if one of them is not known, or there is none."""
+    if not several or any(one is None for one in several):
+        return None
+    found = []
+    for one in several:
+        found += [call for call in one if call not in found]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- what a file contains
+
+
+@functools.lru_cache(1024)
+def values_of_global(path, name):
+    """Return the expressions that are assigned to a global variable of a file."""
+    found, inner = [], [syntax.parsed(path)]
+    for node in inner:  # which grows
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            declared = [one for one in ast.walk(node) if isinstance(one, ast.Global) and name in one.names]
+            found += values_of(ast.walk(node), name) if declared else []
+        elif not isinstance(node, (ast.ClassDef, ast.Lambda)):
+            found += values_of([node], name)
+            inner += ast.iter_child_nodes(node)
+    return found
+
+
+@functools.lru_cache(1024)
+def values_of_attribute(path, name):
+    """Return the expressions that are assigned to an attribute of this name, of whatever object, in a file."""
+    return values_of(ast.walk(syntax.parsed(path)), name, ast.Attribute)
+
+
+@functools.lru_cache(1024)
+def values_in_classes(path, name):
+    """Return the expressions that are assigned to a name in the bodies of a file's classes."""
+    classes = [node for node in ast.walk(syntax.parsed(path)) if isinstance(node, ast.ClassDef)]
+    return [value for one in classes for value in values_of(one.body, name)]
+
+
+def values_of(nodes, name, kind=ast.Name):
+    found = []
+    for node in nodes:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or not node.value:
+            continue
+        for target in getattr(node, "targets", None) or [node.target]:
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=False))
+            found += [
+                value
+                for one, value in pairs
+                if isinstance(one, kind) and getattr(one, "id", getattr(one, "attr", "")) == name
+            ]
+    return found
+
+
+def class_made(values):
+    """Return the class of what is assigned: "" unless there is one such line, besides None."""
+    values = [one for one in values if not (isinstance(one, ast.Constant) and one.value is None)]
+    if len(values) == 1 and isinstance(values[0], ast.Call):
+        return CLASSES.get(syntax.method_of(values[0]), "")
+    return ""
+
+
+@functools.lru_cache(256)
+def is_decorated(path, name):
+    """Return whether a function or method of this name in a file is an async_execution one."""
+    for node in ast.walk(syntax.parsed(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
+            return any("async_execution" in ast.unparse(one) for one in node.decorator_list)
+    return False
+
+
+@functools.lru_cache(256)
+def returned(path, name):
+    """Return the expressions that a function of a file returns."""
+    for node in ast.walk(syntax.parsed(path)):
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return [one.value for one in ast.walk(node) if isinstance(one, ast.Return) and one.value]
+    return []
+
+
+@functools.lru_cache(256)
+def defined_in(path, name):
+    """Return (file, name) of a global variable: if it is imported from a file beside this one, then of that file."""
+    for node in ast.walk(syntax.parsed(path)):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name and (other := beside(path, node.module or "")):
+                    return other, alias.name
+    return path, name
+
+
+@functools.lru_cache(256)
+def module_file(path, name):
+    """Return the file of a module that a file imports under this name, if it stands beside it."""
+    for node in ast.walk(syntax.parsed(path)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return beside(path, alias.name)
+    return None
+
+
+def beside(path, module):
+    other = os.path.join(os.path.dirname(path), *module.split(".")) + ".py"
+    return other if os.path.exists(other) else None
