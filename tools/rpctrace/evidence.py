@@ -41,8 +41,12 @@ class Call:
     limit: float = 0.0  # seconds, 0: there is none
     since: int = 0
     rref: str = ""  # the RRef that it makes, or whose method it calls
+    inner: str = ""  # the name of its first argument, if that is a function: call_method(Agent.act, ...) is common
     owes: bool = False  # the function answers by a Future (async_execution)
     bar: int = -1  # in a recording, the number of its bar
+
+    def title(self):
+        return f"{self.name}({self.inner}, ...)" if self.inner else self.name
 
 
 @dataclass
@@ -86,7 +90,7 @@ class Thread:
         if self.main:
             return "main thread"
         if self.serves:
-            return f"RPC thread that runs {self.serves[-1].name}"
+            return f"RPC thread that runs {self.serves[-1].title()}"
         return "thread of torch" if self.of_torch() else f"thread {self.name}"
 
 

@@ -53,16 +53,19 @@ class Graph:
         return len(set(known if kind == "collective" else group)) == 1 or (kind in ("call", "lock") and len(alike) == 1)
 
     def circle(self):
-        """Return the shortest circle of nodes that cannot go on; one of its steps at least leaves no choice."""
+        """Return the shortest circle of nodes that cannot go on: of steps that leave no choice, or else one such step."""
+        return self.shortest(all) or self.shortest(any)
+
+    def shortest(self, enough):
         best = []
         for start in self.nodes.keys() - self.alive:
             paths, seen = collections.deque([[start]]), set()
             while paths and not (best and len(paths[0]) >= len(best)):
                 path = paths.popleft()
                 for other, must in self.following(path[-1]).items():
-                    if other == start and (must or any(self.following(a)[b] for a, b in itertools.pairwise(path))):
+                    if other == start and enough([must, *(self.following(a)[b] for a, b in itertools.pairwise(path))]):
                         best = path
-                    elif other not in seen and other != start:
+                    elif other not in seen and other != start and (must or enough is any):
                         seen.add(other)
                         paths.append([*path, other])
         first = min(best, key=lambda key: (self.nodes[key].thread != "main thread", key[0]), default=None)

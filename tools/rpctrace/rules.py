@@ -108,7 +108,7 @@ class Rules:
         """A call waits for who serves it, and for an RPC thread that takes the answer."""
         waited = (self.evidence.now - call.since) / 1e9 if call.since else 0.0
         title = f"{call.to}'s answer" if call.to else "an answer"
-        title += f" to {call.name}" if call.name else ""
+        title += f" to {call.title()}" if call.name else ""
         needs = self.servers(process, call)
         if process.full():
             title += f"; no RPC thread of {process.name} is free to take it"
@@ -172,7 +172,7 @@ class Rules:
         else:
             what, kind, needs = self.answers(process, thread)
             what = f"the value of an RRef: {what}"
-        return what, kind, [] if 0 < call.limit < SHORT else needs
+        return what, kind, [] if any(0 < limit < SHORT for limit in (call.limit, thread.wait.limit)) else needs
 
     def backward(self, process, thread):
         """A hook that runs on a thread of torch, and a process without a free RPC thread, stop a backward pass."""
@@ -328,10 +328,13 @@ def of_torch(process):
 
 def serves(thread, call):
     """Return whether a thread may be the one that serves a call, of which the numbers are not known."""
-    for served in thread.serves:
-        if (not call.name or served.name == call.name) and not (call.rref and served.rref and call.rref != served.rref):
-            return True
-    return False
+
+    def agrees(served):
+        named = not call.name or served.name == call.name or served.name.endswith(f".{call.name}")
+        one_object = not (call.rref and served.rref) or call.rref == served.rref
+        return named and one_object and (not call.inner or call.inner == served.inner)
+
+    return any(map(agrees, thread.serves))
 
 
 def hooks(process):

@@ -16,12 +16,14 @@ from rpctrace.record import rpctrace_syntax as syntax
 CLASSES = {"Lock": "lock", "allocate_lock": "lock", "RLock": "RLock", "Condition": "Condition"}
 CLASSES |= {"SimpleQueue": "SimpleQueue", "remote": "PyRRef", "RRef": "PyRRef"}
 DEEP = 6  # steps from a variable to what was assigned to it, and so on
+UNKNOWN_LIMIT = 0.001  # seconds: a time limit that is not known; such a call may go on by itself
 
 
 class Source:
     """The function in which a frame stands. `names`: its local variables; `memory`: of its process."""
 
-    def __init__(self, frame, names, memory, worker):
+    def __init__(self, frame, names, memory, worker, limit):
+        self.limit = limit  # the default one of calls
         self.path, self.function, self.line, self.names = frame.path, frame.function, frame.line, names
         self.memory, self.worker = memory, worker
 
@@ -51,10 +53,12 @@ class Source:
             return {}
         if path := module_file(self.path, owner.id):
             return {"type": class_made(values_of_global(path, attribute)), "id": f"{path}:{attribute}"}
-        if (values := values_of_attribute(self.path, attribute)) and owner.id in self.names:
-            return {"type": class_made(values), "id": f"{self.names[owner.id].id}.{attribute}"}
-        values = values_in_classes(self.path, attribute)
-        return {"type": class_made(values), "id": f"{self.path}:class.{attribute}"}
+        seen = self.names.get(owner.id)
+        path, name = defined_in(self.path, seen.type if seen else owner.id)
+        of_object, of_class = values_in_class(path, name, attribute)
+        if of_object and seen:
+            return {"type": class_made(of_object), "id": f"{seen.id}.{attribute}"}
+        return {"type": class_made(of_class), "id": f"{path}:{name}.{attribute}"}
 
     def literal(self, expression):
         """Return the number or text that an expression means, or None."""
@@ -102,9 +106,9 @@ class Source:
             return None
         match expression:
             case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Attribute(attr="rpc_async" | "remote")))):
-                return [self.method_call(expression)]
+                return [self.method_call(expression, deep == DEEP)]
             case ast.Call() if syntax.method_of(expression) in ("rpc_async", "remote") and len(expression.args) > 1:
-                return [self.function_call(expression)]
+                return [self.function_call(expression, deep == DEEP)]
             case ast.Call(func=ast.Name(id="enumerate" | "zip" | "list" | "tuple" | "reversed")):
                 several = [self.calls_in(one, deep - 1) for one in expression.args]
                 return united([one for one in several if one is not None])
@@ -129,7 +133,7 @@ class Source:
                 return united([self.calls_in(one, deep - 1) for one in self.assigned(expression)])
         return None
 
-    def function_call(self, node):
+    def function_call(self, node, direct):
         """rpc_async(to, func, ...) or remote(to, func, ...)."""
         to, func = node.args[:2]
         name, address = syntax.method_of(ast.Call(func)), self.see(func).get("id")
@@ -137,13 +141,41 @@ class Source:
         if isinstance(address, int) and address:  # a local variable, such as a parameter
             with contextlib.suppress(LookupError):
                 name, owes = self.memory.callable_name(address), self.memory.is_async(address)
-        to = self.literal(to)
-        return Call(to if to in self.worker.peers.values() else None, name, owes=owes)
+        to = self.literal(to) if self.is_unchanged(to, direct) else None
+        to = to if to in self.worker.peers.values() else None
+        return Call(to, name, limit=self.limit_in(node, 4), owes=owes, inner=self.first_argument(node))
 
-    def method_call(self, node):
+    def method_call(self, node, direct):
         """rref.rpc_async().method(...) or rref.remote().method(...)."""
-        owner, _, number = str(self.see(node.func.value.func.value).get("value") or "").partition(" ")
-        return Call(owner or None, node.func.attr, rref=number, owes=is_decorated(self.path, node.func.attr))
+        start, rref = node.func.value, node.func.value.func.value
+        seen = self.see(rref).get("value") if self.is_unchanged(rref, direct) else None
+        owner, _, number = str(seen or "").partition(" ")
+        owes = is_decorated(self.path, node.func.attr)
+        return Call(owner or None, node.func.attr, rref=number, limit=self.limit_in(start, 0), owes=owes)
+
+    def first_argument(self, node):
+        """Return the name of the first argument that a call passes on, if it looks like that of a method: Agent.act."""
+        given = [word.value for word in node.keywords if word.arg == "args"] + node.args[2:3]
+        first = given[0].elts[0] if given and isinstance(given[0], ast.Tuple) and given[0].elts else None
+        return first.attr if isinstance(first, ast.Attribute) and ast.unparse(first)[:1].isupper() else ""
+
+    def is_unchanged(self, expression, direct):
+        """Return whether the variables of an expression are as they were when the call was made."""
+        names = [one for one in ast.walk(expression) if isinstance(one, ast.Name)]
+        return direct or not any(self.assigned(one) for one in names)
+
+    def limit_of_wait(self):
+        """Return the time limit of to_here() in this line."""
+        found = syntax.nodes_at(self.path, self.function, self.line)
+        return min((self.limit_in(one, 0) for one in found if syntax.method_of(one) == "to_here"), default=self.limit)
+
+    def limit_in(self, call, position):
+        """Return the time limit that a call has been given, as a keyword or at this position."""
+        given = [word.value for word in call.keywords if word.arg == "timeout"] + call.args[position : position + 1]
+        limit = self.literal(given[0]) if given else -1
+        if not isinstance(limit, (int, float)):
+            return UNKNOWN_LIMIT
+        return limit if limit >= 0 else self.limit
 
     def assigned(self, expression):
         """Return the expressions that are assigned to a variable or attribute, or added to the list in it."""
@@ -211,16 +243,12 @@ def values_of_global(path, name):
 
 
 @functools.lru_cache(1024)
-def values_of_attribute(path, name):
-    """Return the expressions that are assigned to an attribute of this name, of whatever object, in a file."""
-    return values_of(ast.walk(syntax.parsed(path)), name, ast.Attribute)
-
-
-@functools.lru_cache(1024)
-def values_in_classes(path, name):
-    """Return the expressions that are assigned to a name in the bodies of a file's classes."""
-    classes = [node for node in ast.walk(syntax.parsed(path)) if isinstance(node, ast.ClassDef)]
-    return [value for one in classes for value in values_of(one.body, name)]
+def values_in_class(path, name, attribute):
+    """Return the expressions that a class of a file assigns to an attribute of its objects, and to one of its own."""
+    for node in ast.walk(syntax.parsed(path)):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return values_of(ast.walk(node), attribute, ast.Attribute), values_of(node.body, attribute)
+    return [], []
 
 
 def values_of(nodes, name, kind=ast.Name):

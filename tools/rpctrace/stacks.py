@@ -5,18 +5,18 @@ import os
 import re
 import socket
 import time
+from dataclasses import replace
 
 from rpctrace import dumps, memory, waits
 from rpctrace.evidence import Call, Evidence, Meeting, Process, Seen, Thread
 from rpctrace.record import rpctrace_syntax as syntax
-from rpctrace.sources import Source
+from rpctrace.sources import UNKNOWN_LIMIT, Source
 
 INTERNAL, PROXY = "/distributed/rpc/internal.py", "/distributed/rpc/rref_proxy.py"
 POOL, NO_FUNCTION = "pt_thread_pool", "a function"
 LIBRARY = re.compile(r"^<frozen|/lib/python3\.\d+/(?!site-packages/|dist-packages/)|/(site|dist)-packages/torch/")
 OBJECT = re.compile(r"<([\w.]+) at 0x([0-9a-f]+)>")
 OF_TORCH = re.compile(r"/torch/distributed/(\w+)/(?!functions\.py|rref_proxy\.py)")
-UNKNOWN_LIMIT = 0.001  # seconds: a time limit that no frame shows; such a call may go on by itself
 
 
 def evidence_of(taken):
@@ -130,7 +130,7 @@ class Reader:
             if not frame.library or path.endswith("/threading.py"):
                 frame.text = syntax.linecache.getline(path, frame.line).strip()
             if not frame.library or path.endswith("/distributed/optim/optimizer.py"):
-                see = Source(frame, names, self.memory, self.process).see
+                see = Source(frame, names, self.memory, self.process, self.limit).see
                 frame.facts = syntax.facts_of(path, frame.function, frame.line, not frames, see)
             with contextlib.suppress(LookupError):
                 self.add_names(frame, {name["name"]: name["repr"] or "" for name in one["locals"] or ()})
@@ -171,6 +171,7 @@ class Reader:
             if "_local_invoke" in (func.value or ""):
                 names["owes"].value = func.value == "_local_invoke_async_execution"
                 func.value, names["rref"] = self.method_in(texts["args"])
+            names["inner"] = Seen("inner", value=self.first_function(texts["args"]))
         elif frame.path.endswith(INTERNAL):
             names.setdefault("python_udf", Seen("")).value = texts.get("python_udf", "")
         elif frame.path.endswith(waits.C10D) and "group" in names:
@@ -187,6 +188,13 @@ class Reader:
             return None, Seen("rref")
         return found[2], Seen("rref", value=self.memory.rref_of(int(found[1], 16))[1])
 
+    def first_function(self, text):
+        """Return the name of the first argument in the text of a tuple, if it is a function, or ""."""
+        if (found := OBJECT.match(text.lstrip("("))) and found[1] in ("function", "type", "method"):
+            with contextlib.suppress(LookupError):
+                return self.memory.callable_name(int(found[2], 16)) or ""
+        return ""
+
     def served(self, frames, number):
         """Return the Call that the frame of _run_function serves, or None if it is another one."""
         if not frames[number].path.endswith(INTERNAL) or frames[number].function != "_run_function" or not number:
@@ -194,7 +202,7 @@ class Reader:
         inner = frames[number - 1]
         call = Call(None, inner.function)
         for frame in frames[max(0, number - 2) : number]:
-            if frame.path.endswith(PROXY):
+            if frame.path.endswith(PROXY) and frame.function.startswith("_local_invoke"):
                 call.name = frame.value("func_name")
                 with contextlib.suppress(LookupError):
                     call.rref = self.memory.rref_of(frame.names["rref"].id)[1]
@@ -202,6 +210,7 @@ class Reader:
         with contextlib.suppress(LookupError):
             if found := OBJECT.match(frames[number].value("python_udf").lstrip("(")):
                 call.name = self.memory.callable_name(int(found[2], 16)) or call.name
+            call.inner = self.first_function(frames[number].value("python_udf").partition(", ")[2])
         if where := OF_TORCH.search(inner.path):
             call.name = f"torch.{where[1]}.{call.name}"
         return call
@@ -210,10 +219,10 @@ class Reader:
         """Find the calls for whose answers a line of the program waits."""
         if wait.answers and wait.kind == "answer":
             return
-        source = Source(frames[0], frames[0].names, self.memory, self.process)
+        source = Source(frames[0], frames[0].names, self.memory, self.process, self.limit)
         found = source.calls_awaited()
-        if wait.kind == "rref" and wait.answers[0][0].to:
-            name = found[0].name if len(found) == 1 else None
-            wait.answers[0][0].name = name
+        if wait.kind == "rref":
+            owner, wait.limit = wait.answers[0][0].to, source.limit_of_wait()
+            wait.answers = [[replace(one, to=owner) for one in found] or [Call(owner, None)]]
         elif found:
             wait.answers = [found]

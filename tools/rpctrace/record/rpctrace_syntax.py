@@ -37,8 +37,9 @@ def nodes_at(path, function, line):
 
 
 def method_of(call):
-    """Return the last name of what is called."""
-    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+    """Return the last name of what is called, or "" of a `with` block."""
+    func = getattr(call, "func", None)
+    return getattr(func, "attr", getattr(func, "id", ""))
 
 
 def facts_of(path, function, line, innermost, see):
