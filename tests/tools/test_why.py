@@ -75,7 +75,9 @@ def test_ctrl_c_explains_and_a_second_one_ends_everything(name, tmp_path):
         program.send_signal(signal.SIGQUIT)  # Ctrl-\ explains, too, and ends nothing
         assert program.wait_for_text("The command goes on"), program.text()
         os.killpg(program.pid, signal.SIGINT)
-        assert program.wait_for_text(r"(?s)the command still runs.*\n(This is|Probably): .*\n.*\.\n", 10), program.text()
+        assert program.wait_for_text(r"(?s)the command still runs.*\n(This is|Probably): .*\n.*\.\n", 10), (
+            program.text()
+        )
         os.killpg(program.pid, signal.SIGINT)
         assert program.wait(5) == 130 and not program.left_over(0), program.text()
         check(name, program.errors().partition("the command still runs")[2])

@@ -61,7 +61,7 @@ def take(pids):
     running = {}
     for pid in pids:
         if not any(state in "Tt" for _, state, _ in before[pid].values()):  # py-spy would wait for one that is stopped
-            words = [command, "dump", "--json", "--locals", "--full-filenames", "--pid", str(pid)]
+            words = [command, "dump", "--json", "-ll", "--pid", str(pid)]
             running[pid] = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     outputs = {pid: output_of(process) for pid, process in running.items()}
     time.sleep(max(0.0, began + WATCHED - time.monotonic()))

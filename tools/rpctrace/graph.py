@@ -63,13 +63,19 @@ class Graph:
             while paths and not (best and len(paths[0]) >= len(best)):
                 path = paths.popleft()
                 for other, must in self.following(path[-1]).items():
+                    if not must and not self.may_be_any(path[-1], enough):
+                        continue
                     if other == start and enough([must, *(self.following(a)[b] for a, b in itertools.pairwise(path))]):
                         best = path
-                    elif other not in seen and other != start and (must or enough is any):
+                    elif other not in seen and other != start:
                         seen.add(other)
                         paths.append([*path, other])
         first = min(best, key=lambda key: (self.nodes[key].thread != "main thread", key[0]), default=None)
         return best[best.index(first) :] + best[: best.index(first)] if best else []
+
+    def may_be_any(self, key, enough):
+        """Return whether a step that leaves a choice is accepted: not from a call, which has one callee, though unknown."""
+        return enough is any and self.nodes[key].kind != "call"
 
     def ends(self):
         """Return the nodes at the ends of the chains: those for which the most others wait come first."""

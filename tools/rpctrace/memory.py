@@ -5,6 +5,7 @@ The layouts are those of torch 2.11 to 2.14 and of CPython 3.10 to 3.14. Each va
 the letters that torch allows, twice. Where something is not as expected, it is not known, and that is all.
 """
 
+import contextlib
 import functools
 import mmap
 import os
@@ -18,6 +19,7 @@ DYNAMIC_SYMBOLS = 11  # SHT_DYNSYM
 INFO_NAME, INFO_RANK, AGENT_INFO, AGENT_TIMEOUT = 16, 48, 8, 72
 RREF_OWNER, RREF_CREATED_ON, RREF_NUMBER = 16, 24, 32
 GROUP_RANK, GROUP_SIZE = 24, 28
+ATTRIBUTES = 48  # of an object that are looked at
 NODE_NAME, NODE_INFO = 8, 40  # of a node of {name: WorkerInfo}, after a pointer to the next one
 CLASS, OF_C, FUNCTION_NAME, FUNCTION_CODE, CLASS_NAME, CELL, BOUND = 8, 16, 32, 48, 24, 16, 16  # of Python's objects
 
@@ -94,6 +96,27 @@ class Memory:
         rref = self.number(self.number(thing + OF_C))
         number = self.number(rref + RREF_CREATED_ON, "h"), self.number(rref + RREF_NUMBER)
         return self.number(rref + RREF_OWNER, "h"), "{}.{}".format(*number)
+
+    def rref_in(self, thing):
+        """Return the RRef among the attributes of an object of Python, if there is exactly one.
+
+        Where they are depends on Python's version: in a list of values before the object, behind it, or in a dict.
+        """
+        lists = [thing + 16]
+        for place in (thing - 32, thing - 24, thing + 16):
+            with contextlib.suppress(LookupError):
+                start = self.number(place) & ~1
+                lists.append(start)
+                lists += struct.unpack("<2Q", self.bytes(start + 32, 16))  # the keys, and the values, of a dict
+        found = set()
+        for start in lists:
+            for at in range(start, start + 8 * ATTRIBUTES, 8):
+                with contextlib.suppress(LookupError):
+                    if self.class_of(value := self.number(at)) == "PyRRef":
+                        found.add(value)
+        if len(found) != 1:
+            raise LookupError("none, or several")
+        return found.pop()
 
     def group_of(self, thing):
         """Return (rank of this process, size) of the Python object of a process group."""

@@ -8,7 +8,6 @@ from rpctrace import read, waits
 from rpctrace.evidence import Call, Evidence, Meeting, Process, Seen, Thread, Wait
 
 SILENT = 5.0  # seconds without a sign of life, after which a process does not let Python run
-NOBODY = "tqdm/_monitor.py"  # the file of a thread that wakes nobody
 
 
 def evidence_in(folder, since=0):
@@ -102,15 +101,15 @@ def process_of(written):
     )
     for tid, thread in written["threads"].items():
         mine = [bar for bar in bars if bar["tid"] == int(tid) and bar["cat"] not in ("async", "remote", "held")]
-        thread = thread_of(int(tid), thread, sorted(mine, key=lambda bar: bar["ts"]), written, process.calls)
-        if not thread.place.path.endswith(NOBODY):
-            process.threads[int(tid)] = thread
+        names = [{name: Seen(**seen) for name, seen in frame.pop("names", {}).items()} for frame in thread["frames"]]
+        frames = [waits.Frame(**frame, names=known) for frame, known in zip(thread["frames"], names, strict=True)]
+        if not waits.is_nobody(frames):
+            mine.sort(key=lambda bar: bar["ts"])
+            process.threads[int(tid)] = thread_of(int(tid), thread, frames, mine, written, process.calls)
     return process
 
 
-def thread_of(tid, written, bars, process, open_calls):
-    names = [{name: Seen(**seen) for name, seen in frame.pop("names", {}).items()} for frame in written["frames"]]
-    frames = [waits.Frame(**frame, names=known) for frame, known in zip(written["frames"], names, strict=True)]
+def thread_of(tid, written, frames, bars, process, open_calls):
     thread = Thread(tid, written["name"], written["since"], main=tid == process["main"])
     thread.place, wait = waits.read(frames, written["still"], written["ran"])
     if thread.main and 0 < process["alarm"] < waits.ALARM:

@@ -209,7 +209,9 @@ class Rules:
         begun.pop(-1, None)
         members = {f"rank {number}": begun.get(number) for number in range(wait.world)}
         come = [*begun.values(), *(one for one in self.processes if wait.what in one.does)]
-        others = [one for one in self.processes if one not in come] if len(self.processes) >= wait.world else []
+        workers = [one for one in self.processes if one.rpc]
+        there = workers if len(workers) >= wait.world else self.processes
+        others = [one for one in there if one not in come] if len(there) >= wait.world else []
         return self.meeting(f"{wait.what} of {len(members)} ranks", members, lambda one: True, others=others)
 
     def collective(self, process, thread):

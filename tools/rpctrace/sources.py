@@ -40,11 +40,22 @@ class Source:
             known |= {"type": class_made(values_of_global(path, name)), "id": f"{path}:{name}"}
         elif isinstance(expression, ast.Attribute):
             known |= self.attribute(expression)
-        if known.get("type") == "PyRRef" and isinstance(known["id"], int):
-            with contextlib.suppress(LookupError):
-                owner, number = self.memory.rref_of(known["id"])
-                known["value"] = f"{self.worker.peers[owner]} {number}"
+        if known.get("type") == "PyRRef":
+            known["value"] = self.rref(expression)
         return known
+
+    def rref(self, expression):
+        """Return "owner number" of an RRef in a local variable, or in an attribute of one; or "" if it is not known."""
+        with contextlib.suppress(LookupError):
+            if isinstance(expression, ast.Name):
+                address = self.names[expression.id].id
+            elif isinstance(expression, ast.Attribute) and isinstance(expression.value, ast.Name):
+                address = self.memory.rref_in(self.names[expression.value.id].id)
+            else:
+                return ""
+            owner, number = self.memory.rref_of(address)
+            return f"{self.worker.peers[owner]} {number}"
+        return ""
 
     def attribute(self, expression):
         """The attribute of an object, of a class of this file, or of a module beside it."""
@@ -83,7 +94,7 @@ class Source:
                 with contextlib.suppress(Exception):
                     return self.literal(form).format(*words) if None not in words else None
             case ast.Call(func=ast.Attribute(attr="owner" | "owner_name", value=rref)):
-                return str(self.see(rref).get("value") or "").partition(" ")[0] or None
+                return self.rref(rref).partition(" ")[0] or None
         return None
 
     # ----------------------------------------------------------------------------------- whose answers are waited for
@@ -148,14 +159,15 @@ class Source:
     def method_call(self, node, direct):
         """rref.rpc_async().method(...) or rref.remote().method(...)."""
         start, rref = node.func.value, node.func.value.func.value
-        seen = self.see(rref).get("value") if self.is_unchanged(rref, direct) else None
-        owner, _, number = str(seen or "").partition(" ")
+        owner, _, number = (self.rref(rref) if self.is_unchanged(rref, direct) else "").partition(" ")
         owes = is_decorated(self.path, node.func.attr)
         return Call(owner or None, node.func.attr, rref=number, limit=self.limit_in(start, 0), owes=owes)
 
     def first_argument(self, node):
         """Return the name of the first argument that a call passes on, if it looks like that of a method: Agent.act."""
         given = [word.value for word in node.keywords if word.arg == "args"] + node.args[2:3]
+        if given and isinstance(given[0], ast.Name) and len(values := self.assigned(given[0])) == 1:
+            given = values
         first = given[0].elts[0] if given and isinstance(given[0], ast.Tuple) and given[0].elts else None
         return first.attr if isinstance(first, ast.Attribute) and ast.unparse(first)[:1].isupper() else ""
 
@@ -181,23 +193,18 @@ class Source:
         """Return the expressions that are assigned to a variable or attribute, or added to the list in it."""
         text, found = ast.unparse(expression), []
         for node in ast.walk(self.scope() if isinstance(expression, ast.Name) else syntax.parsed(self.path)):
+            loop = isinstance(node, (ast.For, ast.comprehension))
+            if loop and text in [ast.unparse(one) for one in ast.walk(node.target) if isinstance(one, ast.expr)]:
+                if isinstance(node, ast.For) and node.lineno <= self.line <= node.end_lineno:
+                    return [node.iter]
+                found.append(node.iter)
+            for target, value in pairs_in(node):
+                inner = target.value if isinstance(target, ast.Subscript) else target
+                found += [value] * (ast.unparse(inner) == text)
             match node:
-                case ast.Assign() if text in map(ast.unparse, node.targets):
-                    found.append(node.value)
-                case ast.Assign(targets=[ast.Subscript(value=target)]) if ast.unparse(target) == text:
-                    found.append(node.value)
-                case ast.AnnAssign() | ast.AugAssign() | ast.NamedExpr() if (
-                    ast.unparse(node.target) == text and node.value
-                ):
-                    found.append(node.value)
-                case ast.For() | ast.comprehension() if text in [
-                    ast.unparse(one) for one in ast.walk(node.target) if isinstance(one, ast.expr)
-                ]:
-                    found.append(node.iter)
                 case ast.Call(func=ast.Attribute(attr="append" | "add" | "appendleft", value=target), args=[value]):
                     found += [value] * (ast.unparse(target) == text)
-        empty = (ast.List, ast.Dict)  # something is put into it later
-        return [one for one in found if not (isinstance(one, empty) and not ast.unparse(one).strip("[]{}"))]
+        return [one for one in found if ast.unparse(one) not in ("[]", "{}", "set()")]  # it is filled later
 
     def scope(self):
         """Return the function in which the line stands, or the whole file."""
@@ -252,19 +259,22 @@ def values_in_class(path, name, attribute):
 
 
 def values_of(nodes, name, kind=ast.Name):
+    pairs = [pair for node in nodes for pair in pairs_in(node)]
+    return [
+        value
+        for one, value in pairs
+        if isinstance(one, kind) and name in (getattr(one, "id", ""), getattr(one, "attr", ""))
+    ]
+
+
+def pairs_in(node):
+    """Return the (target, value) pairs of an assignment."""
+    if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)) or not node.value:
+        return []
     found = []
-    for node in nodes:
-        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or not node.value:
-            continue
-        for target in getattr(node, "targets", None) or [node.target]:
-            pairs = [(target, node.value)]
-            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                pairs = list(zip(target.elts, node.value.elts, strict=False))
-            found += [
-                value
-                for one, value in pairs
-                if isinstance(one, kind) and getattr(one, "id", getattr(one, "attr", "")) == name
-            ]
+    for target in getattr(node, "targets", None) or [node.target]:
+        both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+        found += zip(target.elts, node.value.elts, strict=False) if both else [(target, node.value)]
     return found
 
 

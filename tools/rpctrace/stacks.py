@@ -14,8 +14,11 @@ from rpctrace.sources import UNKNOWN_LIMIT, Source
 
 INTERNAL, PROXY = "/distributed/rpc/internal.py", "/distributed/rpc/rref_proxy.py"
 POOL, NO_FUNCTION = "pt_thread_pool", "a function"
-LIBRARY = re.compile(r"^<frozen|/lib/python3\.\d+/(?!site-packages/|dist-packages/)|/(site|dist)-packages/torch/")
+LIBRARY = re.compile(
+    r"^<frozen|/lib/python3\.\d+/(?!site-packages/|dist-packages/)|/(site|dist)-packages/torch/|/rpctrace/record/"
+)
 OBJECT = re.compile(r"<([\w.]+) at 0x([0-9a-f]+)>")
+FUNCTIONS = ("function", "method", "type")
 OF_TORCH = re.compile(r"/torch/distributed/(\w+)/(?!functions\.py|rref_proxy\.py)")
 
 
@@ -71,7 +74,8 @@ class Reader:
             ]
             self.objects |= dict.fromkeys(known, tid)
         for one in dump.stacks:
-            self.add_thread(one, stacks[one["thread_id"]])
+            if not waits.is_nobody(stacks[one["thread_id"]]):
+                self.add_thread(one, stacks[one["thread_id"]])
         busy = {one["os_thread_id"] for one in dump.stacks}
         pool = [tid for tid, comm in dump.comms.items() if comm == POOL]
         process.pool, process.free = len(pool), len(pool) - len(busy.intersection(pool))
@@ -111,8 +115,8 @@ class Reader:
                     process.rpc, process.name = True, frame.value("name") or process.name
                     process.rank = rank if isinstance(rank, int) else -1
             group = frame.names.get("group")
-            if group and frame.path.endswith(waits.C10D) and group.value:
-                process.members[group.value] = list(range(int(group.value)))
+            if group and frame.path.endswith(waits.C10D) and group.value == str(process.world):
+                process.members[group.value] = list(range(process.world))
                 process.group_rank = frame.value("rank in group")
 
     # ------------------------------------------------------------------------------------------------------- frames
@@ -190,7 +194,7 @@ class Reader:
 
     def first_function(self, text):
         """Return the name of the first argument in the text of a tuple, if it is a function, or ""."""
-        if (found := OBJECT.match(text.lstrip("("))) and found[1] in ("function", "type", "method"):
+        if (found := OBJECT.match(text.lstrip("("))) and found[1] in FUNCTIONS:
             with contextlib.suppress(LookupError):
                 return self.memory.callable_name(int(found[2], 16)) or ""
         return ""
@@ -210,7 +214,8 @@ class Reader:
         with contextlib.suppress(LookupError):
             if found := OBJECT.match(frames[number].value("python_udf").lstrip("(")):
                 call.name = self.memory.callable_name(int(found[2], 16)) or call.name
-            call.inner = self.first_function(frames[number].value("python_udf").partition(", ")[2])
+            first = next(iter(inner.names.values()), Seen(""))
+            call.inner = self.first_function(f"<{first.type} at {first.id:#x}>") if first.type in FUNCTIONS else ""
         if where := OF_TORCH.search(inner.path):
             call.name = f"torch.{where[1]}.{call.name}"
         return call

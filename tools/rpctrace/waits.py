@@ -15,6 +15,7 @@ LOCKS = ("lock", "RLock", "Condition")
 SIGNALS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py")  # in which threads wait for each other
 ENTRY = ("start", "run", "_bootstrap", "_bootstrap_inner")  # of Thread: they do not wait for its end
 API, C10D, FUTURES = "/distributed/rpc/api.py", "/distributed/distributed_c10d.py", "/torch/futures/__init__.py"
+NOBODY = ("tqdm/_monitor.py", "rpctrace_standing.py")  # files of threads that wake nobody
 BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 MEETINGS = ("shutdown", "init_rpc", "init_process_group", "new_group")  # whatever they wait for within, it is all ranks
 OPTIMIZER = "torch.optim._local_optimizer_step"
@@ -46,10 +47,9 @@ class Row(NamedTuple):
 
 
 def call(frame):
-    to, name, limit, rref = (frame.value(word) for word in ("to", "func", "timeout", "rref"))
-    return Wait(
-        "answer", answers=[[Call(to, name, limit=limit or 0.0, rref=rref or "", owes=bool(frame.value("owes")))]]
-    )
+    made = Call(frame.value("to"), frame.value("func"), limit=frame.value("timeout") or 0.0)
+    made.rref, made.inner, made.owes = (frame.value(name) or "" for name in ("rref", "inner", "owes"))
+    return Wait("answer", answers=[[made]])
 
 
 def future(frame, fact=None):
@@ -216,6 +216,10 @@ def signal(frame, inner):
     if frame.function in ("join", "_wait_for_tstate_lock"):
         found.joins = this.value
     return found
+
+
+def is_nobody(frames):
+    return any(frame.path.endswith(NOBODY) for frame in frames)
 
 
 def held(frames):
