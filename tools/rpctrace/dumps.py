@@ -41,10 +41,9 @@ class Dump:
 
 def chosen(pids):
     """Return which processes a user means: these, or of a single one all that belong to it, or of none all with torch."""
+    for pid in pids:
+        check_rights(pid)
     if len(pids) > 1:
-        gone = [pid for pid in pids if not has_torch(pid)]
-        if gone:
-            raise NoDump(f"process {gone[0]}: there is none, or it has not loaded torch, or this user may not see it")
         return pids
     found = related(pids[0]) if pids else [pid for pid in all_processes() if has_torch(pid)]
     if not found:
@@ -110,10 +109,20 @@ def threads_of(pid):
 
 
 def has_torch(pid):
-    """Return whether a process is there that has torch loaded."""
+    """Return whether a process is there that has torch loaded, as far as this user may see it."""
     with contextlib.suppress(OSError):
         return "/libtorch_cpu.so" in pathlib.Path(f"/proc/{pid}/maps").read_text()
     return False
+
+
+def check_rights(pid):
+    try:
+        with open(f"/proc/{pid}/maps") as maps:
+            maps.read(1)
+    except PermissionError:
+        raise NoDump(FORBIDDEN.format(pid)) from None
+    except OSError:
+        raise NoDump(f"process {pid}: there is none") from None
 
 
 def all_processes():
