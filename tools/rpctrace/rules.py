@@ -121,11 +121,16 @@ class Rules:
         """Return what the answer to a call needs, or [] if that is not known."""
         if process.exact:
             return [[self.serves[call.number] if call.number in self.serves else self.pool(call.to)]]
+        found = self.candidates(call)
+        return [found] if found else [[self.pool(call.to)]] if call.to in self.by_name else []
+
+    def candidates(self, call):
+        """Return the keys of all that may serve a call, where its number is not known."""
         owner = self.by_name.get(call.to)
         if call.to and (not owner or owner.lost):
-            return [[self.pool(call.to)]]
-        if not (call.to or call.name) or not process.quiet or not all(one.quiet for one in self.processes):
-            return []  # the message may be on its way
+            return [self.pool(call.to)]
+        if not (call.to or call.name) or not all(one.quiet for one in self.processes):
+            return []  # it is not known what it is, or the message may be on its way
         found = []
         for one in [owner] if owner else self.processes:
             found += [self.key(one, tid) for tid, thread in one.threads.items() if serves(thread, call)]
@@ -134,12 +139,14 @@ class Rules:
         if call.owes:  # this is an end, and never a link: who completes the Future is not on any stack
             what = f"the Future that {call.name} has returned, which is not complete"
             found.append(self.add((call.to or "a worker", "owed", call.name), what, "owed", []))
-        return [found] if found else [[self.pool(owner.name)]] if owner else []
+        return found
 
     def answers(self, process, thread):
         """A Future is completed by calls, by C++, or by whoever does it."""
         wait, found = thread.wait, []
         for calls in wait.answers:
+            if not process.exact:  # what nobody serves has been answered, if there are several
+                calls = [call for call in calls if self.candidates(call)] or calls
             what, kind, needs = self.answer(process, calls[0])
             if len(calls) > 1:  # one of them is the one
                 nodes = [self.key(process, CALL, call.number or f"{call.to} {call.name}") for call in calls]

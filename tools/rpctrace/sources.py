@@ -109,7 +109,7 @@ class Source:
             awaited = node.args[0] if method == "wait_all" and node.args else getattr(node.func, "value", None)
             if method in ("wait", "wait_all", "to_here", "value", "result") and awaited is not None:
                 found.append(self.calls_in(awaited, DEEP))
-        return list(found[0]) if len(found) == 1 and found[0] else []
+        return united(found) or []
 
     def calls_in(self, expression, deep):
         """Return the calls that may complete the Future, or the Futures, that an expression means; None: not known."""

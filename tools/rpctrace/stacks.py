@@ -227,7 +227,8 @@ class Reader:
         source = Source(frames[0], frames[0].names, self.memory, self.process, self.limit)
         found = source.calls_awaited()
         if wait.kind == "rref":
-            owner, wait.limit = wait.answers[0][0].to, source.limit_of_wait()
-            wait.answers = [[replace(one, to=owner) for one in found] or [Call(owner, None)]]
+            wait.limit, owners = source.limit_of_wait(), [call.to for call in wait.answers[0]]
+            if found:
+                wait.answers = [[replace(call, to=owners[0]) for call in found] if len(owners) == 1 else found]
         elif found:
             wait.answers = [found]

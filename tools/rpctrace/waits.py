@@ -192,18 +192,20 @@ def wait_in(frame, inner, signals):
 
 
 def own_wait(frame):
-    """Return what a line of the program itself waits for."""
+    """Return what a line of the program itself waits for, or None if it is not known for which of several."""
+    found = []
     for fact in frame.facts:
         if "block" in fact:
             locks = [Seen(**thing) for thing in fact["things"] if thing.get("type") in LOCKS]
             if fact["enters"] and locks and len(locks) == len(fact["things"]):
-                return Wait("lock", locks=locks)
+                found.append(Wait("lock", locks=locks))
             continue
         kind = fact["things"][0].get("type", "") if fact["things"] else ""
-        for row in OF_C:
-            if kind.endswith(row.file) and fact["method"] in row.functions.split():
-                return row.read(frame, fact)
-    return None
+        rows = [row for row in OF_C if kind.endswith(row.file) and fact["method"] in row.functions.split()]
+        found += [row.read(frame, fact) for row in rows[:1]]
+    if len(found) > 1 and all(wait.kind == "rref" for wait in found):
+        found = [Wait("rref", answers=[[call for wait in found for call in wait.answers[0]]])]
+    return found[0] if len(found) == 1 else None
 
 
 def signal(frame, inner):

@@ -5,6 +5,7 @@ The recorder reads the lines of its own process with this, and stacks.py those o
 
 import ast
 import functools
+import itertools
 import linecache
 
 WAITING = {"acquire", "wait", "get", "put", "join", "barrier", "to_here", "backward", "sleep", "input", "recv"}
@@ -25,14 +26,29 @@ def parsed(path):
 def nodes_at(path, function, line):
     """Return the `with` blocks around a line of a function, and its calls that may wait; the outer ones come first."""
     found = []
-    if function.startswith("<") and function != "<module>":  # a lambda may run elsewhere than it stands
+    if function in ("<lambda>", "<genexpr>"):  # it may run elsewhere than it stands
         return found
     for node in ast.walk(parsed(path)):  # the outer ones come first
         if getattr(node, "lineno", line + 1) <= line <= node.end_lineno:
             if isinstance(node, SCOPES):
                 found = []  # what is around a function is not around its lines
+            found += acquired_around(node, line)
             if isinstance(node, ast.With) or (isinstance(node, ast.Call) and method_of(node) in WAITING):
                 found.append(node)
+    return found
+
+
+def acquired_around(node, line):
+    """Return `with` blocks that mean the same as `lock.acquire()`, `try: ...`, `finally: lock.release()`."""
+    found, body = [], getattr(node, "body", None)
+    for before, block in itertools.pairwise(body) if isinstance(body, list) else ():
+        inside = isinstance(block, ast.Try) and block.body[0].lineno <= line <= block.body[-1].end_lineno
+        if inside and isinstance(before, ast.Expr) and isinstance(before.value, ast.Call) and before.value.args == []:
+            lock = ast.unparse(before.value.func).removesuffix(".acquire")
+            ends = [ast.unparse(one) for one in block.finalbody]
+            if f"{lock}.release()" in ends and ast.unparse(before) == f"{lock}.acquire()":
+                item = ast.withitem(before.value.func.value)
+                found.append(ast.With([item], block.body, lineno=before.lineno, end_lineno=block.end_lineno))
     return found
 
 
