@@ -40,7 +40,7 @@ class Dump:
 
 
 def chosen(pids):
-    """Return which processes a user means: these, or of a single one all that belong to it, or of none all with torch."""
+    """Return which processes a user means: these; or all that belong to a single one; or all with torch."""
     for pid in pids:
         check_rights(pid)
     if len(pids) > 1:

@@ -53,12 +53,12 @@ class Graph:
         return len(set(known if kind == "collective" else group)) == 1 or (kind in ("call", "lock") and len(alike) == 1)
 
     def circle(self):
-        """Return the shortest circle of nodes that cannot go on: of steps that leave no choice, or else one such step."""
+        """Return the shortest circle of nodes that cannot go on. If possible, none of its steps leaves a choice."""
         return self.shortest(all) or self.shortest(any)
 
     def shortest(self, enough):
         best = []
-        for start in self.nodes.keys() - self.alive:
+        for start in (key for key in self.nodes if key not in self.alive):
             paths, seen = collections.deque([[start]]), set()
             while paths and not (best and len(paths[0]) >= len(best)):
                 path = paths.popleft()
@@ -74,7 +74,7 @@ class Graph:
         return best[best.index(first) :] + best[: best.index(first)] if best else []
 
     def may_be_any(self, key, enough):
-        """Return whether a step that leaves a choice is accepted: not from a call, which has one callee, though unknown."""
+        """Return whether a step that leaves a choice is accepted. A call has one callee, even if that is unknown."""
         return enough is any and self.nodes[key].kind != "call"
 
     def ends(self):

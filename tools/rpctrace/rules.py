@@ -133,7 +133,9 @@ class Rules:
             return []  # it is not known what it is, or the message may be on its way
         found = []
         for one in [owner] if owner else self.processes:
-            found += [self.key(one, tid) for tid, thread in one.threads.items() if serves(thread, call)]
+            serving = {tid: served for tid, thread in one.threads.items() if (served := serves(thread, call))}
+            found += [self.key(one, tid) for tid in serving]
+            call.owes |= any(served.owes for served in serving.values())
         if owner and owner.full():
             found.append(self.pool(owner.name))  # or it waits until one of them is free
         if call.owes:  # this is an end, and never a link: who completes the Future is not on any stack
@@ -161,11 +163,7 @@ class Rules:
             return several + what, kind, list(itertools.chain(*each)) if all(each) else []
         if wait.made_by == "a thread":
             return f"a Future that a thread of {process.name} completes", "event", [self.wakers(process, thread.tid)]
-        return (
-            ("a Future that C++ completes" if wait.made_by == "C++" else "a Future, by whom is not known"),
-            "busy",
-            [],
-        )
+        return "a Future that C++ completes" if wait.made_by == "C++" else "a Future: whose is not known", "busy", []
 
     def value(self, process, thread):
         """The value of an RRef, whose constructor may still run."""
@@ -336,14 +334,13 @@ def of_torch(process):
 
 
 def serves(thread, call):
-    """Return whether a thread may be the one that serves a call, of which the numbers are not known."""
-
-    def agrees(served):
+    """Return what a thread serves that may be this call, whose number is not known, or None."""
+    for served in thread.serves:
         named = not call.name or served.name == call.name or served.name.endswith(f".{call.name}")
         one_object = not (call.rref and served.rref) or call.rref == served.rref
-        return named and one_object and (not call.inner or call.inner == served.inner)
-
-    return any(map(agrees, thread.serves))
+        if named and one_object and (not call.inner or call.inner == served.inner):
+            return served
+    return None
 
 
 def hooks(process):

@@ -16,6 +16,7 @@ from rpctrace.record import rpctrace_syntax as syntax
 CLASSES = {"Lock": "lock", "allocate_lock": "lock", "RLock": "RLock", "Condition": "Condition"}
 CLASSES |= {"SimpleQueue": "SimpleQueue", "remote": "PyRRef", "RRef": "PyRRef"}
 DEEP = 6  # steps from a variable to what was assigned to it, and so on
+STARTS = ("rpc_async", "remote")
 UNKNOWN_LIMIT = 0.001  # seconds: a time limit that is not known; such a call may go on by itself
 
 
@@ -115,34 +116,34 @@ class Source:
         """Return the calls that may complete the Future, or the Futures, that an expression means; None: not known."""
         if deep < 0:
             return None
-        match expression:
-            case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Attribute(attr="rpc_async" | "remote")))):
+        if isinstance(expression, ast.Call):
+            of_rref = isinstance(expression.func, ast.Attribute) and syntax.method_of(expression.func.value)
+            if of_rref in STARTS and isinstance(expression.func.value.func, ast.Attribute):
                 return [self.method_call(expression, deep == DEEP)]
-            case ast.Call() if syntax.method_of(expression) in ("rpc_async", "remote") and len(expression.args) > 1:
+            if syntax.method_of(expression) in STARTS and len(expression.args) > 1:
                 return [self.function_call(expression, deep == DEEP)]
-            case ast.Call(func=ast.Name(id="enumerate" | "zip" | "list" | "tuple" | "reversed")):
-                several = [self.calls_in(one, deep - 1) for one in expression.args]
-                return united([one for one in several if one is not None])
-            case ast.Call(func=ast.Attribute(attr="values" | "items" | "pop", value=inner)):
-                return self.calls_in(inner, deep - 1)
+        return united([self.calls_in(one, deep - 1) for one in self.parts_of(expression)])
+
+    def parts_of(self, expression):
+        """Return what an expression is made of: what is in a list, or was assigned to a name."""
+        match expression:
+            case ast.Call(func=ast.Name(id="enumerate" | "list" | "tuple" | "reversed")):
+                return expression.args
+            case ast.Call(func=ast.Attribute(attr="values" | "pop", value=inner)):
+                return [inner]
             case ast.Call(func=ast.Name() | ast.Attribute(value=ast.Name(id="self"))):
-                return united(
-                    [self.calls_in(one, deep - 1) for one in returned(self.path, syntax.method_of(expression))]
-                )
+                return returned(self.path, syntax.method_of(expression))
             case ast.List() | ast.Tuple():
-                return united([self.calls_in(one, deep - 1) for one in expression.elts])
-            case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
-                return self.calls_in(expression.elt, deep - 1)
-            case ast.DictComp():
-                return self.calls_in(expression.value, deep - 1)
-            case ast.BinOp() | ast.IfExp():
-                sides = ("left", "right") if isinstance(expression, ast.BinOp) else ("body", "orelse")
-                return united([self.calls_in(getattr(expression, side), deep - 1) for side in sides])
-            case ast.Starred() | ast.Subscript():
-                return self.calls_in(expression.value, deep - 1)
+                return expression.elts
+            case ast.ListComp() | ast.GeneratorExp():
+                return [expression.elt]
+            case ast.DictComp() | ast.Starred() | ast.Subscript():
+                return [expression.value]
+            case ast.BinOp():
+                return [expression.left, expression.right]
             case ast.Name() | ast.Attribute():
-                return united([self.calls_in(one, deep - 1) for one in self.assigned(expression)])
-        return None
+                return self.assigned(expression)
+        return []
 
     def function_call(self, node, direct):
         """rpc_async(to, func, ...) or remote(to, func, ...)."""

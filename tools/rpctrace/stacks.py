@@ -107,7 +107,7 @@ class Reader:
         process = self.process
         for frame in frames:
             name = frame.function
-            if frame.library and name in waits.MEETINGS:
+            if frame.library and name in (*waits.MEETINGS, "shutdown"):
                 process.does.append(name)
                 rank = frame.value("rank")
                 process.meets.append(Meeting(name, tid, rank if isinstance(rank, int) else -1))
@@ -204,7 +204,7 @@ class Reader:
         if not frames[number].path.endswith(INTERNAL) or frames[number].function != "_run_function" or not number:
             return None
         inner = frames[number - 1]
-        call = Call(None, inner.function)
+        call = Call(None, inner.function, owes=inner.path.endswith("/distributed/rpc/functions.py"))
         for frame in frames[max(0, number - 2) : number]:
             if frame.path.endswith(PROXY) and frame.function.startswith("_local_invoke"):
                 call.name = frame.value("func_name")

@@ -1,11 +1,12 @@
 """The table of all waits that are recognised: what a stack shows, and what follows from it.
 
 A thread waits in a frame of Python's or torch's own files, or in C code that a line of the program calls. For each row,
-`needs` says who can end the wait, `sure` how sure that is, and `test` which test shows it. What has no row counts as
-running, or as waiting for something outside of the program: then nothing is claimed about it.
+`needs` says who can end the wait, `sure` how sure that is, and `test` which program of tests/tools shows it. What has
+no row counts as running, or as waiting for something outside: a sleep, input(), select, a socket, another program. Such
+a thread is alive, and nothing is claimed about it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rpctrace.evidence import SHORT, Call, Place, Seen, Wait
@@ -17,8 +18,12 @@ ENTRY = ("start", "run", "_bootstrap", "_bootstrap_inner")  # of Thread: they do
 API, C10D, FUTURES = "/distributed/rpc/api.py", "/distributed/distributed_c10d.py", "/torch/futures/__init__.py"
 NOBODY = ("tqdm/_monitor.py", "rpctrace_standing.py")  # files of threads that wake nobody
 BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
-MEETINGS = ("shutdown", "init_rpc", "init_process_group", "new_group")  # whatever they wait for within, it is all ranks
-OPTIMIZER = "torch.optim._local_optimizer_step"
+MEETINGS = (
+    "_wait_all_workers",
+    "init_rpc",
+    "init_process_group",
+    "new_group",
+)  # whatever they wait for within, it is all ranks
 
 
 @dataclass
@@ -40,29 +45,24 @@ class Frame:
 class Row(NamedTuple):
     file: str  # the end of its name; for C code, the end of the class whose method is called
     functions: str  # separated by blanks, "*" for all
-    read: object  # returns the Wait, given the frame and, for C code, the fact
+    wait: object  # the Wait, or a function of the frame (and, for C code, of the fact) that returns it
     needs: str
     sure: str
     test: str
 
+    def wait_of(self, *frame_and_fact):
+        return self.wait(*frame_and_fact) if callable(self.wait) else replace(self.wait)
+
 
 def call(frame):
     made = Call(frame.value("to"), frame.value("func"), limit=frame.value("timeout") or 0.0)
-    made.rref, made.inner, made.owes = (frame.value(name) or "" for name in ("rref", "inner", "owes"))
+    made.rref, made.inner = frame.value("rref") or "", frame.value("inner") or ""
+    made.owes = bool(frame.value("owes"))
     return Wait("answer", answers=[[made]])
 
 
-def future(frame, fact=None):
-    return Wait("answer")
-
-
-def optimizer(frame):
-    return Wait("answer", answers=[[Call(None, OPTIMIZER)]])
-
-
 def shutdown(frame):
-    graceful = "graceful" not in frame.names or frame.value("graceful") is not False
-    return Wait("shutdown", limit=frame.value("timeout") or 0.0, timed=not graceful)
+    return Wait("shutdown", limit=frame.value("timeout") or 0.0)
 
 
 def begin_to_meet(frame):
@@ -71,30 +71,10 @@ def begin_to_meet(frame):
     return Wait("init", frame.function, **known)
 
 
-def new_group(frame):
-    return Wait(what="the other ranks to make a new group")
-
-
 def collective(frame):
     if "group" not in frame.names:
         return None
     return Wait("collective", frame.function, group=str(frame.value("group") or ""))
-
-
-def engine(frame):
-    return Wait("engine")
-
-
-def queue_of_an_executor(frame):
-    return Wait("signal", "a ThreadPoolExecutor's queue")
-
-
-def program(frame):
-    return Wait(what="it waits for another program")
-
-
-def connection(frame):
-    return Wait(what="it waits for a connection or a file")
 
 
 def acquire(frame, fact):
@@ -105,54 +85,41 @@ def simple_queue(frame, fact):
     return Wait("signal", "SimpleQueue", timed=fact["limited"])
 
 
-def work(frame, fact):
-    return Wait("work")
-
-
-def key_in_a_store(frame, fact):
-    return Wait(what="a key in a store, with a time limit")
-
-
-def value(frame, fact):
-    thing = fact["things"][0]
-    owner, _, number = str(thing.get("value") or "").partition(" ")
+def value_of_rref(frame, fact):
+    owner, _, number = str(fact["things"][0].get("value") or "").partition(" ")
     return Wait("rref", answers=[[Call(owner or None, None, rref=number)]])
 
 
-def backward(frame, fact):
-    return Wait("backward")
-
-
+FUTURE, STORE = Wait("answer"), Wait(what="a key in a store, with a time limit")
+STEP = Wait("answer", answers=[[Call(None, "torch.optim._local_optimizer_step")]])
+NEW_GROUP, EXECUTOR = Wait(what="the other ranks to make a new group"), Wait("signal", "a queue of an executor")
+LINES, OPTIMIZER = "as sure as the lines", "/distributed/optim/optimizer.py"
 OF_PYTHON_AND_TORCH = (
-    Row(
-        API, "rpc_sync", call, "the thread that serves it", "certain by name; by function if one serves it", "two_locks"
-    ),
-    Row(FUTURES, "wait", future, "what completes it, if the lines tell", "as sure as the lines", "later_answer"),
-    Row(FUTURES, "wait_all", future, "all of them", "as sure as the lines", "no_free_thread"),
-    Row("/distributed/optim/optimizer.py", "_wait_for_all", optimizer, "each owner", "by function", "optimizer_step"),
-    Row(API, "shutdown", shutdown, "every worker to call it", "certain, if all are known", "killed"),
-    Row("/distributed/rpc/__init__.py", "init_rpc", begin_to_meet, "every rank", "certain", "late_rank"),
-    Row(C10D, "init_process_group", begin_to_meet, "every rank", "certain, if ranks are given", "late_rank"),
-    Row(C10D, "new_group _new_group_with_tag split_group", new_group, "the others", "it is an end", "none"),
-    Row(
-        C10D, "*", collective, "the members that have not begun it", "certain, if all are known", "call_and_collective"
-    ),
-    Row("/torch/autograd/graph.py", "_engine_run_backward", engine, "DDP's collectives", "in a recording", "none"),
-    Row("/concurrent/futures/thread.py", "_worker", queue_of_an_executor, "any thread", "one of many", "executor"),
-    Row("/subprocess.py", "*", program, "another program", "it is alive", "another program"),
-    Row("/selectors.py", "*", connection, "something outside", "it is alive", "none"),
-    # threading.py, queue.py and concurrent/futures: signal(), below. Any thread of the process, or the one that joins.
+    Row(API, "rpc_sync", call, "who serves it", "certain, if one thread serves this function", "two_locks"),
+    Row(FUTURES, "wait", FUTURE, "what completes it, if the lines tell", LINES, "observers"),
+    Row(FUTURES, "wait_all", FUTURE, "one of those that are not complete", LINES, "no_free_thread"),
+    Row(OPTIMIZER, "_wait_for_all", STEP, "the owners of the parameters", "by the function", "optimizer_step"),
+    Row(API, "_wait_all_workers", shutdown, "every worker", "certain, if all are known", "killed"),
+    Row(API, "shutdown", Wait(what="the end of shutdown"), "calls that are not answered", "it is an end", "none"),
+    Row("/distributed/rpc/__init__.py", "init_rpc", begin_to_meet, "every rank", "certain", "none"),
+    Row(C10D, "init_process_group", begin_to_meet, "every rank", "certain, if ranks are given", "queue_and_group"),
+    Row(C10D, "new_group _new_group_with_tag split_group", NEW_GROUP, "the other ranks", "it is an end", "none"),
+    Row(C10D, "*", collective, "who has not begun it", "certain, if all members are known", "call_and_collective"),
+    Row("/torch/autograd/graph.py", "_engine_run_backward", Wait("engine"), "DDP", "in a recording", "train"),
+    Row("/concurrent/futures/thread.py", "_worker", EXECUTOR, "any thread of the process", "one of many", "none"),
+    # In threading.py, queue.py and concurrent/futures (Condition, Event, Semaphore, Barrier, Queue, Thread.join), see
+    # signal(): it needs any other thread of the process, or the one that it joins. Programs: too_few, optimizer_step.
 )
 OF_C = (
     Row("lock", "acquire", acquire, "who stands in a `with` of it", "certain, of the same object", "two_locks"),
-    Row("RLock", "acquire", acquire, "its owner, or as above", "certain", "constructor"),
-    Row("Condition", "acquire", acquire, "as above; not who waits for its signal", "certain", "too_few"),
-    Row("SimpleQueue", "get", simple_queue, "any thread of the process", "one of many", "simple_queue"),
-    Row("Work", "wait", work, "a collective, or a message", "it is an end", "none"),
-    Row("Store", "get wait add", key_in_a_store, "a key", "it has a time limit", "none"),
-    Row("PyRRef", "to_here", value, "what makes the value, at its owner", "by function", "constructor"),
-    Row("Future", "wait", future, "what completes it, if the lines tell", "as sure as the lines", "later_answer"),
-    Row("", "backward", backward, "hooks, and full or lost processes", "probable", "backward_hook"),
+    Row("RLock", "acquire", acquire, "its owner, or the same", "certain", "observers"),
+    Row("Condition", "acquire", acquire, "the same, but not who waits for its signal", "certain", "too_few"),
+    Row("SimpleQueue", "get", simple_queue, "any thread of the process", "one of many", "queue_and_group"),
+    Row("Work", "wait", Wait("work"), "a collective, or a message", "it is an end", "none"),
+    Row("Store", "get wait add", STORE, "a key", "it has a time limit", "none"),
+    Row("PyRRef", "to_here", value_of_rref, "what makes the value, at its owner", "by the function", "constructor"),
+    Row("Future", "wait", FUTURE, "what completes it, if the lines tell", LINES, "none"),
+    Row("", "backward", Wait("backward"), "hooks, and full or lost processes", "probable", "backward_hook"),
 )
 
 
@@ -187,7 +154,7 @@ def wait_in(frame, inner, signals):
         return inner
     for row in OF_PYTHON_AND_TORCH:
         if frame.path.endswith(row.file) and (row.functions == "*" or frame.function in row.functions.split()):
-            return row.read(frame) or inner
+            return row.wait_of(frame) or inner
     return own_wait(frame) or inner
 
 
@@ -202,7 +169,7 @@ def own_wait(frame):
             continue
         kind = fact["things"][0].get("type", "") if fact["things"] else ""
         rows = [row for row in OF_C if kind.endswith(row.file) and fact["method"] in row.functions.split()]
-        found += [row.read(frame, fact) for row in rows[:1]]
+        found += [row.wait_of(frame, fact) for row in rows[:1]]
     if len(found) > 1 and all(wait.kind == "rref" for wait in found):
         found = [Wait("rref", answers=[[call for wait in found for call in wait.answers[0]]])]
     return found[0] if len(found) == 1 else None

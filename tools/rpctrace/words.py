@@ -11,33 +11,31 @@ CIRCLE = "CIRCLE: each of these waits for the next one, and the last one for the
 PATTERNS = {  # what it is, and an advice that stands alone; the more telling ones come first
     "pool": (
         "all RPC threads of a process are busy",
-        "Functions that others call must not wait for further calls: let them return a Future "
-        "(rpc.functions.async_execution). Or give the process more threads: "
-        "TensorPipeRpcBackendOptions(num_worker_threads=...).",
+        "Let a function that others call return a Future (rpc.functions.async_execution) instead of waiting for a "
+        "further call, or give the process more threads: TensorPipeRpcBackendOptions(num_worker_threads=...).",
     ),
     "collective": (
         "a collective waits for its other members",
-        "All members of a process group have to begin the same collectives in the same order. Let no member wait for an "
-        "RPC whose function needs what only follows the collective.",
+        "All members have to begin the same collectives in the same order, so none may first wait for an RPC that "
+        "needs what follows the collective.",
     ),
     "lock": (
         "a thread waits while it holds a lock that others need",
-        "Never wait for an RPC while you hold a lock that served functions take: decide under the lock, release it, and "
-        "only then call.",
+        "Never wait for an RPC while you hold a lock that served functions take: decide under the lock, release it, "
+        "and only then call.",
     ),
     "gone": (
         "a process has ended, and others wait for it",
-        "Find out why it has ended; its output may tell, or dmesg if it used too much memory. The others will not go on: "
-        "end them, and start all again.",
+        "Find out why it has ended, from its output, or from dmesg if it used too much memory. Then start all again.",
     ),
     "silent": (
         "a process does nothing any more, and others wait for it",
-        "Wake it (kill -CONT) or see what its C code does: `py-spy dump --native --pid ...` shows that.",
+        "Wake it with kill -CONT, or see what its C code does: py-spy dump --native --pid ...",
     ),
     "absent": (
         "a rank has not come, or is not known here",
-        "Start the rank that is missing, or look at why it has ended. If it runs elsewhere, look there as well: `why --dump "
-        "FILE` on each machine, then `why FILE FILE`.",
+        "Start it, or find out why it has ended. If it runs elsewhere, look there as well: why --dump FILE on each "
+        "machine, then why FILE FILE.",
     ),
     "owed": (
         "nobody completes a Future that a served function has returned",
@@ -45,15 +43,15 @@ PATTERNS = {  # what it is, and an advice that stands alone; the more telling on
     ),
     "backward": (
         "a backward pass waits for a gradient",
-        "Let hooks of a backward pass make no RPC that needs a lock of who called backward, and make every rank go on.",
+        "Let the hooks of a backward pass make no RPC that needs a lock of who called backward.",
     ),
     "event": (
         "nobody sends the signal for which a thread waits",
-        "Find the line that should send it, and see whether somebody still can get there: often one arrives too few.",
+        "Find the line that should send it, and see whether anybody can still get there: often one arrives too few.",
     ),
     "call": (
         "served functions wait for each other",
-        "Let a served function not wait for a call back to who waits for it: return what it needs instead.",
+        "Let a served function return what its caller needs, instead of calling the caller back.",
     ),
     "busy": (
         "a thread is busy, and others wait for it",

@@ -157,7 +157,7 @@ def messages(bar):
 
 
 class Look:
-    """Tells what an expression means in a frame: names, attributes and constant indices. No code of the program runs."""
+    """Tells what names, attributes and constant indices mean in a frame. No code of the program runs."""
 
     def __init__(self, frame):
         self.frame = frame
