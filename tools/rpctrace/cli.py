@@ -3,9 +3,16 @@
     python tools/rpctrace step.png -- python rl_rpc/tutorial.py --world_size 3 --max_episodes 3
     python tools/rpctrace all.json -- torchrun --nproc-per-node 3 rl_rpc/main.py
 
-The program is not changed, but it must be *started* with this tool: the tool cannot look into one that runs already.
-When the command has ended, a table of its calls is printed on stderr, and the file is written: a .png is a picture of
-one step, a .json contains everything, for ui.perfetto.dev.
+The program is not changed. When the command has ended, a table of its calls is printed on stderr, and the file is
+written: a .png is a picture of one step, a .json contains everything, for ui.perfetto.dev.
+
+A program that hangs, and was not started with this tool, tells who waits for whom as well. Give the number of one of
+its processes. py-spy looks into it and all that belong to it, and they go on. If they run on several machines, write
+what is seen on each into a file.
+
+    python tools/rpctrace why --pid 4711
+    python tools/rpctrace why --pid 4711 --dump FILE
+    python tools/rpctrace why FILE FILE
 
 If the command hangs, press Ctrl-C. It has 5 seconds to end. Then the tool prints who waits for whom, down to the line.
 A second Ctrl-C kills everything that the command has started. Ctrl-\\ prints the same, and the program goes on.
@@ -44,7 +51,7 @@ import tempfile
 
 from rpctrace import draw, dumps, read, recording, stacks
 from rpctrace.command import Command
-from rpctrace.evidence import Evidence, joined, read_back
+from rpctrace.evidence import Evidence, read_back
 from rpctrace.read import say
 from rpctrace.words import said_of
 
@@ -140,7 +147,7 @@ def why(words):
 def evidence_of(paths):
     """Return the evidence in a folder of recordings, or in files of --dump."""
     if not os.path.isdir(paths[0]):
-        return joined([read_back(Evidence, json.loads(pathlib.Path(path).read_text())) for path in paths])
+        return stacks.joined([read_back(Evidence, json.loads(pathlib.Path(path).read_text())) for path in paths])
     if len(paths) > 1 or not read.recordings(paths[0]):
         raise ValueError(f"{paths[0]}: there are no recordings in it")
     read.is_recorded(read.read(paths[0], most=10_000))  # or it says why not

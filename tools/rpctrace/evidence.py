@@ -150,15 +150,6 @@ class Evidence:
     unknown: str = "nothing is known of it"  # what is said of others
 
 
-def joined(several):
-    """Return the evidence of several machines as one."""
-    found = several[0]
-    for other in several[1:]:
-        found.processes += other.processes
-        found.now = max(found.now, other.now)
-    return found
-
-
 def read_back(kind, written):
     """Return the dataclass of which asdict() has made these values."""
     inner = {"place": Place, "wait": Wait}

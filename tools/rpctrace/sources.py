@@ -252,10 +252,17 @@ def values_of_global(path, name):
 
 @functools.lru_cache(1024)
 def values_in_class(path, name, attribute):
-    """Return the expressions that a class of a file assigns to an attribute of its objects, and to one of its own."""
+    """Return the expressions that a class assigns to an attribute of its objects, and to one of its own.
+
+    If it assigns none, those of its base classes are returned.
+    """
     for node in ast.walk(syntax.parsed(path)):
         if isinstance(node, ast.ClassDef) and node.name == name:
-            return values_of(ast.walk(node), attribute, ast.Attribute), values_of(node.body, attribute)
+            found = values_of(ast.walk(node), attribute, ast.Attribute), values_of(node.body, attribute)
+            bases = [one.id for one in node.bases if isinstance(one, ast.Name) and one.id != name]
+            if any(found) or not bases:
+                return found
+            return values_in_class(*defined_in(path, bases[0]), attribute)
     return [], []
 
 

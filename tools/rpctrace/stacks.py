@@ -13,42 +13,42 @@ from rpctrace.record import rpctrace_syntax as syntax
 from rpctrace.sources import UNKNOWN_LIMIT, Source
 
 INTERNAL, PROXY = "/distributed/rpc/internal.py", "/distributed/rpc/rref_proxy.py"
-POOL, NO_FUNCTION = "pt_thread_pool", "a function"
+POOL = "pt_thread_pool"  # the name of RPC threads
 LIBRARY = re.compile(
     r"^<frozen|/lib/python3\.\d+/(?!site-packages/|dist-packages/)|/(site|dist)-packages/torch/|/rpctrace/record/"
 )
 OBJECT = re.compile(r"<([\w.]+) at 0x([0-9a-f]+)>")
+UNKNOWN = "no process of it was seen: it has ended, or runs elsewhere"
 FUNCTIONS = ("function", "method", "type")
 OF_TORCH = re.compile(r"/torch/distributed/(\w+)/(?!functions\.py|rref_proxy\.py)")
 
 
 def evidence_of(taken):
     """Return what dumps tell about the processes of a run."""
-    processes = [process_of(dump) for dump in taken]
-    processes = [one for one in processes if one]
-    processes.sort(key=lambda one: (one.rank if one.rank >= 0 else 1 << 30, one.pid))
-    share_groups(processes)
-    return Evidence(
-        processes, time.time_ns(), seen="seen", unknown="no process of it was seen: it has ended, or runs elsewhere"
-    )
+    return joined([Evidence([process_of(dump) for dump in taken], time.time_ns(), seen="seen", unknown=UNKNOWN)])
 
 
-def share_groups(processes):
-    """If a process group is as large as the RPC group, and has the same ranks where both are known, all are in it."""
-    workers = [one for one in processes if one.rpc]
+def joined(several):
+    """Return the evidence of several machines as one.
+
+    If a process group is as large as the RPC group, and has the same ranks where both are known, all are in it.
+    """
+    found = several[0]
+    found.processes = [process for one in several for process in one.processes]
+    found.processes.sort(key=lambda one: (one.rank if one.rank >= 0 else 1 << 30, one.pid))
+    workers = [one for one in found.processes if one.rpc]
     known = [one for one in workers if one.group_rank >= 0]
     if all(one.group_rank == one.rank and str(one.world) in one.members for one in known):
         for one in workers if known else ():
             one.group_rank, one.members = one.rank, known[0].members
+    return found
 
 
 def process_of(dump):
-    """Return the Process of a dump, or None if it has nothing to do with torch's processes."""
     process = Process(f"process {dump.pid}", socket.gethostname(), dump.pid, exact=False, lost=dump.error)
     process.ended, process.ts = dump.error == "has ended", time.time_ns()
     with contextlib.suppress(OSError):
-        reader = Reader(dump, process)
-        reader.read()
+        Reader(dump, process).read()
     return process
 
 
