@@ -33,11 +33,10 @@ HANGS = {  # name -> (the verdict, the number of ranks, what the report must con
     "too_few": (END, 3, "a signal of another thread of w0 (Condition)"),
     "two_locks": (CIRCLE, 2, "`lock`, which its main thread holds since hangs.py:"),
 }
-RUNNING = {  # the same, of programs that run without the tool. All but the last make their calls through RRefs
+RUNNING = {  # the same, of programs that run without the tool, and make their calls through RRefs
     "accounts": (CIRCLE, 3, "RPC thread that runs transfer waits for w2's answer to deposit"),
     "constructor": (CIRCLE, 3, "the value of an RRef: w2's answer to Server"),
     "observers": (CIRCLE, 3, "w0's main thread waits for an answer to call_method(run_episode, ...)"),
-    "queue_and_group": (CIRCLE, 2, "a signal of another thread of w0 (SimpleQueue)"),
 }
 BY_CTRL_C = {"two_locks": "sh", "served_loop": "python"}  # what has started the ranks
 with package_on_path("tools"):
