@@ -12,7 +12,7 @@ from rpctrace.evidence import Call, Evidence, Meeting, Process, Seen, Thread
 from rpctrace.record import rpctrace_syntax as syntax
 from rpctrace.sources import UNKNOWN_LIMIT, Source
 
-INTERNAL, PROXY = "/distributed/rpc/internal.py", "/distributed/rpc/rref_proxy.py"
+INTERNAL, PROXY = "/distributed/rpc/internal.py", "/distributed/rpc/rref_proxy."
 POOL = "pt_thread_pool"  # the name of RPC threads
 LIBRARY = re.compile(
     r"^<frozen|/lib/python3\.\d+/(?!site-packages/|dist-packages/)|/(site|dist)-packages/torch/|/rpctrace/record/"
@@ -20,7 +20,7 @@ LIBRARY = re.compile(
 OBJECT = re.compile(r"<([\w.]+) at 0x([0-9a-f]+)>")
 UNKNOWN = "no process of it was seen: it has ended, or runs elsewhere"
 FUNCTIONS = ("function", "method", "type")
-OF_TORCH = re.compile(r"/torch/distributed/(\w+)/(?!functions\.py|rref_proxy\.py)")
+OF_TORCH = re.compile(r"/torch/distributed/(\w+)/(?!functions\b|rref_proxy\b)")
 
 
 def evidence_of(taken):
@@ -204,9 +204,9 @@ class Reader:
         if not frames[number].path.endswith(INTERNAL) or frames[number].function != "_run_function" or not number:
             return None
         inner = frames[number - 1]
-        call = Call(None, inner.function, owes=inner.path.endswith("/distributed/rpc/functions.py"))
+        call = Call(None, inner.function, owes="/distributed/rpc/functions." in inner.path)
         for frame in frames[max(0, number - 2) : number]:
-            if frame.path.endswith(PROXY) and frame.function.startswith("_local_invoke"):
+            if PROXY in frame.path and frame.function.startswith("_local_invoke"):
                 call.name = frame.value("func_name")
                 with contextlib.suppress(LookupError):
                     call.rref = self.memory.rref_of(frame.names["rref"].id)[1]
