@@ -9,6 +9,7 @@ evidence.py    what is known of processes that hang: threads, calls, locks, and 
 recording.py   the evidence that a recording contains
 dumps.py       takes py-spy's dumps of programs that run already, and finds their processes
 stacks.py      the evidence that these dumps contain; memory.py adds the names that they lack
+sources.py     what the lines of the program tell about a stack
 waits.py       the table of all waits that are recognised
 rules.py       who must go on before a thread can; graph.py: who cannot go on, the circle, the ends of the chains
 words.py       the report
