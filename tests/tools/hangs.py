@@ -4,6 +4,7 @@ The lines that the report must name end in "# here: the name".
 """
 
 import os
+import queue
 import signal
 import threading
 import time
@@ -16,7 +17,7 @@ from torch.distributed.optim import DistributedOptimizer
 
 HOUR = 3600
 lock, signalled, arrived, finished = threading.Lock(), threading.Event(), [], []
-condition, both = threading.Condition(), threading.Barrier(2)
+condition, both, items = threading.Condition(), threading.Barrier(2), queue.SimpleQueue()
 weight = torch.ones(2, requires_grad=True)
 
 
@@ -173,6 +174,78 @@ def served_loop(rank):
     """A served function waits in a loop for something that never comes."""
     if rank:
         call(0, wait_for, 1)
+
+
+def take():
+    return items.get()  # here: queue_and_group
+
+
+def queue_and_group(rank):
+    """A called function waits at a queue for what follows the making of a process group, which its caller must join."""
+    if rank == 1:
+        call(0, take)
+    dist.init_process_group("gloo", rank=rank, world_size=2)  # here: queue_and_group
+    items.put(1)
+
+
+class Observer:
+    def run_episode(self, agent):
+        return rpc.rpc_sync(agent.owner(), call_method, args=(Agent.act, agent), timeout=HOUR)  # here: observers
+
+
+class Agent:
+    def __init__(self):
+        self.lock, self.observers = threading.RLock(), [rpc.remote(f"w{rank}", Observer) for rank in (1, 2)]
+
+    def act(self):
+        with self.lock:  # here: observers
+            return 1
+
+    def run_episode(self):
+        calls, myself = [], rpc.RRef(self)
+        with self.lock:
+            for one in self.observers:
+                args = (Observer.run_episode, one, myself)
+                calls.append(rpc.rpc_async(one.owner(), call_method, args=args, timeout=HOUR))
+            for one in calls:
+                one.wait()  # here: observers
+
+
+def call_method(method, rref, *args):
+    return method(rref.local_value(), *args)
+
+
+def observers(rank):
+    """The tutorial's agent, with a lock: it holds it while its observers play, and their actions need it."""
+    if rank == 0:
+        Agent().run_episode()
+
+
+class Account:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def join(self, other):
+        self.other = other
+
+    def transfer(self):
+        with self.lock:
+            answer = self.other.rpc_async(timeout=HOUR).deposit()
+            return answer.wait()  # here: accounts
+
+    def deposit(self):
+        with self.lock:  # here: accounts
+            return 1
+
+
+def accounts(rank):
+    """Two objects behind RRefs each hold their lock while they call a method of the other one."""
+    if rank == 0:
+        both = [rpc.remote(f"w{rank}", Account) for rank in (1, 2)]
+        for one, other in zip(both, reversed(both), strict=True):
+            one.rpc_sync().join(other)
+        while True:
+            torch.futures.wait_all([one.rpc_async(timeout=HOUR).transfer() for one in both])
 
 
 def killed(rank):

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -23,13 +22,8 @@ from two_hosts import ADDRESSES, NAMES, TwoHosts, why_not
 CALLS = ("sync", "async", "remote")
 run_trace = functools.partial(run_script, "tools/rpctrace")
 TOOL = ROOT / "tools" / "rpctrace"
-with package_on_path("tools/rpctrace"):
-    import draw
-    import read
-
-    spec = importlib.util.spec_from_file_location("rpctrace_main", TOOL / "__main__.py")
-    main = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(main)
+with package_on_path("tools"):
+    from rpctrace import cli, draw, read
 
 
 def events_in(path):
@@ -79,13 +73,13 @@ def calls_of(events):
 def with_files_of(folder, size, files):
     """Return a copy of the tool that keeps so many files of so many bytes of each process."""
     copy = shutil.copytree(TOOL, folder / "rpctrace")
-    changed(copy / "record" / "sitecustomize.py", ("SIZE, FILES = 4 << 20, 10", f"SIZE, FILES = {size}, {files}"))
+    changed(copy / "record" / "rpctrace_files.py", ("SIZE, FILES = 4 << 20, 10", f"SIZE, FILES = {size}, {files}"))
     return copy
 
 
 def drawn(path, folder, capsys):
     """Draw a folder in this process; return what is printed."""
-    main.report(str(folder), str(path))
+    cli.report(str(folder), str(path))
     return capsys.readouterr().err
 
 
@@ -275,7 +269,7 @@ def test_between_two_hosts_no_arrow_points_back_in_time(tmp_path, capsys):
 )
 def test_wrong_command_lines_are_refused(words, status, why, capsys):
     with pytest.raises(SystemExit) as refused:
-        main.main(words)
+        cli.main(words)
     assert refused.value.code == status and why in capsys.readouterr().err
 
 

@@ -8,7 +8,7 @@ import collections
 import heapq
 import json
 
-from read import OF_TORCH, end_of, is_answered
+from rpctrace.read import OF_TORCH, end_of, is_answered
 
 # The groups of a process's lanes, from above.
 LANES = ("main thread", "calls in flight", "RPC thread", "answers owed", "backward pass")

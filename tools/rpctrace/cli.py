@@ -1,0 +1,185 @@
+"""See every RPC of a program that uses torch.distributed.rpc, from both sides, and why it hangs.
+
+    python tools/rpctrace step.png -- python rl_rpc/tutorial.py --world_size 3 --max_episodes 3
+    python tools/rpctrace all.json -- torchrun --nproc-per-node 3 rl_rpc/main.py
+
+The program is not changed. When the command has ended, a table of its calls is printed on stderr, and the file is
+written: a .png is a picture of one step, a .json contains everything, for ui.perfetto.dev.
+
+A program that hangs, and was not started with this tool, tells who waits for whom as well. Give the number of one of
+its processes. py-spy looks into it and all that belong to it, and they go on. If they run on several machines, write
+what is seen on each into a file.
+
+    python tools/rpctrace why --pid 4711
+    python tools/rpctrace why --pid 4711 --dump FILE
+    python tools/rpctrace why FILE FILE
+
+If the command hangs, press Ctrl-C. It has 5 seconds to end. Then the tool prints who waits for whom, down to the line.
+A second Ctrl-C kills everything that the command has started. Ctrl-\\ prints the same, and the program goes on.
+With --stalled 30 it is also printed when nothing has moved for 30 seconds; with --end the command is then killed.
+
+If you start the ranks one by one, let each of them record into the same folder. Other commands read the folder, also
+while it is written. If the ranks are on several hosts, copy their folders into one; the calls show how much the clocks
+of the hosts differ. Take a new folder for each run of the job.
+
+    python tools/rpctrace --into calls -- python rl_rpc/main.py --world_size 2 --rank 0
+    python tools/rpctrace --into calls -- python rl_rpc/main.py --world_size 2 --rank 1
+    python tools/rpctrace why calls
+    python tools/rpctrace step.png calls
+
+Where something else starts the processes, for example Slurm, two environment variables do the same as --into:
+
+    PYTHONPATH=.../tools/rpctrace/record RPCTRACE_INTO=.../calls
+
+A step is a block `with torch.profiler.record_function("step"):` of the program. A block named "wait" is drawn as
+waiting. In a program without steps, the picture shows some calls from the middle of the run.
+
+All calls of Python functions are recorded. Three things run in C++ and are not recorded: built-in operators such as
+torch.add, functions of TorchScript, and what a server does during a distributed backward pass. (The picture shows which
+processes take part in one.)
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import signal
+import sys
+import tempfile
+
+from rpctrace import draw, dumps, read, recording, stacks
+from rpctrace.command import Command
+from rpctrace.evidence import Evidence, read_back
+from rpctrace.read import say
+from rpctrace.words import said_of
+
+
+def main(words=None):
+    words = sys.argv[1:] if words is None else words
+    if words[:1] == ["why"]:
+        why(words[1:])
+        return
+    at = words.index("--") if "--" in words else len(words)
+    command = words[at + 1 :]
+    args = parse(words[:at], command)
+    if not command:
+        report(args.folder, args.file)
+        return
+    with tempfile.TemporaryDirectory(prefix="rpctrace-", ignore_cleanup_errors=True) as folder:
+        if args.into:
+            folder = tempfile.mkdtemp(prefix="run-", dir=args.into)
+        status = Command(command, folder, args.into or folder, args.stalled, args.end).wait()
+        for number in (signal.SIGTERM, signal.SIGINT):  # from now on, end with an exception, which removes the folder
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+        if args.into:
+            read.is_recorded(read.read(folder, most=10_000))  # what cannot be recorded is known from the first calls on
+        else:
+            report(folder, args.file)
+    sys.exit(status if status >= 0 else 128 - status)  # of a command that a signal has killed, it is as in a shell
+
+
+def parse(words, command):
+    parser = argparse.ArgumentParser(
+        usage="rpctrace FILE (FOLDER | [--stalled S [--end]] -- COMMAND)\n"
+        "       rpctrace --into FOLDER [--stalled S [--end]] -- COMMAND\n"
+        "       rpctrace why (FOLDER | --pid PID ... [--dump FILE] | FILE ...)",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", nargs="?", metavar="FILE", help="what is written: .png or .json")
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="with recordings, which are read")
+    parser.add_argument("--into", metavar="FOLDER", help="record into this folder, and draw nothing")
+    stalled_help = "say who waits for whom when nothing has moved for so many seconds, or a circle is so old"
+    parser.add_argument("--stalled", type=float, metavar="S", help=stalled_help)
+    parser.add_argument("--end", action="store_true", help="with --stalled: kill the command then; the status is 3")
+    args = parser.parse_intermixed_args(words)
+    if command:
+        complete = bool(args.file) != bool(args.into) and not args.folder
+    else:
+        complete = args.file and args.folder and not (args.into or args.stalled)
+    if not complete or (args.end and not args.stalled):
+        parser.error("give FILE or --into, and a command after `--`; or FILE or `why`, and a FOLDER with recordings")
+    if args.file and (fault := why_not_written(args.file)):
+        parser.error(f"{args.file}: {fault}")
+    if args.stalled is not None and not 2 <= args.stalled < float("inf"):
+        parser.error(f"--stalled {args.stalled:g}: at least 2 seconds")
+    if args.folder and not read.recordings(args.folder):
+        parser.error(f"{args.folder}: there is no such folder, or there are no recordings in it")
+    if args.into:
+        try:
+            os.makedirs(args.into, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--into {args.into}: {error.strerror}")
+    return args
+
+
+def why(words):
+    """Say who waits for whom: in a recording, in processes that run, or in files that `why --dump` has written."""
+    parser = argparse.ArgumentParser(prog="rpctrace why", allow_abbrev=False)
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="a folder with recordings, or files of --dump")
+    pid_help = "processes that run. Of a single one, also all that it has started, and all that talk to these over TCP"
+    parser.add_argument("--pid", nargs="+", type=int, default=[], metavar="PID", help=pid_help)
+    parser.add_argument(
+        "--dump", metavar="FILE", help="write what is seen of the processes into a file, and say nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="for a program")
+    args = parser.parse_args(words)
+    if bool(args.paths) == bool(args.pid or args.dump):
+        parser.error("give a FOLDER with recordings, or --pid, or files that --dump has written")
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
+    try:
+        evidence = evidence_of(args.paths) if args.paths else stacks.evidence_of(dumps.take(dumps.chosen(args.pid)))
+    except dumps.NoDump as error:
+        sys.exit(f"rpctrace: {error}")
+    except (ValueError, OSError) as error:  # of a path
+        parser.error(str(error))
+    if args.dump:
+        with open(args.dump, "w") as file:
+            json.dump(dataclasses.asdict(evidence), file)
+        return
+    said = said_of(evidence)
+    print(json.dumps(dataclasses.asdict(said) | {"report": said.report()}, indent=1) if args.json else said.report())
+
+
+def evidence_of(paths):
+    """Return the evidence in a folder of recordings, or in files of --dump."""
+    if not os.path.isdir(paths[0]):
+        return stacks.joined([read_back(Evidence, json.loads(pathlib.Path(path).read_text())) for path in paths])
+    if len(paths) > 1 or not read.recordings(paths[0]):
+        raise ValueError(f"{paths[0]}: there are no recordings in it")
+    read.is_recorded(read.read(paths[0], most=10_000))  # or it says why not
+    return recording.evidence_in(paths[0])
+
+
+def why_not_written(path):
+    if not path.endswith((".png", ".json")):
+        return "the name must end in .png or .json"
+    if path.endswith(".png") and not importlib.util.find_spec("matplotlib"):
+        return "this needs matplotlib (pip install matplotlib)"
+    found = os.access(os.path.dirname(os.path.abspath(path)), os.W_OK)
+    return "" if found else "that folder does not exist, or this user may not write in it"
+
+
+def report(folder, path):
+    """Write the file, and print a table of the calls."""
+    recorded = read.read(folder)
+    complete = read.is_recorded(recorded)
+    processes = read.arrange(recorded)
+    bars = [bar for process in processes for bar in process["bars"].values()]
+    bars += read.backward_elsewhere(processes, bars)
+    bars.sort(key=lambda bar: (bar["ts"], -bar["dur"]))
+    made = [bar for bar in bars if "to" in bar["args"] and not bar["name"].startswith(read.OF_TORCH)]
+    if not made:
+        if complete:
+            say("no call of a Python function was recorded")
+        return
+    calls = read.match(bars)
+    read.correct_times(processes, bars, calls)
+    print(read.table(processes, made, calls), file=sys.stderr)
+    for process in processes:
+        if process["full"]:
+            say(f"{process['name']} recorded too many bars; the last {len(process['bars']):,} are kept")
+    draw.write(path, draw.lay_out(processes, bars) + draw.arrows(calls))

@@ -1,0 +1,170 @@
+"""Finds the processes of a program that runs already, and takes a dump of each, by py-spy.
+
+A process stands still for some milliseconds while its stacks are read. Only what has not moved since before the dump
+counts as waiting: the kernel counts how often each thread has begun to wait.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+WATCHED = 1.0  # seconds for which a thread must not move
+LIMIT = 30.0  # seconds for a dump
+NETWORK = ("TP_UV_loop", "pt_gloo")  # threads that run when a message has come
+POLLS = {"TP_SHM_reactor", "gloo_tcp_loop"}  # these are never still
+MISSING = "py-spy is not there: pip install py-spy"
+FORBIDDEN = (
+    "py-spy may not look into process {}: run this as root (sudo), in a container with --cap-add SYS_PTRACE, or after "
+    "`sysctl kernel.yama.ptrace_scope=0`"
+)
+
+
+class NoDump(Exception):
+    """Why there is no dump, in one line."""
+
+
+@dataclass
+class Dump:
+    pid: int
+    stacks: list  # of py-spy
+    comms: dict  # number of a thread in the kernel -> its name there
+    still: set  # the threads that have not moved
+    error: str = ""  # instead of stacks
+
+
+def chosen(pids):
+    """Return which processes a user means: these; or all that belong to a single one; or all with torch."""
+    for pid in pids:
+        check_rights(pid)
+    if len(pids) > 1:
+        return pids
+    found = related(pids[0]) if pids else [pid for pid in all_processes() if has_torch(pid)]
+    if not found:
+        raise NoDump("no process with torch was found: neither this one, nor one that it has started or talks to")
+    return found
+
+
+def take(pids):
+    """Return a Dump of each process."""
+    command = shutil.which("py-spy") or os.path.join(os.path.dirname(sys.executable), "py-spy")
+    if not os.path.exists(command):
+        raise NoDump(MISSING)
+    before, began = {pid: threads_of(pid) for pid in pids}, time.monotonic()
+    running = {}
+    for pid in pids:
+        if not any(state in "Tt" for _, state, _ in before[pid].values()):  # py-spy would wait for one that is stopped
+            words = [command, "dump", "--json", "-ll", "--pid", str(pid)]
+            running[pid] = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    outputs = {pid: output_of(process) for pid, process in running.items()}
+    time.sleep(max(0.0, began + WATCHED - time.monotonic()))
+    after = {pid: threads_of(pid) for pid in pids}
+    return [dump_of(pid, *outputs.get(pid, ("", "stopped")), before[pid], after[pid]) for pid in pids]
+
+
+def output_of(process):
+    try:
+        return process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return "", f"no stacks within {LIMIT:.0f} s"
+
+
+def dump_of(pid, text, error, before, after):
+    comms, still = {tid: comm for tid, (comm, _, _) in after.items()}, set()
+    # To take the dump wakes each thread, which counts, and always as often: as with those that moved least.
+    both = [tid for tid in after if tid in before and before[tid][1] + after[tid][1] in ("SS", "DD")]
+    by_dump = min((after[tid][2] - before[tid][2] for tid in both), default=0)
+    still = {tid for tid in both if after[tid][2] - before[tid][2] == by_dump}
+    with contextlib.suppress(ValueError):
+        return Dump(pid, json.loads(text), comms, still)
+    if not after:
+        return Dump(pid, [], comms, still, "has ended")
+    if re.search("ermission|ptrace|not permitted", error):
+        raise NoDump(FORBIDDEN.format(pid))
+    error = "is stopped, by SIGSTOP or a debugger" if error == "stopped" else f"tells no stacks: {error.strip()[-200:]}"
+    return Dump(pid, [], comms, still, error)
+
+
+def threads_of(pid):
+    """Return {number of a thread: (its name in the kernel, its state, how often it has begun to wait)}."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for tid in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError, KeyError):
+                lines = pathlib.Path(f"/proc/{pid}/task/{tid}/status").read_text().splitlines()
+                known = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+                found[int(tid)] = known["Name"], known["State"][0], int(known["voluntary_ctxt_switches"])
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+
+
+def has_torch(pid):
+    """Return whether a process is there that has torch loaded, as far as this user may see it."""
+    with contextlib.suppress(OSError):
+        return "/libtorch_cpu.so" in pathlib.Path(f"/proc/{pid}/maps").read_text()
+    return False
+
+
+def check_rights(pid):
+    try:
+        with open(f"/proc/{pid}/maps") as maps:
+            maps.read(1)
+    except PermissionError:
+        raise NoDump(FORBIDDEN.format(pid)) from None
+    except OSError:
+        raise NoDump(f"process {pid}: there is none") from None
+
+
+def all_processes():
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def related(pid):
+    """Return the processes with torch that a process has started, or that talk to these over TCP on this machine."""
+    everybody = [one for one in all_processes() if one == pid or has_torch(one)]
+    ports = {one: connections(one) for one in everybody}
+    found = [pid]
+    for one in found:  # which grows
+        found += [child for child in children(one) if child not in found]
+        ends = {(there, here) for here, there in ports.get(one, ())}
+        found += [other for other in everybody if other not in found and ends.intersection(ports[other])]
+    return sorted(one for one in found if has_torch(one))
+
+
+def children(pid):
+    found = []
+    for path in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found
+
+
+def connections(pid):
+    """Return {(end here, end there)} of the TCP connections of a process."""
+    sockets, found = set(), set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                sockets.add(os.readlink(f"/proc/{pid}/fd/{name}").removeprefix("socket:[").removesuffix("]"))
+        for table in ("tcp", "tcp6"):
+            for line in pathlib.Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                words = line.split()
+                if words[9] in sockets and words[3] == "01":  # it is open
+                    found.add((plain(words[1]), plain(words[2])))
+    return found
+
+
+def plain(end):
+    """Return the end of a connection. An address of IPv4 may be written as one of IPv6."""
+    address, _, port = end.partition(":")
+    return address[-8:] if address.startswith("0000000000000000FFFF0000") else address, port

@@ -1,0 +1,96 @@
+"""The graph of who waits for whom: who cannot go on, a circle among them, and the ends of the chains.
+
+A node is a thread, or something else that somebody waits for. What it needs is a list of groups: one member of each
+group must go on before the node can. A call needs the thread that serves it, and a lock the thread that holds it; such
+a group has one member. A Condition may be notified by any other thread of its process; such a group has many members. A
+node that needs nothing is alive. And then every node is alive of whose groups each has a living member. The others
+cannot go on, whatever happens. Only among these is a circle looked for.
+"""
+
+import collections
+import itertools
+from dataclasses import dataclass, field
+
+from rpctrace.evidence import Place
+
+CALLERS, CALL = "callers", "call"  # keys[1] of nodes that stand for all who may call a process, and for a call
+
+
+@dataclass
+class Node:
+    worker: str
+    thread: str  # its title, or "" if it is something else
+    what: str  # it waits for, or does
+    kind: str  # a key of words.PATTERNS
+    needs: list = field(default_factory=list)
+    place: Place = field(default_factory=Place)
+    seconds: float = 0.0
+
+
+class Graph:
+    def __init__(self, nodes):
+        """`nodes`: {key: Node}. A key is (worker, what, number)."""
+        self.nodes, self.alive, before = nodes, set(), None
+        while self.alive != before:
+            before = self.alive
+            able = [key for key, node in nodes.items() if all(self.alive.intersection(one) for one in node.needs)]
+            self.alive = self.alive.union(able)
+
+    def following(self, key):
+        """Return {the nodes for which this one waits: whether it must be this one}."""
+        found, lives = {}, key in self.alive
+        for group in self.nodes[key].needs:
+            if lives or not self.alive.intersection(group):
+                known = [one for one in group if one[1] != CALLERS]
+                must = self.leaves_no_choice(key, group, known)
+                found |= {one: must for one in known if (one in self.alive) == lives}
+        one_of_many = lives and len(found) > 1 and not any(found.values())
+        return {} if one_of_many else found  # it is not known for which of them
+
+    def leaves_no_choice(self, key, group, known):
+        """Return whether it must be a certain member of a group, or one of several that are alike."""
+        kind, alike = self.nodes[key].kind, {(self.nodes[one].what, str(self.nodes[one].place)) for one in group}
+        return len(set(known if kind == "collective" else group)) == 1 or (kind in ("call", "lock") and len(alike) == 1)
+
+    def circle(self):
+        """Return the shortest circle of nodes that cannot go on. If possible, none of its steps leaves a choice."""
+        return self.shortest(all) or self.shortest(any)
+
+    def shortest(self, enough):
+        best = []
+        for start in (key for key in self.nodes if key not in self.alive):
+            paths, seen = collections.deque([[start]]), set()
+            while paths and not (best and len(paths[0]) >= len(best)):
+                path = paths.popleft()
+                for other, must in self.following(path[-1]).items():
+                    if not must and not self.may_be_any(path[-1], enough):
+                        continue
+                    if other == start and enough([must, *(self.following(a)[b] for a, b in itertools.pairwise(path))]):
+                        best = path
+                    elif other not in seen and other != start:
+                        seen.add(other)
+                        paths.append([*path, other])
+        first = min(best, key=lambda key: (self.nodes[key].thread != "main thread", key[0]), default=None)
+        return best[best.index(first) :] + best[: best.index(first)] if best else []
+
+    def may_be_any(self, key, enough):
+        """Return whether a step that leaves a choice is accepted. A call has one callee, even if that is unknown."""
+        return enough is any and self.nodes[key].kind != "call"
+
+    def ends(self):
+        """Return the nodes at the ends of the chains: those for which the most others wait come first."""
+        counts = collections.Counter()
+        for start in self.waiting():
+            keys = [start]
+            for key in keys:  # which grows
+                following = self.following(key)
+                keys += [other for other in following if other not in keys]
+                # It is also an end if several might let it go on, but none of them must.
+                counts[key] += not (following if key in self.alive else any(following.values()))
+        order = sorted(+counts, key=lambda key: (key in self.alive, self.nodes[key].kind == "event", -counts[key]))
+        return [key for key in order if (key in self.alive) == (order[0] in self.alive)][:3]
+
+    def waiting(self):
+        """Return the keys of the threads that wait for others, the longest first."""
+        found = [key for key, node in self.nodes.items() if node.thread and node.needs and node.place.path]
+        return sorted(found, key=lambda key: -self.nodes[key].seconds)

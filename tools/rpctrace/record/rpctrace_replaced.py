@@ -1,0 +1,96 @@
+"""The functions of torch that are replaced, so that every call is seen."""
+
+import functools
+import sys
+
+RPC, C10D, OPTIM = "torch.distributed.rpc", "torch.distributed.distributed_c10d", "torch.distributed.optim"
+PROFILER, PROXY = "torch.autograd.profiler", "torch.distributed.rpc.rref_proxy"
+# What is replaced when a module has been imported. Most of these functions have private names, because torch has no
+# public way to see every call. Each row has the module and the name; the method of the recorder that takes its place,
+# or None if it is only used; and the parameters that it must have, or None for one of C++, which has no signature.
+REPLACED = {
+    RPC: [
+        # A call that is made first enters torch's profiler, which has its kind and the worker that is called. Then its
+        # function and arguments are packed, and the message is sent.
+        (RPC, "api._enable_rpc_profiler", "note_call", "should_profile qualified_name func rpc_type dst_worker_info"),
+        (RPC, "internal._InternalRPCPickler.serialize", "pack", "self obj"),
+        (RPC, "api._invoke_rpc_python_udf", "send", None),
+        (RPC, "api._invoke_remote_python_udf", "send", None),
+        (RPC, "PyRRef._get_future", None, None),
+        # The callee unpacks the message, and runs the function.
+        (RPC, "internal.PythonUDF.__new__", None, "_cls func args kwargs"),
+        (RPC, "internal._InternalRPCPickler.deserialize", "unpack", "self binary_data tensor_table"),
+        (RPC, "internal._run_function", "serve", "python_udf"),
+        (RPC, "PyRRef.to_here", "fetch", None),
+        (RPC, "init_rpc", "join", "name backend rank world_size rpc_backend_options"),
+        (RPC, "shutdown", "leave", "graceful timeout"),
+        ("torch._C", "Future.wait", "wait", None),
+        ("torch._C", "Future.then", "follow", None),
+        ("torch._C", "_collect_all", "follow", None),
+        ("torch.distributed.autograd", "backward", "backward", None),
+    ],
+    PROXY: [(PROXY, "_invoke_rpc", "follow_rref", "rref rpc_api func_name timeout args kwargs")],
+    PROFILER: [
+        (PROFILER, "record_function.__enter__", "enter_block", "self"),
+        (PROFILER, "record_function.__exit__", "leave_block", None),
+    ],
+    C10D: [
+        (C10D, "init_process_group", "meet", None),
+        ("torch._C._distributed_c10d", "TCPStore.__init__", "meet", None),
+    ],
+    OPTIM: [(OPTIM, "DistributedOptimizer.step", "step", "self context_id")],
+}
+
+
+class Finder:
+    """Finds modules as Python does without us. When one of REPLACED is executed, its functions are replaced."""
+
+    def __init__(self, recorder):
+        self.recorder = recorder
+
+    def find_spec(self, name, path=None, target=None):
+        """Find a module as Python does without us, but let replace() execute it. Python asks this at each import."""
+        if name not in REPLACED:
+            return None
+        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
+        if spec and spec.loader:
+            spec.loader.exec_module = functools.partial(self.replace, spec.loader.exec_module)
+        return spec
+
+    def replace(self, execute, module):
+        """Execute a module, and put ours around all functions of REPLACED for it, or around none."""
+        execute(module)
+        import inspect  # torch has imported it
+
+        recorder = self.recorder
+        recorder.torch, recorder.rpc = sys.modules["torch"], sys.modules.get(RPC)
+        done = []
+        try:
+            for where, path, ours, parameters in REPLACED[module.__name__]:
+                *outer, name = path.split(".")
+                owner = functools.reduce(lambda one, name: getattr(one, name, None), outer, sys.modules.get(where))
+                plain = getattr(owner, name, None)
+                if not plain:
+                    raise LookupError(f"there is no {where}.{path}")
+                if parameters and list(inspect.signature(plain).parameters) != parameters.split():
+                    raise LookupError(f"{where}.{path} has other parameters")
+                if ours:
+                    done.append((owner, name, vars(owner).get(name)))
+                    setattr(owner, name, put_around(plain, getattr(recorder, ours)))
+            if module is recorder.rpc:
+                recorder.write("{}")  # so it is known that this process is there
+        except Exception as error:  # whatever it is, the program runs on
+            for owner, name, plain in reversed(done):
+                delattr(owner, name) if plain is None else setattr(owner, name, plain)
+            recorder.not_recorded(f"torch {recorder.torch.__version__}: {error}")
+
+
+def put_around(plain, ours):
+    """Return a function that calls `ours` with the plain function and its arguments."""
+
+    @functools.wraps(plain)
+    def function(*args, **kwargs):
+        return ours(plain, *args, **kwargs)
+
+    return function
