@@ -24,12 +24,11 @@ import traceback
 from typing import NoReturn
 
 from glue import UserError, host, meet, print_error, sockets, within
-from glue.errors import NAMED_AFTER_SECONDS, Explained
+from glue.errors import NAMED_AFTER_SECONDS, Explained, mend_torch
 from glue.scenario import of_this_rank, uses_device
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rpc import internal
 
 DONE = 10**9  # the number of the last barrier
 NOBODY_READS = 128 + signal.SIGPIPE  # the exit status if stdout has no reader any more, as in `main.py | head`
@@ -63,7 +62,7 @@ class Job:
         self.state = {"missing": None, "passed": 0}  # what rank 0 has told all
         self.printed = set()  # tracebacks
         self.printing = threading.Lock()
-        self._mend_torch()
+        mend_torch(lambda: self.print_mistake(sys.exc_info()[1]))
 
     # ------------------------------------------------------------------------------------------ what run_worker uses
 
@@ -158,24 +157,6 @@ class Job:
             print_error("".join(traceback.format_exception(error)).strip())
         self.print_mistake(error)
         self._fail(line, NOBODY_READS if what.kind == BrokenPipeError.__name__ else 1)
-
-    def _mend_torch(self):
-        """Replace how torch prints the exception of a served function, and how it sends its text.
-
-        torch prints every traceback, even if the reason is a lost rank, or an exception of a further rank, which has
-        printed it. It has no option for this, so its module gets a `print`. And where the text arrives, torch decodes
-        it as if it were escaped, which it is not: umlauts become garbage, and after a backslash the decoding may fail.
-        """
-        internal.print = lambda *_, **__: self.print_mistake(sys.exc_info()[1])
-        run_function = internal._run_function  # C++ takes it from there, once
-
-        def run_and_escape(function):
-            result = run_function(function)
-            if isinstance(result, internal.RemoteException):
-                result = result._replace(msg=result.msg.encode("unicode_escape").decode())
-            return result
-
-        internal._run_function = run_and_escape
 
     def print_mistake(self, error):
         """Print the traceback of a mistake in the code of this process, once: several callers may run into it."""

@@ -10,6 +10,7 @@ import traceback
 from glue import PACKAGE, UserError, one_line
 
 import torch
+from torch.distributed.rpc import internal
 
 NAMED_AFTER_SECONDS = 12  # after the first error that a lost rank has caused, rank 0 has told all who is lost
 OF_CONNECTION = re.compile(r"\beof\b|connection|socket|ECONN|broken pipe|tim(ed?|e-) ?out|\b(Dist|TCP)Store", re.I)
@@ -88,3 +89,22 @@ class Explained:
         frames = re.findall(r'^  File "(.*)", line (\d+), in ', text[: last.start()], re.MULTILINE)
         own = [(file, line) for file, line in frames if not any(part in file for part in NOT_OF_THE_SCENARIO)]
         return " (called from {}, line {})".format(*own[-1]) if own else ""
+
+
+def mend_torch(print_mistake):
+    """Replace how torch prints the exception of a served function, and how it sends its text.
+
+    torch prints every traceback, even if the reason is a lost rank, or an exception of a further rank, which has
+    printed it. It has no option for this, so its module gets a `print`. And where the text arrives, torch decodes it as
+    if it were escaped, which it is not: umlauts become garbage, and after a backslash the decoding may fail.
+    """
+    internal.print = lambda *_, **__: print_mistake()
+    run_function = internal._run_function  # C++ takes it from there, once
+
+    def run_and_escape(function):
+        result = run_function(function)
+        if isinstance(result, internal.RemoteException):
+            result = result._replace(msg=result.msg.encode("unicode_escape").decode())
+        return result
+
+    internal._run_function = run_and_escape
