@@ -22,7 +22,7 @@ class RNNModel(nn.Module):  # in the trainer
     The first of the `servers` (names) gets the embedding table, the last one the decoder. `devices`: name -> device.
     """
 
-    def __init__(self, decoder_class, servers, *, ntoken, ninp, nhid, nlayers, dropout, seed, devices):
+    def __init__(self, decoder_class, servers, ntoken, ninp, nhid, nlayers, dropout, *, seed, devices):
         super().__init__()
         self.ntoken = ntoken
         self.device = devices["trainer"]

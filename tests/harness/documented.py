@@ -25,10 +25,10 @@ def message_of(symptom):
 def agrees(message, text):
     """Return whether `text` contains every line of the message.
 
-    "…" matches any text, and a line break in `text` counts as a space.
+    "…" matches any text, and line breaks and several spaces count as a space.
     """
-    spaced = " ".join(text.split())
-    return all(re.search(".*?".join(map(re.escape, line.split("…"))), spaced) for line in message)
+    spaced, *lines = (" ".join(each.split()) for each in (text, *message))
+    return all(re.search(".*?".join(map(re.escape, line.split("…"))), spaced) for line in lines)
 
 
 def assert_documented(text, symptom):

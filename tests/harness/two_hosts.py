@@ -50,7 +50,7 @@ class TwoHosts:
             ip("-n", name, "link", "set", "lo", "up")
             os.makedirs(f"/etc/netns/{name}", exist_ok=True)
             with open(f"/etc/netns/{name}/hosts", "w") as hosts:  # `ip netns exec` mounts it as /etc/hosts
-                hosts.write(f"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {name}\n")
+                hosts.write(f"127.0.0.1 localhost\n::1 localhost\n::ffff:127.0.0.1 localhost\n127.0.1.1 {name}\n")
         if self.delay_ms:
             command = [sys.executable, os.path.abspath(__file__), str(self.delay_ms), str(WHOSE)]
             self.carrier = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

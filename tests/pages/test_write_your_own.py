@@ -18,7 +18,7 @@ PAGE = (ROOT / "docs" / "WRITE_YOUR_OWN.md").read_text()
 BLOCK = r"(?ms)^```python\n# (\w+\.py)\n(.*?)^```\n\n(?:`torchrun[^\n]+\n\n)?(?:```text\n(.*?)^```)?"
 PROGRAMS = {name: found for name, *found in re.findall(BLOCK, PAGE)}  # program, output
 SHOWN = [name for name, (_, output) in PROGRAMS.items() if output]
-UNNEEDED = ("open_calls.py", "report.py", "checkpoint.py", "finite.py", "seeds.py")  # files of the glue
+UNNEEDED = ("open_calls.py", "report.py", "finite.py", "seeds.py")  # files of the glue
 TIME = r"\b(\d+\.\d) m?s\b"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
