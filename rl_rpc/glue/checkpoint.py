@@ -60,7 +60,7 @@ def _write_to_stream(path, content):
 def _write_aside(target, content):
     with _locked(f"{target}.part") as file:
         try:
-            file.truncate()
+            file.truncate(0)  # what a killed process has left
             file.write(content)
             file.flush()
             os.fsync(file.fileno())  # the content must be on the disk before the rename
