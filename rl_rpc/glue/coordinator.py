@@ -7,6 +7,7 @@ thread that reads what its rank says. All of them change the state under `change
 import errno
 import json
 import threading
+import time
 from typing import NoReturn
 
 from glue import UserError, host, meet, print_error, sockets
@@ -63,6 +64,7 @@ class Coordinator(Job):  # in rank 0
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     self._end(f"{error.strerror}: raise the limit (ulimit -n), or start fewer ranks")
+                time.sleep(0.1)  # not the limit but, for example, memory: it may pass
 
     def _serve(self, connection):
         """Let a rank join, then act on its messages until its connection ends."""
