@@ -22,7 +22,7 @@ from common import argument_parser, compare, places, run_main, use_package, writ
 use_package("param_server")
 
 from glue import UserError
-from glue.host import keep_freed_memory, usable_cores
+from glue.host import usable_cores
 from glue.seeds import seed_for
 
 from data import Batches, load_digits
@@ -33,8 +33,7 @@ SINGLE = "one process, 1 thread"
 
 
 def train_in_one_process(args):
-    """Train without RPC, with the same network, data order, malloc settings and evaluation; return the figures."""
-    keep_freed_memory()
+    """Train without RPC, with the same network, data order and evaluation; return the figures."""
     torch.set_num_threads(args.single)
     torch.manual_seed(seed_for(args.seed, "net"))
     device = torch.device(args.device)

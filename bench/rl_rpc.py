@@ -11,10 +11,11 @@ send RPCs in every environment step play only the first episodes, because all ep
 
 import functools
 import itertools
-import random
 import time
+from types import SimpleNamespace
 
 import torch
+import torch.distributed.rpc as rpc
 
 from common import argument_parser, compare, places, run_main, use_package, write_json
 
@@ -22,10 +23,10 @@ use_package("rl_rpc")
 
 from glue.seeds import seed_for
 
-from actor import Actor
-from environment import make_env, reward_threshold, sizes
-from policy import Policy, draw
-from reinforce import Learner, Trajectory, reinforce_loss
+import rollout
+from environment import reward_threshold, sizes
+from policy import Policy
+from reinforce import Learner, reinforce_loss
 
 MODES = ("step", "packed", "batched", "rollout", "async", "vector")
 SINGLE = "single process"
@@ -35,36 +36,23 @@ EPISODES, STEP_EPISODES = 250, 25  # of rollout, async, vector and the single pr
 def single_process(seed, observers, episodes):
     """Do the job without RPC: play the episodes of all observers in this process, one by one, and learn from them.
 
-    This loop is as fast as we can make it with the same policy and environment, so that the comparison is fair. It
-    chooses actions as the observers do. It computes one forward pass with gradients for each episode, as the agent
-    does. It uses one intra-op thread, because more threads do not make it faster.
+    It is mode `rollout` with all observers in this process, one after the other. It uses one intra-op thread, because
+    more threads do not make it faster.
     """
     torch.set_num_threads(1)
-    env = make_env("CartPole-v1")
+    rpc.get_worker_info = lambda: SimpleNamespace(id=1)
+    observer = rollout.Observer("CartPole-v1", seed)
     torch.manual_seed(seed_for(seed, 0))
-    learner = Learner(Policy(*sizes(env)), lr=5e-3, gamma=0.99, reward_threshold=reward_threshold(env))
-    actor = Actor(learner.policy)
+    threshold = reward_threshold(observer.env)
+    learner = Learner(Policy(*sizes(observer.env)), lr=5e-3, gamma=0.99, reward_threshold=threshold)
     started = time.perf_counter()
     for episode in range(1, episodes + 1):
-        trajectories = [play(env, actor, seed, ob_id, episode) for ob_id in range(1, observers + 1)]
+        trajectories = []
+        for ob_id in range(1, observers + 1):
+            observer.id = ob_id  # from which its seeds follow
+            trajectories.append(observer.run_episode(learner.policy.state_dict(), episode))
         learner.learn(trajectories, reinforce_loss(learner.policy, trajectories, learner.gamma))
     return {"env_steps": learner.env_steps, "env_steps_per_second": learner.env_steps / (time.perf_counter() - started)}
-
-
-def play(env, actor, seed, ob_id, episode):
-    """Return the Trajectory of one observer's episode."""
-    generator = random.Random(seed_for(seed, "actions", ob_id, episode))
-    trajectory = Trajectory()
-    state, _ = env.reset(seed=seed_for(seed, "environment", ob_id, episode))
-    done = False
-    while not done:
-        trajectory.states.append(state)
-        action = draw(actor.probs(state), generator)
-        state, reward, terminated, truncated, _ = env.step(action)
-        trajectory.actions.append(action)
-        trajectory.rewards.append(float(reward))
-        done = terminated or truncated
-    return trajectory
 
 
 def main():

@@ -65,7 +65,6 @@ def main():
         "--vocabularies", type=int, nargs="+", default=vocabularies, metavar="V", help="a table for each"
     )
     args = parser.parse_args()
-    host.keep_freed_memory()  # every rank calls this, so the single process must too
     tables = {}
     for vocabulary in args.vocabularies:
         words = ["--seed", args.seed, "--vocabulary", vocabulary, "--corpus_tokens", TOKENS, "--epochs", 1, "--lr", 1.0]
