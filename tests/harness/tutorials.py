@@ -79,5 +79,5 @@ def run_in_terminals(path, world_size, *flags):
     place = [path.name, *flags, "--world_size", world_size, "--master_port", port, "--rank"]
     commands = [shlex.join(map(str, [*place, rank])) for rank in reversed(range(world_size))]
     with watched_host(port) as by:
-        ranks = run_in_forks(path.parent, commands, at_once=True, seconds=240, by=by)
+        ranks = run_in_forks(path.parent, commands, at_once=world_size, seconds=240, by=by)
     return [without_warnings(ranks[command]) for command in reversed(commands)]

@@ -86,7 +86,7 @@ def test_a_rank_that_leaves_too_early_is_named_in_every_terminal(tmp_path):
     right = "    def finish_episode(self):\n"
     changed_package("rl_rpc", tmp_path, "step.py", (right, f"{right}        raise SystemExit\n"))
     place = f"main.py --world_size 2 --master_port {free_port()} --rank"
-    ranks = run_in_forks(tmp_path / "rl_rpc", [f"{place} {rank}" for rank in range(2)], at_once=True, seconds=60)
+    ranks = run_in_forks(tmp_path / "rl_rpc", [f"{place} {rank}" for rank in range(2)], at_once=2, seconds=60)
     for reader, done in zip(("", "rank 1 (observer1): "), ranks.values(), strict=True):
         line = f"rl_rpc: {reader}rank 0 (agent): it called sys.exit(None) before its work was done\n"
         assert done.returncode == 1 and line in done.stderr, done.stderr

@@ -137,7 +137,10 @@ def anchors_of(page):
 @pytest.mark.quick
 @pytest.mark.parametrize("readme", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_links_in_the_pages_lead_somewhere(readme):
-    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", readme.read_text()):
+    text = readme.read_text()
+    for number, found in re.findall(r"\[recipe\s+(\d+)\]\([\w/.]*#(\d*)", text):
+        assert number == found, readme
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", text):
         if target.startswith("http"):
             continue
         page = readme.parent / target if target else readme

@@ -10,6 +10,7 @@ import torch
 
 from helpers import PACKAGES, ROOT, load_module
 from listeners import Listeners
+from pages import Page, masked
 from programs import Program, run_script, wait_for_text
 from tutorials import run_spawned
 from two_hosts import ADDRESSES, DEVICES, TwoHosts, why_not
@@ -102,23 +103,10 @@ def test_primer_steps_the_neighbours_tensors():
             torch.testing.assert_close(after, before - 0.1 * gradient, rtol=0, atol=2e-4)
 
 
-def masked(output):
-    """Replace process ids by P0, P1, ... in the order in which they occur, and thread ids by "main" or "another"."""
-    pids = {}
-
-    def mask(found):
-        pid, thread = found.groups()
-        return f"{pids.setdefault(pid, f'P{len(pids)}')} {'main' if thread == pid else 'another'} thread"
-
-    return re.sub(r"process (\d+), thread (\d+)", mask, output.strip())
-
-
 @pytest.mark.quick
 def test_the_forty_lines_run_listen_on_loopback_and_print_what_the_page_shows(tmp_path):
-    readme = (ROOT / "README.md").read_text()
-    (program,) = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
-    (output,) = re.findall(r"^```text\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
-    (tmp_path / "forty.py").write_text(program)
+    (program,) = Page("README.md").programs.values()
+    (tmp_path / "forty.py").write_text(program.text)
     # Unbuffered, as on a terminal, where lines appear in the order of printing.
     how = {"env": {"PYTHONUNBUFFERED": "1"}}
     if why_not():
@@ -127,9 +115,8 @@ def test_the_forty_lines_run_listen_on_loopback_and_print_what_the_page_shows(tm
         with TwoHosts() as hosts, Listeners(hosts, 0) as listeners:
             done = run_script(tmp_path / "forty.py", by=hosts.on(0, [sys.executable]), **how)
         assert addresses_of(listeners) == {"127.0.0.1"}
-    assert done.returncode == 0, done.stderr
-    assert masked(done.stdout) == masked(output)
-    assert masked(output).count("P1 another") == 4 and "P0 main" in masked(output)
+    program.check(done)
+    assert masked(program.output).count("P1 another") == 4 and "P0 main" in masked(program.output)
 
 
 WRONG = "--world_size 1, --world_size 2 --rank 2, --world_size 3 --rank -1"
