@@ -6,20 +6,29 @@ import textwrap
 from programs import ROOT
 
 PAGE = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()
-ENTRIES = dict(re.findall(r"^### ([^\n]+)\n(.*?)(?=^##|\Z)", PAGE, re.DOTALL | re.MULTILINE))  # heading -> text
+SECTIONS = re.findall(r"^### ([^\n]+)\n(.*?)(?=^##|\Z)", PAGE, re.DOTALL | re.MULTILINE)
+ROWS = re.findall(r"^\| `([^`]+)` \| ([^\n]+) \|$", PAGE.partition("\n| message | ")[2], re.MULTILINE)
+# Each entry's heading, or message of the table -> its text.
+ENTRIES = dict(SECTIONS) | {message: f"\n    {message}\n\n{advice}" for message, advice in ROWS}
+NOT_TESTED = {name for name, text in ENTRIES.items() if text.rstrip().endswith("*(not tested)*")}
 
 
 def entry_of(symptom):
-    """Return the heading of the one entry that has this piece of text."""
-    (found,) = [heading for heading, text in ENTRIES.items() if symptom in " ".join(f"{heading} {text}".split())]
+    """Return the name of the one entry that has this piece of text."""
+    (found,) = [name for name, text in ENTRIES.items() if symptom in " ".join(f"{name} {text}".split())]
     return found
+
+
+def messages_of(name):
+    """Return the messages of an entry, each as a list of lines."""
+    blocks = re.findall(r"(?:^ {4}.+\n)+", ENTRIES[name], re.MULTILINE)
+    return [textwrap.dedent(block).splitlines() for block in blocks]
 
 
 def message_of(symptom):
     """Return the lines of the message that has this piece of text; [] if it is a failure without a message."""
-    blocks = re.findall(r"(?:^ {4}.+\n)+", ENTRIES[entry_of(symptom)], re.MULTILINE)
-    (block,) = [block for block in blocks if symptom in block] or [""]
-    return textwrap.dedent(block).splitlines()
+    (message,) = [each for each in messages_of(entry_of(symptom)) if symptom in "\n".join(each)] or [[]]
+    return message
 
 
 def agrees(message, text):

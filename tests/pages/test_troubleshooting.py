@@ -1,9 +1,11 @@
 """docs/TROUBLESHOOTING.md: cause the failure of each entry, and compare its text with the entry's message."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,11 +17,13 @@ import pytest
 import torch
 
 import two_hosts
-from documented import ENTRIES, PAGE, agrees, assert_documented, entry_of, message_of
+from documented import ENTRIES, NOT_TESTED, PAGE, ROWS, agrees, assert_documented, entry_of, message_of
 from faults import changed_package
+from forks import run_in_forks
 from helpers import ROOT, assert_refused, package_on_path
 from jobs import JOBS, RunningJob, free_port
-from programs import Program, run_script, wait_for_text
+from pages import Page
+from programs import Program, wait_for_text
 
 MAKERS = {}  # a function that causes failures, and returns the text that was seen -> pieces of their entries
 
@@ -40,80 +44,74 @@ def test_a_message_must_agree():
     assert len(ENTRIES) > 65 and message_of("RPC is already initialized") == ["RPC is already initialized"]
 
 
-# -------------------------------------------------------------------------------- torch alone: see symptoms.py
+# ----------------------------------------------------------------------- torch alone: see programs/symptoms.py
 
-TORCH = (
-    "module 'torch.distributed.rpc'",
-    "RPC has not been initialized",
-    "RPC is already initialized",
-    "RPC worker name observer",
-    "as a ProcessGroup",
-    "`init_rpc` does not return",
-    "code: -98",
-    "ran for more than set timeout",
-    "RRef creation",
-    "`remote` runs fails",
-    "`to_here()` waits forever",
-    "eof (this error",
-    "Can't get attribute",
-    "local object '…<lambda>'",
-    "positional argument",
-    "_thread.lock",
-    "'Agent' object has no attribute",
-    "A list behind an RRef",
-    "Can not pickle rref",
-    "localValue() on user",
-    "could not find destination name",
-    "does not even time out",
-    "An RPC and a collective",
-    "Calls finish in another order",
-    "only supports CPU tensors",
-    "OurError: On WorkerInfo",
-    "Failed to create",
-    "ValueError('closed')",
-    "modified by an inplace operation",
-    "graphTask_",
-    "all roots need to be scalar",
-    "graph a second time",
-    "Could not find autograd context",
-    "Autograd context no longer valid",
-    "The loss does not fall",
-    "A Parameter or a Module gets no gradient",
-    "`dist_autograd.backward` does not return",
-    "Dropout stays on in another process",
-    "has no attribute 'owner'",
-    "functional optimizers",
-    "memory of one process grows",
-    "`shutdown` does not return",
-    "no longer running",
-    "wait timeout after",
-    "RPC worker id 1",
-    "could not find destination id",
-)
-NAMELESS = "Failed to look up the IP address"  # needs root, to give the host another name
-NOT_TESTED = {heading for heading, text in ENTRIES.items() if text.rstrip().endswith("*(not tested)*")}
+SCENES = {  # what each scene shows, besides the messages of the table
+    "messages": [
+        "RPC has not been initialized",
+        "ran for more than set timeout",
+        "as a ProcessGroup",
+        "RRef creation",
+        "local object '…<lambda>'",
+        "Can not pickle rref",
+        "OurError: On WorkerInfo",
+        "Failed to create",
+    ],
+    "alone": ["`init_rpc` does not return"],
+    "taken_port": ["code: -98"],
+    "own_rref": ["`to_here()` waits forever"],
+    "no_thread_left": ["does not even time out"],
+    "list_behind_an_rref": ["A list behind an RRef"],
+    "memory_grows": ["memory of one process grows"],
+    "another_thread": ["The loss does not fall"],
+    "backward_waits": ["`dist_autograd.backward` does not return"],
+    "shutdown_after_a_kill": ["`shutdown` does not return", "eof (this error"],
+    "shutdown_with_timeout": [],
+    "shutdown_that_waits_for_nobody": [],
+}
+RECIPES = {  # the entries of which a recipe is the test, with its number
+    "A Parameter or a Module gets no gradient": 3,
+    "Calls finish in another order": 4,
+    "A call returns an exception as its result": 7,
+    "An RPC and a collective": 10,
+    "Dropout stays on in another process": 11,
+    "RRefs fail in the second group": 13,
+}
 
 
-def test_what_torch_says():
-    # torch logs some of these lines at this level. The packages of this repository set a higher one.
-    how = {"env": {"TORCH_CPP_LOG_LEVEL": "WARNING"}}
-    symptoms, scenes = set(TORCH), []
-    if os.geteuid() == 0:
-        how["by"] = ["unshare", "--uts", sys.executable]
-        symptoms, scenes = symptoms | {NAMELESS}, ["nameless_host"]
-    done = run_script("tests/pages/symptoms.py", *scenes, **how)
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
-    assert set(seen) == symptoms
-    differ = {symptom: text for symptom, text in seen.items() if not is_as_described(symptom, text)}
-    assert not differ
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """Run all scenes; return {scene: CompletedProcess}."""
+    folder = tmp_path_factory.mktemp("symptoms")
+    shutil.copy(ROOT / "tests" / "pages" / "programs" / "symptoms.py", folder)
+    done = run_in_forks(folder, [f"symptoms.py {scene}" for scene in SCENES], at_once=4, with_stores=True)
+    return dict(zip(SCENES, done.values(), strict=True))
 
 
-def is_as_described(symptom, text):
-    message = message_of(symptom)
-    if text == "seen":  # a failure without a message has happened as the entry describes
-        return not message
-    return bool(text and message and agrees(message, text))
+@pytest.mark.xdist_group("symptoms")
+@pytest.mark.parametrize("scene", SCENES)
+def test_what_torch_does(scene, seen):
+    assert seen[scene].returncode == 0, seen[scene].stderr
+    said = json.loads(seen[scene].stdout or "[]")
+    for symptom in SCENES[scene]:
+        message = message_of(symptom)
+        assert not message or any(agrees(message, text) for text in said), (message, said)
+
+
+@pytest.mark.xdist_group("symptoms")
+def test_what_torch_says(seen):
+    said = json.loads(seen["messages"].stdout)
+    messages = {message for message, _ in ROWS} - NOT_TESTED - {entry_of("finished its bootstrapping phase")}
+    assert len(messages) > 15
+    assert not [message for message in messages if not any(agrees([message], text) for text in said)], said
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("symptom", RECIPES)
+def test_an_entry_names_the_recipe_that_shows_it(symptom):
+    number = RECIPES[symptom]
+    assert f"(RECIPES.md#{number}-" in ENTRIES[entry_of(symptom)]
+    assert agrees(message_of(symptom), Page("docs/RECIPES.md").programs[f"recipes_{number}.py"].output)
 
 
 # ------------------------------------------------------------ messages of the packages: what needs one command
@@ -210,15 +208,11 @@ def test_what_a_refused_command_says(symptom, capsys):
 
 @pytest.mark.quick
 def test_every_entry_is_caused_or_says_that_it_is_not():
-    others = "".join(path.read_text() for path in (ROOT / "tests" / "jobs").glob("**/test_*.py"))
+    others = "".join(path.read_text() for path in (ROOT / "tests").glob("**/test_*.py"))
     elsewhere = re.findall(r'assert_documented\(.+, "(.+)"\)', others)
-    symptoms = [*TORCH, NAMELESS, *REFUSED, *elsewhere, *(symptom for each in MAKERS.values() for symptom in each)]
-    made = {entry_of(symptom) for symptom in symptoms}
-    assert made | NOT_TESTED == set(ENTRIES) and not made & NOT_TESTED
-    messages = {tuple(message_of(symptom)) for symptom in symptoms}
-    for heading in made:
-        blocks = re.findall(r"(?:^ {4}.+\n)+", ENTRIES[heading], re.MULTILINE)
-        assert {tuple(textwrap.dedent(block).splitlines()) for block in blocks} <= messages, heading
+    symptoms = [*elsewhere, *RECIPES, *REFUSED, *itertools.chain(*MAKERS.values(), *SCENES.values())]
+    caused = {entry_of(symptom) for symptom in symptoms} | {message for message, _ in ROWS} - NOT_TESTED
+    assert caused | NOT_TESTED == set(ENTRIES) and not caused & NOT_TESTED
 
 
 # ---------------------------------------------------------------------------------------------------- what to do first
@@ -226,7 +220,7 @@ def test_every_entry_is_caused_or_says_that_it_is_not():
 
 def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
     """The dump of faulthandler (py-spy's names the same places), torch's counts, and what rpctrace says."""
-    (program,) = re.findall(r"^```python\n(import faulthandler.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    program = Page("docs/TROUBLESHOOTING.md").programs["troubleshooting_1.py"].text
     (timer,) = re.findall(r"^```python\n(threading.Timer.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     init = next(line for line in program.splitlines(True) if "rpc.init_rpc" in line)
     # The page's timer prints once, after five seconds. This one prints until both calls are there.
