@@ -148,7 +148,7 @@ def keep_freed_memory():
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         m_mmap_threshold, m_trim_threshold, m_arena_max = -3, -1, -8
-        # A glibc before 2.35 refuses more than 32 MB, and then sets no threshold at all.
+        # According to its source, a glibc before 2.35 refuses more than 32 MB, and then sets no threshold at all.
         if not mallopt(m_mmap_threshold, 1 << 30):
             mallopt(m_mmap_threshold, 32 << 20)
         mallopt(m_trim_threshold, 1 << 30)

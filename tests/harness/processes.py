@@ -1,5 +1,6 @@
 """What Linux tells of processes: which belong to a program, which are the ranks of a spawned job, and what each is."""
 
+import contextlib
 import os
 
 
@@ -34,6 +35,17 @@ def command_of(pid):
             return file.read().replace("\0", " ")
     except OSError:
         return ""
+
+
+def listens(pid):
+    """Return whether a process has a TCP socket that listens, also in another network namespace."""
+    with open(f"/proc/{pid}/net/tcp") as table:
+        listening = {f"socket:[{fields[9]}]" for fields in map(str.split, table) if fields[3] == "0A"}
+    own = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # it has been closed meanwhile
+            own.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return not own.isdisjoint(listening)
 
 
 def environment_of(pid):

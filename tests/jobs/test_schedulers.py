@@ -13,7 +13,7 @@ import pytest
 
 from jobs import JOBS
 from own_machine import OwnMachine, why_not
-from processes import command_of, environment_of
+from processes import command_of, environment_of, listens
 from programs import ROOT, Program, kill
 
 pytestmark = pytest.mark.xdist_group("schedulers")
@@ -55,6 +55,16 @@ class Job:
             assert time.monotonic() < deadline, f"{pattern!r} not printed within {seconds} s:\n{self.text()}"
             assert self.program.poll() in (None, 0), self.text()
             time.sleep(0.02)
+
+    def wait_until_all_have_joined(self):
+        """Return the process of rank 1. It listens, for RPC, as soon as rank 0 has told it that all have joined."""
+        self.wait_for_text(r"(?s)(Listening on .*){3}")  # so it has started
+        pid = self.pid_of("python rl_rpc/main.py", "RANK=1")
+        deadline = time.monotonic() + 60
+        while not listens(pid):
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.02)
+        return pid
 
     def pid_of(self, command, *variables):
         """Return the process of this job whose command line begins so, and whose environment has these variables."""
@@ -112,8 +122,7 @@ def test_slurm_a_job_trains_to_its_end(slurm, tmp_path):
 
 def test_slurm_a_killed_rank_is_named_and_the_status_is_137(slurm, tmp_path):
     with Job(slurm, "Slurm", JOBS["rl_rpc"]["long"], tmp_path, "sbatch") as job:
-        job.wait_for_text(JOBS["rl_rpc"]["training"])
-        kill([job.pid_of("python rl_rpc/main.py", "RANK=1")])
+        kill([job.wait_until_all_have_joined()])
         assert job.slurm_end() == ("FAILED", "137:0"), job.text()
         job.assert_the_others_name_rank_1()
         job.assert_nothing_is_left()
@@ -137,8 +146,7 @@ def test_mpirun_a_job_trains_to_its_end(mpi, tmp_path):
 
 def test_mpirun_a_killed_rank_is_named_and_the_status_is_137(mpi, tmp_path):
     with Job(mpi, "Open MPI", JOBS["rl_rpc"]["long"], tmp_path, "bash") as job:
-        job.wait_for_text(JOBS["rl_rpc"]["training"])
-        kill([job.pid_of("python rl_rpc/main.py", "RANK=1")])
+        kill([job.wait_until_all_have_joined()])
         assert job.program.wait() == 137, job.text()
         job.assert_the_others_name_rank_1()
         job.assert_nothing_is_left()
@@ -146,7 +154,7 @@ def test_mpirun_a_killed_rank_is_named_and_the_status_is_137(mpi, tmp_path):
 
 def test_ctrl_c_to_mpirun_leaves_nothing(mpi, tmp_path):
     with Job(mpi, "Open MPI", JOBS["rl_rpc"]["long"], tmp_path, "bash") as job:
-        job.wait_for_text(JOBS["rl_rpc"]["training"])
+        job.wait_until_all_have_joined()
         os.kill(job.pid_of("mpirun"), signal.SIGINT)
         assert job.program.wait() == 1, job.text()
         job.assert_nothing_is_left()
