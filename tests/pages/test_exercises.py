@@ -1,6 +1,5 @@
 """Exercises: each diff fits the code, and each check tells whether the exercise is solved."""
 
-import json
 import re
 import shlex
 import shutil
@@ -9,8 +8,8 @@ from typing import NamedTuple
 
 import pytest
 
+from forks import run_in_forks
 from helpers import PACKAGES, ROOT
-from programs import run_script
 
 
 class Exercise(NamedTuple):
@@ -55,37 +54,18 @@ def test_each_solution_fits_the_code(package, tmp_path):
         assert {path: path.read_bytes() for path in root.glob("*/*.py")} == before
 
 
-# Runs commands of git and of pytest, one after the other, and prints the status of each. torch is loaded only once.
-COMMANDS = """
-import json, os, subprocess, sys
-import pytest, torch
-
-for program, *words in json.loads(sys.argv[1]):
-    if program == "git":
-        status = subprocess.run(["git", *words]).returncode
-    elif (pid := os.fork()) == 0:
-        sys.stdout = sys.stderr  # where a failed test shows the output of the check
-        status = pytest.main(words)
-        sys.stderr.flush()
-        os._exit(status)
-    else:
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    print(program, status, flush=True)
-"""
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("packages", [PACKAGES[:2], PACKAGES[2:]], ids="-".join)
 def test_a_check_passes_with_the_solution(packages, tmp_path):
     """If the code contains the solution, the check is one of its own tests."""
-    root = copy_to(tmp_path)
-    (root / "commands.py").write_text(COMMANDS)
+    shutil.copy(ROOT / "tests" / "pages" / "programs" / "run_pytest.py", tmp_path)
     commands = []
     for package in packages:
         exercises = [exercise for exercise in exercises_of(package) if not exercise.is_published]
         assert exercises, f"nothing would be checked of {package}"
         for exercise in exercises:
-            apply = ["git", "apply", exercise.diff]
-            commands += [apply, ["pytest", *exercise.check], [*apply, "-R"]]
-    done = run_script(root / "commands.py", json.dumps(commands), cwd=root, timeout=580)
-    assert done.stdout.splitlines() == [f"{program} 0" for program, *_ in commands], done.stderr
+            root = copy_to(tmp_path / str(len(commands)))
+            assert git_apply(root, exercise.diff).returncode == 0
+            commands.append(shlex.join(["run_pytest.py", root.name, *exercise.check]))
+    done = run_in_forks(tmp_path, commands, seconds=280)
+    assert [each.stdout for each in done.values() if each.returncode] == []
