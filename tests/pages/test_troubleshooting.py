@@ -248,12 +248,12 @@ def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
         dump = ranks[1].errors()
         (report,) = re.findall(r"^```text\n(CIRCLE.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
         with package_on_path("tools"):
-            from rpctrace import dumps, recording, stacks, words
+            from rpctrace import recording, stacks, words
         until = time.monotonic() + 30
         while (said := words.said_of(recording.evidence_in(tmp_path / "calls"))).verdict != "circle":
             assert time.monotonic() < until, said.report()
             time.sleep(0.2)
-        running = words.said_of(stacks.evidence_of(dumps.take(pids)))
+        running = words.said_of(stacks.evidence_of(stacks.look(pids)))
     moved = len(text.splitlines()) - len(program.splitlines())  # the timer has moved the lines below it
     call = next(number for number, line in enumerate(program.splitlines(), 1) if "rpc.rpc_sync" in line)
     for one in (said, running):  # they differ in the seconds only

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
-from torch.distributed.optim import DistributedOptimizer
 
 HOUR = 3600
 lock, signalled, arrived, finished = threading.Lock(), threading.Event(), [], []
@@ -158,6 +157,8 @@ class AfterBoth:
 
 def optimizer_step(rank):
     """An optimizer waits for the other trainer, but torch lets only one at a time take a step in a process."""
+    from torch.distributed.optim import DistributedOptimizer  # some seconds to import
+
     if rank:
         optimizer = DistributedOptimizer(AfterBoth, [call(0, own_weight)])
         with dist_autograd.context() as context:
@@ -248,6 +249,10 @@ def accounts(rank):
             torch.futures.wait_all([one.rpc_async(timeout=HOUR).transfer() for one in both])
 
 
+def late_rank(rank):
+    """The second rank does not come."""
+
+
 def killed(rank):
     """The others wait for it in shutdown."""
     if rank == 2:
@@ -261,6 +266,8 @@ if __name__ == "__main__":
     if name == "killed" and rank == 2 and (child := os.fork()):  # start_ranks.py does not notice that it dies
         os.waitpid(child, 0)
         time.sleep(HOUR)
+    if name == "late_rank" and rank == 1:
+        take()
     if name == "call_and_collective":
         dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=world_size)
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=3 if name == "no_free_thread" else 16)

@@ -3,7 +3,6 @@ where there is none. It says so of programs that were started with it, and of pr
 """
 
 import contextlib
-import json
 import os
 import pathlib
 import re
@@ -15,6 +14,7 @@ import time
 import pytest
 
 from helpers import ROOT, package_on_path
+from jobs import free_port
 from programs import Program, run_script
 
 HERE = ROOT / "tests" / "tools"
@@ -26,6 +26,7 @@ HANGS = {  # name -> (the verdict, the number of ranks, what the report must con
     "constructor": (CIRCLE, 3, "the value of an RRef: w2's answer to Server"),
     "forgotten_future": (END, 3, "the Future that meet has returned"),
     "killed": (END, 3, "was killed by SIGKILL"),
+    "late_rank": (END, 2, "rank 1: nothing is known of it"),
     "no_free_thread": (CIRCLE, 2, "all its 3 RPC threads are busy"),
     "queue_and_group": (CIRCLE, 2, "rank 1 to begin init_process_group of 2 ranks"),
     "optimizer_step": (CIRCLE, 3, "`_LocalOptimizer.global_lock`, which its RPC thread that runs torch.optim"),
@@ -34,13 +35,28 @@ HANGS = {  # name -> (the verdict, the number of ranks, what the report must con
     "two_locks": (CIRCLE, 2, "`lock`, which its main thread holds since hangs.py:"),
 }
 RUNNING = {  # the same, of programs that run without the tool, and make their calls through RRefs
-    "accounts": (CIRCLE, 3, "RPC thread that runs transfer waits for w2's answer to deposit"),
+    "accounts": (CIRCLE, 3, "RPC thread that runs transfer waits for an answer to deposit"),
     "constructor": (CIRCLE, 3, "the value of an RRef: w2's answer to Server"),
     "observers": (CIRCLE, 3, "w0's main thread waits for an answer to call_method(run_episode, ...)"),
 }
+NAMED = """
+import os, threading
+import torch.distributed.rpc as rpc
+
+def never():
+    threading.Event().wait()
+
+if __name__ == "__main__":
+    rank, names = int(os.environ["RANK"]), "Ada Bert".split()
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{os.environ['PORT']}")
+    rpc.init_rpc(names[rank], rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 0:
+        rpc.rpc_sync(names[1], never, timeout=0)
+    rpc.shutdown()
+"""
 BY_CTRL_C = {"two_locks": "sh", "served_loop": "python"}  # what has started the ranks
 with package_on_path("tools"):
-    from rpctrace import cli, dumps, recording, stacks, words
+    from rpctrace import cli, dumps, recording, rules, stacks, words
 
 
 def check(name, report, expected=HANGS):
@@ -91,15 +107,13 @@ def test_ctrl_c_explains_and_a_second_one_ends_everything(name, tmp_path):
         assert program.wait(5) == 130 and not program.left_over(0), program.text()
         check(name, program.errors().partition("the command still runs")[2])
     if name == "two_locks":
-        said = json.loads(run_script("tools/rpctrace", "why", "--json", folder).stdout)
-        assert said["verdict"] == "circle" and {step["worker"] for step in said["steps"]} == {"w0", "w1"}
-        check(name, said["report"])
+        check(name, run_script("tools/rpctrace", "why", folder).stdout)
 
 
 def look(pid):
     """Return what is said of a program that runs, with all that belongs to it: nothing, if torch is not loaded."""
     with contextlib.suppress(dumps.NoDump):
-        return words.said_of(stacks.evidence_of(dumps.take(dumps.chosen([pid]))))
+        return words.said_of(stacks.evidence_of(stacks.look([pid])))
     return words.Said("nothing")
 
 
@@ -115,7 +129,7 @@ def test_a_program_that_runs_already_is_explained(name, tmp_path):
     """Its processes go on."""
     with Program(*START[1:], RUNNING[name][1], env={"HANG": name}) as program:
         until, said = time.monotonic() + 60, words.Said("nothing")
-        while said.verdict != "circle" and time.monotonic() < until:
+        while RUNNING[name][2] not in said.report() and time.monotonic() < until:
             assert program.poll() is None, program.text()
             said = look(program.pid)
         before = program.members()
@@ -125,6 +139,42 @@ def test_a_program_that_runs_already_is_explained(name, tmp_path):
             assert run_script("tools/rpctrace", "why", "--pid", program.pid, "--dump", file).returncode == 0
             assert run_script("tools/rpctrace", "why", file).stdout == f"{said.report()}\n"
         assert program.members() == before
+
+
+@pytest.mark.skipif(may_not_look(), reason="this user may not look into other processes (kernel.yama.ptrace_scope)")
+def test_each_way_to_wait_is_recognised(tmp_path):
+    """By the dump, and by the recording, which knows the calls exactly."""
+    with package_on_path("tests/tools"):
+        from all_waits import WAITS
+    ranks = [START[0], START[1], HERE / "all_waits.py", 2]
+    with Program("tools/rpctrace", "--into", tmp_path, "--", *ranks) as program:
+        assert program.wait_for_text("all wait", 60), program.text()
+        for evidence_of in (
+            lambda: stacks.evidence_of(stacks.look([program.pid])),
+            lambda: recording.evidence_in(tmp_path),
+        ):
+            until, wrong = time.monotonic() + 30, ["not asked yet"]
+            while wrong and time.monotonic() < until:
+                nodes = [node for node in rules.graph_of(evidence_of()).nodes.values() if node.worker == "w0"]
+                said = {node.thread: node.what for node in nodes}
+                names = [f"thread {number} {function.__name__}" for number, function in enumerate(WAITS)]
+                found = [(name, said.get(name, "?"), want) for name, want in zip(names, WAITS.values(), strict=True)]
+                wrong = [one for one in found if not one[1].startswith(one[2])]
+            assert not wrong
+
+
+@pytest.mark.skipif(may_not_look(), reason="this user may not look into other processes (kernel.yama.ptrace_scope)")
+def test_the_store_tells_the_names(tmp_path):
+    """Here nothing else does: the program takes its names from a list."""
+    program = tmp_path / "named.py"
+    port = free_port()
+    program.write_text(NAMED)
+    env = {"PYTHONPATH": ROOT / "tests" / "harness", "PORT": port}
+    with Program(*START[1:2], program, 2, env=env) as running:
+        until, said = time.monotonic() + 60, ""
+        while "Ada's main thread" not in said and time.monotonic() < until:
+            said = run_script("tools/rpctrace", "why", "--pid", running.pid, "--store", f"127.0.0.1:{port}").stdout
+        assert "Ada's main thread waits for Bert's answer to never" in said, said
 
 
 def test_what_why_cannot_look_at_is_one_line(capsys, monkeypatch):

@@ -11,8 +11,12 @@ its processes. py-spy looks into it and all that belong to it, and they go on. I
 what is seen on each into a file.
 
     python tools/rpctrace why --pid 4711
+    python tools/rpctrace why --pid 4711 --store localhost:29500
     python tools/rpctrace why --pid 4711 --dump FILE
     python tools/rpctrace why FILE FILE
+
+The names of the workers are read from the line that calls init_rpc. Where that line does not tell them, give the
+address of the store in which the processes have met (MASTER_ADDR:MASTER_PORT), which tells them exactly.
 
 If the command hangs, press Ctrl-C. It has 5 seconds to end. Then the tool prints who waits for whom, down to the line.
 A second Ctrl-C kills everything that the command has started. Ctrl-\\ prints the same, and the program goes on.
@@ -40,7 +44,6 @@ processes take part in one.)
 """
 
 import argparse
-import dataclasses
 import importlib.util
 import json
 import os
@@ -51,7 +54,6 @@ import tempfile
 
 from rpctrace import draw, dumps, read, recording, stacks
 from rpctrace.command import Command
-from rpctrace.evidence import Evidence, read_back
 from rpctrace.read import say
 from rpctrace.words import said_of
 
@@ -122,36 +124,35 @@ def why(words):
     parser.add_argument("paths", nargs="*", metavar="PATH", help="a folder with recordings, or files of --dump")
     pid_help = "processes that run. Of a single one, also all that it has started, and all that talk to these over TCP"
     parser.add_argument("--pid", nargs="+", type=int, default=[], metavar="PID", help=pid_help)
-    parser.add_argument(
-        "--dump", metavar="FILE", help="write what is seen of the processes into a file, and say nothing"
-    )
-    parser.add_argument("--json", action="store_true", help="for a program")
+    dump_help = "write what is seen of the processes into a file, and say nothing"
+    parser.add_argument("--dump", metavar="FILE", help=dump_help)
+    store_help = "the address of torch's store (MASTER_ADDR:MASTER_PORT), which tells the names of the workers"
+    parser.add_argument("--store", default="", metavar="HOST:PORT", help=store_help)
     args = parser.parse_args(words)
     if bool(args.paths) == bool(args.pid or args.dump):
         parser.error("give a FOLDER with recordings, or --pid, or files that --dump has written")
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
     try:
-        evidence = evidence_of(args.paths) if args.paths else stacks.evidence_of(dumps.take(dumps.chosen(args.pid)))
+        seen = stacks.look(args.pid, args.store) if not args.paths else read_all(args.paths)
     except dumps.NoDump as error:
         sys.exit(f"rpctrace: {error}")
     except (ValueError, OSError) as error:  # of a path
         parser.error(str(error))
     if args.dump:
-        with open(args.dump, "w") as file:
-            json.dump(dataclasses.asdict(evidence), file)
-        return
-    said = said_of(evidence)
-    print(json.dumps(dataclasses.asdict(said) | {"report": said.report()}, indent=1) if args.json else said.report())
+        pathlib.Path(args.dump).write_text(json.dumps(seen))
+    else:
+        evidence = recording.evidence_in(args.paths[0]) if seen is None else stacks.evidence_of(seen)
+        print(said_of(evidence).report())
 
 
-def evidence_of(paths):
-    """Return the evidence in a folder of recordings, or in files of --dump."""
+def read_all(paths):
+    """Return what files of --dump contain, or None of a folder with recordings."""
     if not os.path.isdir(paths[0]):
-        return stacks.joined([read_back(Evidence, json.loads(pathlib.Path(path).read_text())) for path in paths])
+        return [seen for path in paths for seen in json.loads(pathlib.Path(path).read_text())]
     if len(paths) > 1 or not read.recordings(paths[0]):
         raise ValueError(f"{paths[0]}: there are no recordings in it")
     read.is_recorded(read.read(paths[0], most=10_000))  # or it says why not
-    return recording.evidence_in(paths[0])
+    return None
 
 
 def why_not_written(path):

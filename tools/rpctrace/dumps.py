@@ -18,6 +18,7 @@ from dataclasses import dataclass
 WATCHED = 1.0  # seconds for which a thread must not move
 LIMIT = 30.0  # seconds for a dump
 NETWORK = ("TP_UV_loop", "pt_gloo")  # threads that run when a message has come
+OPEN, LISTENS = "01", "0A"  # states of a socket, in /proc
 POLLS = {"TP_SHM_reactor", "gloo_tcp_loop"}  # these are never still
 MISSING = "py-spy is not there: pip install py-spy"
 FORBIDDEN = (
@@ -108,11 +109,22 @@ def threads_of(pid):
 # ------------------------------------------------------------------------------------------------------------ processes
 
 
+def read(pid, name):
+    """Return what a file of a process in /proc contains, or to which path it leads; "" if it cannot be read."""
+    path = f"/proc/{pid}/{name}"
+    with contextlib.suppress(OSError):
+        return os.readlink(path) if os.path.islink(path) else pathlib.Path(path).read_text(errors="replace")
+    return ""
+
+
+def environ(pid):
+    """Return the environment with which a process was started."""
+    return dict(word.partition("=")[::2] for word in read(pid, "environ").split("\0"))
+
+
 def has_torch(pid):
     """Return whether a process is there that has torch loaded, as far as this user may see it."""
-    with contextlib.suppress(OSError):
-        return "/libtorch_cpu.so" in pathlib.Path(f"/proc/{pid}/maps").read_text()
-    return False
+    return "/libtorch_cpu.so" in read(pid, "maps")
 
 
 def check_rights(pid):
@@ -132,39 +144,31 @@ def all_processes():
 def related(pid):
     """Return the processes with torch that a process has started, or that talk to these over TCP on this machine."""
     everybody = [one for one in all_processes() if one == pid or has_torch(one)]
-    ports = {one: connections(one) for one in everybody}
+    ports = {one: ends_of(one, OPEN) for one in everybody}
     found = [pid]
     for one in found:  # which grows
-        found += [child for child in children(one) if child not in found]
+        started = [int(child) for task in threads_of(one) for child in read(one, f"task/{task}/children").split()]
+        found += [child for child in started if child not in found]
         ends = {(there, here) for here, there in ports.get(one, ())}
         found += [other for other in everybody if other not in found and ends.intersection(ports[other])]
     return sorted(one for one in found if has_torch(one))
 
 
-def children(pid):
-    found = []
-    for path in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += map(int, path.read_text().split())
-    return found
+def listens_on(pid):
+    """Return the ports on which a process listens."""
+    return {int(port, 16) for (_, port), _ in ends_of(pid, LISTENS)}
 
 
-def connections(pid):
-    """Return {(end here, end there)} of the TCP connections of a process."""
-    sockets, found = set(), set()
+def ends_of(pid, state):
+    """Return {(end here, end there)} of the TCP sockets of a process that are in this state."""
+    sockets = set()
     with contextlib.suppress(OSError):
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                sockets.add(os.readlink(f"/proc/{pid}/fd/{name}").removeprefix("socket:[").removesuffix("]"))
-        for table in ("tcp", "tcp6"):
-            for line in pathlib.Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-                words = line.split()
-                if words[9] in sockets and words[3] == "01":  # it is open
-                    found.add((plain(words[1]), plain(words[2])))
-    return found
+        sockets = {read(pid, f"fd/{name}")[len("socket:[") : -1] for name in os.listdir(f"/proc/{pid}/fd")}
+    lines = [line.split() for table in ("tcp", "tcp6") for line in read(pid, f"net/{table}").splitlines()[1:]]
+    return {(plain(words[1]), plain(words[2])) for words in lines if words[9] in sockets and words[3] == state}
 
 
 def plain(end):
-    """Return the end of a connection. An address of IPv4 may be written as one of IPv6."""
+    """Return the (address, port) of an end. An address of IPv4 may be written as one of IPv6."""
     address, _, port = end.partition(":")
     return address[-8:] if address.startswith("0000000000000000FFFF0000") else address, port

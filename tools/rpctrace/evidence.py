@@ -1,8 +1,9 @@
-"""What is known of processes that hang: the same, whether it comes from a recording or from stacks.
+"""What is known of processes that hang: the same, whether it was recorded, or seen by py-spy.
 
 A process has threads, and each thread waits for something. rules.py draws the conclusions.
 """
 
+import os
 from dataclasses import dataclass, field
 
 SHORT = 30.0  # seconds: a call with a shorter time limit counts as a wait with a time limit, it goes on by itself
@@ -19,30 +20,40 @@ class Seen:
     value: object = None  # of a number or a text
     place: str = ""  # where it was taken
 
-    def is_none(self):
-        return self.type == "NoneType"
-
 
 @dataclass
-class Place:
+class Frame:
+    """A function on a stack. `names`: variables of a library's frame; `facts`: see record/rpctrace_syntax.py."""
+
     path: str = ""
-    line: int = 0
     function: str = ""
+    line: int = 0
+    library: bool = False
     text: str = ""
+    names: dict[str, Seen] = field(default_factory=dict)
+    facts: list[dict] = field(default_factory=list)
+    answers: list[dict] = field(default_factory=list)  # the calls for one of which its line waits
+
+    def value(self, name, default=None):
+        value = self.names[name].value if name in self.names else None
+        return default if value is None else value
+
+    def place(self):
+        return f"{os.path.basename(self.path)}:{self.line}"
 
 
 @dataclass
 class Call:
-    """A call that is not answered. `to` is None if the stack does not tell whom it calls, and `name` what."""
+    """A call that is not answered. `to` is None if it is not known whom it calls, and `name` what."""
 
     to: str | None
     name: str | None
     number: str = ""  # in a recording, the same at the caller and at the callee
     limit: float = 0.0  # seconds, 0: there is none
     since: int = 0
-    rref: str = ""  # the RRef that it makes, or whose method it calls
+    rref: str = ""  # in a recording, the RRef that it makes
     inner: str = ""  # the name of its first argument, if that is a function: call_method(Agent.act, ...) is common
-    owes: bool = False  # the function answers by a Future (async_execution)
+    owes: bool | None = False  # the function answers by a Future (async_execution); None: it may do so
     bar: int = -1  # in a recording, the number of its bar
 
     def title(self):
@@ -63,7 +74,6 @@ class Wait:
     enters: bool = False  # it enters a `with` of a Condition, and needs its lock
     joins: int | None = None  # the thread for whose end it waits
     group: str = ""
-    rank: int = -1  # this process's, in a group that is being made
     world: int = 0
     limit: float = 0.0
     since: int = 0
@@ -75,10 +85,11 @@ class Thread:
     tid: int
     name: str | None  # None: C++ has started it
     since: int = 0  # when it was seen first where it stands; 0 if it is not known
-    place: Place = field(default_factory=Place)
+    place: Frame = field(default_factory=Frame)  # the innermost line of the program
     wait: Wait = field(default_factory=Wait)
     holds: list[Seen] = field(default_factory=list)
     serves: list[Call] = field(default_factory=list)  # the functions that it runs for others, the innermost last
+    does: dict[str, int] = field(default_factory=dict)  # what it is within, init_rpc and the like -> its rank there
     main: bool = False
     autograd: bool = False  # it stands within the backward pass of a function
 
@@ -95,24 +106,16 @@ class Thread:
 
 
 @dataclass
-class Meeting:
-    """init_rpc, shutdown or init_process_group, in which this process waits for others."""
-
-    name: str
-    tid: int
-    rank: int = -1
-
-
-@dataclass
 class Process:
     name: str
     host: str
     pid: int
+    exact: bool = True  # it is a recording: it tells which thread serves a call, and since when
     rank: int = -1  # in the RPC group
-    world: int = 0  # its size, or 0 if processes may join and leave
-    peers: dict[int, str] = field(default_factory=dict)  # rank -> name, as far as the process tells
+    world: int = 0  # its size, or 0 if processes may join and leave, or it is not known
     rpc: bool = False  # it has called init_rpc
     left: bool = False  # it has left it
+    named: bool = True  # its name is known
     ts: int = 0
     moved: int = 0
     lost: str = ""  # how it was lost
@@ -121,60 +124,31 @@ class Process:
     threads: dict[int, Thread] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)  # that are made without a thread that waits
     owed: list[Call] = field(default_factory=list)  # served functions that have returned a Future, not complete yet
-    meets: list[Meeting] = field(default_factory=list)
-    does: list[str] = field(default_factory=list)  # names of meetings, and "backward"
     unseen: int = 0  # how many calls are not in the evidence
     pool: int = 0  # how many RPC threads it has, 0 if it is not known
     free: int = 1  # how many of them are free
     group_rank: int = -1
     members: dict[str, list[int]] = field(default_factory=dict)  # of its process groups
     counts: dict[str, int] = field(default_factory=dict)  # how many collectives it has begun in each
-    exact: bool = True  # it is a recording: it tells which thread serves a call, and since when
     quiet: bool = True  # no message of it is on its way
     still: bool = True  # none of torch's own threads has run, so that nothing is computed, either
 
+    def does(self, what):
+        """Return whether one of its threads is within init_rpc, shutdown, init_process_group or backward."""
+        return any(what in thread.does for thread in self.threads.values())
+
+    def of_torch(self):
+        return [tid for tid, thread in self.threads.items() if thread.of_torch()]
+
     def full(self):
-        busy = sum(thread.of_torch() for thread in self.threads.values())
-        return bool(self.pool) and self.free <= 0 and busy >= self.pool  # the others only handle messages, for a moment
+        """Return whether all its RPC threads are busy. Those without a stack only handle messages, for a moment."""
+        return bool(self.pool) and self.free <= 0 and len(self.of_torch()) >= self.pool
 
 
 @dataclass
 class Evidence:
-    """All processes, and when they were seen. `begun`: processes that do not meet the others yet."""
+    """All processes, and when they were seen."""
 
     processes: list[Process]
     now: int = 0
-    begun: list[str] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)  # when processes have ended
-    seen: str = "recorded"  # what all these processes are
-    unknown: str = "nothing is known of it"  # what is said of others
-
-
-def read_back(kind, written):
-    """Return the dataclass of which asdict() has made these values."""
-    inner = {"place": Place, "wait": Wait}
-    several = {
-        "calls": Call,
-        "owed": Call,
-        "serves": Call,
-        "locks": Seen,
-        "holds": Seen,
-        "meets": Meeting,
-        "processes": Process,
-    }
-    values = {}
-    for name, value in written.items():
-        if name == "threads":
-            value = {int(tid): read_back(Thread, one) for tid, one in value.items()}
-        elif name == "peers":
-            value = {int(rank): peer for rank, peer in value.items()}
-        elif name == "place" and kind is Seen:
-            pass
-        elif name == "answers":
-            value = [[Call(**call) for call in calls] for calls in value]
-        elif name in inner:
-            value = read_back(inner[name], value)
-        elif name in several:
-            value = [read_back(several[name], one) for one in value]
-        values[name] = value
-    return kind(**values)

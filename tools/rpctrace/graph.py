@@ -11,7 +11,7 @@ import collections
 import itertools
 from dataclasses import dataclass, field
 
-from rpctrace.evidence import Place
+from rpctrace.evidence import Frame
 
 CALLERS, CALL = "callers", "call"  # keys[1] of nodes that stand for all who may call a process, and for a call
 
@@ -23,7 +23,7 @@ class Node:
     what: str  # it waits for, or does
     kind: str  # a key of words.PATTERNS
     needs: list = field(default_factory=list)
-    place: Place = field(default_factory=Place)
+    place: Frame = field(default_factory=Frame)
     seconds: float = 0.0
 
 
@@ -42,6 +42,8 @@ class Graph:
         for group in self.nodes[key].needs:
             if lives or not self.alive.intersection(group):
                 known = [one for one in group if one[1] != CALLERS]
+                if self.nodes[key].kind == "guess":  # who calls somebody, calls rarely himself
+                    known = group = [one for one in group if one[0] != key[0]] or group
                 must = self.leaves_no_choice(key, group, known)
                 found |= {one: must for one in known if (one in self.alive) == lives}
         one_of_many = lives and len(found) > 1 and not any(found.values())
@@ -49,8 +51,9 @@ class Graph:
 
     def leaves_no_choice(self, key, group, known):
         """Return whether it must be a certain member of a group, or one of several that are alike."""
-        kind, alike = self.nodes[key].kind, {(self.nodes[one].what, str(self.nodes[one].place)) for one in group}
-        return len(set(known if kind == "collective" else group)) == 1 or (kind in ("call", "lock") and len(alike) == 1)
+        kind, alike = self.nodes[key].kind, {(self.nodes[one].what, self.nodes[one].place.place()) for one in group}
+        certain = len(set(known if kind == "collective" else group)) == 1
+        return certain or (kind in ("call", "guess", "lock") and len(alike) == 1)
 
     def circle(self):
         """Return the shortest circle of nodes that cannot go on. If possible, none of its steps leaves a choice."""
@@ -75,7 +78,7 @@ class Graph:
 
     def may_be_any(self, key, enough):
         """Return whether a step that leaves a choice is accepted. A call has one callee, even if that is unknown."""
-        return enough is any and self.nodes[key].kind != "call"
+        return enough is any and self.nodes[key].kind not in ("call", "guess")
 
     def ends(self):
         """Return the nodes at the ends of the chains: those for which the most others wait come first."""

@@ -1,65 +1,49 @@
-"""The evidence that a recording contains: the bars that are open, and where each thread stands."""
+"""Makes evidence of what is written about processes: by themselves into a recording, or by stacks.py."""
 
 import contextlib
 import json
 import pathlib
 
-from rpctrace import read, waits
-from rpctrace.evidence import Call, Evidence, Meeting, Process, Seen, Thread, Wait
+from rpctrace import waits
+from rpctrace.evidence import Call, Evidence, Frame, Process, Seen, Thread, Wait
 
 SILENT = 5.0  # seconds without a sign of life, after which a process does not let Python run
 
 
 def evidence_in(folder, since=0):
     """Return what a folder tells about the processes of a run. `since`: those that have been seen later."""
-    written = sorted(load(folder, "*.now"), key=lambda one: one["ts"])
-    processes = {
-        process.name: process for process in map(process_of, written) if process.ts >= since
-    }  # the last of a name
-    processes = sorted(processes.values(), key=lambda one: (one.rank if one.rank >= 0 else 1 << 30, one.pid))
     notes = {}
-    for known in load(folder, "*.processes"):
+    for _, known in load(folder, "*.processes"):
         notes |= known
-    line_up_clocks(folder, processes)
-    now = max((one.ts for one in processes), default=0)
-    for process in processes:
-        process.lost, process.ended = how_lost(process, now, notes.get(f"{process.host}-{process.pid}", {}))
-    seen = {f"{one.host}-{one.pid}" for one in processes}
-    others = sorted({path.name.rpartition("-")[0] for path in read.recordings(folder)} - seen)
-    begun = [f"{name.rpartition('-')[2]} {notes.get(name, {}).get('how', '')}".strip() for name in others]
-    return Evidence(processes, now, begun, [note["gone"] for note in notes.values() if "gone" in note])
+    found = load(folder, "*.now")
+    alone = len({written["host"] for _, written in found}) == 1
+    for path, written in found:  # the clocks of several hosts may differ, but they share the clock of the folder
+        written["ahead"] = 0 if alone else written["ts"] - path.stat().st_mtime_ns
+    processes = [process_of(written) for _, written in sorted(found, key=lambda one: one[1]["ts"])]
+    evidence = evidence_of({one.name: one for one in processes if one.ts >= since}.values())  # the last of a name
+    for process in evidence.processes:
+        note = notes.get(f"{process.host}-{process.pid}", {})
+        process.lost, process.ended = how_lost((evidence.now - process.ts) / 1e9, note)
+    evidence.ended = [note["gone"] for note in notes.values() if "gone" in note]
+    return evidence
+
+
+def evidence_of(processes):
+    processes = sorted(processes, key=lambda one: (one.rank if one.rank >= 0 else 1 << 30, one.pid))
+    return Evidence(processes, max((one.ts for one in processes), default=0))
 
 
 def load(folder, pattern):
-    """Return what the files of this pattern contain. One that is being written is left out."""
+    """Return (path, contents) of the files of this pattern. One that is being written is left out."""
     found = []
     for path in sorted(pathlib.Path(folder).rglob(pattern)):
         with contextlib.suppress(OSError, ValueError):
-            found.append(json.loads(path.read_text()))
+            found.append((path, json.loads(path.read_text())))
     return found
 
 
-def line_up_clocks(folder, processes):
-    """Put the times of several hosts on one axis, as far as calls between them tell how their clocks differ."""
-    if len({one.host for one in processes}) < 2:
-        return
-    recorded = read.arrange(read.read(folder, most=10_000))
-    if not recorded:
-        return
-    calls = read.match([bar for process in recorded for bar in process["bars"].values()])
-    clocks = read.line_up(calls, [process["host"] for process in recorded])
-    for process in processes:
-        shift, error = clocks.get(process.host, (0, 0))
-        process.ts += shift - error
-        process.moved += shift
-        waiting = [thread.wait for thread in process.threads.values()]
-        for thing in (*process.threads.values(), *waiting, *process.calls, *process.owed):
-            thing.since += shift + error
-
-
-def how_lost(process, now, note):
-    """Return (how a process was lost, or "" if it is there; whether it has ended)."""
-    silent = (now - process.ts) / 1e9
+def how_lost(silent, note):
+    """Return (how a process was lost that is silent for some seconds, or "" if it is there; whether it has ended)."""
     if "gone" in note and silent > 1.5:  # the others went on without it
         return f"{note['how']} {silent:.0f} s ago", True
     if silent <= SILENT:
@@ -72,55 +56,54 @@ def how_lost(process, now, note):
 
 
 def process_of(written):
-    """Return the Process that a .now describes."""
-    bars = [bar for bar in written["open"] if bar["cat"] != "step" and (bar["cat"] != "wait" or bar["known"])]
-    meets = [bar for bar in bars if bar["cat"] == "group"]
-    starting = [bar["args"]["worker"] for bar in meets if bar["name"] == "init_rpc"]
-    size, free = written.get("pool", (0, 1))
-    process = Process(
-        name=written.get("worker") or (starting or [f"process {written['pid']}"])[0],
-        host=written["host"],
-        pid=written["pid"],
-        rank=written.get("rank", -1),
-        world=written.get("world") or 0,
-        rpc=bool("worker" in written or starting),
-        left=bool(written.get("left")),
-        ts=written["ts"],
-        moved=written["moved"],
-        main=written["main"],
-        calls=[made(bar) for bar in bars if bar["cat"] in ("async", "remote")],
-        owed=[served(bar) for bar in bars if bar["cat"] == "held"],
-        meets=[Meeting(bar["name"], bar["tid"], bar["args"].get("rank", -1)) for bar in meets],
-        does=[bar["name"] for bar in bars if bar["cat"] in ("group", "work")],
-        unseen=written["more"] + max(0, written.get("unseen", 0)),
-        pool=size,
-        free=free,
-        group_rank=written.get("group_rank", -1),
-        members=written.get("members", {}),
-        counts=written.get("counts", {}),
-    )
+    """Return the Process that is described. `bars`: of a recording, those that are open."""
+    bars = [bar for bar in written.get("open", ()) if bar["cat"] != "step" and (bar["cat"] != "wait" or bar["known"])]
+    ahead = written.get("ahead", 0)
+    for thing in (*bars, *written["threads"].values()):
+        for name in {"ts", "since"}.intersection(thing):
+            thing[name] -= ahead
+    starting = [bar["args"]["worker"] for bar in bars if bar["name"] == "init_rpc" and bar["cat"] == "group"]
+    name = written.get("worker") or (starting or [""])[0]
+    process = Process(name or f"process {written['pid']}", written["host"], written["pid"], named=bool(name))
+    process.rpc = written.get("rpc", bool(name))
+    process.ts, process.moved = written["ts"] - ahead, written.get("moved", 0) - ahead
+    process.ended, process.world = written.get("lost") == "has ended", written.get("world") or 0
+    for same in ("exact", "rank", "main", "left", "lost", "group_rank", "members", "counts", "quiet", "still"):
+        setattr(process, same, written.get(same, getattr(process, same)))
+    process.pool, process.free = written.get("pool", (0, 1))
+    process.unseen = written.get("more", 0) + max(0, written.get("unseen", 0))
+    process.calls = [made(bar) for bar in bars if bar["cat"] in ("async", "remote")]
+    process.owed = [served(bar) for bar in bars if bar["cat"] == "held"]
     for tid, thread in written["threads"].items():
         mine = [bar for bar in bars if bar["tid"] == int(tid) and bar["cat"] not in ("async", "remote", "held")]
-        names = [{name: Seen(**seen) for name, seen in frame.pop("names", {}).items()} for frame in thread["frames"]]
-        frames = [waits.Frame(**frame, names=known) for frame, known in zip(thread["frames"], names, strict=True)]
+        mine.sort(key=lambda bar: bar["ts"])
+        frames = [frame_of(frame) for frame in thread["frames"]]
         if not waits.is_nobody(frames):
-            mine.sort(key=lambda bar: bar["ts"])
-            process.threads[int(tid)] = thread_of(int(tid), thread, frames, mine, written, process.calls)
+            process.threads[int(tid)] = thread_of(int(tid), thread, frames, mine, process)
     return process
 
 
-def thread_of(tid, written, frames, bars, process, open_calls):
-    thread = Thread(tid, written["name"], written["since"], main=tid == process["main"])
+def frame_of(written):
+    names = {name: Seen(**seen) for name, seen in written.get("names", {}).items()}
+    return Frame(**written | {"names": names})
+
+
+def thread_of(tid, written, frames, bars, process):
+    thread = Thread(tid, written["name"], written.get("since", 0), main=tid == process.main)
     thread.place, wait = waits.read(frames, written["still"], written["ran"])
-    if thread.main and 0 < process["alarm"] < waits.ALARM:
+    if thread.main and written.get("alarm"):
         wait = Wait(what="it waits, until its alarm at most")
-    if wait.kind == "engine" and process["cuda"]:
-        wait = Wait(what="it runs, or waits for something outside")
     thread.serves = [served(bar) for bar in bars if bar["cat"] == "run"]
+    thread.serves += [Call(**call) for call in written.get("serves", ())]
+    thread.does = waits.does(frames) | {
+        bar["name"]: bar["args"].get("rank", -1) for bar in bars if bar["cat"] in ("group", "work")
+    }
     thread.autograd = any("/torch/autograd/" in frame.path for frame in frames)
     back = wait.locks[0].id if wait.kind == "signal" and wait.locks else None  # the lock of a Condition, given back
     thread.holds = [lock for lock in waits.held(frames) if lock.id != back]
-    thread.wait = (bars and during(bars[-1], wait, open_calls)) or wait
+    thread.wait = (bars and during(bars[-1], wait, process.calls)) or wait
+    if thread.wait.kind == "backward":
+        thread.does["backward"] = -1
     thread.wait.since = bars[-1]["ts"] if thread.wait is not wait else thread.since
     return thread
 
@@ -153,7 +136,7 @@ def during(bar, wait, open_calls):
     if bar["name"] == "shutdown":
         return Wait("shutdown", limit=args.get("limit") or 0.0, timed=not args.get("graceful", True))
     if bar["name"] in ("init_rpc", "init_process_group"):
-        return Wait("init", bar["name"], rank=args.get("rank", -1), world=args.get("world") or 0)
+        return Wait("init", bar["name"], world=args.get("world") or 0)
     return None
 
 

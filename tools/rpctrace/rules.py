@@ -6,13 +6,7 @@ from rpctrace.evidence import SHORT
 from rpctrace.graph import CALL, CALLERS, Graph, Node
 from rpctrace.waits import BETWEEN_TWO
 
-ANY = "a collective"
-ONE_SENDS = (
-    "broadcast",
-    "scatter",
-    "reduce",
-    "gather",
-)  # and *_object_list: not every member waits for every other one
+UNKNOWN = "nothing is known of it: it has ended, has not begun, or runs elsewhere"
 
 
 def graph_of(evidence):
@@ -22,6 +16,7 @@ def graph_of(evidence):
 class Rules:
     def __init__(self, evidence):
         self.evidence, self.processes, self.nodes = evidence, evidence.processes, {}
+        self.workers = [one for one in self.processes if one.rpc]
         self.by_name = {process.name: process for process in self.processes}
         self.instant = min((one.ts for one in self.processes if not one.lost), default=0)
         self.serves = {}  # number of a recorded call -> key of who serves it
@@ -65,7 +60,7 @@ class Rules:
         for call in process.owed:
             what = f"the Future that {call.name} has returned, which is not complete"
             self.add((name, "owed", call.number), what, "owed", [self.wakers(process)])
-        callers = [key for one in self.processes if one.rpc for key in self.calling(one)]
+        callers = [key for one in self.workers for key in self.calling(one)]
         self.add((name, CALLERS, 0), "a call", "call", [callers + self.unknown_workers()])
 
     def calling(self, process):
@@ -75,27 +70,21 @@ class Rules:
         return found + ([self.absent("a call that was not recorded")] if process.unseen else [])
 
     def unknown_workers(self):
-        """Return the keys of the workers of which nothing is known, or an empty list if there is none."""
-        members = [one for one in self.processes if one.rpc]
-        names = {name for one in members for name in one.peers.values()}
-        if missing := sorted(names - self.by_name.keys()):
-            return [self.absent(name) for name in missing]
-        worlds = [one.world for one in members]
+        """Return the key of the workers of which nothing is known, or an empty list if there is none."""
+        worlds = [one.world for one in self.workers]
         incomplete = not all(worlds) or max(worlds, default=0) > len(worlds)  # 0: others may join at any time
-        return [self.absent(f"a worker that was not {self.evidence.seen}")] if incomplete else []
+        return [self.absent("another worker")] if incomplete else []
 
     def absent(self, who):
-        """Return the key of somebody of whom nothing is known, except perhaps that some processes are there."""
-        begun = ", ".join(self.evidence.begun)
-        there = f" (these processes have not begun to meet: {begun})" if begun else ""
-        return self.add((who, "absent", 0), f"{self.evidence.unknown}{there}", "absent", [])
+        """Return the key of somebody of whom nothing is known. He may do anything."""
+        return self.add((who, "absent", 0), UNKNOWN, "absent", [])
 
     def pool(self, name):
         """Return the key of the RPC threads of a worker: if all are busy, one of them has to end what it does."""
         if name not in self.by_name:
             return self.absent(name)
         process = self.by_name[name]
-        key, busy = self.key(process, "pool"), [self.key(process, tid) for tid in of_torch(process)]
+        key, busy = self.key(process, "pool"), [self.key(process, tid) for tid in process.of_torch()]
         if process.lost:
             return key
         if process.full():
@@ -115,46 +104,54 @@ class Rules:
             return title, "pool", [*needs, [self.pool(process.name)]] if needs else []
         if call.limit:
             title += f" (it fails by itself in {max(0, call.limit - waited):.0f} s)" if waited else ""
-        return title, "call", [] if 0 < call.limit < SHORT else needs
+        return title, "call" if call.to else "guess", [] if 0 < call.limit < SHORT else needs
 
     def servers(self, process, call):
         """Return what the answer to a call needs, or [] if that is not known."""
         if process.exact:
             return [[self.serves[call.number] if call.number in self.serves else self.pool(call.to)]]
-        found = self.candidates(call)
-        return [found] if found else [[self.pool(call.to)]] if call.to in self.by_name else []
+        owners = self.owners(process, call)
+        if not owners or (len(owners) == 1 and owners[0].lost):
+            return [[self.pool(call.to)]] if call.to else []
+        found = self.candidates(process, call)
+        return [found] if found else [] if found is None else [[self.pool(one.name) for one in owners]]
 
-    def candidates(self, call):
-        """Return the keys of all that may serve a call, where its number is not known."""
-        owner = self.by_name.get(call.to)
-        if call.to and (not owner or owner.lost):
-            return [self.pool(call.to)]
-        if not (call.to or call.name) or not all(one.quiet for one in self.processes):
-            return []  # it is not known what it is, or the message may be on its way
-        found = []
-        for one in [owner] if owner else self.processes:
-            serving = {tid: served for tid, thread in one.threads.items() if (served := serves(thread, call))}
-            found += [self.key(one, tid) for tid in serving]
-            call.owes |= any(served.owes for served in serving.values())
-        if owner and owner.full():
-            found.append(self.pool(owner.name))  # or it waits until one of them is free
-        if call.owes:  # this is an end, and never a link: who completes the Future is not on any stack
+    def owners(self, process, call):
+        """Return the processes one of which a call is for; those elsewhere come first."""
+        if call.to in self.by_name:
+            return [self.by_name[call.to]]
+        unnamed = [one for one in self.workers if not (call.to and one.named)]
+        return sorted(unnamed, key=lambda one: one is process)
+
+    def candidates(self, process, call):
+        """Return the keys of all that may serve a call whose number is not known. None: somebody else may do it."""
+        owners = self.owners(process, call)
+        if not call.name or any(one.lost for one in owners) or not all(one.quiet for one in self.processes):
+            return None  # the message may be on its way
+        found, owes = [], call.owes or (call.owes is None and any(one.full() for one in owners))
+        for one in owners:
+            for tid, thread in one.threads.items():
+                if served := serves(thread, call):
+                    found.append(self.key(one, tid))
+                    owes |= served.owes
+            found += [self.pool(one.name)] if one.full() else []  # or it waits until one of them is free
+        if owes:  # who completes the Future, or may have to, is not on any stack
             what = f"the Future that {call.name} has returned, which is not complete"
             found.append(self.add((call.to or "a worker", "owed", call.name), what, "owed", []))
-        return found
+        return found + (self.unknown_workers() if found and len(owners) > 1 else [])
 
     def answers(self, process, thread):
         """A Future is completed by calls, by C++, or by whoever does it."""
         wait, found = thread.wait, []
         for calls in wait.answers:
-            if not process.exact:  # what nobody serves has been answered, if there are several
-                calls = [call for call in calls if self.candidates(call)] or calls
+            if not process.exact:  # of several, those of functions of this file that nobody serves have been answered
+                calls = [call for call in calls if call.owes is None or self.candidates(process, call)] or calls
             what, kind, needs = self.answer(process, calls[0])
             if len(calls) > 1:  # one of them is the one
                 nodes = [self.key(process, CALL, call.number or f"{call.to} {call.name}") for call in calls]
                 for node, call in zip(nodes, calls, strict=True):
                     self.add(node, *self.answer(process, call), since=call.since)
-                kind, needs = "call", [nodes]
+                needs = [nodes]
             found.append((what, kind, needs))
         if found:  # all of them have to be answered
             what, kind, _ = max(found, key=lambda one: len(one[2]))
@@ -167,26 +164,24 @@ class Rules:
 
     def value(self, process, thread):
         """The value of an RRef, whose constructor may still run."""
-        call = thread.wait.answers[0][0]
-        making = [(one, made) for one in self.processes for made in one.calls if call.rref and made.rref == call.rref]
-        if making:
-            what, kind, needs = self.answer(*making[0])
-            what = f"the value of an RRef: {what}"
-        elif process.exact:
-            what, kind, needs = f"the value of an RRef of {call.to}", "call", [[self.pool(call.to)]]
-        else:
+        if not process.exact:
             what, kind, needs = self.answers(process, thread)
-            what = f"the value of an RRef: {what}"
-        return what, kind, [] if any(0 < limit < SHORT for limit in (call.limit, thread.wait.limit)) else needs
+            return f"the value of an RRef: {what}", kind, needs
+        call = thread.wait.answers[0][0]
+        what, kind, needs = f"the value of an RRef of {call.to}", "call", [[self.pool(call.to)]]
+        for one in self.processes:
+            for made in one.calls:
+                if call.rref and made.rref == call.rref:
+                    what, kind, needs = self.answer(one, made)
+                    what = f"the value of an RRef: {what}"
+        return what, kind, [] if 0 < call.limit < SHORT else needs
 
     def backward(self, process, thread):
         """A hook that runs on a thread of torch, and a process without a free RPC thread, stop a backward pass."""
         ranks = thread.wait.workers
-        others = [
-            one for one in self.processes if (one.rank in ranks if process.exact else one is not process) and one.rpc
-        ]
+        others = [one for one in self.workers if (one.rank in ranks if process.exact else one is not process)]
         needs = [[self.pool(one.name)] for one in others if one.full() or one.lost]
-        if sum("backward" in one.does for one in self.processes) == 1:  # otherwise it is not known whose hook it is
+        if sum(one.does("backward") for one in self.processes) == 1:  # otherwise it is not known whose hook it is
             there = [one for one in (process, *others) if not one.lost]
             found = [(one, hook) for one in there for hook in hooks(one) if hook != thread.tid]
             started = thread.wait.since
@@ -198,52 +193,42 @@ class Rules:
         wait = thread.wait
         if wait.limit or wait.timed or not process.world:
             return "the end of shutdown", "busy", []
-        members = {one.name: one for one in self.processes if one.rpc and one is not process}
+        members = {one.name: one for one in self.workers if one is not process}
         members |= {key[0]: None for key in self.unknown_workers()}
-        found = self.meeting("shutdown", members, lambda one: one.left or "shutdown" in one.does)
+        found = self.meeting("shutdown", members, lambda one: one.left or one.does("shutdown"))
         serving = [[self.key(one, tid)] for one in self.processes for tid, each in one.threads.items() if each.serves]
         owed = [[self.key(one, "owed", call.number)] for one in self.processes for call in one.owed]
         return found if found[2] else ("the end of shutdown: calls are not answered", "call", serving + owed)
 
     def init(self, process, thread):
-        """init_rpc or init_process_group."""
-        wait, begun = thread.wait, {}
+        """init_rpc or init_process_group. A rank that has not come is one of the processes that are not there yet."""
+        name, begun, come = thread.wait.what, {}, []
         for one in self.processes:
-            begun[one.rank if wait.what == "init_rpc" else one.group_rank] = one
-            begun |= {meeting.rank: one for meeting in one.meets if meeting.name == wait.what}
-        begun.pop(-1, None)
-        members = {f"rank {number}": begun.get(number) for number in range(wait.world)}
-        come = [*begun.values(), *(one for one in self.processes if wait.what in one.does)]
-        workers = [one for one in self.processes if one.rpc]
-        there = workers if len(workers) >= wait.world else self.processes
-        others = [one for one in there if one not in come] if len(there) >= wait.world else []
-        return self.meeting(f"{wait.what} of {len(members)} ranks", members, lambda one: True, others=others)
+            ranks = {one.rank if one.rpc else -1} if name == "init_rpc" else {one.group_rank}
+            ranks |= {each.does[name] for each in one.threads.values() if name in each.does}
+            begun |= dict.fromkeys(ranks - {-1}, one)
+            come += [one] * (ranks != {-1} or one.does(name))
+        members = {f"rank {number}": begun.get(number) for number in range(thread.wait.world)}
+        there = self.workers if len(self.workers) >= len(members) else self.processes
+        others = [one for one in there if one not in come] if len(there) >= len(members) else []
+        return self.meeting(f"{name} of {len(members)} ranks", members, lambda one: True, others=others)
 
     def collective(self, process, thread):
-        return self.collective_of(process, thread.wait.what, thread.wait.group)
-
-    def collective_of(self, process, name, group):
-        if name in BETWEEN_TWO or group not in process.members or not all(one.quiet for one in self.processes):
+        """All members have to begin the same one, at the same place in the order of this group."""
+        name, group = thread.wait.what, thread.wait.group
+        if name in BETWEEN_TWO or group not in process.members:
             return f"{name}: the other side", "busy", []
         ranks, count = process.members[group], process.counts.get(group, -1)
         by_rank = {one.group_rank: one for one in self.processes}
         members = {by_rank[rank].name if rank in by_rank else f"rank {rank}": by_rank.get(rank) for rank in ranks}
 
-        def has_begun(other):  # the same one, at the same place in the order of this group
-            waits = [
-                each.wait.what
-                for each in other.threads.values()
-                if each.wait.kind == "collective" and each.wait.group == group
-            ]
-            same = not waits or name == ANY or name in waits
+        def has_begun(other):
+            waits = [each.wait for each in other.threads.values() if each.wait.kind == "collective"]
+            names = [wait.what for wait in waits if wait.group == group]
             begun = other.counts.get(group, -1)
-            return begun > count or (begun == count and same) if process.exact else name in waits
+            return begun > count or (begun == count and (not names or name in names))
 
-        what = f"{name} of ranks {', '.join(map(str, ranks))}"
-        what, kind, needs = self.meeting(what, members, has_begun, served=True)
-        if name.startswith(ONE_SENDS) and not process.exact:  # who is not there may have done its part
-            needs = [[key for group in needs for key in group]] if needs else []
-        return what, kind, needs
+        return self.meeting(f"{name} of ranks {', '.join(map(str, ranks))}", members, has_begun, served=True)
 
     def meeting(self, what, members, has_come, served=False, others=()):
         """Everybody has to come. `members`: {who: its process, or None if nothing is known of it}.
@@ -258,21 +243,12 @@ class Rules:
             missing.append(who)
             able = []
             for process in [one] if one else others:
-                able += [self.key(process, tid) for tid in process.threads if served or tid not in of_torch(process)]
+                able += [self.key(process, tid) for tid in process.threads if served or tid not in process.of_torch()]
                 able += [self.key(process, "gone")] if process.lost else []
                 able += [self.key(process, CALLERS)] if served and process.rpc and not process.lost else []
             needs.append(able or [self.absent(who)])
         what = f"{', '.join(missing)} to begin {what}" if missing else f"the end of {what}, which all have begun"
         return what, "collective", needs
-
-    def engine(self, process, thread):
-        """C++, in which DDP averages gradients during a backward pass, does not tell its group."""
-        found = [self.collective_of(process, ANY, group) for group in process.members]
-        return next((one for one in found if one[2]), (ANY, "busy", []))
-
-    def work(self, process, thread):
-        """Work.wait tells neither its group, nor whether it is a message between two."""
-        return "the end of a collective, or of a message", "busy", []
 
     def other(self, process, thread):
         return thread.wait.what, "busy", []
@@ -291,8 +267,8 @@ class Rules:
 
     def wakers(self, process, tid=0):
         """Whoever may complete a Future, or notify, in this process: its threads, its calls, and who calls it."""
-        ends = [meeting.tid for meeting in process.meets if meeting.name == "shutdown"]
-        found = [key for key in self.calling(process) if key[1] not in (tid, *ends)]
+        ends = [tid, *(other for other, thread in process.threads.items() if "shutdown" in thread.does)]
+        found = [key for key in self.calling(process) if key[1] not in ends]
         return found + ([self.key(process, CALLERS)] if process.rpc and not process.full() else [])
 
     def lock(self, process, thread):
@@ -321,24 +297,17 @@ RULES = {  # by the kind of a wait
     "shutdown": Rules.shutdown,
     "init": Rules.init,
     "collective": Rules.collective,
-    "engine": Rules.engine,
-    "work": Rules.work,
     "signal": Rules.signal,
     "lock": Rules.lock,
     "other": Rules.other,
 }
 
 
-def of_torch(process):
-    return [tid for tid, thread in process.threads.items() if thread.of_torch()]
-
-
 def serves(thread, call):
     """Return what a thread serves that may be this call, whose number is not known, or None."""
     for served in thread.serves:
-        named = not call.name or served.name == call.name or served.name.endswith(f".{call.name}")
-        one_object = not (call.rref and served.rref) or call.rref == served.rref
-        if named and one_object and (not call.inner or call.inner == served.inner):
+        named = served.name == call.name or served.name.endswith(f".{call.name}")
+        if named and (not call.inner or call.inner == served.inner):
             return served
     return None
 
@@ -346,5 +315,5 @@ def serves(thread, call):
 def hooks(process):
     """Return the threads that run a part of a backward pass in Python: neither calls, nor callbacks of RPC."""
     threads, serving = process.threads, sum(bool(thread.serves) for thread in process.threads.values())
-    idle = [tid for tid in of_torch(process) if not threads[tid].serves]
+    idle = [tid for tid in process.of_torch() if not threads[tid].serves]
     return [tid for tid in idle if process.pool - process.free <= serving or threads[tid].autograd]

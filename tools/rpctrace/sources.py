@@ -1,339 +1,305 @@
-"""What the source of a program tells about a stack of which only py-spy's dump is known.
+"""What the source of a program tells about a process of which only py-spy's dump is known.
 
-The dump contains local variables: numbers, texts, and of everything else the class and the address. It contains no
-global variables and no attributes. So a lock is known as "the global variable `lock` of this file" or "the attribute
-`lock` of the object at this address", and its class by the one line that makes it.
+A dump contains local variables: numbers, texts, and of everything else the class and the address. It contains no global
+variables, no attributes and no names of functions. So a lock is known as "the global variable `lock` of this file" or
+"the attribute `lock` of the object at this address", and its class by the line that makes it. A call is known by the
+line that makes it, too. What is not plain in these lines is unknown.
 """
 
 import ast
-import contextlib
 import functools
-import os
 
-from rpctrace.evidence import Call
 from rpctrace.record import rpctrace_syntax as syntax
 
 CLASSES = {"Lock": "lock", "allocate_lock": "lock", "RLock": "RLock", "Condition": "Condition"}
 CLASSES |= {"SimpleQueue": "SimpleQueue", "remote": "PyRRef", "RRef": "PyRRef"}
-DEEP = 6  # steps from a variable to what was assigned to it, and so on
-STARTS = ("rpc_async", "remote")
-UNKNOWN_LIMIT = 0.001  # seconds: a time limit that is not known; such a call may go on by itself
+STARTS = ("rpc_sync", "rpc_async", "remote")
+DEFAULT_LIMIT, UNKNOWN_LIMIT = 60.0, 0.001  # seconds: torch's; and of a call that may go on by itself, as far as known
 
 
 class Source:
-    """The function in which a frame stands. `names`: its local variables; `memory`: of its process."""
+    """A line of a program. `names`: the local variables of its function; `outer`: the line that has called it."""
 
-    def __init__(self, frame, names, memory, worker, limit):
-        self.limit = limit  # the default one of calls
-        self.path, self.function, self.line, self.names = frame.path, frame.function, frame.line, names
-        self.memory, self.worker = memory, worker
+    def __init__(self, path, function, line, names, outer=None, started=None, limit=UNKNOWN_LIMIT):
+        self.path, self.function, self.line, self.names, self.outer = path, function, line, names, outer
+        self.started = started or {}  # with which "argv" and "environ"
+        self.limit = limit  # the time limit of calls without one
 
     # ----------------------------------------------------------------------------------------------- what a value is
 
     def see(self, expression):
         """Return what is known of an expression's value, as rpctrace_syntax.facts_of() wants it."""
         known = {"text": ast.unparse(expression)}
-        if isinstance(expression, ast.Name) and expression.id in self.names:
-            seen = self.names[expression.id]
-            known |= {"type": seen.type, "id": seen.id, "value": seen.value}
-        elif isinstance(expression, ast.Name):
-            path, name = defined_in(self.path, expression.id)
-            known |= {"type": class_made(values_of_global(path, name)), "id": f"{path}:{name}"}
-        elif isinstance(expression, ast.Attribute):
-            known |= self.attribute(expression)
-        if known.get("type") == "PyRRef":
-            known["value"] = self.rref(expression)
+        match expression:
+            case ast.Name(id=name) if name in self.names:
+                seen = self.names[name]
+                return known | {"type": seen.type, "id": seen.id, "value": seen.value}
+            case ast.Name(id=name):
+                return known | {"type": class_of(values_of_global(self.path, name)), "id": f"{self.path}:{name}"}
+            case ast.Attribute(value=ast.Name(id=owner), attr=name):
+                of = f"{self.path}:{owner}" if owner not in self.names else self.names[owner].id
+                return known | {"type": class_of(values_of_attribute(self.path, self.line, name)), "id": f"{of}.{name}"}
+            case ast.Call():
+                return known | {"type": class_of([expression])}
         return known
 
-    def rref(self, expression):
-        """Return "owner number" of an RRef in a local variable, or in an attribute of one; or "" if it is not known."""
-        with contextlib.suppress(LookupError):
-            if isinstance(expression, ast.Name):
-                address = self.names[expression.id].id
-            elif isinstance(expression, ast.Attribute) and isinstance(expression.value, ast.Name):
-                address = self.memory.rref_in(self.names[expression.value.id].id)
-            else:
-                return ""
-            owner, number = self.memory.rref_of(address)
-            return f"{self.worker.peers[owner]} {number}"
-        return ""
-
-    def attribute(self, expression):
-        """The attribute of an object, of a class of this file, or of a module beside it."""
-        owner, attribute = expression.value, expression.attr
-        if not isinstance(owner, ast.Name):
-            return {}
-        if path := module_file(self.path, owner.id):
-            return {"type": class_made(values_of_global(path, attribute)), "id": f"{path}:{attribute}"}
-        seen = self.names.get(owner.id)
-        path, name = defined_in(self.path, seen.type if seen else owner.id)
-        of_object, of_class = values_in_class(path, name, attribute)
-        if of_object and seen:
-            return {"type": class_made(of_object), "id": f"{seen.id}.{attribute}"}
-        return {"type": class_made(of_class), "id": f"{path}:{name}.{attribute}"}
-
-    def literal(self, expression):
+    def value(self, expression):
         """Return the number or text that an expression means, or None."""
         match expression:
-            case ast.Constant():
-                return expression.value
-            case ast.Name() if expression.id in self.names:
-                return self.names[expression.id].value
-            case ast.Name():
-                values = values_of_global(*defined_in(self.path, expression.id))
-                return values[0].value if len(values) == 1 and isinstance(values[0], ast.Constant) else None
-            case ast.FormattedValue():
-                return self.literal(expression.value)
-            case ast.JoinedStr():
-                return joined([self.literal(part) for part in expression.values])
-            case ast.BinOp(op=ast.Add() | ast.Sub()):
-                left, right = self.literal(expression.left), self.literal(expression.right)
-                with contextlib.suppress(TypeError):
-                    return left + right if isinstance(expression.op, ast.Add) else left - right
-            case ast.Call(func=ast.Attribute(attr="format", value=form)):
-                words = [self.literal(word) for word in expression.args]
-                with contextlib.suppress(Exception):
-                    return self.literal(form).format(*words) if None not in words else None
-            case ast.Call(func=ast.Attribute(attr="owner" | "owner_name", value=rref)):
-                return self.rref(rref).partition(" ")[0] or None
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name) if name in self.names:
+                return self.names[name].value
+            case ast.Name(id=name):
+                made = assigned(self.path, name)
+                return self.value(made[0]) if len(made) == 1 and not isinstance(made[0], ast.Name) else None
+            case ast.Subscript(value=ast.Attribute(attr="argv"), slice=ast.Constant(value=int() as number)):
+                words = self.started.get("argv", [])
+                return words[number] if number < len(words) else None
+            case ast.Subscript(value=ast.Attribute(attr="environ"), slice=ast.Constant(value=name)):
+                return self.started.get("environ", {}).get(name)
+            case ast.Call(func=ast.Name(id="int"), args=[inner]):
+                text = str(self.value(inner))
+                return int(text) if text.isdecimal() else None
+            case ast.JoinedStr() | ast.FormattedValue() | ast.Call():
+                return self.text(expression)
+            case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
+                both = self.value(left), self.value(right)
+                return None if None in both else both[0] == both[1]
         return None
 
-    # ----------------------------------------------------------------------------------- whose answers are waited for
-
-    def calls_awaited(self):
-        """Return the calls for whose answers the line waits, or [] if this is not known."""
-        found = []
-        for node in syntax.nodes_at(self.path, self.function, self.line):
-            if not isinstance(node, ast.Call):
-                continue
-            method = syntax.method_of(node)
-            awaited = node.args[0] if method == "wait_all" and node.args else getattr(node.func, "value", None)
-            if method in ("wait", "wait_all", "to_here", "value", "result") and awaited is not None:
-                found.append(self.calls_in(awaited, DEEP))
-        return united(found) or []
-
-    def calls_in(self, expression, deep):
-        """Return the calls that may complete the Future, or the Futures, that an expression means; None: not known."""
-        if deep < 0:
-            return None
-        if isinstance(expression, ast.Call):
-            of_rref = isinstance(expression.func, ast.Attribute) and syntax.method_of(expression.func.value)
-            if of_rref in STARTS and isinstance(expression.func.value.func, ast.Attribute):
-                return [self.method_call(expression, deep == DEEP)]
-            if syntax.method_of(expression) in STARTS and len(expression.args) > 1:
-                return [self.function_call(expression, deep == DEEP)]
-        return united([self.calls_in(one, deep - 1) for one in self.parts_of(expression)])
-
-    def parts_of(self, expression):
-        """Return what an expression is made of: what is in a list, or was assigned to a name."""
+    def text(self, expression):
+        """Return the text that is made of others, or None."""
         match expression:
-            case ast.Call(func=ast.Name(id="enumerate" | "list" | "tuple" | "reversed")):
-                return expression.args
-            case ast.Call(func=ast.Attribute(attr="values" | "pop", value=inner)):
-                return [inner]
-            case ast.Call(func=ast.Name() | ast.Attribute(value=ast.Name(id="self"))):
-                return returned(self.path, syntax.method_of(expression))
-            case ast.List() | ast.Tuple():
-                return expression.elts
-            case ast.ListComp() | ast.GeneratorExp():
-                return [expression.elt]
-            case ast.DictComp() | ast.Starred() | ast.Subscript():
-                return [expression.value]
-            case ast.BinOp():
-                return [expression.left, expression.right]
-            case ast.Name() | ast.Attribute():
-                return self.assigned(expression)
-        return []
+            case ast.JoinedStr(values=parts):
+                texts = [self.value(part) for part in parts]
+                return None if None in texts else "".join(map(str, texts))
+            case ast.FormattedValue(value=inner):
+                return self.value(inner)
+            case ast.Call(func=ast.Attribute(attr="format", value=form), args=[word]):
+                text, word = self.value(form), self.value(word)
+                return text.replace("{}", str(word)) if isinstance(text, str) and word is not None else None
+        return None
 
-    def function_call(self, node, direct):
-        """rpc_async(to, func, ...) or remote(to, func, ...)."""
-        to, func = node.args[:2]
-        name, address = syntax.method_of(ast.Call(func)), self.see(func).get("id")
-        owes = is_decorated(self.path, name)
-        if isinstance(address, int) and address:  # a local variable, such as a parameter
-            with contextlib.suppress(LookupError):
-                name, owes = self.memory.callable_name(address), self.memory.is_async(address)
-        to = self.literal(to) if self.is_unchanged(to, direct) else None
-        to = to if to in self.worker.peers.values() else None
-        return Call(to, name, limit=self.limit_in(node, 4), owes=owes, inner=self.first_argument(node))
+    # ----------------------------------------------------------------------------------------------- how it has joined
 
-    def method_call(self, node, direct):
-        """rref.rpc_async().method(...) or rref.remote().method(...)."""
-        start, rref = node.func.value, node.func.value.func.value
-        owner, _, number = (self.rref(rref) if self.is_unchanged(rref, direct) else "").partition(" ")
-        owes = is_decorated(self.path, node.func.attr)
-        return Call(owner or None, node.func.attr, rref=number, limit=self.limit_in(start, 0), owes=owes)
+    def joined(self):
+        """Return {"worker", "rank", "world", "limit"} of the one init_rpc that this file may have called, or {}."""
+        found = self.calls_made(syntax.parsed(self.path), "init_rpc")
+        if len(found) != 1 or not isinstance(name := self.given(found[0], 0, "name"), str):
+            return {}
+        rank, world = self.given(found[0], 2, "rank"), self.given(found[0], 3, "world_size")
+        limit, options = DEFAULT_LIMIT, self.calls_made(syntax.parsed(self.path), "TensorPipeRpcBackendOptions")
+        if len(options) == 1:
+            limit = self.given(options[0], 1, "rpc_timeout", DEFAULT_LIMIT)
+        elif options or any(word.arg == "rpc_backend_options" for word in found[0].keywords):
+            limit = None
+        limit = UNKNOWN_LIMIT if limit is None else limit
+        return {"worker": name, "rank": -1 if rank is None else rank, "world": world or 0, "limit": limit}
 
-    def first_argument(self, node):
-        """Return the name of the first argument that a call passes on, if it looks like that of a method: Agent.act."""
-        given = [word.value for word in node.keywords if word.arg == "args"] + node.args[2:3]
-        if given and isinstance(given[0], ast.Name) and len(values := self.assigned(given[0])) == 1:
-            given = values
-        first = given[0].elts[0] if given and isinstance(given[0], ast.Tuple) and given[0].elts else None
-        return first.attr if isinstance(first, ast.Attribute) and ast.unparse(first)[:1].isupper() else ""
+    def calls_made(self, node, name):
+        """Return the calls of a function in a piece of source, except in branches that are not taken."""
+        if isinstance(node, ast.If) and (taken := self.value(node.test)) is not None:
+            return [call for one in (node.body if taken else node.orelse) for call in self.calls_made(one, name)]
+        found = [node] if isinstance(node, ast.Call) and syntax.method_of(node) == name else []
+        return found + [call for one in ast.iter_child_nodes(node) for call in self.calls_made(one, name)]
 
-    def is_unchanged(self, expression, direct):
-        """Return whether the variables of an expression are as they were when the call was made."""
-        names = [one for one in ast.walk(expression) if isinstance(one, ast.Name)]
-        return direct or not any(self.assigned(one) for one in names)
+    def given(self, call, position, word, default=None):
+        """Return the value of an argument of a call, None if it is not known."""
+        found = argument(call, position, word)
+        return self.value(found) if found else default
 
-    def limit_of_wait(self):
-        """Return the time limit of to_here() in this line."""
-        found = syntax.nodes_at(self.path, self.function, self.line)
-        return min((self.limit_in(one, 0) for one in found if syntax.method_of(one) == "to_here"), default=self.limit)
+    # ----------------------------------------------------------------------------------------------- which call it is
 
-    def limit_in(self, call, position):
-        """Return the time limit that a call has been given, as a keyword or at this position."""
-        given = [word.value for word in call.keywords if word.arg == "timeout"] + call.args[position : position + 1]
-        limit = self.literal(given[0]) if given else -1
+    def call_made(self):
+        """Return the call that this line waits for in rpc_sync, as the dict of an evidence.Call. {}: it is not plain"""
+        found = [call for node in self.nodes() if (call := self.call_in(node, ("rpc_sync",)))]
+        return found[0] if len(found) == 1 else {}
+
+    def nodes(self):
+        if self.function in ("<lambda>", "<genexpr>"):
+            return []
+        tree = ast.walk(syntax.parsed(self.path))
+        return [one for one in tree if isinstance(one, ast.Call) and one.lineno <= self.line <= one.end_lineno]
+
+    def call_in(self, node, starts):
+        """Return what rpc_async(to, func, ...) or rref.rpc_async().method(...) calls, or None if it is neither."""
+        if not isinstance(node, ast.Call):
+            return None
+        before = getattr(node.func, "value", None)
+        if isinstance(before, ast.Call) and syntax.method_of(before) in starts and not argument(before, 1, "func"):
+            call = {"to": None, "name": node.func.attr, "limit": self.limit_of(before, 0)}
+        elif syntax.method_of(node) in starts and (func := argument(node, 1, "func")):
+            to = argument(node, 0, "to")  # a variable may have changed since the call was made
+            to = to.value if isinstance(to, ast.Constant) else None
+            call = {"to": to, "name": self.name_of(func), "limit": self.limit_of(node, 4)}
+            call["inner"] = self.inner_of(node)
+        else:
+            return None
+        return call | {"owes": answers_later(self.path, call["name"])}
+
+    def limit_of(self, call, position):
+        limit = self.given(call, position, "timeout", -1)
         if not isinstance(limit, (int, float)):
             return UNKNOWN_LIMIT
         return limit if limit >= 0 else self.limit
 
-    def assigned(self, expression):
-        """Return the expressions that are assigned to a variable or attribute, or added to the list in it."""
-        text, found = ast.unparse(expression), []
-        for node in ast.walk(self.scope() if isinstance(expression, ast.Name) else syntax.parsed(self.path)):
-            loop = isinstance(node, (ast.For, ast.comprehension))
-            if loop and text in [ast.unparse(one) for one in ast.walk(node.target) if isinstance(one, ast.expr)]:
-                if isinstance(node, ast.For) and node.lineno <= self.line <= node.end_lineno:
-                    return [node.iter]
-                found.append(node.iter)
-            for target, value in pairs_in(node):
-                inner = target.value if isinstance(target, ast.Subscript) else target
-                found += [value] * (ast.unparse(inner) == text)
-            match node:
-                case ast.Call(func=ast.Attribute(attr="append" | "add" | "appendleft", value=target), args=[value]):
-                    found += [value] * (ast.unparse(target) == text)
-        return [one for one in found if ast.unparse(one) not in ("[]", "{}", "set()")]  # it is filled later
+    def name_of(self, expression):
+        """Return the name of a function. If it is a parameter, the line that has passed it on tells the name."""
+        name = getattr(expression, "attr", getattr(expression, "id", None))
+        parameters = parameters_of(self.path, self.function)
+        if not isinstance(expression, ast.Name) or name not in parameters or not self.outer:
+            return name if name not in parameters else None
+        calls = [node for node in self.outer.nodes() if syntax.method_of(node) == self.function]
+        passed = argument(calls[0], parameters.index(name), name) if len(calls) == 1 else None
+        return self.outer.name_of(passed) if passed else None
 
-    def scope(self):
-        """Return the function in which the line stands, or the whole file."""
-        found = syntax.parsed(self.path)
-        for node in ast.walk(found):
-            if (
-                isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-                and node.lineno <= self.line <= node.end_lineno
-            ):
-                found = node
+    def inner_of(self, call):
+        """Return the name of the first argument that a call passes on, if it looks like a method: Agent.act."""
+        given = argument(call, 2, "args")
+        if isinstance(given, ast.Name) and len(made := assigned(self.path, given.id, self.function)) == 1:
+            given = made[0]
+        first = given.elts[0] if isinstance(given, ast.Tuple) and given.elts else None
+        return first.attr if isinstance(first, ast.Attribute) and ast.unparse(first)[:1].isupper() else ""
+
+    def answers(self):
+        """Return the calls for an answer to one of which this line waits, or [] if it is not plain which."""
+        found = []
+        for node in syntax.nodes_at(self.path, self.function, self.line):
+            method = syntax.method_of(node)
+            if method in ("wait", "wait_all", "to_here", "value", "result"):
+                calls = self.calls_awaited(node.args[0] if method == "wait_all" and node.args else node.func.value)
+                if method == "to_here" and (limit := self.limit_of(node, 0)):
+                    calls = [call | {"limit": min(limit, call["limit"] or limit)} for call in calls]
+                found.append(calls)
+        return found[0] if len(found) == 1 else []
+
+    def calls_awaited(self, awaited):
+        """Return the calls one of which completes the Future, or the RRef, that an expression means; [] if unknown."""
+        found, names, todo = [], set(), [awaited]
+        for node in todo:  # which grows
+            if call := self.call_in(node, STARTS[1:]):
+                found += [call] if call not in found else []
+                continue
+            match node:
+                case ast.Name(id=name) if name not in names:
+                    names.add(name)
+                    values = assigned(self.path, name, self.function, self.line)
+                    if not values or name in parameters_of(self.path, self.function):
+                        return []
+                    todo += values
+                case ast.Name() | ast.Constant() | ast.List(elts=[]) | ast.Dict(keys=[]):
+                    pass
+                case ast.List(elts=inner) | ast.Tuple(elts=inner):
+                    todo += inner
+                case ast.ListComp(elt=inner) | ast.GeneratorExp(elt=inner) | ast.Starred(value=inner):
+                    todo.append(inner)
+                case ast.Subscript(value=inner) | ast.Call(func=ast.Attribute(attr="values" | "pop", value=inner)):
+                    todo.append(inner)
+                case ast.Call(func=ast.Name(id="list" | "tuple" | "enumerate" | "reversed"), args=[inner]):
+                    todo.append(inner)
+                case _:
+                    return []
         return found
 
 
-def joined(parts):
-    return None if None in parts else "".join(map(str, parts))
-
-
-def united(several):
-    """Return all calls of several lists, or None if one of them is not known, or there is none."""
-    if not several or any(one is None for one in several):
-        return None
-    found = []
-    for one in several:
-        found += [call for call in one if call not in found]
-    return found
+def argument(call, position, word):
+    """Return an argument of a call, or None if there is none, or it stands behind a `*`."""
+    given = [one.value for one in call.keywords if one.arg == word] + call.args[position : position + 1]
+    starred = any(isinstance(one, ast.Starred) for one in call.args[: position + 1])
+    return given[0] if given and not starred else None
 
 
 # ------------------------------------------------------------------------------------------------- what a file contains
 
 
 @functools.lru_cache(1024)
-def values_of_global(path, name):
-    """Return the expressions that are assigned to a global variable of a file."""
-    found, inner = [], [syntax.parsed(path)]
-    for node in inner:  # which grows
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            declared = [one for one in ast.walk(node) if isinstance(one, ast.Global) and name in one.names]
-            found += values_of(ast.walk(node), name) if declared else []
-        elif not isinstance(node, (ast.ClassDef, ast.Lambda)):
-            found += values_of([node], name)
-            inner += ast.iter_child_nodes(node)
-    return found
+def functions_of(path):
+    return [one for one in ast.walk(syntax.parsed(path)) if isinstance(one, ast.FunctionDef)]
 
 
 @functools.lru_cache(1024)
-def values_in_class(path, name, attribute):
-    """Return the expressions that a class assigns to an attribute of its objects, and to one of its own.
+def values_of_global(path, name):
+    """Return what is assigned to a global variable, [] if a function may do so, too: then it may have changed."""
+    tree = syntax.parsed(path)
+    declared = any(name in one.names for one in ast.walk(tree) if isinstance(one, ast.Global))
+    return [] if declared else [value for target, value in pairs_in(tree) if getattr(target, "id", "") == name]
 
-    If it assigns none, those of its base classes are returned.
+
+@functools.lru_cache(1024)
+def values_of_attribute(path, line, name):
+    """Return what is assigned to an attribute in the class around a line, or in the body of a class of this file.
+
+    If another method than __init__ does so, the attribute may have changed, and nothing is returned.
     """
-    for node in ast.walk(syntax.parsed(path)):
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            found = values_of(ast.walk(node), attribute, ast.Attribute), values_of(node.body, attribute)
-            bases = [one.id for one in node.bases if isinstance(one, ast.Name) and one.id != name]
-            if any(found) or not bases:
-                return found
-            return values_in_class(*defined_in(path, bases[0]), attribute)
-    return [], []
+    classes = [one for one in ast.walk(syntax.parsed(path)) if isinstance(one, ast.ClassDef)]
+    here = [one for one in classes if one.lineno <= line <= one.end_lineno]
+    methods = [one for owner in here for one in owner.body if isinstance(one, ast.FunctionDef)]
+    found = [(one.name, value) for one in methods for target, value in pairs_in(one) if is_attribute(target, name)]
+    bodies = [one for owner in classes for one in owner.body if isinstance(one, ast.Assign)]
+    of_classes = [value for one in bodies for target, value in pairs_in(one) if getattr(target, "id", "") == name]
+    if not found:
+        return of_classes
+    return [value for _, value in found] if {method for method, _ in found} == {"__init__"} else []
 
 
-def values_of(nodes, name, kind=ast.Name):
-    pairs = [pair for node in nodes for pair in pairs_in(node)]
-    return [
-        value
-        for one, value in pairs
-        if isinstance(one, kind) and name in (getattr(one, "id", ""), getattr(one, "attr", ""))
-    ]
+def is_attribute(target, name):
+    return isinstance(target, ast.Attribute) and target.attr == name
 
 
-def pairs_in(node):
-    """Return the (target, value) pairs of an assignment."""
-    if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)) or not node.value:
-        return []
+def class_of(values):
+    """Return the class of what is made, "" unless all lines make the same."""
+    made = {CLASSES.get(syntax.method_of(one), "") if isinstance(one, ast.Call) else "" for one in values}
+    return made.pop() if len(made) == 1 else ""
+
+
+def assigned(path, name, function="<module>", line=0):
+    """Return the expressions that are assigned to a variable of a function, or added to the list in it.
+
+    Within a loop with this variable, in this line, it is what the loop goes through.
+    """
     found = []
-    for target in getattr(node, "targets", None) or [node.target]:
-        both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
-        found += zip(target.elts, node.value.elts, strict=False) if both else [(target, node.value)]
+    for loop in ast.walk(syntax.parsed(path)):
+        if (
+            isinstance(loop, ast.For)
+            and loop.lineno < line <= loop.end_lineno
+            and getattr(loop.target, "id", "") == name
+        ):
+            found = [loop.iter]
+    if found:
+        return found
+    for scope in [one for one in functions_of(path) if one.name == function] or [syntax.parsed(path)]:
+        for target, value in pairs_in(scope):
+            inner = target.value if isinstance(target, ast.Subscript) else target
+            found += [value] * any(getattr(one, "id", "") == name for one in ast.walk(inner))
+        for node in ast.walk(scope):
+            match node:
+                case ast.Call(func=ast.Attribute(attr="append" | "add", value=ast.Name(id=to)), args=[value]):
+                    found += [value] * (to == name)
     return found
 
 
-def class_made(values):
-    """Return the class of what is assigned: "" unless there is one such line, besides None."""
-    values = [one for one in values if not (isinstance(one, ast.Constant) and one.value is None)]
-    if len(values) == 1 and isinstance(values[0], ast.Call):
-        return CLASSES.get(syntax.method_of(values[0]), "")
-    return ""
+def pairs_in(tree):
+    """Return the (target, value) pairs of all assignments and loops. A loop gives its variable what it goes through."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)) and node.value:
+            for target in getattr(node, "targets", None) or [node.target]:
+                both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+                found += zip(target.elts, node.value.elts, strict=False) if both else [(target, node.value)]
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            found.append((node.target, node.iter))
+    return found
 
 
-@functools.lru_cache(256)
-def is_decorated(path, name):
-    """Return whether a function or method of this name in a file is an async_execution one."""
-    for node in ast.walk(syntax.parsed(path)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
-            return any("async_execution" in ast.unparse(one) for one in node.decorator_list)
-    return False
+def parameters_of(path, function):
+    found = [one for one in functions_of(path) if one.name == function]
+    return [word.arg for word in found[0].args.args if word.arg != "self"] if len(found) == 1 else []
 
 
-@functools.lru_cache(256)
-def returned(path, name):
-    """Return the expressions that a function of a file returns."""
-    for node in ast.walk(syntax.parsed(path)):
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return [one.value for one in ast.walk(node) if isinstance(one, ast.Return) and one.value]
-    return []
-
-
-@functools.lru_cache(256)
-def defined_in(path, name):
-    """Return (file, name) of a global variable: if it is imported from a file beside this one, then of that file."""
-    for node in ast.walk(syntax.parsed(path)):
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if (alias.asname or alias.name) == name and (other := beside(path, node.module or "")):
-                    return other, alias.name
-    return path, name
-
-
-@functools.lru_cache(256)
-def module_file(path, name):
-    """Return the file of a module that a file imports under this name, if it stands beside it."""
-    for node in ast.walk(syntax.parsed(path)):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            for alias in node.names:
-                if (alias.asname or alias.name) == name:
-                    return beside(path, alias.name)
-    return None
-
-
-def beside(path, module):
-    other = os.path.join(os.path.dirname(path), *module.split(".")) + ".py"
-    return other if os.path.exists(other) else None
+def answers_later(path, name):
+    """Return whether a function of this file answers by a Future (async_execution), None if it is not there."""
+    kinds = ast.FunctionDef, ast.ClassDef
+    found = [one for one in ast.walk(syntax.parsed(path)) if isinstance(one, kinds) and one.name == name]
+    around = [ast.unparse(decorator) for one in found for decorator in one.decorator_list]
+    return any("async_execution" in one for one in around) if found else None

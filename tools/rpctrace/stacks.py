@@ -1,234 +1,182 @@
-"""The evidence that py-spy's dumps contain, with what memory.py and the source of the program add to it."""
+"""Turns a dump of py-spy into what a recorded process writes of itself (see record/rpctrace_standing.py)."""
 
+import collections
 import contextlib
 import os
 import re
+import signal
 import socket
 import time
-from dataclasses import replace
 
-from rpctrace import dumps, memory, waits
-from rpctrace.evidence import Call, Evidence, Meeting, Process, Seen, Thread
+from rpctrace import dumps, recording, store
+from rpctrace.evidence import Seen
 from rpctrace.record import rpctrace_syntax as syntax
 from rpctrace.sources import UNKNOWN_LIMIT, Source
 
-INTERNAL, PROXY = "/distributed/rpc/internal.py", "/distributed/rpc/rref_proxy."
 POOL = "pt_thread_pool"  # the name of RPC threads
 LIBRARY = re.compile(
     r"^<frozen|/lib/python3\.\d+/(?!site-packages/|dist-packages/)|/(site|dist)-packages/torch/|/rpctrace/record/"
 )
+LOCKING = "/distributed/optim/optimizer.py"  # torch's only `with` of a lock in which a program's code runs
 OBJECT = re.compile(r"<([\w.]+) at 0x([0-9a-f]+)>")
-UNKNOWN = "no process of it was seen: it has ended, or runs elsewhere"
-FUNCTIONS = ("function", "method", "type")
 OF_TORCH = re.compile(r"/torch/distributed/(\w+)/(?!functions\b|rref_proxy\b)")
 
 
-def evidence_of(taken):
-    """Return what dumps tell about the processes of a run."""
-    return joined([Evidence([process_of(dump) for dump in taken], time.time_ns(), seen="seen", unknown=UNKNOWN)])
+def look(pids, address=""):
+    """Return what is seen of these processes, or of all with torch. `address`: HOST:PORT of the store that they use."""
+    seen = [written_of(dump) for dump in dumps.take(dumps.chosen(pids))]
+    names = collections.Counter(one.get("worker") for one in seen)
+    seen = [one if names[one.get("worker")] == 1 else one | {"worker": "", "rank": -1} for one in seen]
+    unnamed = [one["pid"] for one in seen if one["rpc"] and not one.get("worker")]
+    workers = store.workers_at(address) if address else {}
+    if not address and (address := store.address_in(unnamed)):
+        with contextlib.suppress(dumps.NoDump):  # it may be that of something else
+            workers = store.workers_at(address)
+    for one in seen if workers else ():
+        for port in dumps.listens_on(one["pid"]) & workers.keys():
+            one |= workers[port]
+    return seen
 
 
-def joined(several):
-    """Return the evidence of several machines as one.
+def evidence_of(seen):
+    return recording.evidence_of([recording.process_of(written) for written in seen])
 
-    If a process group is as large as the RPC group, and has the same ranks where both are known, all are in it.
-    """
-    found = several[0]
-    found.processes = [process for one in several for process in one.processes]
-    found.processes.sort(key=lambda one: (one.rank if one.rank >= 0 else 1 << 30, one.pid))
-    workers = [one for one in found.processes if one.rpc]
-    known = [one for one in workers if one.group_rank >= 0]
-    if all(one.group_rank == one.rank and str(one.world) in one.members for one in known):
-        for one in workers if known else ():
-            one.group_rank, one.members = one.rank, known[0].members
+
+def written_of(dump):
+    """Return what a dump tells about its process."""
+    program = Program(dump)
+    threads = {one["thread_id"]: program.thread(one) for one in dump.stacks}
+    busy = {one["os_thread_id"] for one in dump.stacks}
+    pool = [tid for tid, comm in dump.comms.items() if comm == POOL]
+    moved = {comm for tid, comm in dump.comms.items() if tid not in dump.still and tid not in busy}
+    known = {
+        "exact": False,
+        "ts": time.time_ns(),
+        "host": socket.gethostname(),
+        "pid": dump.pid,
+        "lost": dump.error,
+        "threads": threads,
+    }
+    known |= {"main": next((tid for tid, one in threads.items() if one["os"] == dump.pid), 0)}
+    known |= {"pool": [len(pool), len(pool) - len(busy.intersection(pool))]}
+    known |= {"quiet": not any(comm.startswith(dumps.NETWORK) for comm in moved), "still": moved <= dumps.POLLS}
+    return known | {name: value for name, value in program.joined.items() if name != "limit"}
+
+
+class Program:
+    """The program that a process runs, as far as its dump, its command line and its environment tell."""
+
+    def __init__(self, dump):
+        self.dump, self.folder = dump, dumps.read(dump.pid, "cwd")
+        words = dumps.read(dump.pid, "cmdline").split("\0")
+        caught = dumps.read(dump.pid, "status").partition("SigCgt:\t")[2][:16] or "0"
+        self.alarm = bool(int(caught, 16) >> signal.SIGALRM - 1 & 1)  # one may end what the main thread waits for
+        self.threads = {}  # address of a threading.Thread -> its number
+        for one in dump.stacks:
+            for frame in one["frames"]:
+                if frame["name"].endswith("_bootstrap") and (this := names_of(frame).get("self")):
+                    self.threads[this.id] = one["thread_id"]
+        main = [frame for one in dump.stacks if one["os_thread_id"] == dump.pid for frame in one["frames"]]
+        self.joined = {"limit": UNKNOWN_LIMIT}
+        for path in dict.fromkeys(self.path(frame) for frame in main):
+            if LIBRARY.search(path):
+                continue
+            script = [number for number, word in enumerate(words) if word.endswith(os.path.basename(path))]
+            started = {"argv": words[script[0] :] if script else [], "environ": dumps.environ(dump.pid)}
+            self.joined |= Source(path, "<module>", 0, self.agreed(main), started=started).joined()
+        for frame in main:
+            if frame["name"] == "_all_gather" and (name := names_of(frame).get("self_name")):
+                self.joined["worker"] = name.value
+        rpc = POOL in dump.comms.values() or any(frame["name"] == "init_rpc" for frame in main)
+        self.joined = {"rpc": True, **self.joined} if rpc else {"rpc": False, "limit": UNKNOWN_LIMIT}
+
+    def agreed(self, frames):
+        """Return the numbers and texts in the variables of a thread, if all its functions have the same."""
+        several = {}
+        for frame in frames:
+            for name, seen in names_of(frame).items():
+                several.setdefault(name, []).append(seen)
+        return {
+            name: seen[0]
+            for name, seen in several.items()
+            if seen[0].value is not None and len({one.value for one in seen}) == 1
+        }
+
+    def path(self, frame):
+        name = frame["filename"]
+        return name if name.startswith("<") else os.path.join(self.folder, name)
+
+    def thread(self, one):
+        """Return what is known of a thread."""
+        still, frames, source = one["os_thread_id"] in self.dump.still, [], None
+        for frame in reversed(one["frames"]):  # the outermost first
+            path, names, function = self.path(frame), names_of(frame), frame["name"].rpartition(".")[2]
+            library = bool(LIBRARY.search(path))
+            known = {"path": path, "line": frame["line"], "function": function, "library": library}
+            if not library or path.endswith(LOCKING):
+                source = Source(path, function, frame["line"], names, source, limit=self.joined["limit"])
+                innermost = frame is one["frames"][0]
+                known["facts"] = syntax.facts_of(path, function, frame["line"], innermost, source.see)
+                known["answers"] = source.answers()
+            if library:
+                if "/torch/distributed/rpc/api.py" in path and function == "rpc_sync" and source:
+                    known["answers"] = [rpc_sync(source.call_made(), names, self.joined["limit"])]
+                if (this := names.get("self")) and this.id in self.threads:
+                    this.value = self.threads[this.id]
+            known["names"] = {name: vars(seen) for name, seen in names.items() if library or name == "self"}
+            if not library or path.endswith("/threading.py"):
+                known["text"] = syntax.linecache.getline(path, frame["line"]).strip()
+            frames.insert(0, known)
+        return {
+            "name": one["thread_name"],
+            "os": one["os_thread_id"],
+            "still": still,
+            "alarm": self.alarm,
+            "ran": one["active"] and not still,
+            "frames": frames,
+            "serves": [call for number in range(len(frames)) if (call := served(frames, number))][::-1],
+        }
+
+
+def rpc_sync(call, names, limit):
+    """Return the call of an rpc_sync, whose line tells `call`, and whose variables tell more."""
+    to, given = names["to"].value, names["timeout"].value
+    known = {"to": None, "name": None, "owes": None} | call
+    known["limit"] = limit if given is None or given < 0 else given
+    return known | ({"to": to} if isinstance(to, str) else {})
+
+
+def served(frames, number):
+    """Return the call that the frame of _run_function serves, or None if it is another one."""
+    if frames[number]["function"] != "_run_function" or not frames[number]["library"] or not number:
+        return None
+    inner, within = frames[number - 1], frames[max(0, number - 3) : number]
+    found = {"to": None, "name": inner["function"], "owes": any("/rpc/functions." in one["path"] for one in within)}
+    proxy = next((one for one in within if one["function"].startswith("_local_invoke")), None)
+    own = [one for one in frames[:number] if not one["library"]]
+    if proxy:
+        return found | {"name": proxy["names"]["func_name"]["value"]}
+    if where := OF_TORCH.search(inner["path"]):
+        return found | {"name": f"torch.{where[1]}.{inner['function']}"}
+    if own:
+        this = own[-1]["names"].get("self", {})
+        found["name"] = this["type"] if own[-1]["function"] == "__init__" and this else own[-1]["function"]
+        found["inner"] = own[-2]["function"] if len(own) > 1 else ""
     return found
 
 
-def process_of(dump):
-    process = Process(f"process {dump.pid}", socket.gethostname(), dump.pid, exact=False, lost=dump.error)
-    process.ended, process.ts = dump.error == "has ended", time.time_ns()
-    with contextlib.suppress(OSError):
-        Reader(dump, process).read()
-    return process
+def names_of(frame):
+    """Return what is known of the variables of a function: py-spy writes <class at address>, or the value."""
+    return {one["name"]: seen(one["name"], one["repr"] or "", one["addr"]) for one in frame["locals"] or ()}
 
 
-class Reader:
-    """Reads the dump of one process."""
-
-    def __init__(self, dump, process):
-        self.dump, self.process, self.memory = dump, process, memory.Memory(dump.pid)
-        self.folder = os.readlink(f"/proc/{dump.pid}/cwd")
-        self.limit = UNKNOWN_LIMIT  # of calls with the default one
-        self.objects = {}  # address of a threading.Thread -> its number
-
-    def read(self):
-        process, dump = self.process, self.dump
-        with contextlib.suppress(LookupError):
-            if worker := self.memory.worker():
-                process.name, process.rank, process.peers, self.limit = worker
-                process.rpc, process.world = True, len(process.peers)
-        stacks = {one["thread_id"]: self.frames_of(one["frames"]) for one in dump.stacks}
-        for tid, frames in stacks.items():
-            known = [
-                frame.names["self"].id for frame in frames if frame.function == "_bootstrap" and "self" in frame.names
-            ]
-            self.objects |= dict.fromkeys(known, tid)
-        for one in dump.stacks:
-            if not waits.is_nobody(stacks[one["thread_id"]]):
-                self.add_thread(one, stacks[one["thread_id"]])
-        busy = {one["os_thread_id"] for one in dump.stacks}
-        pool = [tid for tid, comm in dump.comms.items() if comm == POOL]
-        process.pool, process.free = len(pool), len(pool) - len(busy.intersection(pool))
-        moved = [comm for tid, comm in dump.comms.items() if tid not in dump.still and tid not in busy]
-        process.quiet = not any(comm.startswith(dumps.NETWORK) for comm in moved)
-        process.still = set(moved) <= dumps.POLLS
-
-    def add_thread(self, one, frames):
-        process, tid = self.process, one["thread_id"]
-        main = one["os_thread_id"] == self.dump.pid
-        thread = Thread(tid, one["thread_name"], main=main)
-        thread.serves = [call for number in reversed(range(len(frames))) if (call := self.served(frames, number))]
-        still = one["os_thread_id"] in self.dump.still
-        thread.place, thread.wait = waits.read(frames, still, one["active"] and not still, self.trace)
-        thread.autograd = any("/torch/autograd/" in frame.path for frame in frames)
-        back = thread.wait.locks[0].id if thread.wait.kind == "signal" and thread.wait.locks else None
-        thread.holds = [lock for lock in waits.held(frames) if lock.id != back] if still else []
-        if thread.wait.joins:
-            thread.wait.joins = self.objects.get(thread.wait.joins)
-        process.threads[tid] = thread
-        if main:
-            process.main = tid
-        if thread.wait.kind == "backward":
-            process.does.append("backward")
-        self.note_meetings(frames, tid)
-
-    def note_meetings(self, frames, tid):
-        """Note that a thread is in init_rpc and the like, and the process groups whose collective it has begun."""
-        process = self.process
-        for frame in frames:
-            name = frame.function
-            if frame.library and name in (*waits.MEETINGS, "shutdown"):
-                process.does.append(name)
-                rank = frame.value("rank")
-                process.meets.append(Meeting(name, tid, rank if isinstance(rank, int) else -1))
-                if name == "init_rpc" and not process.rpc:
-                    process.rpc, process.name = True, frame.value("name") or process.name
-                    process.rank = rank if isinstance(rank, int) else -1
-            group = frame.names.get("group")
-            if group and frame.path.endswith(waits.C10D) and group.value == str(process.world):
-                process.members[group.value] = list(range(process.world))
-                process.group_rank = frame.value("rank in group")
-
-    # ------------------------------------------------------------------------------------------------------- frames
-
-    def frames_of(self, written):
-        frames = []
-        for one in written:
-            path = (
-                os.path.join(self.folder, one["filename"]) if not one["filename"].startswith("<") else one["filename"]
-            )
-            names = {name["name"]: self.seen(name) for name in one["locals"] or ()}
-            frame = waits.Frame(
-                path, one["name"].rpartition(".")[2], one["line"], bool(LIBRARY.search(path)), names=names
-            )
-            if not frame.library or path.endswith("/threading.py"):
-                frame.text = syntax.linecache.getline(path, frame.line).strip()
-            if not frame.library or path.endswith("/distributed/optim/optimizer.py"):
-                see = Source(frame, names, self.memory, self.process, self.limit).see
-                frame.facts = syntax.facts_of(path, frame.function, frame.line, not frames, see)
-            with contextlib.suppress(LookupError):
-                self.add_names(frame, {name["name"]: name["repr"] or "" for name in one["locals"] or ()})
-            frames.append(frame)
-        return frames
-
-    def seen(self, written):
-        """Return what is known of a local variable: py-spy writes <class at address>, or the value."""
-        text, name = written["repr"] or "", written["name"]
-        if found := OBJECT.fullmatch(text):
-            kind, address = found[1].rpartition(".")[2], int(found[2], 16)
-            if kind == "cell":
-                with contextlib.suppress(LookupError):
-                    address = self.memory.in_cell(address)
-                    kind = self.memory.class_of(address)
-            return Seen(name, kind, address)
-        if text in ("None", "True", "False"):
-            return Seen(name, "NoneType" if text == "None" else "bool", value={"True": True, "False": False}.get(text))
-        if text.startswith('"') and not text.endswith('..."'):
-            return Seen(name, "str", written["addr"], value=text[1:-1])
-        with contextlib.suppress(ValueError):
-            return Seen(name, "number", written["addr"], value=float(text) if "." in text else int(text))
-        return Seen(name, "", written["addr"])
-
-    def add_names(self, frame, texts):
-        """Add what the table of waits needs of frames of torch and Python, and only memory tells."""
-        names = frame.names
-        if frame.path.endswith(waits.API) and frame.function == "rpc_sync":
-            to, func, limit = names["to"], names["func"], names["timeout"]
-            if to.type != "str":
-                to.value = self.memory.worker_of(to.id)
-            if limit.value is None or limit.value < 0:
-                limit.value = self.limit
-            func.value, names["owes"] = (
-                self.memory.callable_name(func.id),
-                Seen("owes", value=self.memory.is_async(func.id)),
-            )
-            if "_local_invoke" in (func.value or ""):
-                names["owes"].value = func.value == "_local_invoke_async_execution"
-                func.value, names["rref"] = self.method_in(texts["args"])
-            names["inner"] = Seen("inner", value=self.first_function(texts["args"]))
-        elif frame.path.endswith(INTERNAL):
-            names.setdefault("python_udf", Seen("")).value = texts.get("python_udf", "")
-        elif frame.path.endswith(waits.C10D) and "group" in names:
-            groups = [one for one in names.values() if one.type == "ProcessGroup"]
-            rank, size = self.memory.group_of(groups[0].id) if groups else (-1, "")
-            names["group"].value, names["rank in group"] = str(size), Seen("", value=rank)
-        elif frame.path.endswith("/threading.py") and "self" in names:
-            names["self"].value = names["self"].id
-
-    def method_in(self, text):
-        """Return (method, RRef) in the text of (<PyRRef at ...>, "method", ...)."""
-        found = re.match(r"\(<[\w.]*PyRRef at 0x([0-9a-f]+)>, \"(\w+)\"", text)
-        if not found:
-            return None, Seen("rref")
-        return found[2], Seen("rref", value=self.memory.rref_of(int(found[1], 16))[1])
-
-    def first_function(self, text):
-        """Return the name of the first argument in the text of a tuple, if it is a function, or ""."""
-        if (found := OBJECT.match(text.lstrip("("))) and found[1] in FUNCTIONS:
-            with contextlib.suppress(LookupError):
-                return self.memory.callable_name(int(found[2], 16)) or ""
-        return ""
-
-    def served(self, frames, number):
-        """Return the Call that the frame of _run_function serves, or None if it is another one."""
-        if not frames[number].path.endswith(INTERNAL) or frames[number].function != "_run_function" or not number:
-            return None
-        inner = frames[number - 1]
-        call = Call(None, inner.function, owes="/distributed/rpc/functions." in inner.path)
-        for frame in frames[max(0, number - 2) : number]:
-            if PROXY in frame.path and frame.function.startswith("_local_invoke"):
-                call.name = frame.value("func_name")
-                with contextlib.suppress(LookupError):
-                    call.rref = self.memory.rref_of(frame.names["rref"].id)[1]
-                return call
-        with contextlib.suppress(LookupError):
-            if found := OBJECT.match(frames[number].value("python_udf").lstrip("(")):
-                call.name = self.memory.callable_name(int(found[2], 16)) or call.name
-            first = next(iter(inner.names.values()), Seen(""))
-            call.inner = self.first_function(f"<{first.type} at {first.id:#x}>") if first.type in FUNCTIONS else ""
-        if where := OF_TORCH.search(inner.path):
-            call.name = f"torch.{where[1]}.{call.name}"
-        return call
-
-    def trace(self, frames, wait):
-        """Find the calls for whose answers a line of the program waits."""
-        if wait.answers and wait.kind == "answer":
-            return
-        source = Source(frames[0], frames[0].names, self.memory, self.process, self.limit)
-        found = source.calls_awaited()
-        if wait.kind == "rref":
-            wait.limit, owners = source.limit_of_wait(), [call.to for call in wait.answers[0]]
-            if found:
-                wait.answers = [[replace(call, to=owners[0]) for call in found] if len(owners) == 1 else found]
-        elif found:
-            wait.answers = [found]
+def seen(name, text, address):
+    if found := OBJECT.fullmatch(text):
+        return Seen(name, found[1].rpartition(".")[2], int(found[2], 16))
+    if text in ("None", "True", "False"):
+        return Seen(name, "NoneType" if text == "None" else "bool")
+    if text.startswith('"') and not text.endswith('..."'):
+        return Seen(name, "str", address, value=text[1:-1])
+    if re.fullmatch(r"-?\d+(\.\d+)?", text):
+        return Seen(name, "number", address, value=float(text) if "." in text else int(text))
+    return Seen(name, "", address)

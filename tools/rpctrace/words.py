@@ -1,7 +1,6 @@
 """The report: who waits for whom, the circle or the ends of the chains, and what to do."""
 
 import collections
-import os
 from dataclasses import dataclass, field
 
 from rpctrace.graph import CALL
@@ -85,17 +84,20 @@ def said_of(evidence):
     """Return what is found about who waits for whom."""
     graph = graph_of(evidence)
     nodes, circle = graph.nodes, graph.circle()
-    young = 0 if any(not process.exact for process in evidence.processes) else 1  # stacks do not tell since when
+    recorded = all(process.exact for process in evidence.processes)
+    young = 1 if recorded else 0  # stacks do not tell since when
+    one_moment = recorded or len({process.host for process in evidence.processes}) == 1
     waits = [nodes[key] for key in graph.waiting() if key not in circle and nodes[key].seconds >= young]
     steps = [nodes[key] for key in circle or graph.ends() if key[1] != CALL] if circle or waits else []
     kinds = {node.kind for node in steps}
+    certain = one_moment and kinds.isdisjoint({"backward", "event", "owed", "guess"})
     return Said(
         "circle" if circle else "end" if waits else "nothing",
         steps,
         waits,
         [node for node in nodes.values() if node.thread == "main thread"],
-        next((kind for kind in PATTERNS if kind in kinds), "busy"),
-        bool(circle) and kinds.isdisjoint({"backward", "event", "owed"}),
+        next((kind for kind in PATTERNS if kind in kinds or (kind == "call" and "guess" in kinds)), "busy"),
+        bool(circle) and certain,
         min((node.seconds for node in steps if node.thread), default=0.0),
         max([process.moved for process in evidence.processes] + evidence.ended, default=0),
     )
@@ -124,7 +126,7 @@ def alike(nodes):
     """Return the nodes in groups, each of which waits for the same at the same place."""
     groups = collections.defaultdict(list)
     for node in nodes:
-        groups[node.thread, node.what, node.place.path, node.place.line].append(node)
+        groups[node.thread, node.what, node.place.place()].append(node)
     return list(groups.values())
 
 
@@ -142,7 +144,5 @@ def of_nodes(nodes, indent):
         waits = f"{'have' if several else 'has'} waited {seconds:.0f} s for "
     lines = [f"{indent}{who}{f' {waits}' if thread and not what.startswith('it ') else ': '}{what}"]
     if place.path:
-        lines.append(
-            f"{' ' * len(indent)}    {os.path.basename(place.path)}:{place.line}, in {place.function}: {place.text}"
-        )
+        lines.append(f"{' ' * len(indent)}    {place.place()}, in {place.function}: {place.text}")
     return lines

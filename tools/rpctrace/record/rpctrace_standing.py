@@ -22,18 +22,13 @@ import time
 import rpctrace_syntax as syntax
 
 PERIOD = 1.0  # seconds
+ALARM = 30.0  # seconds: after a longer time, nobody waits for an alarm
 BARS = 1000  # at most so many open ones at each end of the list
 OWNER = re.compile(r"owner=(\d+) count=[1-9]")  # in the repr of a threading.RLock
 LOCKING = "/distributed/optim/optimizer.py"  # torch's only `with` of a lock in which a program's code runs
-# The variables that are written of frames of Python and torch, by the end of the file's name. Of the program's frames
-# only what a lock needs is looked at: else values would live longer, until Python 3.13.
-VARIABLES = {
-    "/threading.py": ("self", "timeout"),
-    "/queue.py": ("self", "timeout"),
-    "/concurrent/futures/_base.py": ("self", "timeout"),
-    "/distributed/rpc/api.py": ("to", "func", "timeout"),
-    "/distributed/distributed_c10d.py": ("group",),
-}
+# Of these files of Python and torch, and of no others, variables are written: those of SIGNALS.
+SIGNALS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py", "/distributed/distributed_c10d.py")
+VARIABLES = ("self", "timeout", "group")
 
 
 class Watcher:
@@ -72,9 +67,9 @@ class Watcher:
             ran, still = self.has_run(tid, known.get(tid))
             recorder.moved = now if ran else recorder.moved
             about = {"name": name, "since": since, "ran": ran, "still": still and since < now}
+            about["alarm"] = 0 < signal.getitimer(signal.ITIMER_REAL)[0] < ALARM
             threads[tid] = about | {"frames": list(self.frames(frame, about["still"]))}
         about = {"ts": now, "pid": self.pid, "main": threading.main_thread().ident, "moved": recorder.moved}
-        about |= {"alarm": signal.getitimer(signal.ITIMER_REAL)[0], "cuda": recorder.torch.cuda.is_initialized()}
         about |= {"host": socket.gethostname(), "more": len(bars) - len(some), **recorder.worker}
         with contextlib.suppress(Exception):  # before init_rpc
             about |= self.pool(some)
@@ -115,32 +110,23 @@ class Watcher:
         """Yield what is written of each frame of a thread, the innermost first."""
         innermost = frame
         while frame:
-            path, line, function = frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name
-            library = self.recorder.is_library(path)
-            about = {"path": path, "line": line, "function": function, "library": library}
-            tells = not library or path.endswith("/threading.py")
-            about["text"] = linecache.getline(path, line).strip() if tells else ""
-            if still:
-                with contextlib.suppress(Exception):
-                    names = next((names for end, names in VARIABLES.items() if library and path.endswith(end)), ())
-                    local = frame.f_code.co_varnames + frame.f_code.co_cellvars + frame.f_code.co_freevars
-                    about["names"] = {name: self.seen(frame, name) for name in names if name in local}
-                    if not library or path.endswith(LOCKING):
-                        see = Look(frame)
-                        about["facts"] = syntax.facts_of(path, function, line, frame is innermost, see)
+            code, line = frame.f_code, frame.f_lineno or 0
+            path, library = code.co_filename, self.recorder.is_library(code.co_filename)
+            about = {"path": path, "line": line, "function": code.co_name, "library": library}
+            if not library or path.endswith("/threading.py"):
+                about["text"] = linecache.getline(path, line).strip()
+            with contextlib.suppress(Exception):
+                if still and library and path.endswith(SIGNALS):
+                    local = {name: frame.f_locals[name] for name in VARIABLES if name in code.co_varnames}
+                    about["names"] = {name: self.seen(name, value) for name, value in local.items()}
+                if still and (not library or path.endswith(LOCKING)):
+                    about["facts"] = syntax.facts_of(path, code.co_name, line, frame is innermost, Look(frame))
             yield about
             frame = frame.f_back
 
-    def seen(self, frame, name):
-        """Return what is written of a variable of a library's frame: no code of the program runs for it."""
-        value = frame.f_locals[name]
+    def seen(self, name, value):
+        """Return what is written of a variable of torch or Python: no code of the program runs for it."""
         known = {"text": name, **described(value)}
-        if name == "to" and not isinstance(value, str):
-            known["value"] = getattr(value, "name", None) or self.recorder.rpc.get_worker_info(value).name
-        if name == "func":
-            known["value"] = value.__name__ if type(value) is type(len) else "a function"
-        if name == "timeout" and frame.f_code.co_name == "rpc_sync":
-            known["value"] = self.recorder.limit_of([value])
         if name == "group":
             group = value or self.recorder.torch.distributed.distributed_c10d._get_default_group()
             known["value"] = group.group_name
