@@ -13,6 +13,7 @@ A block is a program if it has a main guard. It is run as NAME.py if its first l
 PAGE_NUMBER.py otherwise. A block with such a comment and without a main guard is only a module for the others.
 """
 
+import ast
 import re
 import shutil
 from typing import NamedTuple
@@ -66,6 +67,18 @@ class Page:
         """
         self.write_to(folder)
         return run_in_forks(folder, [*self.shown(), *also], at_once, with_stores=True)
+
+
+def imports_of(text):
+    """Return the names of the packages and modules that a program imports, without those inside a package."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            found.add(node.module.partition(".")[0])
+    return found
 
 
 def masked(output):

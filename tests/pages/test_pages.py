@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from helpers import PACKAGES, PAGES, ROOT, anchor_of, package_on_path
+from pages import Page
 from programs import run_script
 
 CONCEPTS, RUNNING, CONTRIBUTING = (
@@ -73,17 +74,15 @@ def test_a_file_that_is_named_is_there():
     """This holds for every page, and for the comments and docstrings of the programs."""
     code = [path for folder in (*PACKAGES, "bench", "docs", "tools") for path in (ROOT / folder).glob("**/*.py")]
     ours = {path.name for path in [*code, *(ROOT / "tests").glob("**/*.py")]}
-    others = {"forty.py", "recipe.py", "random.py", "late.py", "hang.py", "sitecustomize.py"}  # files of a user
-    others |= {"two.py", "tensors.py", "thread.py", "busy.py", "loader.py", "optimizers.py", "sent.py", "squares.py"}
-    others |= {"test_pool.py"}
-    # Files of torch, tqdm and Python, in tracebacks:
-    others |= {"api.py", "internal.py", "distributed_c10d.py", "_base.py", "_monitor.py", "queue.py", "threading.py"}
-    others.add("optimizer.py")
-    others |= {"parameter_server.py", "rpc_parameter_server.py"}  # files of the published code
-    # Files of earlier commits, with which something was measured:
-    others |= {"migrating.py", "published_batch.py", "servers.py", "stale_learning.py"}
+    ours |= {name for page in PAGES for name in Page(page).programs}
+    of_users = {"forty.py", "recipe.py", "hang.py", "random.py", "late.py", "squares.py"}
+    of_torch_and_python = {"api.py", "internal.py", "distributed_c10d.py", "_base.py", "_monitor.py", "queue.py"}
+    of_torch_and_python |= {"threading.py", "optimizer.py"}
+    of_others = {"parameter_server.py", "rpc_parameter_server.py"}
+    of_earlier_commits = {"migrating.py", "published_batch.py", "servers.py", "stale_learning.py"}
+    known = ours | of_users | of_torch_and_python | of_others | of_earlier_commits
     for path in [*PAGES, *code]:
-        assert set(re.findall(r"\b\w+\.py\b", path.read_text())) <= ours | others, path
+        assert set(re.findall(r"\b\w+\.py\b", path.read_text())) <= known, path
 
 
 def commands_in(readme):

@@ -4,7 +4,6 @@ A program that is new on a page is found here by itself: tests/harness/pages.py 
 together, several of them at the same time, and so do the programs of tests/pages/programs that are named here.
 """
 
-import ast
 import functools
 import json
 import re
@@ -15,7 +14,7 @@ import pytest
 
 from helpers import PAGES, ROOT
 from jobs import free_port
-from pages import Page
+from pages import Page, imports_of
 from programs import run_script
 
 PAGE_OF = {str(path.relative_to(ROOT)): Page(path) for path in PAGES}
@@ -75,12 +74,7 @@ def test_the_programs_of_a_page_need_torch_alone_and_listen_on_loopback_only(pat
     programs = PAGE_OF[path].programs
     known = {"torch", "glue", "squares", "pool", "pytest", *(name.removesuffix(".py") for name in programs)}
     for name, (text, _) in programs.items():
-        imported = set()
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Import):
-                imported |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                imported.add(node.module.partition(".")[0])
+        imported = imports_of(text)
         assert imported <= known | set(sys.stdlib_module_names), name
         if "rpc.init_rpc(" in text and not imported & {"two", "glue"}:
             assert 'TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo"' in text, name

@@ -59,7 +59,6 @@ SCENES = {  # what each scene shows, besides the messages of the table
     ],
     "alone": ["`init_rpc` does not return"],
     "taken_port": ["code: -98"],
-    "own_rref": ["`to_here()` waits forever"],
     "no_thread_left": ["does not even time out"],
     "list_behind_an_rref": ["A list behind an RRef"],
     "memory_grows": ["memory of one process grows"],

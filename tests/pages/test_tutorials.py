@@ -1,6 +1,5 @@
 """The programs in one file: what they import and print, what RPC adds to them, and where they listen."""
 
-import ast
 import contextlib
 import re
 import sys
@@ -10,7 +9,7 @@ import torch
 
 from helpers import PACKAGES, ROOT, load_module
 from listeners import Listeners
-from pages import Page, masked
+from pages import Page, imports_of, masked
 from programs import Program, run_script, wait_for_text
 from tutorials import run_spawned
 from two_hosts import ADDRESSES, DEVICES, TwoHosts, why_not
@@ -31,15 +30,7 @@ def test_every_package_has_its_tutorial_and_the_same_without_rpc():
 @pytest.mark.quick
 @pytest.mark.parametrize("path", [*PROGRAMS, PRIMER], ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_a_program_in_one_file_needs_nothing_but_libraries(path):
-    text = path.read_text()
-    imported = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0
-            imported.add(node.module.partition(".")[0])
-    assert imported <= LIBRARIES | set(sys.stdlib_module_names)
+    assert imports_of(path.read_text()) <= LIBRARIES | set(sys.stdlib_module_names)
 
 
 @pytest.mark.quick

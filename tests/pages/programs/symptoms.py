@@ -175,12 +175,6 @@ def messages_of_autograd():
 # ------------------------------------------------------------------------------------------- what happens in silence
 
 
-def own_rref():
-    rref = rpc.remote("a", time.sleep, args=(0.3,), timeout=0.1)
-    assert still_waits(lambda: rref.to_here(timeout=0.5))
-    assert RRef(Agent()).to_here(timeout=0.5)
-
-
 def no_thread_left():
     assert still_waits(lambda: rpc.rpc_sync("b", nested, args=(40,), timeout=0.5))
 
