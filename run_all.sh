@@ -82,6 +82,7 @@ all | rl | rnn | ddp | ps)
     done
     use_environment requirements.txt
     mkdir -p results
+    rm -f results/learning.png
     failed=""
     for scenario in $scenarios; do "$scenario"; done
     # shellcheck disable=SC2086  # $scenarios is a list of words

@@ -11,7 +11,6 @@ import json
 import sys
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 # Scenario -> (what the horizontal axis counts, {label of a vertical axis: {curve: its text}}, (text, key) of a bound).
 # If several runs or scenarios are shown, each panel has the last curve of the last axis.
@@ -43,7 +42,7 @@ def main(picture, *files):
     runs = collections.defaultdict(list)  # scenario -> [summary]
     for name in files:
         with open(name) as file:
-            summary = json.load(file)
+            summary = json.load(file) | {"file": name}
         runs[summary["scenario"]].append(summary)
     alone = len(files) == 1
     panels = []  # (runs, horizontal axis, vertical axis, {curve: its text}, label of the bound, key of the bound)
@@ -59,17 +58,19 @@ def main(picture, *files):
 
 
 def draw(axes, runs, xlabel, ylabel, curves, bound, key, title):
-    """Draw a panel: the curves of one run, or one curve of several runs, which are then named by their modes."""
+    """Draw a panel: the curves of one run, or one curve of several runs, which are then named by mode and file."""
     for run in runs:
         for name, text in curves.items():
-            label = text if len(runs) == 1 else f"{run['mode']}, {run['world_size']} ranks"
+            label = text if len(runs) == 1 else f"{run['mode']}, {run['world_size']} ranks ({run['file']})"
+            steps, values = run["curves"].get(name, ([], []))
             line = "" if text.endswith(("one batch", "one episode")) else "-"  # neighbours do not follow each other
-            axes.plot(*run["curves"].get(name, ([], [])), label=label, linestyle=line, linewidth=1.2, marker=".")
+            marker = "" if line and len(steps) > 40 else "."  # so many points would hide the line
+            axes.plot(steps, values, label=label, linestyle=line, linewidth=1.2, marker=marker)
     for value in {run[key] for run in runs if key and run.get(key) is not None}:
         axes.axhline(value, color="gray", linestyle="--", label=f"{bound} ({value:.4g})")
     axes.set(xlabel=xlabel, ylabel=ylabel, title=runs[0]["scenario"] if title else "")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(fontsize=8)
+    axes.locator_params(axis="x", nbins=5, integer=True)
+    axes.legend(fontsize=8, title=text if len(runs) > 1 else None, title_fontsize=8)
     axes.grid(alpha=0.3)
 
 

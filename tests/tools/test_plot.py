@@ -1,0 +1,35 @@
+"""tools/plot.py draws the learning curves of one run or several."""
+
+import json
+
+from matplotlib.figure import Figure
+
+from helpers import load_module
+from programs import ROOT, run_script
+
+CURVE = [1, 2, 3], [9.0, 20.0, 31.0]
+
+
+def summary(path, mode):
+    curves = {"reward/last": CURVE, "reward/running": CURVE}
+    run = {"scenario": "rl_rpc", "mode": mode, "world_size": 3, "reward_threshold": 475.0, "curves": curves}
+    path.write_text(json.dumps(run))
+    return run | {"file": path.name}
+
+
+def test_runs_of_one_mode_are_told_apart_by_their_files(tmp_path):
+    runs = [summary(tmp_path / name, "rollout") for name in ("a.json", "b.json")]
+    plot = load_module(ROOT / "tools" / "plot.py")
+    axes = Figure().subplots()
+    plot.draw(axes, runs, "episode", "reward", {"reward/running": "running reward"}, "solved", "reward_threshold", True)
+    legend = axes.get_legend()
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels == ["rollout, 3 ranks (a.json)", "rollout, 3 ranks (b.json)", "solved (475)"]
+    assert legend.get_title().get_text() == "running reward"
+
+
+def test_a_picture_is_drawn_of_whatever_runs_there_are(tmp_path):
+    summary(tmp_path / "rl.json", "step")
+    done = run_script("tools/plot.py", tmp_path / "curve.png", tmp_path / "rl.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
