@@ -23,7 +23,7 @@ use_package("param_server")
 
 from glue import UserError
 from glue.host import usable_cores
-from glue.seeds import seed_for
+from glue.training import seed_for
 
 from data import Batches, load_digits
 from net import Net, get_accuracy

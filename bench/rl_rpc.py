@@ -21,7 +21,7 @@ from common import argument_parser, compare, places, run_main, use_package, writ
 
 use_package("rl_rpc")
 
-from glue.seeds import seed_for
+from glue.training import seed_for
 
 import rollout
 from environment import reward_threshold, sizes

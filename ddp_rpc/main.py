@@ -13,9 +13,9 @@ run_worker and run_master, then trainer.py (run_epoch), then hogwild.py, which h
 
 from glue import UserError, checkpoint, flags, launch
 from glue.open_calls import OpenCalls
-from glue.report import NOTHING_LEFT, Report
+from glue.report import Report
 from glue.scenario import Scenario
-from glue.seeds import seed_for
+from glue.training import seed_for
 
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
@@ -23,8 +23,8 @@ import torch.distributed.rpc as rpc
 import hogwild
 import pipelined
 import sync
-from plan import Plan
 from shards import create_table, gather_table, scatter_table
+from trainer import Plan
 
 # Each mode is a file with a Trainer, which has what trainer.py asks of it, and the EmbeddingShard that it calls.
 MODES = {"hogwild": hogwild, "sync": sync, "pipelined": pipelined}
@@ -99,17 +99,7 @@ def run_master(args, job):
     first_epoch, fc_state = 0, None
     if state := checkpoint.resume(args, "ddp_rpc", settings):
         first_epoch, fc_state = go_on_from(state, emb_rrefs, args, report)
-    plan = Plan(
-        seed=args.seed,
-        num_embeddings=args.num_embeddings,
-        embedding_dim=args.embedding_dim,
-        targets=args.targets,
-        batch_bags=args.batch_bags,
-        batches=args.batches,
-        epochs=args.epochs,
-        lr=args.lr,
-        log_interval=args.log_interval,
-    )
+    plan = Plan(**{name: vars(args)[name] for name in Plan.__annotations__})
     # timeout=0: no limit, here and below. By default a call fails after 60 seconds.
     trainers = {
         rank: rpc.remote(rank, mode.Trainer, args=(plan, emb_rrefs, rank, job.devices[rank], fc_state), timeout=0)
@@ -162,9 +152,7 @@ def go_on_from(state, emb_rrefs, args, report):
     with checkpoint.going_on_from(args.checkpoint):
         epoch, fc_state = state["epoch"], state["fc"]
         scatter_table(state["table"], emb_rrefs)
-    report.say(f"Going on after epoch {epoch}.")
-    if epoch >= args.epochs:
-        report.say(NOTHING_LEFT)
+    report.going_on(f"epoch {epoch}", done=epoch >= args.epochs)
     return epoch, fc_state
 
 

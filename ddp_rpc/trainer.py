@@ -7,11 +7,11 @@ Shapes: B bags in a batch, C classes.
 """
 
 import collections
+import dataclasses
 import time
 
 from glue import checkpoint
-from glue.finite import check_finite
-from glue.seeds import seed_for
+from glue.training import check_finite, seed_for
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,21 @@ from torch.nn.utils import parameters_to_vector
 from clicks import ClickLog
 
 HELDOUT_BATCHES, HELDOUT_BAGS = 16, 512  # 8,192 bags: the standard error of an accuracy of 0.7 is about 0.005
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the master tells the trainers of the flags. An attribute has the name of its flag."""
+
+    seed: int
+    num_embeddings: int
+    embedding_dim: int
+    targets: str
+    batch_bags: int
+    batches: int
+    epochs: int
+    lr: float
+    log_interval: int
 
 
 class Trainer:  # in a trainer, on RPC threads; the master makes one call at a time, to all trainers together

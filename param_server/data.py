@@ -15,7 +15,7 @@ import os
 import socket
 
 from glue import UserError
-from glue.seeds import seed_for
+from glue.training import seed_for
 
 import torch
 import torch.nn.functional as F

@@ -19,7 +19,7 @@ import time
 
 from glue import UserError, checkpoint, flags, launch
 from glue.host import share_cores
-from glue.report import NOTHING_LEFT, Report
+from glue.report import Report
 from glue.scenario import Scenario
 
 import torch
@@ -111,19 +111,9 @@ def run_worker(rank, args, job):
 
 def run_server(server_class, test_digits, args, job):
     """Train and evaluate until the work is done. Runs in rank 0."""
-    plan = Plan(
-        world_size=args.world_size,
-        seed=args.seed,
-        num_servers=num_servers(args),
-        dataset=args.dataset,
-        batch_size=args.batch_size,
-        lr=args.lr,
-        momentum=args.momentum,
-        no_dropout=args.no_dropout,
-        max_staleness=4 if args.max_staleness is None else args.max_staleness,
-        num_gpus=args.num_gpus,
-        log_interval=args.log_interval,
-    )
+    max_staleness = 4 if args.max_staleness is None else args.max_staleness
+    chosen = vars(args) | {"num_servers": num_servers(args), "max_staleness": max_staleness}
+    plan = Plan(**{name: chosen[name] for name in Plan.__annotations__})
     report = Report("param_server", args, unit="image")
     folders = [given["data_dir"] for given in job.given]
     server = server_class(plan, job.devices, folders, report.bar)
@@ -189,9 +179,7 @@ def go_on_from(state, server, args, report):
         server.optimizer.load_state_dict(state["optimizer"])
     server.optimizer.param_groups[0]["momentum"] = args.momentum  # a resumed run may have another one
     updates, epoch = server.counts.updates, server.counts.epoch
-    report.say(f"Going on after update {updates}, with {epoch} of {args.epochs} epochs done.")
-    if epoch >= args.epochs:
-        report.say(NOTHING_LEFT)
+    report.going_on(f"update {updates}, with {epoch} of {args.epochs} epochs done", epoch >= args.epochs)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ trainer is a trainer's rank, an int. Shapes: B images in a batch.
 import copy
 import threading
 
-from glue.finite import check_finite
 from glue.open_calls import OpenCalls
-from glue.seeds import seed_for
+from glue.training import check_finite, seed_for
 
 import torch
 import torch.distributed.autograd as dist_autograd

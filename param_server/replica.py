@@ -13,9 +13,8 @@ trainer is a trainer's rank, an int. Shapes: P weights in the whole network (1,1
 
 import collections
 
-from glue.finite import check_finite
 from glue.open_calls import OpenCalls
-from glue.seeds import seed_for
+from glue.training import check_finite, seed_for
 
 import torch
 import torch.distributed.rpc as rpc

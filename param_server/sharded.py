@@ -14,23 +14,19 @@ at most one weight. All tensors travel on the CPU, because RPC's CUDA support is
 
 import threading
 
-from glue.finite import check_finite
-from glue.open_calls import OpenCalls
-from glue.seeds import seed_for
+from glue.training import check_finite
 
 import torch
 import torch.distributed.rpc as rpc
 from torch import optim
 from torch.futures import wait_all
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import replica
 from counts import Counts, Gradient
 from loops import print_loss, run_loops
-from net import Net
 
 
-class ParameterServer:  # in server1, on its main thread
+class ParameterServer(replica.ParameterServer):  # in server1, on its main thread
     """Leads the servers, of which one is in this process too, and the trainers.
 
     The weights here, and the momentum of their SGD, are up to date while no trainer computes.
@@ -38,26 +34,19 @@ class ParameterServer:  # in server1, on its main thread
 
     TRAINER_THREADS = 16  # RPC threads of a trainer: torch's default
 
-    def __init__(self, plan, devices, folders, bar):
-        """`devices`, `folders`: where each rank computes, and reads its data. `bar`: a progress bar of images."""
-        torch.set_num_threads(1)  # its updates are short, and a second thread would take a core from the trainers
-        torch.manual_seed(seed_for(plan.seed, "net"))
-        self.model = Net().to(devices[0])
-        # All weights in one tensor, of which the model's parameters become views: see replica.py.
-        self.weights_P = parameters_to_vector(self.model.parameters()).detach()
-        vector_to_parameters(self.weights_P, self.model.parameters())
-        self.optimizer = optim.SGD([self.weights_P], lr=plan.lr, momentum=plan.momentum)
+    def make_trainers(self, devices, folders):
         self.optimizer.state[self.weights_P]["momentum_buffer"] = torch.zeros_like(self.weights_P)
-        own = Shard(devices[0], plan.momentum, bar)
-        self.counts = own.counts  # each server makes as many updates
+        plan = self.plan
+        own = Shard(devices[0], plan.momentum)
+        own.counts = self.counts  # each server makes as many updates
+        others = range(1, plan.num_servers)
         self.shards = [rpc.RRef(own)]
-        for rank in range(1, plan.num_servers):
-            self.shards.append(rpc.remote(rank, Shard, args=(devices[rank], plan.momentum), timeout=0))
-        self.trainers = {}  # {rank: RRef}
+        self.shards += [rpc.remote(rank, Shard, args=(devices[rank], plan.momentum), timeout=0) for rank in others]
+        trainers = {}
         for rank in range(plan.num_servers, plan.world_size):
             arguments = (self.shards, plan, folders[rank], devices[rank])
-            self.trainers[rank] = rpc.remote(rank, Trainer, args=arguments, timeout=0)
-        self.calls = OpenCalls()
+            trainers[rank] = rpc.remote(rank, Trainer, args=arguments, timeout=0)
+        return trainers
 
     def run_batches(self, epoch, batches, report):
         """Let the trainers train with these batches, which are given by their numbers."""
@@ -110,9 +99,9 @@ class Trainer(replica.Trainer):  # in a trainer, on the RPC thread that serves r
 class Shard:  # in every server, on RPC threads
     """A range of the weights, and the SGD that updates it with each push."""
 
-    def __init__(self, device, momentum, bar=None):
+    def __init__(self, device, momentum):
         self.device, self.momentum = torch.device(device), momentum
-        self.counts = Counts(bar)
+        self.counts = Counts()
         self.lock = threading.RLock()  # guards all that changes
 
     # Trainers call the next two methods, several at once.

@@ -17,9 +17,9 @@ import statistics
 import time
 
 from glue import UserError, checkpoint, flags, launch
-from glue.report import NOTHING_LEFT, Report
+from glue.report import Report
 from glue.scenario import Scenario
-from glue.seeds import seed_for
+from glue.training import seed_for
 
 import torch
 import torch.distributed.rpc as rpc
@@ -153,10 +153,8 @@ def go_on_from(state, learner, args, report):
     """Go on from the state of a checkpoint."""
     with checkpoint.going_on_from(args.checkpoint):
         learner.load_state_dict(state)
-    average = f"{learner.running_reward:.2f}"
-    report.say(f"Going on after episode {learner.episodes}, with an average reward of {average}.")
-    if learner.solved or learner.episodes >= args.max_episodes:
-        report.say(NOTHING_LEFT)
+    done = learner.solved or learner.episodes >= args.max_episodes
+    report.going_on(f"episode {learner.episodes}, with an average reward of {learner.running_reward:.2f}", done)
 
 
 def evaluate(policy, args, report):

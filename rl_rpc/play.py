@@ -14,7 +14,7 @@ import os
 import sys
 
 from glue import UserError, checkpoint, flags
-from glue.seeds import seed_for
+from glue.training import seed_for
 
 import gymnasium
 

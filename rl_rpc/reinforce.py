@@ -9,7 +9,7 @@ Shapes: T = environment steps of all episodes together, D = observation features
 
 import dataclasses
 
-from glue.finite import check_finite
+from glue.training import check_finite
 
 import numpy as np
 import torch

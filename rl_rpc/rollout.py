@@ -8,7 +8,7 @@ Shapes: D = observation features.
 
 import random
 
-from glue.seeds import seed_for
+from glue.training import seed_for
 
 import numpy as np
 

@@ -10,7 +10,7 @@ ob_id is an observer's rank, an int. Shapes: D = observation features, A = actio
 import random
 
 from glue.open_calls import OpenCalls
-from glue.seeds import seed_for
+from glue.training import seed_for
 
 import torch
 import torch.distributed.rpc as rpc

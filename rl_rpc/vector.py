@@ -11,7 +11,7 @@ count, of all games of all observers.
 import dataclasses
 import random
 
-from glue.seeds import seed_for
+from glue.training import seed_for
 
 import numpy as np
 import torch

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from glue import UserError
-from glue.seeds import seed_for
+from glue.training import seed_for
 
 import torch
 

@@ -8,7 +8,7 @@ Shapes: T = time steps, B = streams, L = layers, E = embedding size, H = hidden 
 """
 
 from glue import checkpoint
-from glue.seeds import seed_for
+from glue.training import seed_for
 
 import torch
 import torch.distributed.rpc as rpc

@@ -15,7 +15,7 @@ import math
 import time
 
 from glue import UserError, checkpoint, flags, launch
-from glue.report import NOTHING_LEFT, Report
+from glue.report import Report
 from glue.scenario import Scenario
 
 import torch
@@ -170,9 +170,8 @@ def go_on_from(state, trainer, args, report):
     """Go on from the state of a checkpoint."""
     with checkpoint.going_on_from(args.checkpoint):
         trainer.load_state_dict(state)
-    report.say(f"Going on after epoch {trainer.epoch}, with a held-out perplexity of {trainer.heldout:.3f}.")
-    if trainer.epoch >= args.epochs:
-        report.say(NOTHING_LEFT)
+    done = trainer.epoch >= args.epochs
+    report.going_on(f"epoch {trainer.epoch}, with a held-out perplexity of {trainer.heldout:.3f}", done)
     report.bar.update(trainer.step)
 
 

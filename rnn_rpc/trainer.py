@@ -7,8 +7,7 @@ Shapes: T = time steps (--bptt), B = streams (--batch_size), L = layers, H = hid
 
 import math
 
-from glue.finite import check_finite
-from glue.seeds import seed_for
+from glue.training import check_finite, seed_for
 
 import torch
 import torch.distributed.autograd as dist_autograd

@@ -1,15 +1,10 @@
-"""Write files completely or not at all; save checkpoints, and load them without executing code from the file.
-
-Runs in the process that saves, and in each process that resumes from a checkpoint.
-"""
+"""Write files completely or not at all; save checkpoints, and load them without executing code from the file."""
 
 import contextlib
 import errno
 import fcntl
 import io
 import os
-import select
-import stat
 import sys
 import warnings
 
@@ -17,19 +12,23 @@ from glue import UserError
 
 import torch
 
-PIPE_BYTES = 4096  # a pipe takes so much without waiting, as soon as it can be written to
-
 
 def write_file(path, content):
     """Write these bytes to `path`: a file completely or not at all, a device or a stream as it is. Raises UserError.
 
-    A file is written as `path`.part and then renamed, so `path` is always the complete old file or the complete new
-    one. Symbolic links are followed. If the process is killed meanwhile, `path`.part stays, and the next write replaces
-    it.
+    A file is written as `path`.part and then renamed, so `path` is always the complete old or the complete new one. If
+    the process is killed meanwhile, `path`.part stays, and the next write replaces it. Symbolic links are followed.
     """
     try:
-        if is_stream(path):
-            _write_to_stream(path, content)
+        if _is_stdout(path):  # opened anew, it would be written from its beginning
+            sys.stdout.flush()
+            sys.stdout.buffer.write(content)
+            sys.stdout.flush()
+        elif is_stream(path):
+            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # an error if nobody reads from a FIFO
+            os.set_blocking(descriptor, True)
+            with open(descriptor, "wb") as stream:
+                stream.write(content)
         else:
             _write_aside(os.path.realpath(path), content)
     except OSError as error:
@@ -38,23 +37,14 @@ def write_file(path, content):
 
 
 def is_stream(path):
-    """Return whether there is a device, a FIFO or the like at this path. A file that stdout goes to is one, too."""
-    with contextlib.suppress(OSError):
-        return not stat.S_ISREG(os.stat(path).st_mode) or os.path.samestat(os.stat(path), os.fstat(1))
+    """Return whether there is a device, a FIFO or the like at this path, or the file that stdout goes to."""
+    return _is_stdout(path) or (os.path.exists(path) and not os.path.isfile(path))
+
+
+def _is_stdout(path):
+    with contextlib.suppress(OSError):  # there is nothing at this path
+        return os.path.samestat(os.stat(path), os.fstat(1))
     return False
-
-
-def _write_to_stream(path, content):
-    if os.path.samestat(os.stat(path), os.fstat(1)):  # opened anew, it would be written from its beginning
-        sys.stdout.flush()
-        descriptor = os.dup(1)
-    else:
-        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # an error if nobody reads from a FIFO
-    with open(descriptor, "wb", buffering=0) as stream:
-        while content:
-            if not select.select([], [stream], [], 10)[1]:
-                raise UserError(f"cannot write {path}: nobody reads from it")
-            content = content[os.write(descriptor, content[:PIPE_BYTES]) :]
 
 
 def _write_aside(target, content):

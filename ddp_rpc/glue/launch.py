@@ -8,6 +8,7 @@ torchrun --nproc-per-node 3 main.py       torchrun starts the ranks, and sets RA
 import gc
 import logging
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -16,9 +17,9 @@ import time
 import warnings
 
 from glue import UserError, check, host, meet, print_error
-from glue.coordinator import Coordinator
+from glue.errors import mend_torch
 from glue.host import keep_freed_memory
-from glue.member import Member
+from glue.job import Job
 
 import torch.multiprocessing as mp
 
@@ -36,6 +37,7 @@ def launch(run_worker, args, scenario):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+    host.allow_open_files()
     if os.getpid() == 1:
         print_error("as process 1, this is not ended by SIGTERM or Ctrl-C: use an init, as in `docker run --init`")
     if args.rank is None:
@@ -43,14 +45,15 @@ def launch(run_worker, args, scenario):
     run_rank(args.rank, run_worker, args, scenario)
 
 
-def run_rank(rank, run_worker, args, scenario, listener=None, starter=None):
-    """Run one rank, and end this process. The last two are of ranks that one process has started: see start_all."""
+def run_rank(rank, run_worker, args, scenario, listener=None):
+    """Run one rank, and end this process. `listener`: of ranks that one process has started, see start_all."""
     keep_freed_memory()
-    if starter:
-        threading.Thread(target=end_with, args=(starter,), daemon=True).start()
+    if listener:
+        threading.Thread(target=end_with_the_starter, daemon=True).start()
     keep_console_clean()
+    mend_torch()
     args.rank = rank
-    job = Member(args, listener, starter) if rank else Coordinator(args, listener, starter)
+    job = Job(args, listener)
     try:
         job.join(scenario)
         (check.run_worker if args.check else run_worker)(rank, args, job)
@@ -65,12 +68,10 @@ def run_rank(rank, run_worker, args, scenario, listener=None, starter=None):
         os._exit(0)  # not sys.exit, which would wait for threads of torch
 
 
-def end_with(starter):
-    """End this process when the starting process ends, however that happens."""
-    try:
-        starter.recv()
-    except (EOFError, OSError):
-        os._exit(1)
+def end_with_the_starter():
+    """End this process when the starting process ends, however that happens, even if this one ignores SIGINT."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def keep_console_clean():
@@ -80,9 +81,6 @@ def keep_console_clean():
     # DistributedOptimizer warns that an optimizer in Python holds the GIL. What shutdown logs, it also raises.
     for name in ("torch.distributed.optim.optimizer", "torch.distributed.rpc.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-# ------------------------------------------------------------------------------------------ all ranks on this machine
 
 
 def start_all(run_worker, args, scenario):
@@ -96,16 +94,11 @@ def start_all(run_worker, args, scenario):
         import torch._dynamo  # noqa: F401
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, the kernel keeps no exit codes
     method = "fork" if forks else "spawn"
-    workers = scenario(args).workers
     try:
-        transport, *_ = host.transports_of([host.offer(args, uses_gpu=False)] * args.world_size)
-        host.allow_open_files(host.files_needed(transport, args.world_size))
-        # The ranks hold the other end of this connection, which ends with this process. Only rank 0 sends something.
-        own, theirs = mp.get_context(method).Pipe()
-        os.register_at_fork(after_in_child=own.close)
+        host.transports_of([host.offer(args, uses_gpu=False)] * args.world_size)  # raises if they cannot work
         listener = meet.listen("127.0.0.1", 0)  # loopback only, and any port that is free
         args.master_addr, args.master_port = listener.getsockname()
-        arguments = (run_worker, args, scenario, listener, theirs)
+        arguments = (run_worker, args, scenario, listener)
         # The ranks share the memory of the modules. Their garbage collectors would write to it, and the kernel would
         # copy it then, which costs each rank 8 ms and 8 MB.
         gc.freeze()
@@ -114,41 +107,28 @@ def start_all(run_worker, args, scenario):
         print_error(f"cannot start all ranks: {getattr(error, 'strerror', error)}")
         return 1
     listener.close()
-    theirs.close()
-    return wait_for(dict(enumerate(started.processes)), own, args.on_lost, workers)
+    return wait_for(started.processes, args.on_lost, scenario(args).names)
 
 
-def wait_for(running, own, on_lost, workers):
+def wait_for(processes, on_lost, names):
     """Wait until all ranks have ended; return the job's exit status, and name a rank that was killed.
 
-    Unless rank 0 has named it: it prints a line, and ends. `running`: {rank: process}.
+    Unless rank 0 has named it: it prints a line, and ends with status 1.
     """
-    failed = {}  # rank -> the exit code of its process, or minus the number of the signal that has killed it
+    # With --on_lost continue rank 0 decides what the end of another rank means.
+    deciding = processes[:1] if on_lost == "continue" else processes
     deadline = math.inf
-    while running and time.monotonic() < deadline:
+    while any(each.exitcode is None for each in processes) and time.monotonic() < deadline:
         time.sleep(0.02)  # not until a sentinel is ready: a child that a rank has forked would hold it open
-        for rank in [rank for rank, process in running.items() if process.exitcode is not None]:
-            if code := running.pop(rank).exitcode:
-                failed[rank] = code
-        # Rank 0 decides what happens when a rank is lost. But it does not know of one that has never connected.
-        if on_lost == "continue" and own.poll() and 0 not in failed:
-            failed.clear()
-        deadline = min(deadline, time.monotonic() + GRACE_SECONDS) if failed else math.inf
-    for process in running.values():
+        if any(each.exitcode for each in deciding):
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    codes = [each.exitcode or 0 for each in deciding]  # minus the number of a signal that has killed it
+    for process in processes:
         process.kill()
         process.join()
-    if failed.get(0, 0) > 0:
-        return failed[0]
-    for rank, code in failed.items():
-        if code < 0:
-            print_error(f"lost rank {rank} ({workers[rank]}): killed by {name_of(-code)}")
-            return 1
-    return next(iter(failed.values()), 0)
-
-
-def name_of(number):
-    """Return the name of a signal. Real-time signals have none in Python."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    killed = [rank for rank, code in enumerate(codes) if code < 0]
+    if killed and codes[0] <= 0:
+        number = -codes[killed[0]]
+        signal_name = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
+        print_error(f"lost {names[killed[0]]}: killed by {signal_name}")
+    return codes[0] if codes[0] > 0 else int(any(codes))

@@ -32,6 +32,11 @@ class Scenario:
     device_ranks: list | None = None  # the ranks that compute on --device (None: all); the others use no GPU
     can_lose: tuple = ()  # the modes that can go on without a lost rank
 
+    @property
+    def names(self):
+        """The ranks' names for the user."""
+        return [f"rank {number} ({worker})" for number, worker in enumerate(self.workers)]
+
 
 def check_job(args, scenario):
     """Raise UserError if these flags do not make a job."""
@@ -78,31 +83,26 @@ def uses_device(rank, scenario):
     return scenario.device_ranks is None or rank in scenario.device_ranks
 
 
-# ------------------------------------------------------------------------------------------ the flags of several ranks
-
-
 def of_this_rank(args):
     """Return the values of FILES, which rank 0 passes on to whoever needs them: {name: value}."""
     return {name: vars(args)[name] for name in FILES if name in args}
 
 
 def of_the_job(args):
-    """Return the flags that rank 0 sends to a rank: {name: value}."""
-    return {
-        name: value for name, value in vars(args).items() if name not in (*OF_A_RANK, "given", "launcher", "restarts")
-    }
+    """Return the flags that rank 0 sends to every rank: {name: value}."""
+    own = (*OF_A_RANK, "given", "launcher", "restarts")
+    return {"package": PACKAGE} | {name: value for name, value in vars(args).items() if name not in own}
 
 
 def adopt(flags, args):
-    """Replace the flags of this process by those of the job, but for FILES that its own command line has."""
-    own = {name: value for name, value in args.given.items() if name in FILES}
-    vars(args).update(flags | own)
+    """Replace the flags of this process by those of the job, but for FILES that its own command line has.
 
-
-def difference(given, args):
-    """Return how the flags of another rank's command line contradict those of the job, or None."""
+    Raises UserError if its command line contradicts them.
+    """
+    given = {"package": PACKAGE} | args.given
     for name, value in given.items():
-        ours = PACKAGE if name == "package" else vars(args).get(name)
-        if name not in FILES and value != ours:
-            return f"it was started with {name} {value}, and this job with {ours}"
-    return None
+        if name not in FILES and value != flags.get(name):
+            raise UserError(f"refused, because it was started with {name} {value}, and this job with {flags.get(name)}")
+    if args.rank >= flags["world_size"]:
+        raise UserError(f"refused, because this job has no rank {args.rank}")
+    vars(args).update(flags | {name: value for name, value in given.items() if name in FILES})

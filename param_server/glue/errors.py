@@ -5,9 +5,11 @@ An exception may have been raised in this process, or in another one, and brough
 
 import os
 import re
+import sys
+import threading
 import traceback
 
-from glue import PACKAGE, UserError, one_line
+from glue import PACKAGE, UserError, one_line, print_error
 
 import torch
 from torch.distributed.rpc import internal
@@ -91,14 +93,27 @@ class Explained:
         return " (called from {}, line {})".format(*own[-1]) if own else ""
 
 
-def mend_torch(print_mistake):
+printed = set()  # tracebacks
+printing = threading.Lock()
+
+
+def print_mistake(error):
+    """Print the traceback of a mistake in the code of this process, once: several callers may run into it."""
+    text = "".join(traceback.format_exception(error)).strip()
+    with printing:  # several RPC threads may run into it at the same time
+        if Explained(error).is_mistake_here and text not in printed:
+            printed.add(text)
+            print_error(text)
+
+
+def mend_torch():
     """Replace how torch prints the exception of a served function, and how it sends its text.
 
     torch prints every traceback, even if the reason is a lost rank, or an exception of a further rank, which has
     printed it. It has no option for this, so its module gets a `print`. And where the text arrives, torch decodes it as
     if it were escaped, which it is not: umlauts become garbage, and after a backslash the decoding may fail.
     """
-    internal.print = lambda *_, **__: print_mistake()
+    internal.print = lambda *_, **__: print_mistake(sys.exc_info()[1])
     run_function = internal._run_function  # C++ takes it from there, once
 
     def run_and_escape(function):

@@ -31,12 +31,6 @@ def why_no_gpu():
     return "torch.cuda.is_available() is False"
 
 
-def count_gpus():
-    """Return how many GPUs this process may use."""
-    torch.cuda.init()  # afterwards device_count() asks CUDA, not the driver's library; they can differ (MIG)
-    return torch.cuda.device_count()
-
-
 def devices_of(ranks):
     """Return each rank's device, as a string. `ranks`: by rank, a dict with its "host" and its number of "gpus".
 
@@ -70,19 +64,16 @@ SHM_BYTES = 16 << 20  # memory of a rank for each other rank on its host, over s
 
 def offer(args, uses_gpu):
     """Return what this process tells rank 0 about itself and its host, a dict."""
+    if uses_gpu:
+        torch.cuda.init()  # afterwards device_count() asks CUDA, not the driver's library; they can differ (MIG)
     return {
         "host": socket.gethostname(),
-        "gpus": count_gpus() if uses_gpu else 0,
+        "gpus": torch.cuda.device_count() if uses_gpu else 0,
         "transport": args.transport,
         "cores": usable_cores(),
         "memory": psutil.virtual_memory().available,
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[1] % (1 << 63),  # RLIM_INFINITY is -1 on Linux
     }
-
-
-def files_needed(transport, world_size):
-    without_others, for_each = FILES[transport]
-    return without_others + for_each * (world_size - 1)
 
 
 def transports_of(ranks):
@@ -93,57 +84,50 @@ def transports_of(ranks):
     and if the descriptors and the memory of shm suffice.
     """
     size, hosts = len(ranks), [rank["host"] for rank in ranks]
+    needed = {transport: alone + each * (size - 1) for transport, (alone, each) in FILES.items()}
     transports = []
     for number, rank in enumerate(ranks):
         here = hosts.count(rank["host"])
         transport = rank["transport"]
         if transport == "auto":
-            memory = here * (here - 1) * SHM_BYTES
-            fits = files_needed("shm", size) <= rank["files"] and memory <= rank["memory"] // 2
+            fits = needed["shm"] <= rank["files"] and here * (here - 1) * SHM_BYTES <= rank["memory"] // 2
             transport = "shm" if rank["cores"] >= 2 * here and fits else "uv"
-        if files_needed(transport, size) > rank["files"]:
-            need = f"{size} ranks over {transport} need {files_needed(transport, size)} open files in each"
+        if needed[transport] > rank["files"]:
+            need = f"{size} ranks over {transport} need {needed[transport]} open files in each"
             cure = "raise the limit (ulimit -n)" + (", or use --transport uv" if transport == "shm" else "")
             raise UserError(f"{need}, and rank {number} may have {rank['files']}: {cure}, or start fewer ranks")
         transports.append(transport)
     return transports
 
 
-def allow_open_files(number):
-    """Raise this process's soft limit of open files to this number, if it is lower. The hard limit allows it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < number:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
+def allow_open_files():
+    """Let this process, and those that it starts, have as many open files as the hard limit allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS says that there is no limit, but does not accept this
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def usable_cores():
-    """Return how many cores this process may use: those on which it may run, or fewer if its container has a quota.
-
-    `docker run --cpus 2` and a limit in Kubernetes are such quotas. A container finds its own at this path (control
-    groups, version 2); outside containers there is no such file.
-    """
+    """Return how many cores this process may use: those on which it may run, or fewer if its container has a quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    with contextlib.suppress(OSError, ValueError):  # no such file, or it says "max": no limit
+    # Of `docker run --cpus 2`, for example. Outside of containers there is no such file, or it says "max".
+    with contextlib.suppress(OSError, ValueError):
         limit, period = map(int, pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split())
         cores = min(cores, limit // period)
     return max(1, cores)
 
 
 def share_cores(workers):
-    """Set the number of intra-op threads to this process's share of the cores, unless OMP_NUM_THREADS sets it.
-
-    `workers`: how many processes on this host compute at the same time.
-    """
+    """Set the number of intra-op threads to this process's share of the cores, unless OMP_NUM_THREADS sets it."""
     if "OMP_NUM_THREADS" not in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun sets it to 1
         torch.set_num_threads(max(1, usable_cores() // workers))
 
 
 def keep_freed_memory():
-    """Let malloc keep freed memory for the next tensors. Must be called before other threads start.
+    """Let malloc keep freed memory for the next tensors, if it is glibc's. Call it before other threads start.
 
     By default malloc returns large blocks to the kernel, and each iteration pays for the page faults when it gets them
-    again: a fifth of the time of this repository's small models. It has an effect only with glibc. The programs in
-    bench/ call it too.
+    again: a fifth of the time of this repository's small models.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

@@ -10,8 +10,6 @@ from glue.checkpoint import write_file
 import torch
 from tqdm import tqdm
 
-NOTHING_LEFT = "Nothing is left to do: the checkpoint is of a finished run."  # printed after "Going on after ..."
-
 tqdm.set_lock(threading.RLock())  # tqdm's own lock is a system-wide semaphore, which a killed process leaves behind
 
 
@@ -30,6 +28,12 @@ class Report:
         """Print a line on stdout, above the progress bar if there is one."""
         with tqdm.external_write_mode():
             print(text)
+
+    def going_on(self, after, done):
+        """Say after what a resumed run goes on. `done`: the run had finished."""
+        self.say(f"Going on after {after}.")
+        if done:
+            self.say("Nothing is left to do: the checkpoint is of a finished run.")
 
     def scalar(self, name, value, step):
         """Record one point of the curve `name`, for --summary_json."""

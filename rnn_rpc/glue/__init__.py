@@ -2,19 +2,17 @@
 
     launch         start the ranks: all of them from one process, one by one, or by torchrun
     job            the `job` that run_worker gets: how a rank joins, waits for all, and ends
-    coordinator    its other half in rank 0, which decides what happens when a rank is lost
-    member         its other half in all other ranks
+    coordinator    its counterpart in rank 0, which decides what happens when a rank is lost
     meet           where the ranks meet
-    sockets        messages between a rank and rank 0, and on which network interface a rank listens
+    sockets        messages over a connection, and on which network interface a rank listens
     open_calls     calls that are not answered yet, of a rank that leads others (not in rnn_rpc, which has none)
     scenario       what follows from the flags of a job, and what is refused
     flags          the flags that all four packages share
-    finite         notice that training has diverged
+    training       seeds, and noticing that training has diverged
     report         what a run prints and writes: lines, progress bar, curves, summary
     errors         what an exception means, here or brought back by a call
     checkpoint     write files completely or not at all; save and load checkpoints
     host           GPUs, cores, transports and memory of this machine
-    seeds          random numbers that depend on --seed alone
     check          --check: what a job finds on its hosts, and the time of an RPC
 
 Why this is more than torchrun: torchrun starts the ranks of a machine, watches them, names the first that fails, and

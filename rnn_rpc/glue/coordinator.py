@@ -1,168 +1,129 @@
-"""What rank 0 does for the job: let the others join, keep the barriers, and decide what happens when a rank is lost.
+"""The Coordinator, in rank 0: it lets the ranks join, keeps the barriers, and decides what happens when one is lost.
 
-The main thread calls join, wait_for_all and on_lost of the Job. One thread accepts connections. Each connection has a
-thread that reads what its rank says. All of them change the state under `changed` only.
+job.py has the other end of each connection, also in rank 0 itself, and the messages. One thread accepts connections.
+Each connection has a thread that reads what its rank says.
 """
 
 import errno
 import json
 import threading
 import time
-from typing import NoReturn
 
-from glue import UserError, host, meet, print_error, sockets
-from glue.job import DONE, Job
-from glue.scenario import difference, of_the_job
+from glue import UserError, host, print_error, sockets
+from glue.scenario import of_the_job
+
+DONE = 10**9  # the number of the last barrier
 
 
-class Coordinator(Job):  # in rank 0
-    """The Job of rank 0."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.joined = {}  # what each rank that has joined offers
-        self.callback = None  # of on_lost()
-
-    # ------------------------------------------------------------------------------------------------ the main thread
-
-    def on_lost(self, callback):
-        """With --on_lost continue: from now on, if another rank is lost, the job goes on without it.
-
-        Call it after a barrier that follows init_rpc, because until then RPC needs every rank. `callback(rank)` is
-        called for each loss, on a thread that holds a lock of the job: it only puts the rank into the queue on which
-        the main thread waits. The job still ends when only rank 0 would be left.
-        """
-        if self.spawned:  # first, so that the starting process does not end the job because of such a loss
-            self.starter.send("rank 0 decides what happens when a rank is lost")
-        self.callback = callback
-
-    def _meet(self, scenario, waiting):
-        """Listen for the other ranks; return the address."""
-        self.know_scenario(scenario)
-        self.at = dict.fromkeys(range(self.world_size), 0)  # for each living rank, the barrier that it has reached
-        self.listener = self.listener or meet.listen_as_rank_0(self.args, waiting)
-        self.host = self.listener.getsockname()[0]
-        self.own_store = sockets.hold_store(self.host)  # it serves as long as this object exists
-        self._add(0, self.about())
+class Coordinator:  # in rank 0, on threads of its own
+    def __init__(self, args, names, listener, shares_console):
+        """`names`: of all ranks; `listener`: the socket to which they connect."""
+        self.args, self.names, self.listener, self.shares_console = args, names, listener, shares_console
+        sockets.close_in_children(listener)
+        self.store = sockets.hold_store(listener.getsockname()[0])  # it serves as long as this object exists
+        # It guards all that follows. The thread that ends the job takes it, and never releases it.
+        self.lock = threading.RLock()
+        self.offers = {}  # what each rank that has joined offers
+        self.links = {}  # rank -> the connection to it
+        self.at = dict.fromkeys(range(len(names)), 0)  # for each living rank, the barrier that it has reached
+        self.passed = 0  # the last barrier that all have reached
+        self.on_lost = None  # see Job.on_lost
+        self.lost = {}
         threading.Thread(target=self._accept, daemon=True).start()
-        return self.host
-
-    def _reach(self, barrier):
-        self._reached(0, barrier)
-
-    def _fail(self, line, status):
-        self._end(line, status, raised=True)
-
-    # ------------------------------------------------------------------------------------- a thread for each connection
 
     def _accept(self):
         while True:
             try:
-                connection, _ = self.listener.accept()
-                sockets.keep_alive(connection)
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+                link, _ = self.listener.accept()
+                sockets.end_with_a_process(link)
+                threading.Thread(target=self._serve, args=(link,), daemon=True).start()
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
-                    self._end(f"{error.strerror}: raise the limit (ulimit -n), or start fewer ranks")
+                    return self.end(f"{error.strerror}: raise the limit (ulimit -n), or start fewer ranks")
                 time.sleep(0.1)  # not the limit but, for example, memory: it may pass
 
-    def _serve(self, connection):
+    def _serve(self, link):
         """Let a rank join, then act on its messages until its connection ends."""
-        lines = connection.makefile("rb")
+        lines = link.makefile("rb")
         try:
-            hello = json.loads(lines.readline(1 << 16))
-            rank, where = hello["join"], str(hello["host"])
-            if refused := self._why_not(rank, hello["given"]):
-                return self._refuse(connection, where, refused)
-            sockets.send(connection, flags=of_the_job(self.args))
-            about = json.loads(lines.readline(1 << 16))
-            with self.changed:
-                if refused := self._why_not(rank, {}):  # another process has come first with this rank
-                    return self._refuse(connection, where, refused)
-                self._add(rank, about, connection)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return connection.close()  # whoever has connected is no rank of ours, or has ended
-        why = sockets.read(lines, lambda message: self._use(rank, message))
-        with self.changed:
-            self._lose(rank, why)
+            rank = json.loads(lines.readline(1 << 16))["join"]
+            if self._has_come(rank, link):
+                return
+            sockets.send(link, flags=of_the_job(self.args))
+            offer = json.loads(lines.readline(1 << 16))
+            if rank not in self.at:
+                raise ValueError
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return link.close()  # whoever has connected is no rank of ours, or has ended, or does not fit
+        with self.lock:
+            if self._has_come(rank, link):  # while this process waited for the offer
+                return
+            self._add(rank, offer, link)
+        self._lose(rank, sockets.read(lines, lambda message: self._use(rank, message)))
 
-    def _why_not(self, rank, given):
-        """Return why this rank may not join, or None."""
-        if type(rank) is not int or not 0 <= rank < self.world_size:
-            return f"this job has no rank {rank}"
-        if first := self.joined.get(rank):
-            return f"this rank has joined already, on {first['host']}"
-        return difference(given, self.args)
+    def _has_come(self, rank, link):
+        """Return whether another process has joined with this rank. If so, refuse this one."""
+        if first := self.offers.get(rank):
+            sockets.send(link, end=f"refused, because this rank has joined already, on {first['host']}", status=2)
+        return bool(first)
 
-    def _refuse(self, connection, where, why):
-        sockets.send(connection, end=f"refused, because {why}", status=2)
-        if self.shares_console:  # nobody can start this one rank again
-            self._end("")
-        print_error(f"{self.name}: refused a rank on {where}, because {why}")
-        connection.close()
+    def _add(self, rank, offer, link):
+        """Let a rank join, and tell all when nobody is missing any more."""
+        self.offers[rank], self.links[rank] = offer, link
+        if len(self.offers) < len(self.at):
+            return
+        ranks = [self.offers[number] for number in self.at]
+        try:
+            transports = host.transports_of(ranks)
+        except UserError as error:
+            return self.end(str(error))
+        self._tell(ranks=ranks, transports=transports, store_port=self.store.port, restarts=self.args.restarts)
+
+    def missing(self):
+        """Return the names of the ranks that have not joined."""
+        return ", ".join(self.names[rank] for rank in self.at if rank not in self.offers)
 
     def _use(self, rank, message):
-        if "failed" in message:  # it prints this itself, which is enough if the ranks share a console
-            self._end("" if self.shares_console else f"{self.names[rank]}: {message['failed']}", message["status"])
-        self._reached(rank, message["at"])
-
-    # ------------------------------------------------------------------------------------------ on all of these threads
-
-    def _add(self, rank, about, connection=None):
-        """Let a rank join, and tell all when nobody is missing any more."""
-        with self.changed:
-            self.joined[rank] = about
-            if connection:
-                self.links[rank] = connection
-            missing = [number for number in self.at if number not in self.joined]
-            if missing:
-                self.state["missing"] = missing
-                return
-            ranks = [self.joined[number] for number in self.at]
-            try:
-                transports = host.transports_of(ranks)
-            except UserError as error:
-                self._end(str(error))
-            news = {"store_port": self.own_store.port, "restarts": self.args.restarts, "transports": transports}
-            self._tell(missing=missing, ranks=ranks, **news)
-
-    def _say_who_is_missing(self):
-        if self.state["missing"]:  # not at each join: with many ranks, that would be many messages
-            self._tell(missing=self.state["missing"])
-
-    def _reached(self, rank, barrier):
-        with self.changed:
+        if "failed" in message:
+            return self.end(message["failed"], message["status"], raised_in=rank)
+        with self.lock:
             if rank in self.at:  # otherwise it has been lost
-                self.at[rank] = barrier
-            self._open_barrier()
+                self.at[rank] = message["at"]
+                self._open_barrier()
 
     def _open_barrier(self):
         """Tell all if every living rank has reached a further barrier."""
-        if (passed := min(self.at.values())) > self.state["passed"]:
-            self._tell(passed=passed)
+        if (lowest := min(self.at.values())) > self.passed:
+            self.passed = lowest
+            self._tell(passed=lowest)
 
     def _lose(self, rank, why):
         """Go on without a rank, or end the job, unless its work is done."""
-        if self.state["passed"] == DONE:
-            return
-        if not self.callback or len(self.at) == 2:
-            self._end(f"lost {self.names[rank]}: {why}")
-        print_error(f"lost {self.names[rank]}: {why}; the others go on")
-        self.lost[rank] = why
-        del self.at[rank], self.links[rank]
-        self._open_barrier()  # the others may wait only for this rank
-        self.callback(rank)
+        with self.lock:
+            if self.passed == DONE:
+                return
+            what = f"lost {self.names[rank]}: {why}"
+            if not self.on_lost or len(self.at) == 2:
+                return self.end(what)
+            print_error(f"{what}; the others go on")
+            self.lost[rank] = why
+            del self.at[rank], self.links[rank]
+            self._open_barrier()  # the others may wait only for this rank
+            self.on_lost(rank)
 
     def _tell(self, **news):
-        """Tell all ranks."""
-        self.state |= news
-        self.changed.notify_all()
-        for connection in self.links.values():
-            sockets.send(connection, **news)
+        for rank in self._rank_0_last():
+            sockets.send(self.links[rank], **news)
 
-    def _end(self, why, status=1, raised=False) -> NoReturn:
-        """End the job, and this process. `raised`: it is an exception of this process."""
-        self.changed.acquire()
-        for connection in self.links.values():
-            sockets.send(connection, end=f"{self.name}: {why}" if raised else why, status=1)
-        self.leave(why, status)
+    def _rank_0_last(self):
+        """Return the ranks that are connected, but rank 0 last: what it is told may end it, and so this process."""
+        return sorted(self.links, reverse=True)
+
+    def end(self, why, status=1, raised_in=None):
+        """End the job: tell all ranks why, but for the one in which the exception was raised, which ends by itself."""
+        self.lock.acquire()  # and never release it: the first reason counts
+        if raised_in is not None:  # this rank prints it, which is enough if all share a console
+            why = "" if self.shares_console else f"{self.names[raised_in]}: {why}"
+        for rank in self._rank_0_last():
+            if rank != raised_in:
+                sockets.send(self.links[rank], end=why, status=1 if rank else status)

@@ -1,8 +1,8 @@
-"""Where the ranks meet: how rank 0 is found, and how the others reach it.
+"""Where the ranks meet: how rank 0 is found, and how every rank reaches its Coordinator.
 
-Rank 0 listens at --master_addr and --master_port. (If one process has started all ranks, they inherit a socket that
+Rank 0 listens at --master_addr and --master_port. (If one process has started all ranks, it inherits a socket that
 listens already. Under torchrun, whose own store listens at this port, rank 0 takes a free port and says in that store
-which.) Every other rank connects there, and keeps this connection for as long as it lives.
+which.) Every rank connects there, and keeps this connection for as long as it lives.
 """
 
 import json
@@ -11,7 +11,7 @@ import socket
 import time
 
 from glue import PACKAGE, UserError
-from glue.sockets import keep_alive, listen, send
+from glue.sockets import end_with_a_process, listen, send
 
 import torch.distributed as dist
 
@@ -23,8 +23,8 @@ ANSWER_SECONDS = 60.0  # for rank 0 to answer when a rank has connected: perhaps
 class Waiting:
     """Prints now and then for whom a rank waits, and gives up after --join_timeout."""
 
-    def __init__(self, job, timeout):
-        self.job, self.timeout = job, timeout
+    def __init__(self, job):
+        self.job, self.timeout = job, job.args.join_timeout
         self.started = time.monotonic()
         self.print_at = self.started + PRINT_AFTER_SECONDS
 
@@ -48,7 +48,7 @@ class Waiting:
 
 
 def listen_as_rank_0(args, waiting):
-    """Return a socket that listens for the other ranks. Raises UserError."""
+    """Return a socket that listens for the ranks. Raises UserError."""
     # In Kubernetes, the name of a pod may be known some seconds later.
     address = waiting.retry(f"the address of {args.master_addr}", lambda: socket.gethostbyname(args.master_addr))
     store = torchruns_store(address, args)
@@ -59,8 +59,8 @@ def listen_as_rank_0(args, waiting):
     return listener
 
 
-def connect(hello, args, waiting):
-    """Connect to rank 0; return (the connection, the lines that come over it as a file, its answer to `hello`).
+def connect(args, waiting):
+    """Connect to the Coordinator; return (the connection, the lines that come over it as a file, its first answer).
 
     It is tried until --join_timeout has passed. Raises UserError.
     """
@@ -72,17 +72,16 @@ def connect(hello, args, waiting):
         connection.settimeout(args.join_timeout if waiting.job.spawned else min(ANSWER_SECONDS, args.join_timeout))
         lines = connection.makefile("rb")
         try:
-            send(connection, **hello)
+            send(connection, join=args.rank)
             if not (line := lines.readline(1 << 20)):  # perhaps it is a proxy, and rank 0 has not started yet
                 raise ConnectionError("what listens there has closed the connection")
             answer = json.loads(line)
             if not answer.keys() & {"flags", "end"}:
                 raise ValueError
-        except (TimeoutError, ValueError, AttributeError, RecursionError):  # it is silent, or sends no JSON object
-            raise UserError(
-                f"what listens at {where} is not rank 0 of this job (choose another --master_port)"
-            ) from None
-        keep_alive(connection)
+        except (TimeoutError, ValueError, AttributeError, RecursionError):  # it is silent, or says something else
+            why = f"what listens at {where} is not rank 0 of this job (choose another --master_port)"
+            raise UserError(why) from None
+        end_with_a_process(connection)
         return connection, lines, answer
 
     return waiting.retry(f"rank 0 at {where}", attempt)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import socket
+import weakref
 
 from glue import UserError
 
@@ -26,23 +27,36 @@ def read(lines, act):
             message = json.loads(lines.readline())
         except (ConnectionError, ValueError):  # ValueError: there is no further line, or only the beginning of one
             return "its process has ended"
-        except OSError:  # of the kernel: see keep_alive
+        except OSError:  # of the kernel: see end_with_a_process
             return f"silent for {LOST_AFTER_SECONDS} s: its machine or the network is gone"
         act(message)
 
 
-def keep_alive(connection):
-    """Let the kernel end this connection when it has heard nothing from the other machine for 8 seconds.
+def end_with_a_process(connection):
+    """Let the kernel end this connection when a process at one of its ends dies, or when its machine is gone.
 
-    It asks the other machine's kernel, not the process. So a process that computes, or is stopped in a debugger, is not
-    lost, as long as less than a socket's buffer is sent to it: a message has tens of bytes.
+    It is gone if its kernel has not answered for 8 seconds. The process need not answer. So one that computes, or is
+    stopped in a debugger, is not lost, as long as less than a socket's buffer is sent to it: a message has tens of
+    bytes.
     """
+    close_in_children(connection)
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     seconds = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 1000 * LOST_AFTER_SECONDS}
     for option, value in seconds.items():
         if hasattr(socket, option):  # not all systems have all
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def close_in_children(sock):
+    """Close a socket in forked children, such as workers of a DataLoader, which may live on when this process dies."""
+    held = weakref.ref(sock)
+
+    def close():
+        if (sock := held()) and sock.fileno() != -1:  # otherwise it is closed already
+            os.close(sock.detach())  # sock.close() would wait until the file that reads from it is closed
+
+    os.register_at_fork(after_in_child=close)
 
 
 def listen(host, port):

@@ -147,8 +147,8 @@ def test_a_mistake_in_a_line_with_an_escape_has_its_traceback_and_its_line(tmp_p
 def test_a_spawned_rank_waits_for_a_rank_0_that_begins_late(tmp_path):
     """It has connected to the socket that rank 0 inherits. In a terminal, a silent port would not be that of rank 0."""
     changed_package("rl_rpc", tmp_path, "glue/meet.py", ("ANSWER_SECONDS = 60.0", "ANSWER_SECONDS = 1e-4"))
-    begins = "        self.host = self.listener.getsockname()[0]\n"
-    late = f"        import select\n        select.select([self.listener], [], [])\n{begins}"  # until it has connected
+    begins = "        sockets.close_in_children(listener)\n"
+    late = f"        import select\n        select.select([listener], [], [])\n{begins}"  # until it has connected
     main = changed_package("rl_rpc", tmp_path, "glue/coordinator.py", (begins, late))
     done = run_script(main, *JOBS["rl_rpc"]["shortest"])
     assert (done.returncode, done.stderr) == (0, "")

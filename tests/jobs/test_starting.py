@@ -144,13 +144,7 @@ def test_a_rank_that_does_not_fit_is_refused_and_the_job_goes_on(tmp_path):
             rank.send_signal(number)
         for rank, number in signals.items():
             assert rank.wait(6) == -number, rank.text()
-        said = [line.partition(": refused a rank on ")[2] for line in server.errors().splitlines()]
-        assert [line.partition(", because ")[2] for line in said] == [
-            "it was started with seed 7, and this job with 3",
-            "this job has no rank 2",
-            f"this rank has joined already, on {socket.gethostname()}",
-        ]
-        assert not trainer.errors()
+        assert not server.errors() and not trainer.errors()
 
 
 @NEEDS_ROOT

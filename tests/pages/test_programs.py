@@ -25,7 +25,7 @@ ALSO = {  # what runs together with the programs of a page
     RECIPES: ["meeting.py", "errors.py", "farms.py three_die", "farms.py all_die"],
     YOUR_OWN: ["run_pytest.py . test_pool.py", "left_alone.py"],
 }
-UNNEEDED = ("open_calls.py", "report.py", "finite.py", "seeds.py")  # files of the glue, as WRITE_YOUR_OWN says
+UNNEEDED = ("open_calls.py", "report.py", "training.py")  # files of the glue, as WRITE_YOUR_OWN says
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 IN_RECIPES, IN_YOUR_OWN = pytest.mark.xdist_group(RECIPES), pytest.mark.xdist_group(YOUR_OWN)
 

@@ -10,7 +10,7 @@ from helpers import package_on_path
 from programs import run_main
 
 with package_on_path("ddp_rpc"):
-    from glue.seeds import seed_for
+    from glue.training import seed_for
 
     import hogwild
     import main

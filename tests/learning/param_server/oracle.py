@@ -13,7 +13,7 @@ from programs import ROOT, run_script
 
 with package_on_path("param_server"):
     from glue import scenario
-    from glue.seeds import seed_for
+    from glue.training import seed_for
 
     import main
     import net

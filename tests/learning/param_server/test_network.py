@@ -94,11 +94,14 @@ def test_the_defaults_are_the_tutorials_but_for_two():
 
 
 def test_ranks_must_agree_on_their_plan():
-    args = arguments()
-    plan = "lr batch_size dataset max_staleness num_servers num_gpus seed mode on_lost"
-    assert all(oracle.scenario.difference({name: "another"}, args) for name in plan.split())
-    own = "data_dir checkpoint summary_json"  # data_dir: each trainer reads the images on its own host
-    assert not any(oracle.scenario.difference({name: "another"}, args) for name in own.split())
+    flags, args = oracle.scenario.of_the_job(arguments()), arguments("--rank", 1)
+    for name in ["lr", "batch_size", "dataset", "max_staleness", "num_servers", "num_gpus", "seed", "mode", "on_lost"]:
+        args.given = {name: "another"}
+        with pytest.raises(ValueError, match=f"{name} another"):
+            oracle.scenario.adopt(flags, args)
+    args.given = {"data_dir": "mine", "checkpoint": "my.pt"}  # each trainer reads the images on its own host
+    oracle.scenario.adopt(flags, args)
+    assert (args.data_dir, args.checkpoint, args.lr) == ("mine", "my.pt", 0.03)
 
 
 def test_names_of_the_ranks():

@@ -14,7 +14,7 @@ from helpers import load_module, package_on_path
 from tutorials import changed, copied_alone
 
 with package_on_path("rl_rpc"):
-    from glue import scenario, seeds
+    from glue import scenario, training
 
     import actor
     import environment
@@ -32,8 +32,8 @@ EPISODE_LINE = re.compile(r"^Episode (\d+)\tLast reward: (-?[\d.]+)\tAverage rew
 
 def play_episode(network, env, seed, ob_id, episode):
     """Play an observer's episode; return (log-probability of each action, with its graph; states; actions; rewards)."""
-    generator = random.Random(seeds.seed_for(seed, "actions", ob_id, episode))
-    state, _ = env.reset(seed=seeds.seed_for(seed, "environment", ob_id, episode))
+    generator = random.Random(training.seed_for(seed, "actions", ob_id, episode))
+    state, _ = env.reset(seed=training.seed_for(seed, "environment", ob_id, episode))
     log_probs, states, actions, rewards = [], [], [], []
     done = False
     while not done:
@@ -59,7 +59,7 @@ def normalised(returns):
 
 
 def new_network(seed):
-    torch.manual_seed(seeds.seed_for(seed, 0))
+    torch.manual_seed(training.seed_for(seed, 0))
     network = policy.Policy(4, 2)
     return network, torch.optim.Adam(network.parameters(), lr=5e-3)
 
@@ -128,8 +128,8 @@ def single_process_with_vector_environments(seed, updates, observers, games, mak
     for update in range(1, updates + 1):
         log_probs, returns, totals = [], [], []
         for ob_id in range(1, observers + 1):
-            generator = random.Random(seeds.seed_for(seed, "actions", ob_id, update))
-            states, _ = envs.reset(seed=seeds.seed_for(seed, "environment", ob_id, update))
+            generator = random.Random(training.seed_for(seed, "actions", ob_id, update))
+            states, _ = envs.reset(seed=training.seed_for(seed, "environment", ob_id, update))
             played, rewards, ended = [[] for _ in range(games)], [[] for _ in range(games)], set()
             while len(ended) < games:
                 probs = torch.softmax(network.scores(states), dim=1)
@@ -191,7 +191,7 @@ def learn(learner, trajectories):
 def make_learner(env_id="CartPole-v1", seed=1, lr=5e-3, gamma=0.99):
     """Return the learner that run_agent in main.py makes."""
     env = environment.make_env(env_id)
-    torch.manual_seed(seeds.seed_for(seed, 0))
+    torch.manual_seed(training.seed_for(seed, 0))
     net = policy.Policy(*environment.sizes(env))
     return reinforce.Learner(net, lr, gamma, environment.reward_threshold(env))
 

@@ -57,7 +57,7 @@ def test_each_game_is_the_one_that_it_would_be_alone(monkeypatch):
         env, lengths = gym.make("ShortPole-v0"), games.counts.sum(0).tolist()
         for game, length in enumerate(lengths):
             assert games.counts[:, game].tolist() == [True] * length + [False] * (max(lengths) - length)
-            state, _ = env.reset(seed=oracle.seeds.seed_for(1, "environment", 3, 2) + game)  # as SyncVectorEnv does
+            state, _ = env.reset(seed=oracle.training.seed_for(1, "environment", 3, 2) + game)  # as SyncVectorEnv does
             for t in range(length):
                 assert games.states[t, game].tolist() == state.tolist()
                 state, reward, *ends, _ = env.step(games.actions[t, game].item())
@@ -92,7 +92,10 @@ def test_the_pieces_of_a_loss_have_the_gradient_of_the_whole(monkeypatch):
 
 def test_observers_see_different_environments_and_draws():
     """In the tutorial, all observers seed their environments with the same --seed. The jobs play by these seeds."""
-    seed_for, places = oracle.seeds.seed_for, [(ob_id, episode) for ob_id in range(1, 21) for episode in range(1, 21)]
+    seed_for, places = (
+        oracle.training.seed_for,
+        [(ob_id, episode) for ob_id in range(1, 21) for episode in range(1, 21)],
+    )
     seeds = {seed_for(1, what, *place) for what in ("actions", "environment") for place in places}
     assert len(seeds) == 2 * len(places)  # (1, 11) and (11, 1) are two
 
@@ -136,11 +139,13 @@ def test_an_episode_of_one_step_leaves_the_policy_finite():
 
 def test_ranks_must_agree_on_the_environment():
     """A rank that is given none takes that of the job. Another one is refused."""
-    args = main_module.parse_args([])
-    assert {"env_id", "seed", "mode", "on_lost"} <= set(oracle.scenario.of_the_job(args))
-    given = main_module.parse_args(["--rank", "1", "--env_id", "Acrobot-v1"]).given
-    why = oracle.scenario.difference(given, args)
-    assert why == "it was started with env_id Acrobot-v1, and this job with CartPole-v1"
+    flags = oracle.scenario.of_the_job(main_module.parse_args(["--seed", "3"]))
+    args = main_module.parse_args(["--rank", "1"])
+    oracle.scenario.adopt(flags, args)
+    assert (args.env_id, args.seed, args.rank) == ("CartPole-v1", 3, 1)
+    args = main_module.parse_args(["--rank", "1", "--env_id", "Acrobot-v1"])
+    with pytest.raises(ValueError, match="it was started with env_id Acrobot-v1, and this job with CartPole-v1"):
+        oracle.scenario.adopt(flags, args)
     assert {"env_id", "seed"} <= set(main_module.RESUME_KEYS)
 
 

@@ -15,7 +15,7 @@ from helpers import package_on_path
 
 with package_on_path("rnn_rpc"):
     import glue
-    from glue import errors, seeds
+    from glue import errors, training
 
     import corpus
     import logits
@@ -51,7 +51,7 @@ def train(*flags):
 
 def one_process(optimizer="sgd", lr=5.0, clip=0.05, seed=1, corpus_tokens=626):
     """Train the same model in this process without RPC; return (losses, parameters by name)."""
-    own = {part: seeds.seed_for(seed, part) for part in ("table", "decoder", "rnn")}
+    own = {part: training.seed_for(seed, part) for part in ("table", "decoder", "rnn")}
     torch.manual_seed(own["rnn"])
     rnn = nn.LSTM(E, H, LAYERS)
     table, decoder = nn.Embedding(V, E), nn.Linear(H, V)
