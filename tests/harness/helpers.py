@@ -16,7 +16,7 @@ NOISE = r"Traceback|Exception raised from|^frame #"  # tracebacks of Python and 
 PACKAGES = ("rl_rpc", "rnn_rpc", "ddp_rpc", "param_server")
 PAGES = [
     path
-    for pattern in ("*.md", "docs/**/*.md", *(f"{name}/*.md" for name in (*PACKAGES, "tests")))
+    for pattern in ("*.md", "docs/**/*.md", *(f"{name}/*.md" for name in (*PACKAGES, "tests", "findings")))
     for path in ROOT.glob(pattern)
 ]
 
