@@ -52,7 +52,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("the scenario").add_argument
     add("--env_id", default="CartPole-v1", metavar="ID", help="gymnasium ID; flat Box states, Discrete actions")
     add("--gamma", type=flags.fraction, default=0.99, metavar="G", help="discount factor of future rewards")
-    add("--lr", type=flags.positive_float, default=5e-3, metavar="LR", help="Adam's learning rate")
+    add("--lr", type=flags.positive_float, metavar="LR", help="Adam's learning rate (None: 0.005; vector: 0.01)")
     add("--reward_threshold", type=float, metavar="R", help="solved above this running reward (None: environment's)")
     add("--max_episodes", type=flags.positive_int, default=2000, metavar="N", help="end after N episodes in any case")
     add("--log_interval", type=flags.positive_int, default=10, metavar="N", help="episodes per line and checkpoint")
@@ -90,8 +90,9 @@ def run_agent(args, job):
     env = make_env(args.env_id)
     torch.manual_seed(seed_for(args.seed, 0))  # the stream of random numbers from which the first weights are drawn
     policy = Policy(*sizes(env)).to(job.device)
-    learner = Learner(policy, args.lr, args.gamma, reward_threshold(env, args.reward_threshold))
     mode = MODES[args.mode]
+    lr = args.lr or mode.Agent.default_lr
+    learner = Learner(policy, lr, args.gamma, reward_threshold(env, args.reward_threshold))
     observer = functools.partial(mode.Observer, games=args.games) if args.games else mode.Observer
     agent = mode.Agent(observer, args.world_size, learner, args.env_id, args.seed)
     if args.on_lost == "continue":

@@ -26,6 +26,8 @@ class Agent:  # in the agent
     `observer_class`: of the same mode. Source: tutorial, Agent.
     """
 
+    default_lr = 0.005
+
     def __init__(self, observer_class, world_size, learner, env_id, seed):
         self.learner = learner
         self.seed = seed

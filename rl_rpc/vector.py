@@ -76,6 +76,8 @@ def draw_all(scores_NA, generator):
 
 
 class Agent(rollout.Agent):  # in the agent, on its main thread
+    default_lr = 0.01  # the tutorial's: the gradient of many episodes has less noise
+
     def finish_episode(self):
         """Learn from the games of all observers; return the lowest of their total rewards."""
         played = list(self.trajectories.values())  # of the observers

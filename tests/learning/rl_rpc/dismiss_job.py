@@ -53,7 +53,9 @@ def run_worker(rank, args, job):
 
 
 def run_agent(args):
-    agent = step.Agent(step.Observer, 3, Learner(Policy(4, 2), args.lr, args.gamma, 475.0), "Noted-v0", args.seed)
+    agent = step.Agent(
+        step.Observer, 3, Learner(Policy(4, 2), step.Agent.default_lr, args.gamma, 475.0), "Noted-v0", args.seed
+    )
     agent.run_episode()
     agent.finish_episode()
     print(json.dumps(in_the_observers()), flush=True)

@@ -58,10 +58,10 @@ def normalised(returns):
     return (returns - returns.mean()) / (returns.std() + np.finfo(np.float32).eps.item())
 
 
-def new_network(seed):
+def new_network(seed, lr=5e-3):
     torch.manual_seed(training.seed_for(seed, 0))
     network = policy.Policy(4, 2)
-    return network, torch.optim.Adam(network.parameters(), lr=5e-3)
+    return network, torch.optim.Adam(network.parameters(), lr=lr)
 
 
 def single_process_reinforce(seed, episodes, observers=1, gamma=0.99, max_steps=500):
@@ -122,7 +122,7 @@ def single_process_with_vector_environments(seed, updates, observers, games, mak
 
     The games of an observer are taken apart at once: each is a list of its steps until it ends.
     """
-    network, optimizer = new_network(seed)
+    network, optimizer = new_network(seed, lr=1e-2)
     envs = make_envs()
     lowest_rewards = []
     for update in range(1, updates + 1):

@@ -106,7 +106,8 @@ def test_vector_is_a_plain_loop_over_the_same_vector_environments_and_repeats(tm
 
 def test_vector_with_one_game_is_rollout_and_makes_as_many_calls(tmp_path, rl_run):
     """This environment has no vector class, so the games are stepped one after the other."""
-    played, rollout = play(tmp_path, "vector", "--games", 1, traced=True), rl_run("rollout")
+    played = play(tmp_path, "vector", "--games", 1, "--lr", 0.005, traced=True)
+    rollout = rl_run("rollout")
     assert played.lines == rollout.lines
     assert played.summary["env_steps"] == rollout.summary["env_steps"]
     oracle.assert_same_policy(played.state, rollout.state["policy"])
