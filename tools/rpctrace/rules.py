@@ -70,10 +70,13 @@ class Rules:
         return found + ([self.absent("a call that was not recorded")] if process.unseen else [])
 
     def unknown_workers(self):
-        """Return the key of the workers of which nothing is known, or an empty list if there is none."""
-        worlds = [one.world for one in self.workers]
-        incomplete = not all(worlds) or max(worlds, default=0) > len(worlds)  # 0: others may join at any time
-        return [self.absent("another worker")] if incomplete else []
+        """Return the keys of the workers of which nothing is known, or an empty list if there is none."""
+        worlds, ranks = [one.world for one in self.workers], {one.rank for one in self.workers}
+        if all(worlds) and max(worlds, default=0) <= len(worlds):
+            return []
+        if not all(worlds) or -1 in ranks:  # there may be any number of them, or it is not known which
+            return [self.absent("another worker")]
+        return [self.absent(f"rank {rank}") for rank in range(max(worlds)) if rank not in ranks]
 
     def absent(self, who):
         """Return the key of somebody of whom nothing is known. He may do anything."""

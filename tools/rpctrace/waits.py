@@ -77,17 +77,17 @@ OF_PYTHON_AND_TORCH = (
     Row(GRAPH, "_engine_run_backward", end("a backward pass"), "DDP may need the others", IS_END, "train"),
     Row(EXECUTOR, "_worker", Wait("signal", "the queue of an executor"), "any thread", "one of many", "none"),
     # In threading.py, queue.py and concurrent/futures (Condition, Event, Semaphore, Barrier, Queue, Thread.join), see
-    # signal(): it needs any other thread of the process, or the one that it joins. Programs: too_few, optimizer_step.
+    # signal(): it needs any other thread of the process, or the one that it joins. Program: all_waits.
 )
 OF_C = (
     Row("lock", "acquire", acquire, "who stands in a `with` of it", "certain, of the same object", "two_locks"),
     Row("RLock", "acquire", acquire, "its owner, or the same", CERTAIN, "observers"),
     Row("Condition", "acquire", acquire, "the same, but not who waits for its signal", CERTAIN, "too_few"),
     Row("SimpleQueue", "get", simple_queue, "any thread of the process", "one of many", "queue_and_group"),
-    Row("Work", "wait", end("a collective, or a message"), "not known", IS_END, "none"),
-    Row("Store", "get wait add", end("a key in a store, with a time limit"), "not known", IS_END, "none"),
+    Row("Work", "wait", end("a collective, or a message"), "not known", IS_END, "all_waits"),
+    Row("Store", "get wait add", end("a key in a store, with a time limit"), "not known", IS_END, "all_waits"),
     Row("PyRRef", "to_here", RREF, "what makes the value, at its owner", "by its name", "constructor"),
-    Row("PyRRef", "local_value", end("the value of an RRef"), "its owner", IS_END, "none"),
+    Row("PyRRef", "local_value", end("the value of an RRef"), "its owner", IS_END, "all_waits"),
     Row("Future", "wait value", ANSWER, "what completes it, if the lines tell", BY_LINES, "accounts"),
     Row("", "backward", Wait("backward"), "hooks, and full or lost processes", "probable", "backward_hook"),
 )
