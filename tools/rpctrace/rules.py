@@ -266,7 +266,8 @@ class Rules:
         if wait.joins in process.threads:
             return f"the end of {process.threads[wait.joins].title()}", "call", [[self.key(process, wait.joins)]]
         text = f"a signal of another thread of {process.name} ({wait.what})"
-        return text, "event", [self.wakers(process, thread.tid)]
+        still = all(one.still for one in self.processes)  # or an answer, which a dump does not show, may send it
+        return text, "event", [self.wakers(process, thread.tid)] if still else []
 
     def wakers(self, process, tid=0):
         """Whoever may complete a Future, or notify, in this process: its threads, its calls, and who calls it."""

@@ -26,8 +26,8 @@ ALARM = 30.0  # seconds: after a longer time, nobody waits for an alarm
 BARS = 1000  # at most so many open ones at each end of the list
 OWNER = re.compile(r"owner=(\d+) count=[1-9]")  # in the repr of a threading.RLock
 LOCKING = "/distributed/optim/optimizer.py"  # torch's only `with` of a lock in which a program's code runs
-# These variables are written of functions in these files of Python and torch. Of the program's own functions only what a
-# lock needs is looked at, because values would live longer otherwise, until Python 3.13.
+# These variables are written of functions in these files of Python and torch. Of the program's own functions only what
+# a lock needs is looked at, because values would live longer otherwise, until Python 3.13.
 SIGNALS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py", "/distributed/distributed_c10d.py")
 VARIABLES = ("self", "timeout", "group")
 
