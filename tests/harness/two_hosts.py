@@ -2,8 +2,8 @@
 
 Needs root and the command ip (Debian: iproute2). Each host has its own loopback interface, its own address on the
 link, and its own name. As in container images, this name resolves to an address at which the other host cannot reach
-it. A slow link is a pair of TUN devices, and a process that forwards each packet after a delay. (If the kernel has no
-netem, there is no simpler way.)
+it. Its DNS knows no name. A slow link is a pair of TUN devices, and a process that forwards each packet after a delay.
+(If the kernel has no netem, there is no simpler way.)
 """
 
 import contextlib
@@ -20,6 +20,15 @@ import time
 WHOSE = sys.argv[2] if __name__ == "__main__" else os.getpid()  # for tests that run at the same time
 NAMES, DEVICES = [f"rpc-host-a-{WHOSE}", f"rpc-host-b-{WHOSE}"], [f"rpc-a{WHOSE}", f"rpc-b{WHOSE}"]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+DNS = """
+import socket
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("127.0.0.53", 53))
+print("ready", flush=True)
+while True:
+    question, client = server.recvfrom(512)
+    server.sendto(question[:2] + bytes([0x81, 0x83]) + question[4:], client)  # an answer: there is no such name
+"""
 
 
 def why_not():
@@ -41,7 +50,7 @@ class TwoHosts:
     """A context manager: hosts 0 and 1, joined by a link that takes `delay_ms` milliseconds each way."""
 
     def __init__(self, delay_ms=0.0):
-        self.delay_ms, self.carrier = delay_ms, None
+        self.delay_ms, self.helpers = delay_ms, []
 
     def __enter__(self):
         self._remove()
@@ -50,11 +59,12 @@ class TwoHosts:
             ip("-n", name, "link", "set", "lo", "up")
             os.makedirs(f"/etc/netns/{name}", exist_ok=True)
             with open(f"/etc/netns/{name}/hosts", "w") as hosts:  # `ip netns exec` mounts it as /etc/hosts
-                hosts.write(f"127.0.0.1 localhost\n::1 localhost\n::ffff:127.0.0.1 localhost\n127.0.1.1 {name}\n")
+                hosts.write(f"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {name}\n")
+            with open(f"/etc/netns/{name}/resolv.conf", "w") as resolver:
+                resolver.write("nameserver 127.0.0.53\n")
+            self._start("ready", "ip", "netns", "exec", name, sys.executable, "-c", DNS)
         if self.delay_ms:
-            command = [sys.executable, os.path.abspath(__file__), str(self.delay_ms), str(WHOSE)]
-            self.carrier = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            assert self.carrier.stdout.readline() == "carrying\n"
+            self._start("carrying", sys.executable, os.path.abspath(__file__), str(self.delay_ms), str(WHOSE))
         else:
             ends = ["netns", NAMES[0], "type", "veth", "peer", "name", DEVICES[1], "netns", NAMES[1]]
             ip("link", "add", DEVICES[0], *ends)
@@ -64,10 +74,15 @@ class TwoHosts:
         return self
 
     def __exit__(self, *_):
-        if self.carrier:
-            self.carrier.kill()
-            self.carrier.wait()
+        for helper in self.helpers:
+            helper.kill()
+            helper.wait()
         self._remove()
+
+    def _start(self, says, *command):
+        """Start a process that ends with this block. Return when it says that it works."""
+        self.helpers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert self.helpers[-1].stdout.readline() == f"{says}\n"
 
     def _remove(self):
         for name in NAMES:
