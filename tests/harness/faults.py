@@ -1,4 +1,4 @@
-"""Faults in jobs: a rank is killed at some moment, or a copy of a package is changed.
+"""Faults in jobs: a rank is killed at some moment.
 
 run_case checks what docs/RUNNING.md promises of a job whose rank is killed. tools/soak_faults.py draws such cases.
 """
@@ -6,15 +6,12 @@ run_case checks what docs/RUNNING.md promises of a job whose rank is killed. too
 import contextlib
 import os
 import re
-import shutil
 import signal
 import time
 
 from helpers import NOISE
 from jobs import JOBS, RunningJob
 from processes import command_of
-from programs import ROOT
-from tutorials import changed
 
 JOIN_TIMEOUT = 20  # seconds
 # If the rank dies before it has joined, the others wait for it until --join_timeout, which they count from their own
@@ -52,7 +49,7 @@ def kill_and_check(job, rank, pids, moment="training"):
         assert time.monotonic() < killed_at + ALL_HAVE_ENDED_AFTER[moment], job.text()
         time.sleep(0.02)
     took = time.monotonic() - killed_at
-    statuses, left = job.wait(15), job.survivors()
+    statuses, left = job.wait(45 if job.way == "torchrun" else 15), job.survivors()  # torchrun waits for 30 s
     assert not left, (left, job.text())
     if job.one_by_one:
         del statuses[rank]
@@ -78,16 +75,3 @@ def assert_named(job, victims, may_be_done=False):
         named = len(lines) == 1 or (job.way == "torchrun" and re.search(of_torchrun, process.errors()))
         named = named and all(re.search(f"lost ({names})", line) for line in lines)
         assert process.returncode == 1 and named, (process.returncode, names, job.text())
-
-
-def changed_package(package, folder, name, *changes, more=""):
-    """Copy a package; make these changes, (right, wrong), in one of its files, and append `more`; return the main.py.
-
-    Further calls with the same folder change the same copy.
-    """
-    copy = folder / package
-    if not copy.exists():
-        shutil.copytree(ROOT / package, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    with open(changed(copy / name, *changes), "a") as file:
-        file.write(more)
-    return str(copy / "main.py")

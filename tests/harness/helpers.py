@@ -51,6 +51,11 @@ def write_mnist(folder, train, test):
     return folder
 
 
+def largest_difference(ones, others):
+    """Return the largest difference between the numbers of these tensors, and of those."""
+    return max((one - other).abs().max().item() for one, other in zip(ones, others, strict=True))
+
+
 def noise(count):
     """Return noise instead of digits: images (count, 28, 28) and labels (count,)."""
     random = np.random.default_rng(count)
@@ -98,6 +103,13 @@ def load_module(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def assert_in_order(lines, path):
+    """Assert that these lines stand in the file in this order, perhaps with others between, and indented otherwise."""
+    rest = iter([line.strip() for line in path.read_text().splitlines()])
+    for line in lines:
+        assert line.strip() in rest, (path, line)  # `in` takes lines from `rest` up to the one that it finds
 
 
 def anchor_of(heading):

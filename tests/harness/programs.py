@@ -7,7 +7,7 @@
 
 RunningJob (jobs.py) starts all ranks of a main.py in one of three ways, run_in_terminals (tutorials.py) those of a
 program in one file, as forks of one process, and TwoHosts (two_hosts.py) puts them on two hosts. All of these start
-Programs.
+Programs. A program that misbehaves is one that a function of the test has changed (patches.py).
 
 A start costs 3 to 5 seconds of CPU time, so a test asks one program several questions. The number of starts is printed
 after the tests.

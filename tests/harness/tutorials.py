@@ -6,15 +6,13 @@ import re
 import shlex
 import shutil
 import sys
+import warnings
 
 from forks import run_in_forks
 from jobs import free_port
 from listeners import Listeners
 from programs import ROOT, run_script
 from two_hosts import TwoHosts, why_not
-
-# For a test that changes a copy anyway: its ranks need not import torch again, which takes each of them seconds.
-FORKED = ("mp.spawn(", 'mp.start_processes(start_method="fork", fn=')
 
 
 def copied_alone(path, folder):
@@ -59,7 +57,8 @@ def watched_host(port):
 
     `port`: of a store of torch, which listens everywhere.
     """
-    if why_not():
+    if why := why_not():
+        warnings.warn(f"not checked where it listens, and whether it polls: {why}", stacklevel=2)
         yield [sys.executable]
         return
     with TwoHosts() as hosts, Listeners(hosts, 0) as listeners:

@@ -14,6 +14,7 @@ import torch
 
 from helpers import PACKAGES
 from jobs import JOBS, RunningJob, free_port
+from patches import main_with
 from programs import Program, run_main, run_script
 
 DEVICE = "cuda"
@@ -41,12 +42,36 @@ def test_a_rank_killed_under_gpu_traffic_ends_the_job(package):
         assert f"({job.names[-1]})" in job.errors() and "Traceback" not in job.errors(), job.errors()
 
 
+def prints_its_memory(program, functools, threading, torch):
+    """Each rank prints the MiB that its allocator had reserved after half of its work, and after all of it.
+
+    If one tensor is leaked in each iteration, the second number is much larger.
+    """
+    run_worker = program.run_worker
+
+    @functools.wraps(run_worker)  # a spawned process gets it by its name
+    def run_and_print(rank, args, job):
+        samples, over = [], threading.Event()
+
+        def sample():
+            while not over.wait(0.2):
+                samples.append(torch.cuda.memory_reserved(job.device) / 2**20 if job.device.type == "cuda" else 0.0)
+
+        thread = threading.Thread(target=sample)
+        thread.start()
+        run_worker(rank, args, job)
+        over.set()
+        thread.join()
+        print(f"memory rank {rank}: {samples[len(samples) // 2]:.1f} {samples[-1]:.1f}", flush=True)
+
+    program.run_worker = run_and_print
+
+
 @pytest.mark.parametrize("package", PACKAGES)
-def test_gpu_memory_stays_flat(package):
+def test_gpu_memory_stays_flat(package, tmp_path):
     size = JOBS[package]["size"]
-    done = run_script(
-        "tests/harness/cuda_memory.py", package, *size, *LONG_RUNS[package], "--device", DEVICE, timeout=280
-    )
+    main = main_with(package, tmp_path, prints_its_memory)
+    done = run_script(main, *size, *LONG_RUNS[package], "--device", DEVICE, timeout=280)
     assert done.returncode == 0, done.stderr
     held = re.findall(r"^memory rank \d+: ([\d.]+) ([\d.]+)$", done.stdout, re.M)
     assert len(held) == int(size[1]), done.stdout

@@ -100,7 +100,7 @@ SEEN = {
     "rnn_rpc": GLUE
     | {
         "--mode": "test_bytes_on_the_wire_are_what_the_tensors_weigh",
-        "--on_lost": "test_a_flag_that_would_be_ignored_is_refused",
+        "--on_lost": "test_a_wrong_command_line_is_refused_in_one_line",
         "--corpus": "test_a_text_of_characters_that_stdout_cannot_show",
         "--tokens": "test_a_text_of_characters_that_stdout_cannot_show",
         "--optimizer": "test_a_text_of_characters_that_stdout_cannot_show",
@@ -122,7 +122,7 @@ SEEN = {
     },
     "ddp_rpc": GLUE
     | {
-        "--on_lost": "test_a_flag_that_would_be_ignored_is_refused",
+        "--on_lost": "test_a_wrong_command_line_is_refused_in_one_line",
         "--mode": "test_pipelined_learns_for_longer_than_an_rpc_may_take",
         "--lr": "test_divergence_ends_the_run_in_one_line_and_writes_nothing",
         "--targets": "test_divergence_ends_the_run_in_one_line_and_writes_nothing",
@@ -235,6 +235,16 @@ def test_to_resume_a_finished_run_is_no_failure(package, run_of):
     )
     assert run.summary[FIGURES[package]] == pytest.approx(before)
     assert ("Solved!" in run.text) == (package == "rl_rpc")
+
+
+@pytest.mark.quick
+def test_flags_are_understood_with_hyphens_too():
+    with package_on_path("param_server"):
+        import main
+
+        args = main.parse_args(["--world-size=5", "--max-batches", "2", "--mode", "replica", "--rpc_timeout", "5"])
+        dropped = [main.parse_args(words).no_dropout for words in (["--no-dropout"], ["--no_dropout"], [])]
+    assert (args.world_size, args.max_batches, args.rpc_timeout) == (5, 2, 5) and dropped == [True, True, False]
 
 
 # ------------------------------------------------------------------------------------------------ the table is complete

@@ -6,8 +6,9 @@ test_own_errors.py one of rl_rpc.
 
 import pytest
 
-from faults import case_id, changed_package, run_case
+from faults import case_id, run_case
 from helpers import assert_one_line_error
+from patches import main_with
 from programs import run_script
 
 
@@ -24,9 +25,18 @@ def test_a_death_ends_the_job(case):
     run_case(*case)
 
 
+def rank_1_dies(program, os, signal):
+    run_rank = program.launch.run_rank
+
+    def run_or_die(rank, *arguments):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        run_rank(rank, *arguments)
+
+    program.launch.run_rank = run_or_die
+
+
 def test_a_rank_that_dies_while_others_are_still_being_started_is_named(tmp_path):
     """Python's multiprocessing itself takes its exit code then."""
-    begins = "    keep_freed_memory()\n"
-    dies = (begins, f"    rank == 1 and os.kill(os.getpid(), signal.SIGKILL)\n{begins}")
-    done = run_script(changed_package("rl_rpc", tmp_path, "glue/launch.py", dies), "--world_size", 8, timeout=60)
+    done = run_script(main_with("rl_rpc", tmp_path, rank_1_dies), "--world_size", 8, timeout=60)
     assert_one_line_error(done, 1, "lost rank 1 (observer1): killed by SIGKILL")

@@ -7,29 +7,30 @@ import signal
 
 import pytest
 
-from faults import assert_named, changed_package
+from faults import assert_named
 from forks import run_in_forks
 from helpers import ROOT, load_module, package_on_path
 from jobs import JOBS, RunningJob, free_port
+from patches import main_with
 
 BATCHED = ("--mode", "batched", "--rpc_timeout", 600)
 ONE_IMAGE = ("--batch_size", 1)  # so an epoch takes minutes
 ELASTIC = "rl_rpc/elastic.py"
 
 
-def run_with_mistake(package, folder, name, right, wrong, *flags):
-    """Run a copy of a package in which `right` is replaced by `wrong`; return what it has written to stderr."""
-    main = changed_package(package, folder, name, (right, wrong))
-    with RunningJob(package, "spawned", [*JOBS[package]["long"], *flags], script=main) as job:
+def run_with_mistake(package, folder, mistake, *flags):
+    """Run a package with this patch; return what it has written to stderr."""
+    flags = [*JOBS[package]["long"], *flags]
+    with RunningJob(package, "spawned", flags, script=main_with(package, folder, mistake)) as job:
         assert job.wait(60) == [1] and not job.survivors(), job.text()
         return job.errors()
 
 
-def assert_traceback_printed_once(errors, package, rank, name):
-    """Assert that the traceback leads into the file `name`, and that its last line is blamed on this rank."""
+def assert_traceback_printed_once(errors, package, rank):
+    """Assert that the traceback leads into the patch, and that its last line is blamed on this rank."""
     assert errors.count("Traceback (most recent call last)") == 1, errors
     traceback = errors.partition("Traceback")[2]
-    assert re.search(rf'File ".*{name}", line \d+, in ', traceback), errors
+    assert re.search(r'File ".*main.py", line \d+, in wrong', traceback), errors
     cause = re.search(r"^ *((AttributeError|TypeError|NameError): .*)$", traceback, re.MULTILINE)[1]
     names = JOBS[package]["names"]
     assert f"rank {rank} ({names[rank]}): {cause}" in errors
@@ -37,54 +38,86 @@ def assert_traceback_printed_once(errors, package, rank, name):
         assert f"lost rank {other}" not in errors, errors
 
 
+def in_a_lookup(hogwild):
+    def wrong(self, ids_I, offsets_B, with_gradient):
+        return self.no
+
+    hogwild.EmbeddingShard.look_up = wrong
+
+
+def in_one_observer(step):
+    right = step.Observer.step
+
+    def wrong(self, action):
+        return right(self, action if self.id == 1 else self.no)
+
+    step.Observer.step = wrong
+
+
+def in_one_trainer(remote):
+    right = remote.TrainerNet.forward
+
+    def wrong(self, batch, x):
+        return right(self, batch, x if self.rank == 1 else self.no)
+
+    remote.TrainerNet.forward = wrong
+
+
 @pytest.mark.parametrize(
-    "package, rank, name, right, wrong, flags",
+    "package, rank, mistake, flags",
     [
-        pytest.param(
-            *("ddp_rpc", 3, "hogwild.py", "torch.set_grad_enabled(", "torch.set_grad_enable(", ()),
-            marks=pytest.mark.quick,
-        ),
-        ("rl_rpc", 2, "step.py", ".env.step(action)\n", ".env.step(action if self.id == 1 else self.no)\n", BATCHED),
-        (
-            "param_server",
-            2,
-            "remote.py",
-            "with torch.profiler",
-            "assert self.rank == 1 or self.no\n            with torch.profiler",
-            ONE_IMAGE,
-        ),
+        pytest.param("ddp_rpc", 3, in_a_lookup, (), marks=pytest.mark.quick),
+        ("rl_rpc", 2, in_one_observer, BATCHED),
+        ("param_server", 2, in_one_trainer, ONE_IMAGE),
     ],
     ids=["ddp_rpc", "rl_rpc", "param_server"],
 )
-def test_mistake_in_served_method_shows_its_traceback_once(tmp_path, package, rank, name, right, wrong, flags):
+def test_mistake_in_served_method_shows_its_traceback_once(tmp_path, package, rank, mistake, flags):
     """In ddp_rpc a trainer calls the server, and the master has called the trainer.
 
     In the others, one observer or trainer fails while another one works, or waits for it. Nobody waits for that.
     """
-    errors = run_with_mistake(package, tmp_path, name, right, wrong, *flags)
-    assert_traceback_printed_once(errors, package, rank, name)
+    errors = run_with_mistake(package, tmp_path, mistake, *flags)
+    assert_traceback_printed_once(errors, package, rank)
     assert re.search(r" \(called from .*/(hogwild|step|loops)\.py, line \d+\)$", errors, re.MULTILINE), errors
+
+
+def sends_a_function(step):
+    def wrong(self):
+        for ob_id, ob_rref in self.ob_rrefs.items():
+            self.calls.add(ob_id, ob_rref.rpc_async(timeout=0).run_episode(lambda: self, 1))
+        return self.calls.results()
+
+    step.Agent.run_episode = wrong
 
 
 def test_call_that_cannot_be_sent_is_an_error_of_its_caller(tmp_path):
     """torch does not raise it in the call, but from its Future, where it looks like an error of the observer."""
-    errors = run_with_mistake("rl_rpc", tmp_path, "step.py", "(self.agent_rref, episode)", "(lambda: episode)")
-    assert_traceback_printed_once(errors, "rl_rpc", 0, "step.py")
+    errors = run_with_mistake("rl_rpc", tmp_path, sends_a_function)
+    assert_traceback_printed_once(errors, "rl_rpc", 0)
+
+
+def answers_late(time, step):
+    step.Agent.select_action = lambda self, ob_id, state: time.sleep(3)
 
 
 def test_call_that_takes_too_long_shows_where_it_was_made(tmp_path):
     """It could be the consequence of a loss. So it is blamed on nobody until every loss would be known."""
-    right = "    def select_action(self, ob_id, state):\n"
-    slow = f"{right}        __import__('time').sleep(3)\n"
-    errors = run_with_mistake("rl_rpc", tmp_path, "step.py", right, slow, "--rpc_timeout", 1)
+    errors = run_with_mistake("rl_rpc", tmp_path, answers_late, "--rpc_timeout", 1)
     assert "in run_episode" in errors, errors
     assert "RPC ran for more than set timeout" in errors
 
 
+def leaves_early(step):
+    def finish_episode(self):
+        raise SystemExit
+
+    step.Agent.finish_episode = finish_episode
+
+
 def test_a_rank_that_leaves_too_early_is_named_in_every_terminal(tmp_path):
     """sys.exit() says that all is well, but the work is not done."""
-    right = "    def finish_episode(self):\n"
-    changed_package("rl_rpc", tmp_path, "step.py", (right, f"{right}        raise SystemExit\n"))
+    main_with("rl_rpc", tmp_path, leaves_early)
     place = f"main.py --world_size 2 --master_port {free_port()} --rank"
     ranks = run_in_forks(tmp_path / "rl_rpc", [f"{place} {rank}" for rank in range(2)], at_once=2, seconds=60)
     for reader, done in zip(("", "rank 1 (observer1): "), ranks.values(), strict=True):
@@ -180,12 +213,21 @@ def test_the_place_of_a_call_is_found_in_any_folder():
     assert Explained(caught.value).line(["agent", "observer1"], me=0).endswith(f"(called from {place}, line 1)")
 
 
+def observer_1_has_a_child(os, time, step):
+    make = step.Observer.__init__
+
+    def make_and_fork(self, *arguments):
+        make(self, *arguments)
+        if self.id == 1 and os.fork() == 0:
+            time.sleep(600)
+
+    step.Observer.__init__ = make_and_fork
+
+
 @pytest.mark.quick
 def test_a_killed_rank_is_named_although_its_child_lives(tmp_path):
     """The child, such as a worker of a DataLoader, is a fork, and would keep the connection open."""
-    right = "        self.env = make_env(env_id)\n"
-    forks = f"{right}        self.id == 1 and (__import__('os').fork() or __import__('time').sleep(600))\n"
-    main = changed_package("rl_rpc", tmp_path, "step.py", (right, forks))
+    main = main_with("rl_rpc", tmp_path, observer_1_has_a_child)
     with RunningJob("rl_rpc", "spawned", JOBS["rl_rpc"]["long"], script=main) as job:
         assert job.wait_for_text("Episode", 60), job.text()
         ranks = [job.pid_of(rank) for rank in range(3)]

@@ -9,9 +9,9 @@ import pytest
 from torch.distributed.rpc import internal
 
 from documented import assert_documented
-from faults import changed_package
 from helpers import assert_one_line_error, noise, package_on_path, write_mnist
 from jobs import JOBS, free_port
+from patches import main_with
 from programs import Program, run_main, run_script
 
 with package_on_path("rl_rpc"):
@@ -129,14 +129,18 @@ def test_torch_itself_garbles_what_is_not_plain_text():
     assert_documented(str(garbled.value), "cannot read MÃ")
 
 
+def has_an_escape(step):
+    def select_action(self, ob_id, state):
+        assert not ob_id, r"no \xzz, \u and ümlaut"
+
+    step.Agent.select_action = select_action
+
+
 def test_a_mistake_in_a_line_with_an_escape_has_its_traceback_and_its_line(tmp_path):
     """The call goes through two processes: the agent has called the observer, which calls the agent."""
-    right = "        trajectory = self.trajectories[ob_id]\n"
-    wrong = f'{right}        assert not trajectory.states, r"no \\xzz, \\u and ümlaut"\n'
-    main = changed_package("rl_rpc", tmp_path, "step.py", (right, wrong))
-    done = run_script(main)
+    done = run_script(main_with("rl_rpc", tmp_path, has_an_escape))
     assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
-    assert 'assert not trajectory.states, r"no \\xzz, \\u and ümlaut"' in done.stderr, done.stderr
+    assert 'assert not ob_id, r"no \\xzz, \\u and ümlaut"' in done.stderr, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("rl_rpc: rank 0 (agent): AssertionError: no \\xzz, \\u and ümlaut (called from "), last
 
@@ -144,12 +148,22 @@ def test_a_mistake_in_a_line_with_an_escape_has_its_traceback_and_its_line(tmp_p
 # -------------------------------------------------------------------------------------------- a rank 0 that begins late
 
 
+def rank_0_begins_late(select):
+    from glue import meet
+    from glue.coordinator import Coordinator
+
+    begin, meet.ANSWER_SECONDS = Coordinator.__init__, 1e-4
+
+    def begin_late(self, args, names, listener, shares_console):
+        select.select([listener], [], [])  # until a rank has connected
+        begin(self, args, names, listener, shares_console)
+
+    Coordinator.__init__ = begin_late
+
+
 def test_a_spawned_rank_waits_for_a_rank_0_that_begins_late(tmp_path):
     """It has connected to the socket that rank 0 inherits. In a terminal, a silent port would not be that of rank 0."""
-    changed_package("rl_rpc", tmp_path, "glue/meet.py", ("ANSWER_SECONDS = 60.0", "ANSWER_SECONDS = 1e-4"))
-    begins = "        sockets.close_in_children(listener)\n"
-    late = f"        import select\n        select.select([listener], [], [])\n{begins}"  # until it has connected
-    main = changed_package("rl_rpc", tmp_path, "glue/coordinator.py", (begins, late))
+    main = main_with("rl_rpc", tmp_path, rank_0_begins_late)
     done = run_script(main, *JOBS["rl_rpc"]["shortest"])
     assert (done.returncode, done.stderr) == (0, "")
 

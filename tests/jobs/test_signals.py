@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from faults import changed_package
 from jobs import JOBS, RunningJob, left_in
+from patches import main_with
 from processes import ranks_of
 from programs import Program
 
@@ -54,15 +54,24 @@ def episodes_in(job):
     return len(re.findall(r"Episode \d+", job.output()))
 
 
+def keeps_the_gil(ctypes, step):
+    reset = step.Observer.reset
+
+    def reset_after_a_long_time(self, episode):
+        if episode == 2:
+            ctypes.PyDLL(None).sleep(12)
+        return reset(self, episode)
+
+    step.Observer.reset = reset_after_a_long_time
+
+
 def test_a_job_outlives_a_rank_that_keeps_the_gil_its_terminal_and_ctrl_z(tmp_path):
     """The C code of an observer runs for longer than a machine that is gone is waited for. No Python runs meanwhile.
 
     A terminal that is closed sends SIGHUP to all processes, which nohup lets them ignore. Other signals end the job.
     Ctrl-Z stops all processes, here for as long as the C code runs.
     """
-    right = "    def reset(self, episode):\n"
-    busy = f"{right}        episode == 2 and __import__('ctypes').PyDLL(None).sleep(12)\n"
-    main = changed_package("rl_rpc", tmp_path, "step.py", (right, busy))
+    main = main_with("rl_rpc", tmp_path, keeps_the_gil)
     flags = [*JOBS["rl_rpc"]["long"], "--mode", "rollout", "--log_interval", "1"]
     with Program(main, *flags, by=["nohup", sys.executable]) as job:
         assert job.wait_for_text(r"Episode 3\b"), job.text()

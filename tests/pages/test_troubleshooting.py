@@ -18,11 +18,11 @@ import torch
 
 import two_hosts
 from documented import ENTRIES, NOT_TESTED, PAGE, ROWS, agrees, assert_documented, entry_of, message_of
-from faults import changed_package
 from forks import run_in_forks
 from helpers import ROOT, assert_refused, package_on_path
 from jobs import JOBS, RunningJob, free_port
 from pages import Page
+from patches import main_with
 from programs import Program, wait_for_text
 
 MAKERS = {}  # a function that causes failures, and returns the text that was seen -> pieces of their entries
@@ -145,10 +145,16 @@ def where_rank_0_cannot_listen(_):
 # ------------------------------------------------------- messages of the packages: what needs several processes
 
 
+def the_trainer_makes_a_mistake(program):
+    def train_step(*arguments):
+        raise ValueError("a mistake")
+
+    program.Trainer.train_step = train_step
+
+
 @makes("rank 1 (trainer): ValueError")
 def the_trainer_fails(tmp_path):
-    wrong = 'raise ValueError("a mistake")'
-    main = changed_package("rnn_rpc", tmp_path, "trainer.py", ("summed_loss = loss.item()", wrong))
+    main = main_with("rnn_rpc", tmp_path, the_trainer_makes_a_mistake)
     with RunningJob("rnn_rpc", "terminals", JOBS["rnn_rpc"]["long"], script=main) as job:
         job.wait(60)
         return job.errors()

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from helpers import PACKAGES, ROOT, load_module
+from helpers import PACKAGES, ROOT, assert_in_order
 from listeners import Listeners
 from pages import Page, imports_of, masked
 from programs import Program, run_script, wait_for_text
@@ -42,10 +42,7 @@ def test_the_lines_that_rpc_adds_are_those_of_the_programs(package):
     lines = [line for line in block.splitlines() if line and line != "@@"]
     assert len(lines) > 10 and all(line[0] in " +-" for line in lines)
     for name, signs in (("single.py", " -"), ("tutorial.py", " +")):
-        rest = iter((folder / name).read_text().splitlines())
-        for line in lines:
-            # `in` takes lines from `rest` up to the one that it finds, so the next one is looked for below it.
-            assert line[0] not in signs or line[1:] in rest, (name, line)
+        assert_in_order([line[1:] for line in lines if line[0] in signs], folder / name)
 
 
 # --------------------------------------------------------------------------------------------- sockets and transports
@@ -108,27 +105,3 @@ def test_the_forty_lines_run_listen_on_loopback_and_print_what_the_page_shows(tm
         assert addresses_of(listeners) == {"127.0.0.1"}
     program.check(done)
     assert masked(program.output).count("P1 another") == 4 and "P0 main" in masked(program.output)
-
-
-WRONG = "--world_size 1, --world_size 2 --rank 2, --world_size 3 --rank -1"
-REFUSED = {
-    "docs/primer.py": "--plot curve.png, --checkpoint c.pt, --resume, --world_size 1, --rank 2, --lr 0",
-    "param_server/tutorial.py": f"{WRONG}, --world_size 0, --rank 4, --num_gpus 3, --num_gpus -1, --dataset other",
-    "param_server/tutorial_batch.py": "--world_size 1, --rank 6, --rank -1, --num_batches 0",
-    "rl_rpc/elastic.py": ", --rank -1, --rank 0 --seconds 0",
-    "rl_rpc/tutorial.py": f"{WRONG}, --max_episodes 0, --log_interval 0",
-    "rl_rpc/tutorial_batch.py": f"{WRONG}, --num_episode 0, --no_batch",
-    "rnn_rpc/tutorial.py": "--world_size 1, --world_size 3, --rank 2, --rank -1",
-}
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("path, flags", [(path, flags) for path in REFUSED for flags in REFUSED[path].split(", ")])
-def test_a_program_in_one_file_refuses_what_cannot_work(monkeypatch, capsys, path, flags):
-    monkeypatch.setattr(sys, "argv", [path, *flags.split()])
-    with pytest.raises(SystemExit) as refused:
-        load_module(ROOT / path).parse_args()
-    *usage, complaint = capsys.readouterr().err.splitlines()
-    assert refused.value.code == 2 and "error: " in complaint
-    wrong = [word for word in flags.split() if word.startswith("--")][-1:]
-    assert all(word in complaint for word in wrong) and bool(usage) == (path != "docs/primer.py")

@@ -6,8 +6,8 @@ from resource import RUSAGE_CHILDREN, getrusage
 
 import pytest
 
-from faults import changed_package
 from helpers import assert_one_line_error, load_bench
+from patches import main_with
 from programs import run_main, run_script
 
 BYTES = load_bench("bytes_per_step")
@@ -23,12 +23,21 @@ def run(tmp_path, *flags, program="ddp_rpc/main.py", timeout=120):
     return done.stdout, json.loads(file.read_text())
 
 
+def every_act_takes_seconds(time, shards, trainer):
+    """A trainer when it is made, measures, or trains an epoch; to make a table takes longer."""
+    make_table = shards.Shard.__init__
+
+    def make_table_slowly(self, *arguments, **how):
+        time.sleep(9)
+        make_table(self, *arguments, **how)
+
+    trainer.Trainer.use_device = lambda self: time.sleep(3)
+    shards.Shard.__init__ = make_table_slowly
+
+
 def test_pipelined_learns_for_longer_than_an_rpc_may_take(tmp_path):
     """An epoch is one RPC, which would fail with a timeout. A line is printed for each epoch."""
-    right = "    def use_device(self):\n"  # a trainer's first step when it is made, measures, or trains an epoch
-    slow = changed_package("ddp_rpc", tmp_path, "trainer.py", (right, f"{right}        time.sleep(3)\n"))
-    right = "        num_rows = len(range(shard, num_embeddings, num_shards))\n"  # a table takes longer than a trainer
-    changed_package("ddp_rpc", tmp_path, "shards.py", (right, f"{right}        __import__('time').sleep(9)\n"))
+    slow = main_with("ddp_rpc", tmp_path, every_act_takes_seconds)
     flags = ("--mode", "pipelined", "--world_size", 5, "--num_servers", 2, "--epochs", 3, "--lr", 0.2)
     out, summary = run(tmp_path, *flags, "--rpc_timeout", 2, program=slow)
     losses = [float(loss) for loss in re.findall(r"held-out loss (\S+)", out)]
@@ -54,11 +63,19 @@ def test_divergence_ends_the_run_in_one_line_and_writes_nothing(tmp_path):
     assert float(re.search(r"ceiling ([\d.]+)", done.stdout)[1]) < 0.2
 
 
+def each_trainer_adds_its_rank(hogwild):
+    step = hogwild.Trainer.step
+
+    def step_and_add(self, batch):
+        loss = step(self, batch)
+        self.fc.bias.data += self.rank
+        return loss
+
+    hogwild.Trainer.step = step_and_add
+
+
 def test_trainers_whose_replicas_differ_fail(tmp_path):
-    """Here each trainer adds its rank to its replica of fc."""
-    right = "        return loss.detach()\n"
-    wrong = "        self.model.fc.module.bias.data += torch.distributed.get_rank()\n"
-    done = run_script(changed_package("ddp_rpc", tmp_path, "hogwild.py", (right, wrong + right)), *SMALL)
+    done = run_script(main_with("ddp_rpc", tmp_path, each_trainer_adds_its_rank), *SMALL)
     assert done.returncode == 1 and "the trainers' replicas of fc differ by up to" in done.stderr, done.stderr
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from documented import assert_documented
-from faults import changed_package
-from helpers import assert_one_line_error, assert_refused, load_bench, noise, package_on_path, write_mnist
+from helpers import assert_one_line_error, load_bench, noise, package_on_path, write_mnist
+from patches import main_with
 from programs import Program, run_main, run_script
 
 BYTES = load_bench("bytes_per_step")
@@ -63,25 +63,15 @@ def test_output_that_nobody_reads_for_a_while_delays_the_job_and_breaks_nothing(
 # ------------------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--num_gpus", "3"], ["--num_gpus"]),  # difference 7: the tutorial's check lets 3 through
-        (["--mode", "replica", "--num_gpus", "1"], ["--num_gpus", "remote"]),
-        (["--device", "cuda", "--num_gpus", "0"], ["--num_gpus 0 and --device cuda"]),
-        (["--world_size", "1"], ["--world_size 1", "trainer"]),
-        (["--mode", "sharded", "--num_servers", "3", "--world_size", "3"], ["--world_size 3", "at least 4", "trainer"]),
-        (["--mode", "replica", "--max_staleness", "2"], ["--max_staleness", "bounded"]),
-        (["--on_lost", "continue"], ["--on_lost continue", "replica, bounded, sync, overlap"]),
-        (["--mode", "sharded", "--on_lost", "continue"], ["--on_lost continue", "replica, bounded, sync, overlap"]),
-        (["--lr", "-1"], ["--lr"]),
-        (["--batch_size", "0"], ["--batch_size"]),
-        (["0", "0"], ["unrecognized arguments: 0 0"]),  # difference 6: --rank and --num_gpus are flags
-    ],
-)
-def test_a_wrong_command_line_is_refused_in_one_line(flags, words, capsys):
-    assert_refused("param_server", flags, capsys, *words)
+def trainer_1_prepares_its_images_for_long(time, replica):
+    load_digits = replica.load_digits
+
+    def load_late(*which, **how):
+        if replica.rpc.get_worker_info().id == 1:
+            time.sleep(600)
+        return load_digits(*which, **how)
+
+    replica.load_digits = load_late
 
 
 def test_unusable_data_ends_the_whole_job_with_status_1(tmp_path, few_digits):
@@ -89,9 +79,7 @@ def test_unusable_data_ends_the_whole_job_with_status_1(tmp_path, few_digits):
 
     Here a trainer finds that a file is damaged, which rank 0 has not read. The other one still prepares its images.
     """
-    right = "        digits = load_digits("
-    slow = f"        rpc.get_worker_info().id == 1 and __import__('time').sleep(600)\n{right}"
-    main = changed_package("param_server", tmp_path, "replica.py", (right, slow))
+    main = main_with("param_server", tmp_path, trainer_1_prepares_its_images_for_long)
     folder = shutil.copytree(few_digits, tmp_path / "digits")
     (folder / "MNIST" / "raw" / "train-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01")
     done = run_script(main, "--data_dir", folder, "--mode", "replica", timeout=60)
@@ -114,10 +102,19 @@ def test_no_network_names_both_ways_out_and_a_reader_that_has_gone_is_not_blamed
         assert "MNIST" not in running.errors(), running.errors()
 
 
+def does_not_use_a_parameter(net):
+    forward = net.Net.forward
+
+    def forward_without_the_last_bias(self, x):
+        self.fc2.forward = lambda x: net.F.linear(x, self.fc2.weight)
+        return forward(self, x)
+
+    net.Net.forward = forward_without_the_last_bias
+
+
 def test_a_gradient_that_does_not_arrive_is_noticed(tmp_path, few_digits):
-    """Difference 4. Here the network does not use one of its parameters."""
-    change = ("return F.log_softmax(self.fc2(x), dim=1)", "return F.log_softmax(F.linear(x, self.fc2.weight), dim=1)")
-    done = run_script(changed_package("param_server", tmp_path, "net.py", change), "--data_dir", few_digits)
+    """Difference 4."""
+    done = run_script(main_with("param_server", tmp_path, does_not_use_a_parameter), "--data_dir", few_digits)
     assert done.returncode == 1
     assert "RuntimeError: rank 1's backward pass produced no gradient for fc2.bias" in done.stderr, done.stderr
 

@@ -1,5 +1,6 @@
 """rl_rpc/elastic.py: observers that join, leave and are killed, each a command of its own as in a terminal."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -12,79 +13,60 @@ from torch.distributed import TCPStore
 
 from helpers import ROOT, load_module
 from jobs import free_port
+from patches import patched
 from programs import Program
-from tutorials import changed, copied_alone, watched_host
+from tutorials import copied_alone, watched_host
 
 PATH = "rl_rpc/elastic.py"
 LINE = re.compile(r"^Episode (\d+)\tAverage reward: ([\d.]+)\t([\d,]+) steps/s\tobservers: (\d+)$", re.M)
 
 
-class Terminals:
-    """The ranks of one group, each started on its own. Nothing of them survives the block."""
+class Terminals(contextlib.ExitStack):
+    """The ranks of one group, each started on its own: group[rank] is a Program. Nothing of them survives the block."""
 
     def __init__(self, port=None, by=None):
         """`by`: see Program."""
-        self.port, self.by = port or free_port(), by
-        self.processes = {}
+        super().__init__()
+        self.port, self.by, self.ranks = port or free_port(), by, {}
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for process in self.processes.values():
-            process.kill()
+    def __getitem__(self, rank):
+        return self.ranks[rank]
 
     def start(self, rank, *flags, path=PATH):
-        place = ("--rank", rank, "--master_port", self.port)
         # Unbuffered, so that each line can be read as soon as it is printed.
-        self.processes[rank] = Program(path, *place, *flags, by=self.by, env={"PYTHONUNBUFFERED": "1"})
-
-    def output(self, rank):
-        return self.processes[rank].output()
-
-    def errors(self, rank):
-        return self.processes[rank].errors()
+        how = {"by": self.by, "env": {"PYTHONUNBUFFERED": "1"}}
+        program = Program(path, "--rank", rank, "--master_port", self.port, *flags, **how)
+        self.ranks[rank] = self.enter_context(program)
 
     def everything(self):
-        return "".join(f"--- {rank}\n{self.output(rank)}{self.errors(rank)}" for rank in self.processes)
+        return "".join(f"--- {rank}\n{program.text()}" for rank, program in self.ranks.items())
 
-    def wait_for(self, rank, text, seconds=120, times=1):
-        """Return when this rank has printed `text` so many times."""
-        deadline = time.monotonic() + seconds
-        while self.output(rank).count(text) < times:
-            ended = self.processes[rank].poll() is not None and self.output(rank).count(text) < times
-            assert not ended and time.monotonic() < deadline, f"no {text!r} of rank {rank}:\n{self.everything()}"
-            time.sleep(0.02)
-
-    def status(self, rank, seconds=120):
-        """Wait until this rank has ended; return its exit status."""
-        return self.processes[rank].wait(seconds)
-
-    def send(self, rank, number):
-        self.processes[rank].send_signal(number)
-
-    def wait_for_updates(self, observers, times=2):
+    def wait_for_updates(self, observers, times=2, seconds=120):
         """Return when the agent has learned a few times more from exactly so many observers."""
-        line = f"observers: {observers}\n"
-        self.wait_for(0, line, times=self.output(0).count(line) + times)
+        line, deadline = f"observers: {observers}\n", time.monotonic() + seconds
+        before = self[0].output().count(line)
+        while self[0].output().count(line) < before + times:
+            assert time.monotonic() < deadline and self[0].poll() is None, self.everything()
+            time.sleep(0.02)
 
     def wait_for_lock(self, rank, seconds=60):
         """Return when observer `rank` has torch's lock, because it joins."""
         store, deadline = TCPStore("localhost", self.port), time.monotonic() + seconds
         key = "rpc_prefix_0/RpcGroupManagementToken"
         while store.get(key) != f"Token_for_observer{rank}_join".encode():
-            assert time.monotonic() < deadline and self.processes[rank].poll() is None, self.everything()
+            assert time.monotonic() < deadline and self[rank].poll() is None, self.everything()
 
     def has_joined(self, rank):
         """Wait until this observer has joined, or has ended with status 1 and has said that it could not."""
-        while f"observer{rank} joined" not in self.output(rank) and self.processes[rank].poll() is None:
-            time.sleep(0.02)
-        if self.processes[rank].poll() is None:
+        if self[rank].wait_for_text(f"observer{rank} joined", 120):
             return True
-        assert self.status(rank) == 1, self.everything()
         message = rf"observer{rank} cannot join \(was one killed\?\): .+; try again with another --rank\n"
-        assert re.fullmatch(message, self.errors(rank)), self.everything()
+        assert self[rank].wait() == 1 and re.fullmatch(message, self[rank].errors()), self.everything()
         return False
+
+
+def is_killed_when_it_has_joined(program):
+    program.signal.signal = lambda *_: program.os.kill(program.os.getpid(), program.signal.SIGKILL)
 
 
 def test_elastic_killed_observer_is_replaced(tmp_path):
@@ -96,30 +78,35 @@ def test_elastic_killed_observer_is_replaced(tmp_path):
     with Terminals() as group:
         for rank in (0, 1, 2):
             group.start(rank, *(("--seconds", 600) if rank == 0 else ()))
-        group.wait_for(0, "observers: 2\n")
+        assert group[0].wait_for_text("observers: 2\n", 120), group.everything()
         group.start(3)
         group.wait_for_lock(3)
-        group.send(1, signal.SIGKILL)
-        group.wait_for(0, "observer1 was lost: ")
+        group[1].send_signal(signal.SIGKILL)
+        assert group[0].wait_for_text("observer1 was lost: ", 120), group.everything()
         alive = [2, 3] if group.has_joined(3) else [2]
         group.wait_for_updates(len(alive))
 
-        line = "    signal.signal(signal.SIGINT, "
-        killed = (line, f"    os.kill(os.getpid(), signal.SIGKILL)\n{line}")
-        group.start(4, path=changed(copied_alone(PATH, tmp_path), killed))
-        assert group.status(4) == -signal.SIGKILL
+        group.start(4, path=patched(copied_alone(PATH, tmp_path), is_killed_when_it_has_joined))
+        assert group[4].wait() == -signal.SIGKILL
         for rank in (5, 6, 7, 8):
             group.start(rank)
             if group.has_joined(rank):
                 alive.append(rank)
                 break
-        assert "observer4 was lost while it joined or left\n" in group.output(0)
+        assert "observer4 was lost while it joined or left\n" in group[0].output()
         group.wait_for_updates(len(alive))
 
-        group.send(0, signal.SIGKILL)
+        group[0].send_signal(signal.SIGKILL)
         for rank in alive:
-            assert group.status(rank) == 1
-            assert re.fullmatch(rf"observer{rank} has lost the agent: .+\n", group.errors(rank)), group.everything()
+            assert group[rank].wait() == 1
+            assert re.fullmatch(rf"observer{rank} has lost the agent: .+\n", group[rank].errors()), group.everything()
+
+
+def fails_to_play(program):
+    def run_episodes(weights):
+        raise KeyError("fault")
+
+    program.run_episodes = run_episodes
 
 
 def test_elastic_alone_in_a_folder_learns_and_ends_at_its_limit(tmp_path):
@@ -131,39 +118,38 @@ def test_elastic_alone_in_a_folder_learns_and_ends_at_its_limit(tmp_path):
     with watched_host(port) as by, Terminals(port, by) as group:
         for rank, program in enumerate(meeting_at_the_end(path, tmp_path)):
             group.start(rank, *(("--seconds", 60) if rank == 0 else ()), path=program)
-        group.wait_for(1, "observer1 joined\n")
+        assert group[1].wait_for_text("observer1 joined\n", 120), group.everything()
         joined = time.monotonic()
-        group.wait_for(0, "observers: 2\n")
-        group.send(1, signal.SIGINT)
-        group.wait_for(0, "observer1 left")
-        assert group.status(1) == 0 and "lost" not in group.output(0)
-        assert (group.output(1), group.errors(1)) == ("observer1 joined\nobserver1 left\n", "")
+        assert group[0].wait_for_text("observers: 2\n", 120), group.everything()
+        group[1].send_signal(signal.SIGINT)
+        assert group[0].wait_for_text("observer1 left", 120), group.everything()
+        assert group[1].wait() == 0 and "lost" not in group[0].output()
+        assert (group[1].output(), group[1].errors()) == ("observer1 joined\nobserver1 left\n", "")
 
         with Terminals(port, by) as second:
             second.start(0, path=path)
             group.start(1, path=path)  # a number that has been used
-            assert second.status(0) == 1
-            assert second.errors(0).startswith("agent cannot join "), second.everything()
-        assert group.status(1) == 1
-        assert group.errors(1) == "observer1 ends: its --rank has been used before; take another\n"
+            assert second[0].wait() == 1
+            assert second[0].errors().startswith("agent cannot join "), second.everything()
+        assert group[1].wait() == 1
+        assert group[1].errors() == "observer1 ends: its --rank has been used before; take another\n"
 
-        wrong = ("    episodes = []\n    end = ", "    raise KeyError('fault')\n    end = ")
-        group.start(4, path=changed(path, wrong))
-        group.wait_for(0, "observer4 has failed: ")
-        assert group.status(4) == 1
-        assert group.errors(4).endswith("observer4 ends: run_episodes has failed, see the agent\n")
-        assert "\nKeyError: " in group.output(0) and "observer4 was lost" not in group.output(0)
+        group.start(4, path=patched(path, fails_to_play))
+        assert group[0].wait_for_text("observer4 has failed: ", 120), group.everything()
+        assert group[4].wait() == 1
+        assert group[4].errors().endswith("observer4 ends: run_episodes has failed, see the agent\n")
+        assert "\nKeyError: " in group[0].output() and "observer4 was lost" not in group[0].output()
 
-        group.wait_for(2, "the end has begun\n")
-        group.send(3, signal.SIGCONT)
-        group.wait_for(0, "observer3 calls join\n")
+        assert group[2].wait_for_text("the end has begun\n", 120), group.everything()
+        group[3].send_signal(signal.SIGCONT)
+        assert group[0].wait_for_text("observer3 calls join\n", 120), group.everything()
         os.close(os.open(tmp_path / "go on", os.O_WRONLY))
-        assert [group.status(rank) for rank in (0, 2, 3)] == [0, 0, 1], group.everything()
-        assert group.errors(3) == "observer3 ends: it has joined too late, the agent has finished\n"
+        assert [group[rank].wait() for rank in (0, 2, 3)] == [0, 0, 1], group.everything()
+        assert group[3].errors() == "observer3 ends: it has joined too late, the agent has finished\n"
         assert time.monotonic() - joined > 58  # the limit counts from the join, which is seen a little late
-        assert group.output(2) == "observer2 joined\nthe end has begun\nobserver2 left\n"
-        assert group.errors(0) == group.errors(2) == ""
-        averages = [float(average) for _, average, *_ in LINE.findall(group.output(0))]
+        assert group[2].output() == "observer2 joined\nthe end has begun\nobserver2 left\n"
+        assert group[0].errors() == group[2].errors() == ""
+        averages = [float(average) for _, average, *_ in LINE.findall(group[0].output())]
         assert max(averages) > 60, group.everything()
 
 
@@ -173,15 +159,39 @@ def meeting_at_the_end(path, folder):
     It stops itself before it joins. Observer 2 hears that it has to leave when a pipe has been opened.
     """
     os.mkfifo(folder / "go on")
-    puts, hears, joins = "    newcomers.put((name, answer))\n", "lambda _: dismissed.set()", "        rpc.init_rpc("
-    opens = f"print('the end has begun', flush=True), open({str(folder / 'go on')!r}).read()"
-    changes = {
-        0: (puts, f"{puts}    print(name, 'calls join', flush=True)\n"),
-        2: (hears, f"lambda _: ({opens}, dismissed.set())"),
-        3: (joins, f"        os.kill(os.getpid(), signal.SIGSTOP)\n{joins}"),
-    }
-    copies = {rank: shutil.copy(path, folder / f"{rank}.py") for rank in changes}
-    return [changed(copies[rank], changes[rank]) if rank in changes else path for rank in range(4)]
+    agent, observer2, observer3 = (shutil.copy(path, folder / f"{rank}.py") for rank in (0, 2, 3))
+    observer2 = patched(observer2, leaves_late, pipe=str(folder / "go on"))
+    return [patched(agent, says_who_calls_join), path, observer2, patched(observer3, stops_before_it_joins)]
+
+
+def says_who_calls_join(program):
+    class Newcomers(program.queue.SimpleQueue):
+        def put(self, newcomer):
+            super().put(newcomer)
+            print(newcomer[0], "calls join", flush=True)
+
+    program.newcomers = Newcomers()
+
+
+def leaves_late(program, pipe):
+    set_at_once = program.dismissed.set
+
+    def set_when_the_pipe_was_opened():
+        print("the end has begun", flush=True)
+        open(pipe).read()
+        set_at_once()
+
+    program.dismissed.set = set_when_the_pipe_was_opened
+
+
+def stops_before_it_joins(program):
+    join = program.rpc.init_rpc
+
+    def init_rpc(*arguments, **how):
+        program.os.kill(program.os.getpid(), program.signal.SIGSTOP)
+        join(*arguments, **how)
+
+    program.rpc.init_rpc = init_rpc
 
 
 @pytest.mark.quick

@@ -8,9 +8,9 @@ import signal
 import pytest
 import torch
 
-from faults import changed_package
 from helpers import package_on_path
 from jobs import RunningJob
+from patches import main_with
 
 with package_on_path("rl_rpc"):
     from glue.open_calls import OpenCalls
@@ -64,10 +64,20 @@ def test_after_a_loss_the_death_of_the_agent_is_named():
         assert job.errors().endswith("lost rank 0 (agent): killed by SIGKILL"), job.errors()
 
 
+def fails_to_learn(program, os, mark):
+    learn = program.Learner.learn
+
+    def learn_or_fail(self, trajectories, loss):
+        if os.path.exists(mark):
+            loss.backwards()
+        return learn(self, trajectories, loss)
+
+    program.Learner.learn = learn_or_fail
+
+
 def test_error_of_the_agent_after_a_loss_is_not_blamed_on_observers(tmp_path):
     mark = tmp_path / "mark"
-    wrong = f"loss.backwards() if __import__('os').path.exists({str(mark)!r}) else loss.backward()"
-    main = changed_package("rl_rpc", tmp_path, "reinforce.py", ("loss.backward()", wrong))
+    main = main_with("rl_rpc", tmp_path, fails_to_learn, mark=str(mark))
     with start("rollout", "--max_episodes", 10**6, "--reward_threshold", 1e9, script=main) as job:
         lose(job, 2)
         mark.touch()

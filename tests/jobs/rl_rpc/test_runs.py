@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from documented import assert_documented
-from faults import changed_package
 from helpers import package_on_path
+from patches import main_with
 from programs import run_main, run_script
 
 SOLVED_LINE = re.compile(r"^Solved! Running reward is now ([\d.]+)!$", re.M)
@@ -111,13 +111,17 @@ def test_a_mistake_in_the_code_of_play_is_not_hidden(tmp_path, monkeypatch):
         play_module.main([str(save_policy(tmp_path / "policy.pt"))])
 
 
+def the_policy_fails(program):
+    program.Policy.forward = lambda self, states: self.layers(states)
+
+
 def test_an_error_while_all_wait_for_the_agent_ends_the_job_at_once(tmp_path):
     """In mode batched, only the observer that has asked last gets the error. The other one gets no answer."""
-    main = changed_package("rl_rpc", tmp_path, "batched.py", ("learner.policy(states", "learner.polic(states"))
+    main = main_with("rl_rpc", tmp_path, the_policy_fails)
     done = run_script(main, "--mode", "batched", "--world_size", 3, "--rpc_timeout", 600, timeout=60)
     assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
     assert re.search(r'File ".*batched.py", line \d+, in answer_if_all_have_asked', done.stderr), done.stderr
-    assert "rank 0 (agent): AttributeError: 'Learner' object has no attribute 'polic'" in done.stderr, done.stderr
+    assert "rank 0 (agent): AttributeError: 'Policy' object has no attribute 'layers'" in done.stderr, done.stderr
 
 
 ENVIRONMENTS = """

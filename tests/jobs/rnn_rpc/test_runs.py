@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from helpers import assert_refused, package_on_path
+from helpers import package_on_path
 from programs import run_main
 
 with package_on_path("rnn_rpc"):
@@ -65,20 +65,3 @@ def test_unusable_texts_are_refused_in_one_line(tmp_path, content, words):
         text = corpus.corpus_from_file(str(path), "word")
         corpus.training_streams(text, batch_size=20, bptt=35)
     assert "\n" not in str(refused.value) and str(path) in str(refused.value)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--world_size", "1"), "it must be 2 to 3"),
-        (("--world_size", "4"), "it must be 2 to 3"),
-        (("--vocabulary", "1"), "nothing to learn"),
-        (("--dropout", "1"), "not a fraction"),
-        (("--bptt", "0"), "not a positive integer"),
-        (("--clip", "-1"), "not a non-negative number"),
-        (("--mode", "sparse"), "invalid choice"),
-    ],
-)
-def test_wrong_command_lines_are_refused(flags, words, capsys):
-    assert_refused("rnn_rpc", flags, capsys, words)

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import helpers
 from helpers import package_on_path
+from local_rpc import RRef
 from programs import run_main
 
 with package_on_path("ddp_rpc"):
@@ -42,27 +44,36 @@ def one_process(num_trainers=1, stale_lookups=False, seed=1, epochs=SIZES["epoch
     table = start_of_table(seed)
     torch.manual_seed(seed_for(seed, "fc"))
     fc = nn.Linear(args.embedding_dim, 8)
-    optimizer = torch.optim.SGD(fc.parameters(), lr=args.lr)
     log = ClickLog(args.num_embeddings, args.embedding_dim, seed_for(seed, "teacher"))
     for epoch in range(1, epochs + 1):
         by_trainer = [
             log.batches(args.batches, args.batch_bags, seed_for(seed, "clicks", rank, epoch))
             for rank in range(num_trainers)
         ]
-        batches = [join(parts) for parts in zip(*by_trainer, strict=True)]
         lr = trainer.learning_rate(args, epoch)
-        optimizer.param_groups[0]["lr"] = lr
-        seen = table.clone()  # the table that the next lookup reads
-        for ids, offsets, target in batches:
-            seen.requires_grad_()
-            loss = F.cross_entropy(fc(F.embedding_bag(ids, seen, offsets, mode="sum")), target)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            stepped = table - lr * seen.grad
-            seen = (table if stale_lookups else stepped).clone()
-            table = stepped
+        table = train(table, fc, zip(*by_trainer, strict=True), lr, 1 / num_trainers, stale_lookups)
     return table, fc.state_dict()
+
+
+def train(table, fc, updates, lr, table_weight, stale_lookups=False):
+    """Train without torch's modules and optimizers: `fc` in place; return the table. `updates`: batches by trainer.
+
+    `fc` gets one update with the mean of the trainers' gradients. The table gets an update with the sum of their
+    gradients, multiplied by `table_weight`.
+    """
+    seen = table  # by the next lookup
+    for batches in updates:
+        seen = seen.clone().requires_grad_()
+        losses = []
+        for ids, offsets, target in batches:
+            losses.append(F.cross_entropy(fc(F.embedding_bag(ids, seen, offsets, mode="sum")), target))
+        of_table, *of_fc = torch.autograd.grad(sum(losses), [seen, *fc.parameters()])
+        for parameter, gradient in zip(fc.parameters(), of_fc, strict=True):
+            parameter.data -= lr * gradient / len(losses)
+        stepped = table - lr * table_weight * of_table
+        seen = table if stale_lookups else stepped
+        table = stepped
+    return table
 
 
 def heldout_figures(table, fc, seed=1):
@@ -77,13 +88,6 @@ def heldout_figures(table, fc, seed=1):
         totals += torch.stack([F.cross_entropy(logits, target).double(), *right])
     names = ("heldout_loss", "heldout_accuracy", "ceiling_accuracy")
     return dict(zip(names, (totals / len(heldout)).tolist(), strict=True))
-
-
-def join(parts):
-    """Join the batches of several trainers into one batch."""
-    starts = torch.tensor([0, *[len(ids) for ids, _, _ in parts]]).cumsum(0)
-    offsets = [offsets + start for (_, offsets, _), start in zip(parts, starts, strict=False)]
-    return torch.cat([p[0] for p in parts]), torch.cat(offsets), torch.cat([p[2] for p in parts])
 
 
 def distributed(tmp_path, *flags, says="held-out loss"):
@@ -102,40 +106,12 @@ def save_checkpoint(path, table, fc):
 
 
 def largest_difference(one, other):
-    pairs = zip((one[0], *one[1].values()), (other[0], *other[1].values()), strict=True)
-    return max(float((a - b).abs().max()) for a, b in pairs)
+    """Return that of two models (table, state_dict of fc)."""
+    return helpers.largest_difference(*([table, *fc.values()] for table, fc in (one, other)))
 
 
 # ---- without RPC -----------------------------------------------------------------------------------------------------
 
 
-class LocalRRef:
-    """Replaces an RRef: its calls run in this process, at once."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def rpc_sync(self, timeout=None):
-        return self.value
-
-    def rpc_async(self, timeout=None):
-        return AsyncCalls(self.value)
-
-
-class AsyncCalls:
-    """Replaces what rpc_async() of an RRef returns: each method returns a Future that is complete."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def __getattr__(self, name):
-        def call(*args):
-            future = torch.futures.Future()
-            future.set_result(getattr(self.value, name)(*args))
-            return future
-
-        return call
-
-
 def whole_table(all_shards):
-    return shards.gather_table([LocalRRef(shard) for shard in all_shards])
+    return shards.gather_table([RRef(shard) for shard in all_shards])

@@ -1,9 +1,6 @@
-"""Single parts of ddp_rpc: sharded lookups, the click log, averaging on a server, and what a server sees of a run."""
+"""Single parts of ddp_rpc: sharded lookups, the click log, averaging on a server."""
 
-import collections
 import itertools
-import pathlib
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -13,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from faults import changed_package
-from helpers import assert_refused, load_oracle
-from programs import run_script
-from tutorials import changed
+from helpers import load_oracle
 
 oracle = load_oracle("ddp_rpc")
 hogwild, main, pipelined, sync, trainer = oracle.hogwild, oracle.main, oracle.pipelined, oracle.sync, oracle.trainer
@@ -148,50 +142,6 @@ def test_concurrent_exchanges_lose_no_gradient():
     torch.testing.assert_close(shard.state_dict()["weight"], before - 0.05 * 8 * 100, rtol=0, atol=1e-3)
 
 
-def run_with(folder, mode, module, *flags):
-    """Run a copy of the package, in which a module of this folder stands for the one of a mode; return its lines.
-
-    The job fails if a rank has a process group when its work is done.
-    """
-    main = changed_package("ddp_rpc", folder, "main.py", (f"import {mode}\n", f"import {module} as {mode}\n"))
-    changed(main, ("\n\n\ndef run_master(", "\n    assert not dist.is_initialized()\n\n\ndef run_master("))
-    shutil.copy(pathlib.Path(__file__).parent / f"{module}.py", folder / "ddp_rpc")
-    done = run_script(main, "--mode", mode, "--epochs", 1, *flags)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.splitlines()
-
-
-def test_an_evaluation_sees_one_table_and_builds_no_graph_and_parameters_are_those_that_are_here(tmp_path):
-    """A trainer's torch.no_grad() has no effect on a server. The run has three evaluations, with epochs between.
-
-    With the RemoteModule of the published code, parameters() raises an error. And hogwild steps the table once for each
-    trainer: in the tutorial's mode, two trainers do not compute the same as one process on the joined batch.
-    """
-    file = tmp_path / "end.pt"
-    lines = run_with(tmp_path, "hogwild", "counting", *oracle.FLAGS, "--sparse", "--checkpoint", file)
-    state = torch.load(file, weights_only=True)["state"]
-    found, joined = (state["table"], state["fc"]), oracle.one_process(2)
-    assert oracle.largest_difference(found, joined) > 1e-3
-    moved, moved_joined = (float((table - oracle.start_of_table()).norm()) for table in (found[0], joined[0]))
-    # The ratio is about 2, because the table gets two updates with the full learning rate instead of one.
-    assert moved > 1.5 * moved_joined
-    assert lines.count("parameters [(8, 12), (8,)]") == 2  # fc's weight and bias, before each epoch
-    assert sum(line.startswith("with a RemoteModule: ") and "not supported" in line for line in lines) == 2
-    assert lines.count("sparse gradients") == 1  # as --sparse says; the results are the same without
-    lookups = [line.rpartition(", table ") for line in lines if ", table " in line]
-    kinds = collections.Counter(kind for kind, _, _ in lookups)
-    evaluated = f"{trainer.HELDOUT_BAGS} bags without a graph"
-    assert kinds == {"6 bags with a graph": 2 * 15 * 2, evaluated: 3 * trainer.HELDOUT_BATCHES}
-    assert len({version for kind, _, version in lookups if kind == evaluated}) == 3
-
-
-def test_a_pipelined_gradient_is_as_stale_as_the_page_says_and_no_staler(tmp_path):
-    """Three trainers, and a server that holds messages back. At most 1 + 5 (T - 1) updates (docs/results), here 11."""
-    lines = run_with(tmp_path, "pipelined", "holding", "--world_size", 5, "--batches", 10)
-    stale = [int(line.split()[-1]) for line in lines if line.startswith("stale by ")]
-    assert len(stale) == 3 * 10 and max(stale) == 11
-
-
 # ------------------------------------------------------------------------------------------------------ click log
 
 
@@ -253,19 +203,3 @@ def test_how_the_ranks_are_divided(flags, sizes):
     names = main.scenario(args).workers
     assert (main.num_trainers(args), args.num_servers, len(names)) == sizes
     assert len(set(names)) == len(names) and names[0] == "trainer1" and names[sizes[0]] == "master"
-
-
-@quick
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--world_size", "2"], ["--world_size 2", "1 master"]),
-        (["--num_servers", "3"], ["--world_size 4", "at least 5", "--num_servers"]),
-        (["--num_servers", "0"], ["--num_servers", "0"]),
-        (["--num_servers", "11", "--num_embeddings", "10"], ["--num_servers 11", "--num_embeddings"]),
-        (["--lr", "0"], ["--lr", "0"]),
-        (["--mode", "async"], ["--mode", "async"]),
-    ],
-)
-def test_wrong_command_lines_are_refused_in_one_line(capsys, flags, words):
-    assert_refused("ddp_rpc", flags, capsys, *words)

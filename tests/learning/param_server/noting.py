@@ -1,4 +1,4 @@
-"""For test_tutorial.py: a copy of tutorial.py calls these functions in the server. They check each gradient."""
+"""For test_tutorial.py: the server of tutorial.py calls these functions. They check each gradient."""
 
 import torch
 import torch.nn.functional as F

@@ -7,8 +7,8 @@ than one process: the tolerance is 1e-12 in float64.
 import pytest
 import torch
 
-from faults import changed_package
 from helpers import load_oracle
+from patches import main_with
 
 oracle = load_oracle("param_server")
 full_precision, STEPS = oracle.full_precision, oracle.STEPS
@@ -58,6 +58,17 @@ def test_one_trainer_equals_one_process(tmp_path, few_digits, flags, settings):
     oracle.assert_same_weights(weights, expected, tolerance)
 
 
+def computes_in_float64(net):
+    make, forward = net.Net.__init__, net.Net.forward
+
+    def make_double(self, *arguments, **how):
+        make(self, *arguments, **how)
+        self.double()
+
+    net.Net.__init__ = make_double
+    net.Net.forward = lambda self, x: forward(self, x.double())
+
+
 @pytest.mark.parametrize(
     "trainers, flags",
     [
@@ -67,10 +78,7 @@ def test_one_trainer_equals_one_process(tmp_path, few_digits, flags, settings):
 )
 def test_sync_equals_one_process_on_the_joined_batch(tmp_path, few_digits, trainers, flags):
     """In float64, where another order of additions changes only the 15th digit. In float32 it can change the 6th."""
-    double = ("self.fc2 = nn.Linear(128, 10).to(rest)", "self.fc2 = nn.Linear(128, 10).to(rest)\n        self.double()")
-    main = changed_package(
-        "param_server", tmp_path, "net.py", double, ("x = x.squeeze(1)", "x = x.double().squeeze(1)")
-    )
+    main = main_with("param_server", tmp_path, computes_in_float64)
     flags = ("--mode", "sync", "--world_size", trainers + 1, "--batch_size", 8, "--max_batches", STEPS, *flags)
     _, losses, weights = oracle.distributed(tmp_path, few_digits, *flags, main=main)
     updates = oracle.updates_of_one_process(STEPS)

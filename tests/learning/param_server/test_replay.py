@@ -6,38 +6,32 @@ gradients were applied. Made again in one process, the updates must end with the
 
 import pytest
 
-from faults import changed_package
 from helpers import load_oracle
+from patches import main_with
 
 oracle = load_oracle("param_server")
 TRAINERS, BATCHES, EPOCHS = 3, 23, 2
 IMAGES = 8 * BATCHES - 2  # the last batch is smaller
 DONE = (9, 18, 23)  # batches at the evaluations of an epoch, which are after whole rounds
-# Trainer 1 is slow, and so is reading the weights one by one: an update could come between two of them.
-SLOW_TRAINER = """
-
-import time
-
-import torch.distributed.rpc as rpc
-
-get_at_once = Batches.get
 
 
-def get_slowly(self, *which):
-    time.sleep(0.05 if rpc.get_worker_info().id == 1 else 0.005)
-    return get_at_once(self, *which)
+def slow(time, data, net):
+    """Trainer 1 is slow, and so is reading the weights one by one: an update could come between two of them."""
 
+    import torch.distributed.rpc as rpc
 
-Batches.get = get_slowly
-"""
-SLOW_CLONES = """
-    def named_parameters(self, *which, **how):
-        import time
+    get, named_parameters = data.Batches.get, net.Net.named_parameters
 
-        for each in super().named_parameters(*which, **how):
+    def get_slowly(self, *which):
+        time.sleep(0.05 if rpc.get_worker_info().id == 1 else 0.005)
+        return get(self, *which)
+
+    def read_slowly(self, *which, **how):
+        for each in named_parameters(self, *which, **how):
             time.sleep(0.002)
             yield each
-"""
+
+    data.Batches.get, net.Net.named_parameters = get_slowly, read_slowly
 
 
 @pytest.mark.parametrize(
@@ -48,8 +42,7 @@ def test_every_update_of_concurrent_trainers_is_right(tmp_path, digits_of_size, 
 
     `sharded` has one server here, because the list has the order in which the first one applies the gradients.
     """
-    changed_package("param_server", tmp_path, "data.py", more=SLOW_TRAINER)
-    main = changed_package("param_server", tmp_path, "net.py", more=SLOW_CLONES)
+    main = main_with("param_server", tmp_path, slow)
     flags = ("--mode", mode, "--world_size", TRAINERS + 1, "--epochs", EPOCHS, "--lr_step", 1, "--batch_size", 8)
     flags = (*flags, "--lr", 0.02, "--momentum", 0.5, "--evaluations", 3)
     flags += {"bounded": ("--max_staleness", 0), "sharded": ("--num_servers", 1)}.get(mode, ())

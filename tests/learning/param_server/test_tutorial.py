@@ -3,15 +3,15 @@
 import argparse
 import copy
 import re
-import subprocess
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn, optim
 
 from helpers import ROOT, load_module, noise, package_on_path, write_mnist
-from tutorials import FORKED, changed, copied_alone, run_in_terminals, run_spawned
+from local_rpc import RRef
+from patches import patched
+from tutorials import copied_alone, run_in_terminals, run_spawned
 
 tutorial = load_module(ROOT / "param_server" / "tutorial.py")
 single = load_module(ROOT / "param_server" / "single.py")
@@ -21,26 +21,6 @@ quick = pytest.mark.quick
 def batch(seed, size=4):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size, 1, 28, 28, generator=generator), torch.randint(0, 10, (size,), generator=generator)
-
-
-def reference_network(seed, dropout):
-    """The tutorial's network, written a second time, as one nn.Sequential."""
-    torch.manual_seed(seed)
-    convolutions = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.Dropout2d(0.25 * dropout)]
-    linear = [nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5 * dropout), nn.Linear(128, 10)]
-    return nn.Sequential(*convolutions, *linear, nn.LogSoftmax(dim=1))
-
-
-def reference_batches(seed, count):
-    """Return the first batches of one trainer that has the first `count` images."""
-    images, labels = tutorial.load_digits(argparse.Namespace(dataset="synthetic", seed=seed), train=True).tensors
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(images[:count], labels[:count]),
-        batch_size=32,
-        shuffle=True,
-        generator=torch.Generator().manual_seed(seed + 1),
-    )
-    return list(loader)
 
 
 # ------------------------------------------------------------------------- the server, called in this process
@@ -82,21 +62,16 @@ def assert_accuracy_is_measured_without_dropout(program, net, classify, capsys):
 
 
 @quick
-def test_accuracy_is_measured_without_dropout_on_the_server(tmp_path, capsys):
+def test_accuracy_is_measured_without_dropout_on_the_server(capsys, monkeypatch):
     """eval() of a trainer's network reaches the layers on the server, and only for the calls of this trainer.
 
-    In this copy of the program the server is in the trainer's process.
+    Here the server is in the trainer's process.
     """
-    path = changed(
-        copied_alone("param_server/tutorial.py", tmp_path),
-        (
-            "rpc.remote(name, get_parameter_server, args=(num_gpus,))",
-            "argparse.Namespace(rpc_sync=lambda: get_parameter_server(num_gpus))",
-        ),
-    )
+    monkeypatch.setattr(tutorial.rpc, "remote", lambda name, function, args: RRef(function(*args)))
+    monkeypatch.setattr(tutorial, "param_server", None)
     torch.manual_seed(1)
-    net = load_module(path).TrainerNet()
-    model = net.param_server_rref.rpc_sync().model
+    net = tutorial.TrainerNet()
+    model = net.param_server_rref.local_value().model
     assert_accuracy_is_measured_without_dropout(tutorial, net, copy.deepcopy(model).eval(), capsys)
     assert not net.training and model.training
 
@@ -139,23 +114,33 @@ def test_mnist_is_read_from_where_main_reads_it_too(tmp_path):
 # ------------------------------------------------------------------------- all ranks, over real RPC
 
 
+def notes_each_gradient(program, noting):
+    """The training set is cut, and a trainer measures no accuracy. At its end the server checks what was noted."""
+    functional_call, sgd_step = program.functional_call, program.optim.SGD.step
+    load_digits, run_parameter_server = program.load_digits, program.run_parameter_server
+
+    def load_few(args, train):
+        return program.TensorDataset(*(tensor[: 18 * 32] for tensor in load_digits(args, train).tensors))
+
+    def forward(layers, weights, arguments):
+        noting.note_forward(weights, *arguments)
+        return functional_call(layers.eval(), weights, arguments)
+
+    def run_and_check(*arguments):
+        run_parameter_server(*arguments)
+        noting.check(
+            program.Net().eval(), load_few(program.argparse.Namespace(dataset="synthetic", seed=1), train=True)
+        )
+
+    program.load_digits, program.get_accuracy = load_few, lambda *_: None
+    program.functional_call, program.run_parameter_server = forward, run_and_check
+    program.optim.SGD.step = lambda self: noting.note_step(self, lambda: sgd_step(self))
+
+
 def test_every_gradient_of_the_tutorials_concurrent_trainers_is_right(tmp_path):
     """Three trainers with six batches each. Together these are one pass over the images (difference 3)."""
     here = ROOT / "tests" / "learning" / "param_server"
-    program = changed(
-        copied_alone("param_server/tutorial.py", tmp_path),
-        FORKED,
-        ("import argparse\n", "import argparse\nfrom noting import check, note_forward, note_step\n"),
-        ("slice(0, 4_000)", f"slice(0, {18 * 32})"),
-        (".train(training)\n", ".eval()\n        if training:\n            note_forward(weights, inp)\n"),
-        ("            super().step()\n", "            note_step(self, super().step)\n"),
-        ("    get_accuracy(test_loader, net)\n", ""),
-        (
-            '    print("RPC shutdown on parameter server.")\n',
-            "    args = argparse.Namespace(dataset='synthetic', seed=1)\n"
-            "    check(Net().eval(), load_digits(args, train=True))\n",
-        ),
-    )
+    program = patched(copied_alone("param_server/tutorial.py", tmp_path), notes_each_gradient)
     done = run_spawned(program, "--dataset", "synthetic", env={"PYTHONPATH": here}, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
     line = re.search(r"checked (\d+) gradients of (\d+) images, (\d+) late, worst difference (\S+)", done.stdout)
@@ -178,21 +163,11 @@ def test_one_trainer_in_terminals_and_one_process_have_the_losses_of_a_plain_loo
     server, trainer = run_in_terminals(program, 2, "--dataset", "synthetic")
     assert [(done.returncode, done.stderr) for done in (server, trainer)] == [(0, "")] * 2
     assert "Using 0 GPUs to train" in server.stdout and server.stdout.endswith("RPC shutdown on parameter server.\n")
-    net = reference_network(seed=1, dropout=True)
-    optimizer = optim.SGD(net.parameters(), lr=0.03)
-    expected = []
-    for i, (images, labels) in enumerate(reference_batches(seed=1, count=4_000)[:41]):
-        loss = F.nll_loss(net(images), labels)
-        expected += [(i, loss.item())] if i % 5 == 0 else []
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
     single = run_here(copied_alone("param_server/single.py", tmp_path), "--dataset", "synthetic")
-    for output, start in ((trainer.stdout, "Rank 1 training"), (single, "Training")):
-        found = losses(output, start)[:9]
-        assert [i for i, _ in found] == [i for i, _ in expected] == list(range(0, 45, 5))
-        assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], abs=1e-3)
-        assert accuracies(output)[0] > 0.95
+    found, expected = losses(trainer.stdout, "Rank 1 training")[:9], losses(single, "Training")[:9]
+    assert [i for i, _ in found] == [i for i, _ in expected] == list(range(0, 45, 5))
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], abs=1e-3)
+    assert accuracies(trainer.stdout)[0] > 0.95 and accuracies(single)[0] > 0.95
 
 
 def test_three_trainers_learn(tmp_path):
@@ -203,16 +178,3 @@ def test_three_trainers_learn(tmp_path):
         assert [i for i, _ in losses(done.stdout, f"Rank {rank} training")] == list(range(0, 42, 5))
     assert done.stdout.count("Training complete!") == 3
     assert len(accuracies(done.stdout)) == 3 and min(accuracies(done.stdout)) > 0.95
-
-
-@quick
-def test_the_difference_that_the_readme_shows_is_the_real_one(tmp_path):
-    readme = (ROOT / "param_server" / "README.md").read_text()
-    programs = ("single.py", "tutorial.py")
-    for name in programs:
-        text = (ROOT / "param_server" / name).read_text()
-        (tmp_path / name).write_text(re.search(r"^def run_training_loop.*?\n(?=\n\n)", text, re.S | re.M)[0])
-
-    done = subprocess.run(["diff", "-U100", *programs], cwd=tmp_path, capture_output=True, text=True)
-    (loop,) = re.findall(r"^```diff\n(.*?)^```", readme, re.S | re.M)
-    assert done.stdout.split("\n", 3)[3] == loop

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,21 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers import ROOT, load_module
-from tutorials import changed, copied_alone, run_in_terminals, run_spawned
+from local_rpc import RRef
+from tutorials import copied_alone, run_in_terminals, run_spawned
 
 batch_page = load_module(ROOT / "param_server" / "tutorial_batch.py")
 Server = batch_page.BatchUpdateParameterServer
 quick = pytest.mark.quick
-
-
-class LocalRRef:
-    """Replaces an RRef in its owner's process."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def local_value(self):
-        return self.value
 
 
 def flat(tensors):
@@ -36,7 +28,7 @@ def gradients(server, seed):
 
 
 def push(server, seed):
-    return type(server).update_and_fetch_model(LocalRRef(server), gradients(server, seed))
+    return type(server).update_and_fetch_model(RRef(server), gradients(server, seed))
 
 
 # ------------------------------------------------------------------------- the server, called in this process
@@ -91,7 +83,7 @@ def test_many_threads_push_at_once_and_each_gradient_counts_once():
         for _ in range(5):
             together.wait()
             ones = [torch.ones_like(p) for p in server.model.parameters()]
-            Server.update_and_fetch_model(LocalRRef(server), ones).wait()
+            Server.update_and_fetch_model(RRef(server), ones).wait()
 
     threads = [threading.Thread(target=trainer) for _ in range(8)]
     for thread in threads:
@@ -127,10 +119,10 @@ def test_without_batching_each_gradient_is_an_update():
 
 
 @quick
-def test_a_trainers_batches_repeat_exactly_and_are_its_own(tmp_path):
+def test_a_trainers_batches_repeat_exactly_and_are_its_own(monkeypatch):
     def batches_of(rank):
-        program = copied_alone("param_server/tutorial_batch.py", tmp_path)
-        trainer = load_module(changed(program, ("rpc.get_worker_info().id", str(rank)))).Trainer(None, 1, 2)
+        monkeypatch.setattr(batch_page.rpc, "get_worker_info", lambda: SimpleNamespace(id=rank))
+        trainer = batch_page.Trainer(None, 1, 2)
         return [images for images, _ in trainer.get_next_batch()]
 
     assert all(map(torch.equal, batches_of(1), batches_of(1)))

@@ -7,8 +7,8 @@ import json
 
 import torch
 
-from faults import changed_package
 from helpers import load_oracle
+from patches import main_with
 from programs import run_script
 
 oracle = load_oracle("rl_rpc")
@@ -26,14 +26,21 @@ def test_last_reference():
     assert played == learned_from, "the agent has learned again from the old episode of the dismissed observer"
 
 
+def refuses_reports(threading, step):
+    report = step.Agent.report_reward
+
+    def report_reward(self, ob_id, reward):
+        assert threading.current_thread() is threading.main_thread(), "an observer has reported a reward"
+        report(self, ob_id, reward)
+
+    step.Agent.report_reward = report_reward
+
+
 def test_late_rewards(tmp_path):
     """Mode `late` plays and learns as one process does, and no observer reports a reward during an episode."""
     file = tmp_path / "end.pt"
     flags = ("--max_episodes", EPISODES, "--seed", SEED, "--eval_episodes", 0, "--log_interval", 1)
-    right = "    def report_reward(self, ob_id, reward):\n"
-    here = "__import__('threading').current_thread() is __import__('threading').main_thread()"
-    refuses = f"{right}        assert {here}, 'an observer has reported a reward'\n"
-    main = changed_package("rl_rpc", tmp_path, "step.py", (right, refuses))
+    main = main_with("rl_rpc", tmp_path, refuses_reports)
     done = run_script(main, "--mode", "late", "--world_size", 3, *flags, "--checkpoint", file)
     assert (done.returncode, done.stderr) == (0, "")
     lines, state = oracle.EPISODE_LINE.findall(done.stdout), torch.load(file, weights_only=True)["state"]

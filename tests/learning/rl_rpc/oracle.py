@@ -2,7 +2,6 @@
 Agent of a program in one file, whose observers are in this process.
 """
 
-import pathlib
 import random
 import re
 
@@ -10,8 +9,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from helpers import load_module, package_on_path
-from tutorials import changed, copied_alone
+from helpers import ROOT, load_module, package_on_path
 
 with package_on_path("rl_rpc"):
     from glue import scenario, training
@@ -196,22 +194,10 @@ def make_learner(env_id="CartPole-v1", seed=1, lr=5e-3, gamma=0.99):
     return reinforce.Learner(net, lr, gamma, environment.reward_threshold(env))
 
 
-def tutorial_agent(path, folder, world_size, *settings, changes=()):
-    """Return the Agent of a copied program in one file, without RPC: see one_process_rpc.py. `changes`: in the copy."""
-    stand_in = str(pathlib.Path(__file__).with_name("one_process_rpc.py"))
-    program = changed(
-        copied_alone(path, folder),
-        (
-            "import torch.distributed.rpc as rpc\n",
-            f"from helpers import load_module\nrpc = load_module({stand_in!r})\n",
-        ),
-        ("from torch.distributed.rpc import RRef, remote\n", "RRef, remote = rpc.RRef, rpc.remote\n"),
-        *changes,
-    )
-    return load_module(program).Agent(world_size, *settings)
-
-
-def distance(agent, parameters):
-    """Return the largest difference between the weights of an agent and these."""
-    pairs = zip(agent.policy.parameters(), parameters, strict=True)
-    return max((mine - other).abs().max().item() for mine, other in pairs)
+def tutorial_agent(path, world_size, *settings, in_turn=False):
+    """Return the Agent of a program in one file, whose observers are in this process. `in_turn`: see local_rpc.py."""
+    program = load_module(ROOT / path)
+    program.rpc = load_module(ROOT / "tests" / "harness" / "local_rpc.py")
+    program.rpc.in_turn = in_turn
+    program.RRef, program.remote = program.rpc.RRef, program.rpc.remote
+    return program.Agent(world_size, *settings)

@@ -8,10 +8,9 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from helpers import package_on_path
+from helpers import load_bench, package_on_path
 
 with package_on_path("rnn_rpc"):
     import glue
@@ -24,6 +23,7 @@ with package_on_path("rnn_rpc"):
     import overlap
     import trainer
 
+train_in_one_process = load_bench("rnn_rpc").train_in_one_process
 MODES = list(main.MODES)
 STEPS, V, E, H, LAYERS, T, B = 20, 12, 6, 8, 2, 7, 4
 SIZES = ["--vocabulary", V, "--embedding_dim", E, "--hidden_dim", H, "--num_layers", LAYERS, "--bptt", T]
@@ -61,17 +61,8 @@ def one_process(optimizer="sgd", lr=5.0, clip=0.05, seed=1, corpus_tokens=626):
     parameters = [*table.parameters(), *rnn.parameters(), *decoder.parameters()]
     opt = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer](parameters, lr=lr)
 
-    text = corpus.generated_corpus(V, corpus_tokens, seed)
-    hidden, losses = (torch.zeros(LAYERS, B, H), torch.zeros(LAYERS, B, H)), []
-    for data_TB, target_TB in corpus.get_next_batch(corpus.streams(text.train, B), T):
-        output, hidden = rnn(table(data_TB), tuple(state.detach() for state in hidden))
-        loss = F.cross_entropy(decoder(output).flatten(0, 1), target_TB.flatten())
-        opt.zero_grad()
-        loss.backward()
-        if clip:
-            nn.utils.clip_grad_norm_(parameters, clip)
-        opt.step()
-        losses.append(loss.item())
+    batches = corpus.get_next_batch(corpus.streams(corpus.generated_corpus(V, corpus_tokens, seed).train, B), T)
+    losses = list(train_in_one_process(table, rnn, decoder, opt, batches, clip))
     assert len(losses) == STEPS
     named = {
         "table": {"encoder.weight": table.weight},

@@ -1,4 +1,4 @@
-"""What copies of the programs in one file import instead of torch.distributed.rpc: all ranks are in one process.
+"""What programs may get instead of torch.distributed.rpc: all ranks are in one process.
 
 A call by rpc_async runs in a new thread, any other one in the thread that makes it. Arguments and results are pickled,
 as RPC does it, except an RRef, which is passed as it is.
@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch.distributed.rpc import functions  # noqa: F401
 
+in_turn = False  # whether rpc_async waits for the end of the call
 ranks = []  # of the objects that were made, the last one of the object whose constructor runs
 
 
@@ -38,7 +39,10 @@ def rpc_async(owner, function, args):
         except Exception as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    if in_turn:
+        thread.join()
     return future
 
 
@@ -56,10 +60,10 @@ class RRef:
     def local_value(self):
         return self.value
 
-    def rpc_sync(self):
+    def rpc_sync(self, timeout=None):
         return Methods(self.value, rpc_sync)
 
-    def rpc_async(self, timeout):
+    def rpc_async(self, timeout=None):
         return Methods(self.value, rpc_async)
 
 
