@@ -210,17 +210,21 @@ def another_thread():
 
 
 def backward_waits():
-    def waits(make_loss):
-        return in_context(lambda now: still_waits(lambda loss=make_loss(): dist_autograd.backward(now, [loss])))
+    def waits(make_loss, seconds=2):
+        def backward(context_id):
+            loss = make_loss()
+            return still_waits(lambda: dist_autograd.backward(context_id, [loss]), seconds)
+
+        return in_context(backward)
 
     def loss_that_was_sent(change):
         loss = torch.ones(3, requires_grad=True).sum()
         call(id, change(loss))  # its answer does not depend on the loss
         return loss
 
-    assert not waits(lambda: loss_from() + loss_from())
-    assert not waits(lambda: (loss_from(), loss_from(forward_detached))[0])
-    assert not waits(lambda: loss_that_was_sent(torch.Tensor.detach))
+    assert not waits(lambda: loss_from() + loss_from(), seconds=30)
+    assert not waits(lambda: (loss_from(), loss_from(forward_detached))[0], seconds=30)
+    assert not waits(lambda: loss_that_was_sent(torch.Tensor.detach), seconds=30)
     assert waits(lambda: (loss_from(), loss_from())[0])
     assert waits(lambda: loss_that_was_sent(lambda loss: loss))
 
