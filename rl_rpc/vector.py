@@ -11,6 +11,7 @@ count, of all games of all observers.
 import dataclasses
 import random
 
+from glue.host import share_cores
 from glue.training import seed_for
 
 import numpy as np
@@ -87,6 +88,8 @@ class Agent(rollout.Agent):  # in the agent, on its main thread
         states_SD = torch.cat([games.states[games.counts] for games in played])
         actions_S = torch.cat([games.actions[games.counts] for games in played])
         returns = [discounted(games.rewards.numpy(), self.learner.gamma)[games.counts] for games in played]
+        if len(actions_S) > 4 * PIECE:  # enough work for the cores of the observers too, which wait
+            share_cores(1)
         losses = in_pieces(self.learner.policy, states_SD, actions_S, normalised(torch.cat(returns)))
         return self.learner.update(len(actions_S), min_reward, losses)
 
