@@ -13,7 +13,7 @@ import copy
 import os
 import sys
 
-from glue import UserError, checkpoint, flags
+from glue import UserError, checkpoint, flags, one_line
 from glue.training import seed_for
 
 import gymnasium
@@ -58,7 +58,7 @@ def main(argv=None):
             reward = play_episode(env, Actor(policy).act_greedily, seed_for(args.seed, "play", episode))
             print(f"Episode {episode}\tReward: {reward:.2f}", flush=True)
     except (UserError, ImportError, gymnasium.error.Error) as error:  # the last: no renderer
-        sys.exit(f"{os.path.basename(sys.argv[0])}: {' '.join(str(error).split())}")
+        sys.exit(f"{os.path.basename(sys.argv[0])}: {one_line(str(error))}")
 
 
 def play_episode(env, choose_action, seed=None):

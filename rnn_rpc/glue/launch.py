@@ -50,6 +50,8 @@ def run_rank(rank, run_worker, args, scenario, listener=None):
     keep_freed_memory()
     if listener:
         threading.Thread(target=end_with_the_starter, daemon=True).start()
+        if rank == 0 and not args.check:
+            import torch._dynamo  # noqa: F401  # for the optimizer, unless start_all has done it
     keep_console_clean()
     mend_torch()
     args.rank = rank
@@ -89,8 +91,9 @@ def start_all(run_worker, args, scenario):
     # because this process has only imported modules. But CUDA does not survive a fork, and macOS has its own reasons.
     # Nor do threads: a debugger may have started some.
     forks = args.device != "cuda" and sys.platform != "darwin" and threading.active_count() == 1
-    if forks and not args.check:
-        # torch's optimizers import it at their first step. Once here takes less time than once in each rank.
+    if forks and not args.check and scenario(args).device_ranks != [0]:
+        # torch's optimizers import it when they are made. Once here takes less time than once in each rank. But if only
+        # rank 0 computes, it imports it itself, while the others start.
         import torch._dynamo  # noqa: F401
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, the kernel keeps no exit codes
     method = "fork" if forks else "spawn"

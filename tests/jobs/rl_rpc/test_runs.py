@@ -82,7 +82,7 @@ def test_play_obeys_its_flags(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.quick
 def test_play_refuses_what_is_not_a_policy(tmp_path):
-    damaged = tmp_path / "damaged.pt"
+    damaged = tmp_path / "damaged\n \\xe4.pt"
     damaged.write_bytes(b"not a policy")
     foreign = tmp_path / "foreign.pt"
     torch.save({"scenario": "rnn_rpc", "state": {}}, foreign)
@@ -99,7 +99,7 @@ def test_play_refuses_what_is_not_a_policy(tmp_path):
         with pytest.raises(SystemExit) as refused:
             play_module.main([str(path)])
         (line,) = refused.value.code.splitlines()  # sys.exit prints it, and exits with status 1
-        assert path.name in line and "--resume" not in line
+        assert path.name.replace("\n", "\\n") in line and "--resume" not in line
     assert "this" not in sys.modules
 
 
