@@ -9,7 +9,7 @@ cd "$folder"
 python=${FINDINGS_PYTHON:-$folder/environment/bin/python}
 if [ -z "${FINDINGS_PYTHON:-}" ]; then
     python3 -m venv environment
-    "$python" -m pip install --quiet torch==2.14.1
+    "$python" -m pip install --quiet torch==2.14.1 numpy==2.4.6
 fi
 
 cat > finding.py <<'PROGRAM'
