@@ -68,7 +68,7 @@ def test_an_rref_is_refused_by_pickle_and_travels_by_rpc(answers):
 
 def test_the_largest_timeout(answers):
     assert all("(-2147483648 ms)" in text for text in answers["timeouts too large"])
-    assert answers["timeouts"] == ["2", "2", "2"]
+    assert answers["timeouts"] == [2, 2, 2]
 
 
 def test_a_timeout_that_is_over_before_the_constructor_spoils_the_rref(answers):
@@ -85,6 +85,7 @@ def test_what_belongs_to_a_thread_and_what_to_the_process(answers):
     assert entry_of("A setting from the constructor is gone")
     early = answers["set before init_rpc"]
     assert early == {"thread": [False] * 3, "process": [True] * 2}
+    assert answers["number of threads"] == 2  # set before init_rpc
     both = answers["set in a constructor"]  # as two calls see it, which run on two threads
     assert [False] * 3 in both["thread"] and both["process"] == [[True] * 2] * 2
 

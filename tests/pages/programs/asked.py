@@ -41,7 +41,7 @@ CONCEPTS = (ROOT / "docs" / "CONCEPTS.md").read_text()
 exec(SCHEDULE)  # the page's set_lr and set_lr_everywhere
 
 ANSWERS = {}
-go_on = threading.Event()
+go_on, late_goes_on = threading.Event(), threading.Event()
 two_calls = threading.Barrier(2)
 in_the_middle = threading.Event()
 net, frozen, weight = nn.Linear(2, 1), nn.Linear(2, 1).requires_grad_(False), None
@@ -85,7 +85,7 @@ class Setting:
 
 class Late:
     def __init__(self):
-        go_on.wait()
+        late_goes_on.wait()
 
     def name(self):
         return "late"
@@ -115,8 +115,20 @@ def settings():
     return thread, (torch.get_default_dtype() == torch.float64, torch.are_deterministic_algorithms_enabled())
 
 
+def number_of_threads():
+    return torch.get_num_threads()
+
+
+def wait_to_go_on():
+    go_on.wait()
+
+
 def let_go_on():
     go_on.set()
+
+
+def let_late_go_on():
+    late_goes_on.set()
 
 
 def ask_back():
@@ -279,15 +291,15 @@ def calls(rank):
         )
     ]
     ANSWERS["RRef sent in an object"] = rpc.rpc_sync("b", layer_of_held, args=(Holder(rref),))
-    too_large, right = (float("inf"), 1e9, 2147484), (2147483, 0, -1)
-    by_timeout = {t: said(lambda t=t: rpc.rpc_sync("b", add, (1,), timeout=t)) for t in (*too_large, *right)}
-    ANSWERS["timeouts too large"] = [by_timeout[t] for t in too_large]
-    ANSWERS["timeouts"] = [by_timeout[t] for t in right]
+    too_large = [said(lambda t=t: rpc.rpc_sync("b", wait_to_go_on, timeout=t)) for t in (float("inf"), 1e9, 2147484)]
+    rpc.rpc_sync("b", let_go_on)
+    ANSWERS["timeouts too large"] = too_large
+    ANSWERS["timeouts"] = [rpc.rpc_sync("b", add, (1,), timeout=t) for t in (2147483, 0, -1)]
     with stderr_of_cpp("torch.profiler"), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         rpc.rpc_sync("b", torch.add, args=(torch.ones(1), 1))
     late = rpc.remote("b", Late)
     ANSWERS["late constructor"] = [said(lambda: late.rpc_sync(timeout=0.2).name())]
-    rpc.rpc_sync("b", let_go_on)
+    rpc.rpc_sync("b", let_late_go_on)
     ANSWERS["late constructor"] += [late.to_here().name(), said(lambda: late.rpc_sync(timeout=20).name())]
     rpc.shutdown()
     ANSWERS["RRef after shutdown"] = said(rref.to_here)
@@ -344,8 +356,10 @@ def waits():
 
 def of_threads(rank):
     Setting()  # on the main thread, before init_rpc
+    torch.set_num_threads(2)
     join(rank)
     if rank == 0:
+        ANSWERS["number of threads"] = rpc.rpc_sync("b", number_of_threads)
         thread, process = rpc.rpc_sync("b", settings)
         ANSWERS["set before init_rpc"] = {"thread": thread, "process": process}
     rpc.shutdown()
