@@ -112,7 +112,7 @@ def run_worker(rank, args, job):
 def run_server(server_class, test_digits, args, job):
     """Train and evaluate until the work is done. Runs in rank 0."""
     max_staleness = 4 if args.max_staleness is None else args.max_staleness
-    chosen = vars(args) | {"num_servers": num_servers(args), "max_staleness": max_staleness}
+    chosen = vars(args) | {"num_servers": num_servers(args), "max_staleness": max_staleness}  # also by default
     plan = Plan(**{name: chosen[name] for name in Plan.__annotations__})
     report = Report("param_server", args, unit="image")
     folders = [given["data_dir"] for given in job.given]

@@ -35,13 +35,14 @@ class ParameterServer(replica.ParameterServer):  # in server1, on its main threa
     TRAINER_THREADS = 16  # RPC threads of a trainer: torch's default
 
     def make_trainers(self, devices, folders):
+        """Make a Shard on each server, and a Trainer in each trainer; return {rank: RRef} of the trainers."""
         self.optimizer.state[self.weights_P]["momentum_buffer"] = torch.zeros_like(self.weights_P)
         plan = self.plan
         own = Shard(devices[0], plan.momentum)
         own.counts = self.counts  # each server makes as many updates
-        others = range(1, plan.num_servers)
         self.shards = [rpc.RRef(own)]
-        self.shards += [rpc.remote(rank, Shard, args=(devices[rank], plan.momentum), timeout=0) for rank in others]
+        for rank in range(1, plan.num_servers):
+            self.shards.append(rpc.remote(rank, Shard, args=(devices[rank], plan.momentum), timeout=0))
         trainers = {}
         for rank in range(plan.num_servers, plan.world_size):
             arguments = (self.shards, plan, folders[rank], devices[rank])

@@ -27,7 +27,7 @@ from typing import NoReturn
 from glue import UserError, host, meet, print_error, sockets, within
 from glue.coordinator import DONE, Coordinator
 from glue.errors import NAMED_AFTER_SECONDS, Explained, print_mistake
-from glue.scenario import adopt, check_rank, of_this_rank, uses_device
+from glue.scenario import FILES, adopt, check_rank, uses_device
 
 import torch
 import torch.distributed as dist
@@ -112,8 +112,8 @@ class Job:
         except UserError as error:  # the Coordinator goes on waiting for this rank, so it can be started again
             self.leave(str(error), status=2)
         uses_gpu = self.args.device == "cuda" and uses_device(self.rank, self.scenario)
-        offer = host.offer(self.args, uses_gpu) | {"given": of_this_rank(self.args)}
-        sockets.send(self.link, **offer)
+        given = {name: vars(self.args)[name] for name in FILES if name in self.args}
+        sockets.send(self.link, given=given, **host.offer(self.args, uses_gpu))
         threading.Thread(target=self._listen, args=(lines,), daemon=True).start()
         address = self.link.getsockname()[0]
         sockets.listen_only_at(address)

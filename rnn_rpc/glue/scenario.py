@@ -83,11 +83,6 @@ def uses_device(rank, scenario):
     return scenario.device_ranks is None or rank in scenario.device_ranks
 
 
-def of_this_rank(args):
-    """Return the values of FILES, which rank 0 passes on to whoever needs them: {name: value}."""
-    return {name: vars(args)[name] for name in FILES if name in args}
-
-
 def of_the_job(args):
     """Return the flags that rank 0 sends to every rank: {name: value}."""
     own = (*OF_A_RANK, "given", "launcher", "restarts")
