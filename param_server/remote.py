@@ -9,6 +9,8 @@ trainer is a trainer's rank, an int. Shapes: B images in a batch.
 """
 
 import copy
+import itertools
+import sys
 import threading
 
 from glue.open_calls import OpenCalls
@@ -24,7 +26,6 @@ from torch.func import functional_call
 
 from counts import Counts, Gradient
 from data import Batches, load_digits
-from loops import print_loss, run_loops
 from net import Net
 
 
@@ -64,7 +65,7 @@ class ParameterServer:  # in server1
 
     def run_batches(self, epoch, batches, report):
         """Let the trainers train with these batches, which are given by their numbers. On the main thread."""
-        run_loops(self.calls, self.trainers, epoch, batches, report, self.counts)
+        run_loops(self, epoch, batches, report)
 
     # Trainers call the next three methods, several at once, on RPC threads.
 
@@ -100,6 +101,20 @@ class ParameterServer:  # in server1
             check_finite(param.grad.sum(), f"sum of rank {trainer}'s gradient for {name}", self.counts.updates + 1)
 
 
+def run_loops(server, epoch, batches, report):
+    """Let each trainer train with its share of the batches, in turn, in a loop of its own; wait for all.
+
+    Raises the error of a trainer that fails while the others still train.
+    """
+    updates = server.counts.updates - server.counts.batch  # before the first batch of this epoch
+    for place, (trainer, rref) in enumerate(server.trainers.items()):
+        share = batches[place :: len(server.trainers)]
+        server.calls.add(trainer, rref.rpc_async(timeout=0).run_training_loop(epoch, share))  # timeout=0: no time limit
+    losses = itertools.chain(*server.calls.results().values())
+    for batch, loss in sorted(losses):
+        report.scalar("loss", loss, updates + batch + 1)  # each batch is an update, nearly in this order
+
+
 class Trainer:  # in a trainer, on the RPC thread that serves run_training_loop
     """Source: tutorial, run_training_loop."""
 
@@ -133,6 +148,13 @@ class Trainer:  # in a trainer, on the RPC thread that serves run_training_loop
                 print_loss(self.rank, batch, loss.item())
             self.steps += 1
         return losses
+
+
+def print_loss(trainer, batch, loss):
+    """Print the loss of a batch, in a trainer, in the tutorial's words."""
+    # On a terminal, first erase the progress bar, which server1 draws on the line of the cursor, and draws again.
+    erase = "\r\033[K" if sys.stdout.isatty() else ""
+    print(f"{erase}Rank {trainer} training batch {batch} loss {loss}")
 
 
 class TrainerNet(nn.Module):  # in a trainer

@@ -23,7 +23,7 @@ from torch.futures import wait_all
 
 import replica
 from counts import Counts, Gradient
-from loops import print_loss, run_loops
+from remote import print_loss, run_loops
 
 
 class ParameterServer(replica.ParameterServer):  # in server1, on its main thread
@@ -58,7 +58,7 @@ class ParameterServer(replica.ParameterServer):  # in server1, on its main threa
         for server, shard in enumerate(self.shards):
             self.calls.add(server, shard.rpc_async().begin(weights[server], momenta[server], lr, progress))
         self.calls.results()
-        run_loops(self.calls, self.trainers, epoch, batches, report, self.counts)
+        run_loops(self, epoch, batches, report)
         for server, shard in enumerate(self.shards):
             self.calls.add(server, shard.rpc_async().end())
         weights, momenta = zip(*self.calls.results().values(), strict=True)

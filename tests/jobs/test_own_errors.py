@@ -79,7 +79,7 @@ def test_mistake_in_served_method_shows_its_traceback_once(tmp_path, package, ra
     """
     errors = run_with_mistake(package, tmp_path, mistake, *flags)
     assert_traceback_printed_once(errors, package, rank)
-    assert re.search(r" \(called from .*/(hogwild|step|loops)\.py, line \d+\)$", errors, re.MULTILINE), errors
+    assert re.search(r" \(called from .*/(hogwild|step|remote)\.py, line \d+\)$", errors, re.MULTILINE), errors
 
 
 def sends_a_function(step):
