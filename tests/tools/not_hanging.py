@@ -45,6 +45,26 @@ def nap(seconds=SECONDS):
     time.sleep(seconds)
 
 
+class Named:
+    """Functions of the program with the names of waits."""
+
+    @staticmethod
+    def shutdown():
+        nap()
+
+    @staticmethod
+    def wait():
+        nap()
+
+    @staticmethod
+    def to_here():
+        nap()
+
+    @staticmethod
+    def backward():
+        nap()
+
+
 def compute():
     until = time.monotonic() + SECONDS
     while time.monotonic() < until:
@@ -236,6 +256,10 @@ def backward():
 
 CASES = {
     "sleep": sync(nap),
+    "shutdown of the program": sync(Named.shutdown),
+    "wait of the program": sync(Named.wait),
+    "to_here of the program": sync(Named.to_here),
+    "backward of the program": sync(Named.backward),
     "compute": sync(compute),
     "condition with a limit": sync(wait_for_condition),
     "queue with a limit": sync(get_with_limit),

@@ -258,6 +258,7 @@ def test_between_two_hosts_no_arrow_points_back_in_time(tmp_path, capsys):
         (["no/such/folder/t.json", "--", "true"], 2, "that folder does not exist"),
         (["t.json", "no/such/folder"], 2, "there is no such folder"),
         (["why", "/proc/self/fdinfo"], 2, "there are no recordings in it"),
+        (["why", "--dump", "no/such/folder/file"], 2, "No such file or directory"),
         (["--into", "/proc/here", "--", "true"], 2, "--into /proc/here: No such file or directory"),
         (["--stalled", "1", "t.json", "--", "true"], 2, "--stalled 1: at least 2 seconds"),
         (["--end", "t.json", "--", "true"], 2, "give FILE"),

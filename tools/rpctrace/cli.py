@@ -23,8 +23,8 @@ A second Ctrl-C kills everything that the command has started. Ctrl-\\ prints th
 With --stalled 30 it is also printed when nothing has moved for 30 seconds; with --end the command is then killed.
 
 If you start the ranks one by one, let each of them record into the same folder. Other commands read the folder, also
-while it is written. If the ranks are on several hosts, copy their folders into one; the calls show how much the clocks
-of the hosts differ. Take a new folder for each run of the job.
+while it is written. If the ranks are on several hosts, copy their folders into one by `cp -rp`, which keeps the
+times of the files; the calls show how much the clocks of the hosts differ. Take a new folder for each run of the job.
 
     python tools/rpctrace --into calls -- python rl_rpc/main.py --world_size 2 --rank 0
     python tools/rpctrace --into calls -- python rl_rpc/main.py --world_size 2 --rank 1
@@ -133,26 +133,29 @@ def why(words):
         parser.error("give a FOLDER with recordings, or --pid, or files that --dump has written")
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
     try:
-        seen = stacks.look(args.pid, args.store) if not args.paths else read_all(args.paths)
+        if args.dump:
+            with open(args.dump, "w") as file:
+                json.dump(stacks.look(args.pid, args.store), file)
+            return
+        evidence = evidence_in(args.paths) if args.paths else stacks.evidence_of(stacks.look(args.pid, args.store))
     except dumps.NoDump as error:
         sys.exit(f"rpctrace: {error}")
     except (ValueError, OSError) as error:  # of a path
         parser.error(str(error))
-    if args.dump:
-        pathlib.Path(args.dump).write_text(json.dumps(seen))
-    else:
-        evidence = recording.evidence_in(args.paths[0]) if seen is None else stacks.evidence_of(seen)
-        print(said_of(evidence).report())
+    print(said_of(evidence).report())
 
 
-def read_all(paths):
-    """Return what files of --dump contain, or None of a folder with recordings."""
-    if not os.path.isdir(paths[0]):
-        return [seen for path in paths for seen in json.loads(pathlib.Path(path).read_text())]
-    if len(paths) > 1 or not read.recordings(paths[0]):
-        raise ValueError(f"{paths[0]}: there are no recordings in it")
-    read.is_recorded(read.read(paths[0], most=10_000))  # or it says why not
-    return None
+def evidence_in(paths):
+    """Return what a folder with recordings tells, or files of --dump."""
+    if os.path.isdir(paths[0]):
+        if len(paths) > 1 or not read.recordings(paths[0]):
+            raise ValueError(f"{paths[0]}: there are no recordings in it")
+        read.is_recorded(read.read(paths[0], most=10_000))  # or it says why not
+        return recording.evidence_in(paths[0])
+    contents = [json.loads(pathlib.Path(path).read_text()) for path in paths]
+    if not all(isinstance(each, list) for each in contents):
+        raise ValueError(f"{', '.join(paths)}: --dump has not written this")
+    return stacks.evidence_of([seen for each in contents for seen in each])
 
 
 def why_not_written(path):

@@ -64,7 +64,9 @@ def process_of(written):
             thing[name] -= ahead
     starting = [bar["args"]["worker"] for bar in bars if bar["name"] == "init_rpc" and bar["cat"] == "group"]
     name = written.get("worker") or (starting or [""])[0]
-    process = Process(name or f"process {written['pid']}", written["host"], written["pid"], named=bool(name))
+    process = Process(
+        name or f"process {written['pid']} on {written['host']}", written["host"], written["pid"], named=bool(name)
+    )
     process.rpc = written.get("rpc", bool(name))
     process.ts, process.moved = written["ts"] - ahead, written.get("moved", 0) - ahead
     process.ended, process.world = written.get("lost") == "has ended", written.get("world") or 0
@@ -121,22 +123,23 @@ def made(bar):
 def during(bar, wait, open_calls):
     """Return what a thread waits for during a bar, or None if its lines tell it better."""
     known, args = bar["known"], bar["args"]
-    if bar["cat"] == "sync":
-        return Wait("answer", answers=[[made(bar)]])
-    if bar["name"] == "to_here":
-        return Wait("rref", answers=[[Call(known["owner"], None, rref=known["rref"], limit=args["limit"])]])
-    if bar["name"] == "wait":
-        answers = [found for one in known["future"] if (found := completing(one, open_calls))]
-        if not answers and wait.kind == "answer":  # of a built-in operator, which has no bar
-            return None
-        of_cpp = not known["future"] and not known["of_python"]
-        return Wait("answer", answers=answers, made_by="C++" if of_cpp else "a thread")
-    if bar["name"] == "backward":
-        return Wait("backward", workers=args.get("workers", []))
-    if bar["name"] == "shutdown":
-        return Wait("shutdown", limit=args.get("limit") or 0.0, timed=not args.get("graceful", True))
-    if bar["name"] in ("init_rpc", "init_process_group"):
-        return Wait("init", bar["name"], world=args.get("world") or 0)
+    match bar["cat"], bar["name"]:  # the name of a call is the program's: its function may be called "shutdown", too
+        case "sync", _:
+            return Wait("answer", answers=[[made(bar)]])
+        case "wait", "to_here":
+            return Wait("rref", answers=[[Call(known["owner"], None, rref=known["rref"], limit=args["limit"])]])
+        case "wait", "wait":
+            answers = [found for one in known["future"] if (found := completing(one, open_calls))]
+            if not answers and wait.kind == "answer":  # of a built-in operator, which has no bar
+                return None
+            of_cpp = not known["future"] and not known["of_python"]
+            return Wait("answer", answers=answers, made_by="C++" if of_cpp else "a thread")
+        case "work", "backward":
+            return Wait("backward", workers=args.get("workers", []))
+        case "group", "shutdown":
+            return Wait("shutdown", limit=args.get("limit") or 0.0, timed=not args.get("graceful", True))
+        case "group", ("init_rpc" | "init_process_group") as name:
+            return Wait("init", name, world=args.get("world") or 0)
     return None
 
 

@@ -167,7 +167,7 @@ class Source:
         found = []
         for node in syntax.nodes_at(self.path, self.function, self.line):
             method = syntax.method_of(node)
-            if method in ("wait", "wait_all", "to_here", "value", "result"):
+            if method in ("wait", "wait_all", "to_here"):
                 calls = self.calls_awaited(node.args[0] if method == "wait_all" and node.args else node.func.value)
                 if method == "to_here" and (limit := self.limit_of(node, 0)):
                     calls = [call | {"limit": min(limit, call["limit"] or limit)} for call in calls]

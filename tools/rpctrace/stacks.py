@@ -140,7 +140,7 @@ class Program:
 
 def rpc_sync(call, names, limit):
     """Return the call of an rpc_sync, whose line tells `call`, and whose variables tell more."""
-    to, given = names["to"].value, names["timeout"].value
+    to, given = (names[name].value if name in names else None for name in ("to", "timeout"))
     known = {"to": None, "name": None, "owes": None} | call
     known["limit"] = limit if given is None or given < 0 else given
     return known | ({"to": to} if isinstance(to, str) else {})
@@ -155,7 +155,7 @@ def served(frames, number):
     proxy = next((one for one in within if one["function"].startswith("_local_invoke")), None)
     own = [one for one in frames[:number] if not one["library"]]
     if proxy:
-        return found | {"name": proxy["names"]["func_name"]["value"]}
+        return found | {"name": proxy["names"].get("func_name", {}).get("value") or inner["function"]}
     if where := OF_TORCH.search(inner["path"]):
         return found | {"name": f"torch.{where[1]}.{inner['function']}"}
     if own:

@@ -25,8 +25,10 @@ def address_in(pids):
 
 def workers_at(address):
     """Return {port on which it listens: {"worker", "rank", "world"}} of the workers that met last at this store."""
-    from torch.distributed import PrefixStore, TCPStore  # two seconds to import, so only when asked for
-
+    try:
+        from torch.distributed import PrefixStore, TCPStore  # two seconds to import, so only when asked for
+    except ImportError:
+        raise dumps.NoDump(f"--store {address}: to ask it, torch is needed here as well") from None
     host, _, port = address.rpartition(":")
     try:
         store = TCPStore(host, int(port), is_master=False, timeout=PATIENCE, wait_for_workers=False)

@@ -88,7 +88,7 @@ OF_C = (
     Row("Store", "get wait add", end("a key in a store, with a time limit"), "not known", IS_END, "all_waits"),
     Row("PyRRef", "to_here", RREF, "what makes the value, at its owner", "by its name", "constructor"),
     Row("PyRRef", "local_value", end("the value of an RRef"), "its owner", IS_END, "all_waits"),
-    Row("Future", "wait value", ANSWER, "what completes it, if the lines tell", BY_LINES, "accounts"),
+    Row("Future", "wait", ANSWER, "what completes it, if the lines tell", BY_LINES, "accounts"),
     Row("", "backward", Wait("backward"), "hooks, and full or lost processes", "probable", "backward_hook"),
 )
 
@@ -158,8 +158,8 @@ def signal(frame, inner):
 
 def does(frames):
     """Return what a thread is within, with its rank there if it tells."""
-    names = [frame for frame in frames if frame.library and frame.function in (*MEETINGS, "shutdown")]
-    return {frame.function: frame.value("rank", -1) for frame in names}
+    found = [frame for frame in frames if frame.path.endswith((API, INIT, C10D))]
+    return {one.function: one.value("rank", -1) for one in found if one.function in (*MEETINGS, "shutdown")}
 
 
 def is_nobody(frames):

@@ -138,9 +138,9 @@ class Watcher:
 
 def messages(bar):
     """Return how many calls torch counts while this bar is open."""
-    if bar["name"] == "backward":
+    if bar["cat"] == "work":  # of a backward pass
         return len(bar["args"].get("workers", ()))
-    return bar["cat"] in ("sync", "async", "remote") or bar["name"] == "to_here"
+    return bar["cat"] in ("sync", "async", "remote") or (bar["cat"], bar["name"]) == ("wait", "to_here")
 
 
 class Look:

@@ -8,8 +8,7 @@ import functools
 import itertools
 import linecache
 
-WAITING = {"acquire", "wait", "get", "put", "join", "barrier", "to_here", "backward", "sleep", "input", "recv"}
-WAITING |= {"wait_all", "local_value", "confirmed_by_owner", "result", "add"}
+WAITING = {"acquire", "add", "backward", "get", "local_value", "to_here", "wait", "wait_all"}  # see OF_C in ../waits.py
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 

@@ -1,0 +1,65 @@
+"""What rpctrace takes for evidence, and what it must not: names that the program has chosen, for example."""
+
+import json
+import sys
+
+import pytest
+
+from helpers import package_on_path
+
+with package_on_path("tools"):
+    from rpctrace import cli, dumps, recording, stacks, store, waits
+    from rpctrace.evidence import Frame, Seen, Wait
+    from rpctrace.record import rpctrace_syntax
+with package_on_path("tools/rpctrace/record"):
+    import rpctrace_standing
+
+pytestmark = pytest.mark.quick
+NOW = {"ts": 1, "host": "here", "pid": 7, "main": 1, "threads": {}}
+
+
+@pytest.mark.parametrize("name", ["shutdown", "wait", "to_here", "backward", "init_rpc"])
+def test_the_name_of_a_served_function_tells_no_wait(name):
+    bar = {"cat": "run", "name": name, "args": {"call": "1"}, "known": {}, "ts": 1}
+    assert recording.during(bar, Wait(), []) is None
+    assert rpctrace_standing.messages(bar) == 0
+    assert rpctrace_standing.messages(bar | {"cat": "sync"}) == 1
+
+
+def test_only_the_shutdown_of_rpc_counts():
+    executor = Frame("/lib/python3.12/concurrent/futures/thread.py", "shutdown", library=True)
+    of_rpc = Frame("/site-packages/torch/distributed/rpc/api.py", "shutdown", library=True)
+    assert waits.does([executor]) == {} and waits.does([of_rpc]) == {"shutdown": -1}
+
+
+def test_the_lines_that_may_wait_are_those_of_the_table():
+    methods = {method for row in waits.OF_C for method in row.functions.split()}
+    assert methods | {"wait_all"} == rpctrace_syntax.WAITING
+
+
+def test_processes_of_the_same_number_on_two_hosts_are_two(tmp_path):
+    for host in ("here", "there"):
+        (tmp_path / f"{host}.now").write_text(json.dumps(NOW | {"host": host}))
+    names = {process.name for process in recording.evidence_in(tmp_path).processes}
+    assert names == {"process 7 on here", "process 7 on there"}
+
+
+def test_a_dump_without_variables_is_read():
+    assert stacks.rpc_sync({}, {}, 60.0)["to"] is None
+    proxy = {"function": "_local_invoke", "path": "", "library": True, "names": {"self": vars(Seen("self"))}}
+    run = {"function": "_run_function", "path": "", "library": True, "names": {}}
+    assert stacks.served([proxy, run], 1)["name"] == "_local_invoke"
+
+
+def test_without_torch_the_store_cannot_be_asked(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed", None)
+    with pytest.raises(dumps.NoDump, match="torch is needed"):
+        store.workers_at("localhost:29500")
+
+
+def test_a_file_that_no_dump_has_written_is_refused(tmp_path, capsys):
+    file = tmp_path / "all.json"
+    file.write_text('{"traceEvents": []}')
+    with pytest.raises(SystemExit):
+        cli.main(["why", str(file)])
+    assert "--dump has not written this" in capsys.readouterr().err
