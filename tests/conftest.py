@@ -40,6 +40,11 @@ def same_environment():
         del os.environ[name]
 
 
+def pytest_collection_modifyitems(items):
+    """Begin with the tests of tools/, which are the longest: at the end, all others would have to wait for the last."""
+    items.sort(key=lambda item: "tools" not in item.path.parts)
+
+
 def pytest_terminal_summary(terminalreporter):
     if os.path.exists(os.environ["COUNT_OF_STARTS"]):
         with open(os.environ["COUNT_OF_STARTS"]) as file:
