@@ -104,4 +104,4 @@ class EmbeddingShard(Shard):  # on a server, on RPC threads
 
 
 class SGD(optim.SGD):
-    """For optim.SGD itself, DistributedOptimizer would use a version that takes no lock (difference 20)."""
+    """For optim.SGD itself, torch would use a version that takes no lock (docs/differences/ddp_rpc.md, number 20)."""

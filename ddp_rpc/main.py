@@ -139,7 +139,7 @@ def evaluate(trainers, epoch, args, report, speed=""):
         calls.add(rank, trainer.rpc_async(timeout=0).evaluate(epoch))
     figures = calls.results()[0]  # the same in all trainers
     for name, value in figures.items():
-        report.scalar(name.replace("_", "/"), value, epoch)
+        report.scalar(name.replace("_", "/"), value, epoch)  # heldout/loss, heldout/accuracy, ceiling/accuracy
     line = f"epoch {epoch:3d}/{args.epochs}  held-out loss {figures['heldout_loss']:.4f}  "
     line += f"accuracy {figures['heldout_accuracy']:.4f} (ceiling {figures['ceiling_accuracy']:.4f})"
     report.say(line + speed)

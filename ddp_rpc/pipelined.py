@@ -38,14 +38,14 @@ class Trainer(hogwild.Trainer):  # in a trainer; it needs none of the parameter_
 
         Only an evaluation calls HybridModel.forward. Here its two halves, lookup and `fc`, are in different steps.
         """
-        next_sums = self.exchange(None, batches[0])  # Futures of the sums of the batch to come
+        next_sums = self.exchange_with_all(None, batches[0])  # Futures of the sums of the batch to come
         gradient_BD = None  # of the sums of the batch before
-        for batch, next_batch in itertools.pairwise([*batches, None]):
+        for (_, _, target_B), next_batch in itertools.pairwise([*batches, None]):
             with torch.profiler.record_function("step"):
                 sums_BD = sum(part.wait() for part in next_sums).to(self.device).requires_grad_()
-                next_sums = self.exchange(gradient_BD, next_batch)
+                next_sums = self.exchange_with_all(gradient_BD, next_batch)
 
-                loss = F.cross_entropy(self.model.fc(sums_BD), batch[2].to(self.device))
+                loss = F.cross_entropy(self.model.fc(sums_BD), target_B.to(self.device))
                 self.opt.zero_grad()
                 loss.backward()  # DDP averages the gradients of fc, but not the gradient of the sums
                 self.opt.step()
@@ -53,9 +53,9 @@ class Trainer(hogwild.Trainer):  # in a trainer; it needs none of the parameter_
             yield loss.detach()
         # Evaluation and checkpoint must see all updates, so this waits for those of the last two gradients.
         torch.futures.wait_all(next_sums)
-        torch.futures.wait_all(self.exchange(gradient_BD, None))
+        torch.futures.wait_all(self.exchange_with_all(gradient_BD, None))
 
-    def exchange(self, gradient_BD, batch):
+    def exchange_with_all(self, gradient_BD, batch):
         """Send a gradient (or None) and the ids of a batch (or None) to every server; return Futures of the sums."""
         parts = [(None, None)] * len(self.emb_rrefs)
         if batch is not None:
@@ -71,11 +71,13 @@ class Trainer(hogwild.Trainer):  # in a trainer; it needs none of the parameter_
 class EmbeddingShard(hogwild.EmbeddingShard):  # on a server, on RPC threads
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.lock = threading.Lock()  # protects the update, and self.lookups
+        self.lock = threading.Lock()  # protects the update, and self.lookups, but not the queues in it
         self.lookups = defaultdict(deque)  # trainer -> its sums (B, D) that wait for their gradients, the oldest first
 
     def set_learning_rate(self, lr):
-        self.optimizer = optim.SGD(self.parameters(), lr=lr)  # every trainer calls this; the last one made remains
+        # No lock: every trainer calls this before an epoch, with the same rate, and no update is made before all have
+        # called. The first gradient comes after a backward pass in which DDP waits for all trainers.
+        self.optimizer = optim.SGD(self.parameters(), lr=lr)
 
     def exchange(self, trainer, gradient_BD, ids_I, offsets_B):
         """Make an update with the gradient of this trainer's oldest lookup; return the sums (B, D) of its next batch.
@@ -93,5 +95,5 @@ class EmbeddingShard(hogwild.EmbeddingShard):  # on a server, on RPC threads
         if ids_I is None:
             return None
         sums_BD = self(ids_I.to(device), offsets_B.to(device))  # no lock, as in hogwild
-        waiting.append(sums_BD)
+        waiting.append(sums_BD)  # no lock: this trainer waits for each answer before it calls again
         return sums_BD.detach().cpu()

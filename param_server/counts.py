@@ -6,8 +6,8 @@ from typing import NamedTuple
 STATE = ("epoch", "batch", "updates", "images", "stale", "accuracy")  # what a checkpoint has of Counts
 
 
-class Gradient(NamedTuple):
-    """What is counted of a gradient."""
+class Origin(NamedTuple):
+    """Where a gradient comes from."""
 
     batch: int  # its number
     trainer: int
@@ -16,8 +16,6 @@ class Gradient(NamedTuple):
 
 
 class Counts:  # in a server
-    """Where in the work the job is, and what has been applied to the weights."""
-
     def __init__(self, bar=None):
         """`bar`: a progress bar of images, which this moves."""
         self.epoch = 0  # number of epochs that are done
@@ -30,9 +28,9 @@ class Counts:  # in a server
         self.update_list = None  # a list, if the updates of this process are to be listed; it grows with each of them
         self.bar = bar
 
-    def add_update(self, *gradients):
-        """Count an update by these gradients, each a Gradient."""
-        batches, trainers, versions, images = zip(*gradients, strict=True)
+    def add_update(self, *origins):
+        """Count an update by the gradients of these origins."""
+        batches, trainers, versions, images = zip(*origins, strict=True)
         if self.update_list is not None:
             update = {"epoch": self.epoch, "batches": batches, "trainers": trainers, "versions": versions}
             self.update_list.append(update)

@@ -5,7 +5,7 @@ Runs in server1, which reads the test images, and in the trainers, which read th
 A DataLoader with torchvision's dataset decodes and normalises each image again in every epoch, which takes 1.7 ms for a
 batch of 32. In this file the data set is one uint8 tensor (47 MB). A batch is indexed and normalised in 0.05 ms.
 
-Shapes: N images in the set, B in a batch; an image is 28 x 28.
+Shapes: N images in the set, B in a batch, D = 10 digits, H = W = 28 pixels, P = H * W.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ def load_digits(dataset, data_dir, seed, train, download=False):
             raise UserError(f"MNIST cannot be downloaded to {data_dir} ({reason}). {ways}") from None
     images_path, labels_path = (os.path.join(folder, name) for name in FILES[train])
     try:
-        images_N28, labels_N = read_image_file(images_path), read_label_file(labels_path)
-        if images_N28.shape != (len(labels_N), 28, 28):
+        images_NHW, labels_N = read_image_file(images_path), read_label_file(labels_path)
+        if images_NHW.shape != (len(labels_N), 28, 28):
             raise ValueError("they do not belong together")
     except FileNotFoundError as error:
         how = "only rank 0 downloads, so put MNIST there first"
@@ -58,7 +58,7 @@ def load_digits(dataset, data_dir, seed, train, download=False):
     except Exception as error:  # torchvision and torch raise different ones
         why = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{images_path} and {labels_path} cannot be read ({why}): delete both") from None
-    return images_N28, labels_N
+    return images_NHW, labels_N
 
 
 class Batches:  # in a trainer, on one thread
@@ -86,9 +86,9 @@ class Batches:  # in a trainer, on one thread
         return normalised(self.images[chosen_B]), self.labels[chosen_B]
 
 
-def normalised(images_B28):
+def normalised(images_BHW):
     """Return uint8 images (B, 28, 28) as float32 (B, 1, 28, 28) with mean 0 and standard deviation 1."""
-    return images_B28.unsqueeze(1).float().sub_(255 * MEAN).div_(255 * STD)
+    return images_BHW.unsqueeze(1).float().sub_(255 * MEAN).div_(255 * STD)
 
 
 def draw_digits(count, seed):
@@ -97,20 +97,20 @@ def draw_digits(count, seed):
     Each image is a digit in Pillow's own font, turned, sheared, scaled and moved at random, with noise: too hard for a
     linear classifier, which reaches 0.76. Accuracies cannot be compared with those on MNIST.
     """
-    digits_1028 = torch.empty(10, 28, 28)
-    for number, digit_28 in enumerate(digits_1028):
+    digits_DHW = torch.empty(10, 28, 28)
+    for number, digit_HW in enumerate(digits_DHW):
         image = Image.new("L", (28, 28))
         ImageDraw.Draw(image).text((14, 14), str(number), fill=255, font=ImageFont.load_default(size=22), anchor="mm")
-        digit_28[:] = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(28, 28) / 255
+        digit_HW[:] = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(28, 28) / 255
     random = torch.Generator().manual_seed(seed)
     labels_N = torch.randint(0, 10, (count,), generator=random)
     # In parts, to limit the memory of the sampling grid.
-    return torch.cat([_distort(digits_1028[part_N], random) for part_N in labels_N.split(5_000)]), labels_N
+    return torch.cat([_distort(digits_DHW[part_N], random) for part_N in labels_N.split(5_000)]), labels_N
 
 
-def _distort(digits_N28, random):
+def _distort(digits_NHW, random):
     """Return uint8 images (N, 28, 28): each of these pictures distorted at random, with random noise."""
-    count = len(digits_N28)
+    count = len(digits_NHW)
 
     def uniform(low, high):
         return low + (high - low) * torch.rand(count, generator=random)
@@ -120,9 +120,9 @@ def _distort(digits_N28, random):
     cos, sin = angle.cos() * scale, angle.sin() * scale
     affine_N6 = torch.stack([cos, shear * cos - sin, shift_x, sin, shear * sin + cos, shift_y], dim=1)
     # As F.affine_grid, which takes six times as long as grid_sample.
-    axis_28 = (2 * torch.arange(28) + 1) / 28 - 1
-    plane_3P = torch.stack([*torch.meshgrid(axis_28, axis_28, indexing="xy"), torch.ones(28, 28)]).flatten(1)
-    grid_N228 = (affine_N6.view(2 * count, 3) @ plane_3P).view(count, 2, 28, 28)
-    images = F.grid_sample(digits_N28.unsqueeze(1), grid_N228.permute(0, 2, 3, 1), align_corners=False).squeeze(1)
+    axis_W = (2 * torch.arange(28) + 1) / 28 - 1
+    plane_3P = torch.stack([*torch.meshgrid(axis_W, axis_W, indexing="xy"), torch.ones(28, 28)]).flatten(1)
+    grid_N2HW = (affine_N6.view(2 * count, 3) @ plane_3P).view(count, 2, 28, 28)
+    images = F.grid_sample(digits_NHW.unsqueeze(1), grid_N2HW.permute(0, 2, 3, 1), align_corners=False).squeeze(1)
     images += torch.randn(images.shape, generator=random) * 0.12
     return (images.clamp_(0, 1) * 255).to(torch.uint8)

@@ -39,6 +39,8 @@ from plan import Plan
 # optimizer, TRAINER_THREADS and run_batches().
 MODES = {"remote": remote, "replica": replica, "bounded": bounded, "sync": sync, "overlap": overlap, "sharded": sharded}
 RESUME_KEYS = ("seed", "mode", "dataset", "batch_size", "max_batches")  # flags that a resumed run must not change
+DEFAULT_STALENESS = 4  # of --max_staleness, in `bounded`
+DEFAULT_SERVERS = 2  # of --num_servers, in `sharded`
 
 
 def parse_args(argv=None):
@@ -55,12 +57,16 @@ def parse_args(argv=None):
     add("--no_dropout", action="store_true", help="train without dropout, to compare runs")
     add("--log_interval", type=flags.positive_int, default=100, metavar="N", help="batches of a trainer per loss")
     add("--evaluations", type=flags.positive_int, default=1, metavar="N", help="accuracies and checkpoints per epoch")
-    add("--max_staleness", type=flags.non_negative_int, metavar="S", help="bounded: batches ahead of the slowest (4)")
-    add("--num_servers", type=flags.positive_int, metavar="M", help="sharded: servers that share the weights (2)")
+    ahead = f"bounded: batches ahead of the slowest ({DEFAULT_STALENESS})"
+    add("--max_staleness", type=flags.non_negative_int, metavar="S", help=ahead)
+    shards = f"sharded: servers that share the weights ({DEFAULT_SERVERS})"
+    add("--num_servers", type=flags.positive_int, metavar="M", help=shards)
     add("--num_gpus", type=int, choices=[0, 1, 2], help="remote: 0: CPU; 1: a GPU; 2: two GPUs share the network")
     args = parser.parse_flags(argv, scenario)
-    if args.num_gpus:
-        args.device = "cuda"  # the published flag says this as well
+    if args.num_gpus:  # the tutorial's flag; here it also says --device cuda
+        if args.rank in (None, 0) and torch.cuda.device_count() < args.num_gpus:  # the GPUs are those of rank 0
+            parser.error(f"--num_gpus {args.num_gpus}: torch sees {torch.cuda.device_count()} CUDA GPU here")
+        args.device = "cuda"
     return args
 
 
@@ -71,8 +77,6 @@ def scenario(args):
             raise UserError(f"--{flag} is for --mode {mode}")
     if args.num_gpus == 0 and args.device == "cuda":
         raise UserError("--num_gpus 0 and --device cuda contradict each other")
-    if args.num_gpus and args.rank in (None, 0) and torch.cuda.device_count() < args.num_gpus:
-        raise UserError(f"--num_gpus {args.num_gpus}: torch sees {torch.cuda.device_count()} CUDA GPU here")
     servers = num_servers(args)
     return Scenario(
         workers=[
@@ -87,7 +91,7 @@ def scenario(args):
 
 
 def num_servers(args):
-    return args.num_servers or (2 if args.mode == "sharded" else 1)
+    return args.num_servers or (DEFAULT_SERVERS if args.mode == "sharded" else 1)
 
 
 def run_worker(rank, args, job):
@@ -111,25 +115,14 @@ def run_worker(rank, args, job):
 
 def run_server(server_class, test_digits, args, job):
     """Train and evaluate until the work is done. Runs in rank 0."""
-    max_staleness = 4 if args.max_staleness is None else args.max_staleness
-    chosen = vars(args) | {"num_servers": num_servers(args), "max_staleness": max_staleness}  # also by default
-    plan = Plan(**{name: chosen[name] for name in Plan.__annotations__})
     report = Report("param_server", args, unit="image")
-    folders = [given["data_dir"] for given in job.given]
-    server = server_class(plan, job.devices, folders, report.bar)
+    server, size = make_server(server_class, report.bar, args, job)
     counts = server.counts
-    # A trainer answers when it has read its images. Until all have, no trainer may be lost.
-    for trainer, rref in server.trainers.items():
-        server.calls.add(trainer, rref.rpc_async(timeout=0).count_images())
-    size = min(server.calls.results().values())
-    if args.on_lost == "continue":
-        job.on_lost(server.calls.on_lost)
     batches = math.ceil(size / args.batch_size)
     if args.max_batches:
         batches = min(batches, args.max_batches * len(server.trainers))
-
     counts.update_list = [] if args.summary_json else None
-    settings = {key: vars(args)[key] for key in RESUME_KEYS} | {"num_servers": plan.num_servers}
+    settings = {key: vars(args)[key] for key in RESUME_KEYS} | {"num_servers": num_servers(args)}
     if state := checkpoint.resume(args, "param_server", settings):
         go_on_from(state, server, args, report)
     report.bar.reset(args.epochs * min(size, batches * args.batch_size) - counts.images.total())
@@ -171,8 +164,23 @@ def run_server(server_class, test_digits, args, job):
     )
 
 
+def make_server(server_class, bar, args, job):
+    """Make the server, which makes the trainers; return (server, the number of training images)."""
+    max_staleness = DEFAULT_STALENESS if args.max_staleness is None else args.max_staleness
+    chosen = vars(args) | {"num_servers": num_servers(args), "max_staleness": max_staleness}  # also by default
+    plan = Plan(**{name: chosen[name] for name in Plan.__annotations__})
+    folders = [given["data_dir"] for given in job.given]
+    server = server_class(plan, job.devices, folders, bar)
+    # A trainer answers when it has read its images. Until all have, no trainer may be lost.
+    for trainer, rref in server.trainers.items():
+        server.calls.add(trainer, rref.rpc_async(timeout=0).count_images())
+    size = min(server.calls.results().values())
+    if args.on_lost == "continue":
+        job.on_lost(server.calls.on_lost)
+    return server, size
+
+
 def go_on_from(state, server, args, report):
-    """Go on from the state of a checkpoint."""
     with checkpoint.going_on_from(args.checkpoint):
         server.counts.load_state_dict(state["progress"])
         server.model.load_state_dict(state["model"])  # in place

@@ -49,8 +49,8 @@ class Net(nn.Module):
 def get_accuracy(net, images, labels):
     """Return the fraction of images (N, 28, 28) uint8 that `net` classifies correctly.
 
-    Runs in the process that has the network. In the tutorial, eval() is called on the trainers' TrainerNet. It does not
-    reach the network on the server, whose dropout stays on.
+    Runs in the process that has the network, and leaves it in eval(), because training computes with copies. (In the
+    tutorial, eval() of the trainers' TrainerNet does not reach the network on the server, whose dropout stays on.)
     """
     net.eval()
     device = next(net.parameters()).device

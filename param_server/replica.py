@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import optim
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from counts import Counts, Gradient
+from counts import Counts, Origin
 from data import Batches, load_digits
 from net import Net
 
@@ -72,16 +72,15 @@ class ParameterServer:  # in server1, on its main thread: so it needs no lock
         self.weights_P = parameters_to_vector(self.model.parameters()).detach()
         vector_to_parameters(self.weights_P, self.model.parameters())
         self.optimizer = optim.SGD([self.weights_P], lr=plan.lr, momentum=plan.momentum)
-        self.trainers = self.make_trainers(devices, folders)  # {rank: RRef}
+        ranks = range(plan.num_servers, plan.world_size)
+        # remote() does not wait: all trainers read their images meanwhile.
+        self.trainers = {rank: self.make_trainer(rank, folders[rank], devices[rank]) for rank in ranks}
         self.done = dict.fromkeys(self.trainers, 0)  # how many batches each of them has done
         self.calls = OpenCalls()  # with --on_lost continue, it gives up the calls to a lost trainer
 
-    def make_trainers(self, devices, folders):
-        # timeout=0: no time limit, here and below. remote() does not wait: all trainers read their images meanwhile.
-        trainers = {}
-        for rank in range(1, self.plan.world_size):
-            trainers[rank] = rpc.remote(rank, Trainer, args=(self.plan, folders[rank], devices[rank]), timeout=0)
-        return trainers
+    def make_trainer(self, rank, folder, device):
+        """Return an RRef to a Trainer in this rank."""
+        return rpc.remote(rank, Trainer, args=(self.plan, folder, device), timeout=0)  # no time limit, here and below
 
     def run_batches(self, epoch, batches, report):
         """Whoever has answered gets the newest weights and the next batch. `batches`: their numbers."""
@@ -93,7 +92,7 @@ class ParameterServer:  # in server1, on its main thread: so it needs no lock
                     todo.appendleft(batch)
                 else:
                     gradient_P, images, loss = answer
-                    self.update(gradient_P, [Gradient(batch, trainer, version, images)])
+                    self.update(gradient_P, [Origin(batch, trainer, version, images)])
                     self.report_loss(trainer, batch, loss, report)
                     self.done[trainer] += 1
                 self.deal(todo, epoch)

@@ -22,32 +22,30 @@ from torch import optim
 from torch.futures import wait_all
 
 import replica
-from counts import Counts, Gradient
+from counts import Counts, Origin
 from remote import print_loss, run_loops
 
 
 class ParameterServer(replica.ParameterServer):  # in server1, on its main thread
     """Leads the servers, of which one is in this process too, and the trainers.
 
-    The weights here, and the momentum of their SGD, are up to date while no trainer computes.
+    The shards' optimizers make the steps. The weights here, and the optimizer, which has their momentum, are for
+    main.py, which evaluates and saves them. They are up to date while no trainer computes.
     """
 
     TRAINER_THREADS = 16  # RPC threads of a trainer: torch's default
 
-    def make_trainers(self, devices, folders):
-        """Make a Shard on each server, and a Trainer in each trainer; return {rank: RRef} of the trainers."""
-        self.optimizer.state[self.weights_P]["momentum_buffer"] = torch.zeros_like(self.weights_P)
-        plan = self.plan
+    def __init__(self, plan, devices, folders, bar):
         own = Shard(devices[0], plan.momentum)
-        own.counts = self.counts  # each server makes as many updates
         self.shards = [rpc.RRef(own)]
         for rank in range(1, plan.num_servers):
             self.shards.append(rpc.remote(rank, Shard, args=(devices[rank], plan.momentum), timeout=0))
-        trainers = {}
-        for rank in range(plan.num_servers, plan.world_size):
-            arguments = (self.shards, plan, folders[rank], devices[rank])
-            trainers[rank] = rpc.remote(rank, Trainer, args=arguments, timeout=0)
-        return trainers
+        super().__init__(plan, devices, folders, bar)  # makes the trainers, which get the shards
+        own.counts = self.counts  # every shard counts the same gradients; main.py reads the counts of this one
+        self.optimizer.state[self.weights_P]["momentum_buffer"] = torch.zeros_like(self.weights_P)
+
+    def make_trainer(self, rank, folder, device):
+        return rpc.remote(rank, Trainer, args=(self.shards, self.plan, folder, device), timeout=0)
 
     def run_batches(self, epoch, batches, report):
         """Let the trainers train with these batches, which are given by their numbers."""
@@ -86,7 +84,7 @@ class Trainer(replica.Trainer):  # in a trainer, on the RPC thread that serves r
                 gradient_P, images, loss = self.gradient(torch.cat(weights), epoch, batch)
                 ranges = gradient_P.tensor_split(len(self.shards))
                 answers = [
-                    shard.rpc_async().push(gradient_R, Gradient(batch, self.rank, version, images))
+                    shard.rpc_async().push(gradient_R, Origin(batch, self.rank, version, images))
                     for shard, gradient_R, version in zip(self.shards, ranges, versions, strict=True)
                 ]
             if self.steps % self.log_interval == 0:
@@ -112,13 +110,13 @@ class Shard:  # in every server, on RPC threads
         with self.lock:
             return self.counts.updates, self.weights_R.to("cpu", copy=True)
 
-    def push(self, gradient_R, about):
-        """Update the weights with a range of a gradient; return (version, weights (R,)). `about`: its Gradient."""
+    def push(self, gradient_R, origin):
+        """Update the weights with a range of a gradient; return (version, weights (R,))."""
         with self.lock:
             check_finite(gradient_R.sum(), "sum of a range of a gradient", self.counts.updates + 1)
             self.weights_R.grad = gradient_R.to(self.device)
             self.optimizer.step()
-            self.counts.add_update(about)
+            self.counts.add_update(origin)
             return self.pull()
 
     # Rank 0 calls the other two, while no trainer computes.

@@ -10,7 +10,7 @@ import collections
 import torch
 
 import replica
-from counts import Gradient
+from counts import Origin
 
 
 class ParameterServer(replica.ParameterServer):  # in server1, on its main thread
@@ -24,18 +24,18 @@ class ParameterServer(replica.ParameterServer):  # in server1, on its main threa
                     batch = todo.popleft()
                     future = self.trainers[trainer].rpc_async(timeout=0).gradient(weights_P, epoch, batch)
                     self.calls.add(trainer, future, asked=batch)
-                came = []  # (Gradient, its tensor (P,), its loss)
+                came = []  # (origin, gradient (P,), loss)
                 for trainer, batch, answer in self.calls.answers():
                     if answer is None:  # the trainer is lost, so its batch is in a later update
                         todo.appendleft(batch)
                     else:
                         gradient_P, images, loss = answer
-                        came.append((Gradient(batch, trainer, version, images), gradient_P, loss))
+                        came.append((Origin(batch, trainer, version, images), gradient_P, loss))
                 came.sort(key=lambda each: each[0])  # so that the sum is the same in whatever order they came
                 if came:  # otherwise all trainers of this round are lost
-                    total = sum(gradient.images for gradient, _, _ in came)  # the last batch may be smaller
-                    mean_P = sum(gradient_P * (gradient.images / total) for gradient, gradient_P, _ in came)
-                    self.update(mean_P, [gradient for gradient, _, _ in came])
-            for gradient, _, loss in came:
-                self.report_loss(gradient.trainer, gradient.batch, loss, report)
-                self.done[gradient.trainer] += 1
+                    total = sum(origin.images for origin, _, _ in came)  # the last batch may be smaller
+                    mean_P = sum(gradient_P * (origin.images / total) for origin, gradient_P, _ in came)
+                    self.update(mean_P, [origin for origin, _, _ in came])
+            for origin, _, loss in came:
+                self.report_loss(origin.trainer, origin.batch, loss, report)
+                self.done[origin.trainer] += 1

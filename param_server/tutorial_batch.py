@@ -48,7 +48,7 @@ class BatchUpdateParameterServer:
     """Trainers call its methods. Such a call runs on one of the server's RPC threads. There are 16
     by default, so several calls may run at the same time."""
 
-    def __init__(self, batch_update_size=batch_update_size):
+    def __init__(self, batch_update_size):
         layers = [nn.Flatten(), nn.Linear(3 * image_h * image_w, 64), nn.ReLU()]
         self.model = nn.Sequential(*layers, nn.Linear(64, num_classes))  # small (difference B5)
         self.lock = threading.Lock()  # held while the model, its gradients or the counts change
@@ -213,7 +213,7 @@ if __name__ == "__main__":
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch's store asks DNS, which may be silent
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # else torch may wait 10 s for DNS
     if args.master_addr in ("localhost", "127.0.0.1"):
         # RPC and Gloo on loopback only; torch's store listens on all interfaces (docs/CLUSTERS.md).
         loopback = "lo0" if sys.platform == "darwin" else "lo"

@@ -84,8 +84,8 @@ def corpus_from_file(path, tokens):
     # The vocabulary has only tokens of the training part. With those of the held-out part, the evaluation would use
     # information about the text that the model must predict.
     # A word must occur twice in the training part. All other words become <unk>, so <unk> occurs in training too.
-    seldom = 2 if tokens == "word" else 1
-    known = [unit for unit, count in Counter(train).most_common() if count >= seldom]
+    at_least = 2 if tokens == "word" else 1
+    known = [unit for unit, count in Counter(train).most_common() if count >= at_least]
     vocabulary = [UNKNOWN] + [unit for unit in known if unit != UNKNOWN]
     number = {unit: i for i, unit in enumerate(vocabulary)}
 

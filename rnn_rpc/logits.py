@@ -4,7 +4,8 @@ A step begins in Trainer.train_step (trainer.py), which calls RNNModel.summed_lo
 the words on a server, runs the LSTM in the trainer, and asks a server for the scores. The backward pass takes the same
 way back.
 
-Shapes: T = time steps, B = streams, L = layers, E = embedding size, H = hidden size, V = vocabulary size.
+Shapes: T = time steps, B = streams, L = layers (nlayers: --num_layers), E = embedding size (ninp: --embedding_dim),
+H = hidden size (nhid: --hidden_dim), V = vocabulary size (ntoken). The names in brackets are the tutorial's.
 """
 
 from glue import checkpoint

@@ -167,7 +167,6 @@ def run_trainer(args, devices):
 
 
 def go_on_from(state, trainer, args, report):
-    """Go on from the state of a checkpoint."""
     with checkpoint.going_on_from(args.checkpoint):
         trainer.load_state_dict(state)
     done = trainer.epoch >= args.epochs

@@ -84,13 +84,13 @@ class MarkovSource:
         cumulative = np.cumsum(self.prob_SK, axis=1).tolist()
         next_token = self.next_token_SK.tolist()
         next_state = self.next_state_SK.tolist()
-        last = self.prob_SK.shape[1] - 1
+        last_place = self.prob_SK.shape[1] - 1
         state = int(rng.choice(len(next_state), p=self.stationary_S))
         ids = []
         for uniform in rng.random(length).tolist():
-            k = min(bisect(cumulative[state], uniform), last)  # rounding may leave the last cumulative sum below 1
-            ids.append(next_token[state][k])
-            state = next_state[state][k]
+            place = min(bisect(cumulative[state], uniform), last_place)  # rounding may leave the last sum below 1
+            ids.append(next_token[state][place])
+            state = next_state[state][place]
         return torch.tensor(ids)
 
 

@@ -130,7 +130,7 @@ def scale_gradients(context_id, factor):
 
 class SGD(optim.SGD):
     """optim.SGD itself. For torch's own class DistributedOptimizer would take a functional version, which has no
-    state_dict and prints a warning (difference 8)."""
+    state_dict and prints a warning (docs/differences/rnn_rpc.md, number 8)."""
 
 
 class Adam(optim.Adam):
