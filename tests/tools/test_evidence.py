@@ -8,14 +8,14 @@ import pytest
 from helpers import package_on_path
 
 with package_on_path("tools"):
-    from rpctrace import cli, dumps, recording, stacks, store, waits
-    from rpctrace.evidence import Frame, Seen, Wait
+    from rpctrace import cli, dumps, recording, rules, stacks, store, waits
+    from rpctrace.evidence import Call, Evidence, Frame, Process, Seen, Thread, Wait
     from rpctrace.record import rpctrace_syntax
 with package_on_path("tools/rpctrace/record"):
     import rpctrace_standing
 
 pytestmark = pytest.mark.quick
-NOW = {"ts": 1, "host": "here", "pid": 7, "main": 1, "threads": {}}
+NOW = {"ts": 1, "host": "here", "pid": 7, "main": 1, "threads": {}, "open": []}
 
 
 @pytest.mark.parametrize("name", ["shutdown", "wait", "to_here", "backward", "init_rpc"])
@@ -49,6 +49,14 @@ def test_a_dump_without_variables_is_read():
     proxy = {"function": "_local_invoke", "path": "", "library": True, "names": {"self": vars(Seen("self"))}}
     run = {"function": "_run_function", "path": "", "library": True, "names": {}}
     assert stacks.served([proxy, run], 1)["name"] == "_local_invoke"
+
+
+@pytest.mark.parametrize("limit", [5.0, 60.0])
+def test_a_call_with_a_short_time_limit_goes_on_even_if_no_thread_is_free(limit):
+    answers = [[Call("w0", "f", "2", limit)]]
+    thread = Thread(1, None, serves=[Call(None, "f", "1")], wait=Wait("answer", answers=answers))
+    evidence = Evidence([Process("w0", "here", 7, rpc=True, ts=10**10, threads={1: thread}, pool=1, free=0)], 10**10)
+    assert bool(rules.graph_of(evidence).circle()) == (limit > 30)
 
 
 def test_without_torch_the_store_cannot_be_asked(monkeypatch):

@@ -63,7 +63,7 @@ with package_on_path("tools"):
 def check(name, report, expected=HANGS):
     title, _, contained = expected[name]
     _, found, rest = report.partition(title)
-    assert found and contained in rest and any(advice in rest for _, advice in words.PATTERNS.values()), report
+    assert found and contained in rest and any(pattern in rest for pattern in words.PATTERNS.values()), report
     lines = enumerate((HERE / "hangs.py").read_text().splitlines(), 1)
     numbers = {number for number, line in lines if line.endswith(f"# here: {name}")}
     assert {int(number) for number in re.findall(r"hangs\.py:(\d+), in ", rest)} >= numbers, report
@@ -101,9 +101,7 @@ def test_ctrl_c_explains_and_a_second_one_ends_everything(name, tmp_path):
         program.send_signal(signal.SIGQUIT)  # Ctrl-\ explains, too, and ends nothing
         assert program.wait_for_text("The command goes on"), program.text()
         os.killpg(program.pid, signal.SIGINT)
-        assert program.wait_for_text(r"(?s)the command still runs.*\n(This is|Probably): .*\n.*\.\n", 10), (
-            program.text()
-        )
+        assert program.wait_for_text(r"(?s)the command still runs.*\n(This is|Probably): .*\.\n", 10), program.text()
         os.killpg(program.pid, signal.SIGINT)
         assert program.wait(5) == 130 and not program.left_over(0), program.text()
         check(name, program.errors().partition("the command still runs")[2])

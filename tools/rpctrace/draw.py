@@ -5,7 +5,6 @@ messages between the lanes. The .json has the same lanes and arrows.
 """
 
 import collections
-import heapq
 import json
 
 from rpctrace.read import OF_TORCH, end_of, is_answered
@@ -50,17 +49,15 @@ class Lanes:
     """The lanes of one group. Bars come in the order of their starts."""
 
     def __init__(self):
-        self.free, self.busy = [], []  # heaps: the lanes that are free; and (when it is free, lane)
+        self.until = []  # when each lane is free
         self.threads = {}  # thread -> (its lane, until when it has it)
 
     def of(self, thread, bar):
         """Return the number of the lane that this thread has, or else of the first that is free."""
         lane, until = self.threads.get(thread, (0, 0))
         if until <= bar["ts"]:
-            while self.busy and self.busy[0][0] <= bar["ts"]:
-                heapq.heappush(self.free, heapq.heappop(self.busy)[1])
-            lane = heapq.heappop(self.free) if self.free else len(self.busy)
-            heapq.heappush(self.busy, (end_of(bar), lane))
+            lane = next((n for n, end in enumerate(self.until) if end <= bar["ts"]), len(self.until))
+            self.until[lane : lane + 1] = [end_of(bar)]  # or it is a further lane
             self.threads[thread] = lane, end_of(bar)
         return lane
 

@@ -37,48 +37,49 @@ class Graph:
             self.alive = self.alive.union(able)
 
     def following(self, key):
-        """Return {the nodes for which this one waits: whether it must be this one}."""
-        found, lives = {}, key in self.alive
-        for group in self.nodes[key].needs:
-            if lives or not self.alive.intersection(group):
-                known = [one for one in group if one[1] != CALLERS]
-                if self.nodes[key].kind == "guess":  # who calls somebody, calls rarely himself
-                    known = group = [one for one in group if one[0] != key[0]] or group
-                must = self.leaves_no_choice(key, group, known)
-                found |= {one: must for one in known if (one in self.alive) == lives}
-        one_of_many = lives and len(found) > 1 and not any(found.values())
-        return {} if one_of_many else found  # it is not known for which of them
+        """Return {the nodes for which this one waits: whether it must be this one}.
 
-    def leaves_no_choice(self, key, group, known):
+        For one that cannot go on, these are the members of the groups in which nobody can. For a living one, they are
+        the living members of all its groups, but if it may be any of several, it is not known for whom it waits.
+        """
+        found, node, lives = {}, self.nodes[key], key in self.alive
+        for group in node.needs:
+            if lives or not self.alive.intersection(group):
+                if node.kind == "guess":  # who calls somebody, calls rarely himself
+                    group = [one for one in group if one[0] != key[0]] or group
+                must = self.leaves_no_choice(node.kind, group)
+                found |= {one: must for one in group if one[1] != CALLERS and (one in self.alive) == lives}
+        return {} if lives and len(found) > 1 and not any(found.values()) else found
+
+    def leaves_no_choice(self, kind, group):
         """Return whether it must be a certain member of a group, or one of several that are alike."""
-        kind, alike = self.nodes[key].kind, {(self.nodes[one].what, self.nodes[one].place.place()) for one in group}
-        certain = len(set(known if kind == "collective" else group)) == 1
-        return certain or (kind in ("call", "guess", "lock") and len(alike) == 1)
+        if kind == "collective":  # a call that may come is no member yet
+            group = [one for one in group if one[1] != CALLERS]
+        alike = {(self.nodes[one].what, self.nodes[one].place.place()) for one in group}
+        return len(set(group)) == 1 or (kind in ("call", "guess", "lock") and len(alike) == 1)
 
     def circle(self):
         """Return the shortest circle of nodes that cannot go on. If possible, none of its steps leaves a choice."""
-        return self.shortest(all) or self.shortest(any)
+        return self.shortest(choices=False) or self.shortest(choices=True)
 
-    def shortest(self, enough):
+    def shortest(self, choices):
+        """`choices`: steps may leave one, but not all of them. No call does: it has one callee, even an unknown one."""
         best = []
         for start in (key for key in self.nodes if key not in self.alive):
-            paths, seen = collections.deque([[start]]), set()
+            paths, seen = collections.deque([[start]]), {start}
             while paths and not (best and len(paths[0]) >= len(best)):
                 path = paths.popleft()
-                for other, must in self.following(path[-1]).items():
-                    if not must and not self.may_be_any(path[-1], enough):
-                        continue
-                    if other == start and enough([must, *(self.following(a)[b] for a, b in itertools.pairwise(path))]):
+                may_choose = choices and self.nodes[path[-1]].kind not in ("call", "guess")
+                following = self.following(path[-1])
+                for other in (one for one, must in following.items() if must or may_choose):
+                    steps = itertools.pairwise([*path, other])
+                    if other == start and any(self.following(one)[two] for one, two in steps):
                         best = path
-                    elif other not in seen and other != start:
+                    elif other not in seen:
                         seen.add(other)
                         paths.append([*path, other])
         first = min(best, key=lambda key: (self.nodes[key].thread != "main thread", key[0]), default=None)
         return best[best.index(first) :] + best[: best.index(first)] if best else []
-
-    def may_be_any(self, key, enough):
-        """Return whether a step that leaves a choice is accepted. A call has one callee, even if that is unknown."""
-        return enough is any and self.nodes[key].kind not in ("call", "guess")
 
     def ends(self):
         """Return the nodes at the ends of the chains: those for which the most others wait come first."""

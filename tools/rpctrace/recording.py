@@ -1,4 +1,15 @@
-"""Makes evidence of what is written about processes: by themselves into a recording, or by stacks.py."""
+"""Makes evidence of what is written about processes: by themselves into the .now of a recording, or by stacks.py.
+
+What is written of a process is a JSON object. Times are nanoseconds since 1970, by the clock of its host.
+
+    host, pid, ts           whose it is, and when it was written
+    worker, rank, world     as init_rpc knows them, if it is known
+    threads                 {number: name, since, ran, still, alarm, frames (the innermost first); of a dump: serves}
+    open                    the bars that have not ended, of a recording: cat, name, ts, tid, args, begin, known
+    and those of SAME       they are fields of evidence.Process, where it is said what they mean
+
+A frame is written as an evidence.Frame, and a served call of a dump as an evidence.Call.
+"""
 
 import contextlib
 import json
@@ -7,6 +18,8 @@ import pathlib
 from rpctrace import waits
 from rpctrace.evidence import Call, Evidence, Frame, Process, Seen, Thread, Wait
 
+SAME = ("ts", "moved", "main", "exact", "rank", "rpc", "left", "lost", "ended", "pool", "free", "unseen")
+SAME += ("group_rank", "members", "counts", "quiet", "still")
 SILENT = 5.0  # seconds without a sign of life, after which a process does not let Python run
 
 
@@ -18,7 +31,9 @@ def evidence_in(folder, since=0):
     found = load(folder, "*.now")
     alone = len({written["host"] for _, written in found}) == 1
     for path, written in found:  # the clocks of several hosts may differ, but they share the clock of the folder
-        written["ahead"] = 0 if alone else written["ts"] - path.stat().st_mtime_ns
+        ahead = 0 if alone else written["ts"] - path.stat().st_mtime_ns
+        for thing in (written, *written["open"], *written["threads"].values()):
+            thing |= {name: thing[name] - ahead for name in ("ts", "moved", "since") if name in thing}
     processes = [process_of(written) for _, written in sorted(found, key=lambda one: one[1]["ts"])]
     evidence = evidence_of({one.name: one for one in processes if one.ts >= since}.values())  # the last of a name
     for process in evidence.processes:
@@ -56,24 +71,14 @@ def how_lost(silent, note):
 
 
 def process_of(written):
-    """Return the Process that is described. `bars`: of a recording, those that are open."""
+    """Return the Process that is described."""
     bars = [bar for bar in written.get("open", ()) if bar["cat"] != "step" and (bar["cat"] != "wait" or bar["known"])]
-    ahead = written.get("ahead", 0)
-    for thing in (*bars, *written["threads"].values()):
-        for name in {"ts", "since"}.intersection(thing):
-            thing[name] -= ahead
     starting = [bar["args"]["worker"] for bar in bars if bar["name"] == "init_rpc" and bar["cat"] == "group"]
     name = written.get("worker") or (starting or [""])[0]
-    process = Process(
-        name or f"process {written['pid']} on {written['host']}", written["host"], written["pid"], named=bool(name)
-    )
-    process.rpc = written.get("rpc", bool(name))
-    process.ts, process.moved = written["ts"] - ahead, written.get("moved", 0) - ahead
-    process.ended, process.world = written.get("lost") == "has ended", written.get("world") or 0
-    for same in ("exact", "rank", "main", "left", "lost", "group_rank", "members", "counts", "quiet", "still"):
-        setattr(process, same, written.get(same, getattr(process, same)))
-    process.pool, process.free = written.get("pool", (0, 1))
-    process.unseen = written.get("more", 0) + max(0, written.get("unseen", 0))
+    known = {"named": bool(name), "rpc": bool(name), "world": written.get("world") or 0}
+    known |= {field: written[field] for field in SAME if field in written}
+    title = name or f"process {written['pid']} on {written['host']}"
+    process = Process(title, written["host"], written["pid"], **known)
     process.calls = [made(bar) for bar in bars if bar["cat"] in ("async", "remote")]
     process.owed = [served(bar) for bar in bars if bar["cat"] == "held"]
     for tid, thread in written["threads"].items():

@@ -31,7 +31,11 @@ class Rules:
     # ------------------------------------------------------------------------------------------------------- nodes
 
     def key(self, process, what, number=0):
-        """Return the key of a thread (`what` is its number) or of another node. All of a lost process is one node."""
+        """Return the key of a thread (`what` is its number) or of another node. All of a lost process is one node.
+
+        The others are an RPC call (CALL), a Future that is owed ("owed"), the RPC threads ("pool"), whoever may call
+        this process (CALLERS), and somebody of whom nothing is known ("absent").
+        """
         return (process.name, "gone", 0) if process.lost else (process.name, what, number)
 
     def add(self, key, what, kind, needs, thread=None, since=0):
@@ -94,20 +98,21 @@ class Rules:
             return self.add(key, f"all its {len(busy)} RPC threads are busy", "pool", [busy])
         return self.add(key, "it has a free RPC thread, and runs no Python function for this", "busy", [])
 
-    # Each of these returns (what is waited for, kind, needs).
+    # Each of these returns (what, kind, needs) of a Node. `needs` is a list of groups of keys, see graph.py: [] if the
+    # thread may go on by itself, or if too little is known.
 
     def answer(self, process, call):
         """A call waits for who serves it, and for an RPC thread that takes the answer."""
         waited = (self.evidence.now - call.since) / 1e9 if call.since else 0.0
         title = f"{call.to}'s answer" if call.to else "an answer"
         title += f" to {call.title()}" if call.name else ""
-        needs = self.servers(process, call)
+        kind, needs = "call" if call.to else "guess", self.servers(process, call)
         if process.full():
             title += f"; no RPC thread of {process.name} is free to take it"
-            return title, "pool", [*needs, [self.pool(process.name)]] if needs else []
-        if call.limit:
-            title += f" (it fails by itself in {max(0, call.limit - waited):.0f} s)" if waited else ""
-        return title, "call" if call.to else "guess", [] if 0 < call.limit < SHORT else needs
+            kind, needs = "pool", [*needs, [self.pool(process.name)]] if needs else []
+        elif call.limit and waited:
+            title += f" (it fails by itself in {max(0, call.limit - waited):.0f} s)"
+        return title, kind, [] if 0 < call.limit < SHORT else needs
 
     def servers(self, process, call):
         """Return what the answer to a call needs, or [] if that is not known."""

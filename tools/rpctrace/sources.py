@@ -3,7 +3,13 @@
 A dump contains local variables: numbers, texts, and of everything else the class and the address. It contains no global
 variables, no attributes and no names of functions. So a lock is known as "the global variable `lock` of this file" or
 "the attribute `lock` of the object at this address", and its class by the line that makes it. A call is known by the
-line that makes it, too. What is not plain in these lines is unknown.
+line that makes it, too.
+
+One rule keeps a circle from being claimed wrongly: a function of this file returns all that an expression may mean, or
+that it is unknown (None, "", [], {}, or UNKNOWN_LIMIT). In waits.py and rules.py, whoever waits for something unknown
+counts as alive. So to understand less is always safe, and a further case may only be understood if nothing is left out:
+two assignments to a variable are two values, and an attribute that another method may change is unknown. What other
+files and classes do to a variable or an attribute is not looked for.
 """
 
 import ast
@@ -14,7 +20,7 @@ from rpctrace.record import rpctrace_syntax as syntax
 CLASSES = {"Lock": "lock", "allocate_lock": "lock", "RLock": "RLock", "Condition": "Condition"}
 CLASSES |= {"SimpleQueue": "SimpleQueue", "remote": "PyRRef", "RRef": "PyRRef"}
 STARTS = ("rpc_sync", "rpc_async", "remote")
-DEFAULT_LIMIT, UNKNOWN_LIMIT = 60.0, 0.001  # seconds: torch's; and of a call that may go on by itself, as far as known
+DEFAULT_LIMIT, UNKNOWN_LIMIT = 60.0, 0.001  # seconds: torch's; and one so short that the call counts as alive
 
 
 class Source:

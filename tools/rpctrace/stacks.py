@@ -55,10 +55,11 @@ def written_of(dump):
         "host": socket.gethostname(),
         "pid": dump.pid,
         "lost": dump.error,
+        "ended": not dump.comms,
         "threads": threads,
     }
     known |= {"main": next((tid for tid, one in threads.items() if one["os"] == dump.pid), 0)}
-    known |= {"pool": [len(pool), len(pool) - len(busy.intersection(pool))]}
+    known |= {"pool": len(pool), "free": len(pool) - len(busy.intersection(pool))}
     known |= {"quiet": not any(comm.startswith(dumps.NETWORK) for comm in moved), "still": moved <= dumps.POLLS}
     return known | {name: value for name, value in program.joined.items() if name != "limit"}
 

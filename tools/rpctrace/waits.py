@@ -1,9 +1,8 @@
 """The table of all waits that are recognised: what a stack shows, and what follows from it.
 
-A thread waits in a frame of Python's or torch's own files, or in C code that a line of the program calls. For each row,
-`needs` says who can end the wait, `sure` how sure that is, and `test` which program of tests/tools shows it. What has
-no row counts as running, or as waiting for something outside: a sleep, input(), select, a socket, another program. Such
-a thread is alive, and nothing is claimed about it.
+A thread waits in a frame of Python's or torch's own files, or in C code that a line of the program calls. What has no
+row counts as running, or as waiting for something outside: a sleep, input(), select, a socket, another program. Such a
+thread is alive, and nothing is claimed about it.
 """
 
 from dataclasses import replace
@@ -26,9 +25,6 @@ class Row(NamedTuple):
     file: str  # the end of its name; for C code, the end of the class whose method is called
     functions: str  # separated by blanks, "*" for all
     wait: object  # the Wait, or a function of the frame (and, for C code, of the fact) that returns it
-    needs: str
-    sure: str
-    test: str
 
     def is_for(self, name, function):
         return name.endswith(self.file) and (self.functions == "*" or function in self.functions.split())
@@ -63,33 +59,32 @@ def end(what):
 
 
 ANSWER, RREF, STEP = Wait("answer"), Wait("rref"), Call(None, "torch.optim._local_optimizer_step")
-BY_LINES, CERTAIN, IS_END = "as sure as the lines", "certain", "it is an end"
 OF_PYTHON_AND_TORCH = (
-    Row(API, "rpc_sync", ANSWER, "who serves it", "certain, if its name is known", "two_locks"),
-    Row(FUTURES, "wait wait_all", ANSWER, "one of those that are not complete", BY_LINES, "no_free_thread"),
-    Row(OPTIMIZER, "_wait_for_all", Wait("answer", answers=[[STEP]]), "the owners", "by its name", "optimizer_step"),
-    Row(API, "_wait_all_workers", shutdown, "every worker", "certain, if all are known", "killed"),
-    Row(API, "shutdown", end("calls that are not answered"), "who serves them", IS_END, "none"),
-    Row(INIT, "init_rpc", begin_to_meet, "every rank", "certain, in a recording", "late_rank"),
-    Row(C10D, "init_process_group", begin_to_meet, "every rank", CERTAIN, "queue_and_group"),
-    Row(C10D, "new_group _new_group_with_tag split_group", end("the members of a new group"), "they", IS_END, "none"),
-    Row(C10D, "*", collective, "who has not begun it", "certain, in a recording", "call_and_collective"),
-    Row(GRAPH, "_engine_run_backward", end("a backward pass"), "DDP may need the others", IS_END, "train"),
-    Row(EXECUTOR, "_worker", Wait("signal", "the queue of an executor"), "any thread", "one of many", "none"),
+    Row(API, "rpc_sync", ANSWER),
+    Row(FUTURES, "wait wait_all", ANSWER),
+    Row(OPTIMIZER, "_wait_for_all", Wait("answer", answers=[[STEP]])),
+    Row(API, "_wait_all_workers", shutdown),
+    Row(API, "shutdown", end("calls that are not answered")),
+    Row(INIT, "init_rpc", begin_to_meet),
+    Row(C10D, "init_process_group", begin_to_meet),
+    Row(C10D, "new_group _new_group_with_tag split_group", end("the members of a new group")),
+    Row(C10D, "*", collective),
+    Row(GRAPH, "_engine_run_backward", end("a backward pass")),
+    Row(EXECUTOR, "_worker", Wait("signal", "the queue of an executor")),
     # In threading.py, queue.py and concurrent/futures (Condition, Event, Semaphore, Barrier, Queue, Thread.join), see
-    # signal(): it needs any other thread of the process, or the one that it joins. Program: all_waits.
+    # signal().
 )
 OF_C = (
-    Row("lock", "acquire", acquire, "who stands in a `with` of it", "certain, of the same object", "two_locks"),
-    Row("RLock", "acquire", acquire, "its owner, or the same", CERTAIN, "observers"),
-    Row("Condition", "acquire", acquire, "the same, but not who waits for its signal", CERTAIN, "too_few"),
-    Row("SimpleQueue", "get", simple_queue, "any thread of the process", "one of many", "queue_and_group"),
-    Row("Work", "wait", end("a collective, or a message"), "not known", IS_END, "all_waits"),
-    Row("Store", "get wait add", end("a key in a store, with a time limit"), "not known", IS_END, "all_waits"),
-    Row("PyRRef", "to_here", RREF, "what makes the value, at its owner", "by its name", "constructor"),
-    Row("PyRRef", "local_value", end("the value of an RRef"), "its owner", IS_END, "all_waits"),
-    Row("Future", "wait", ANSWER, "what completes it, if the lines tell", BY_LINES, "accounts"),
-    Row("", "backward", Wait("backward"), "hooks, and full or lost processes", "probable", "backward_hook"),
+    Row("lock", "acquire", acquire),
+    Row("RLock", "acquire", acquire),
+    Row("Condition", "acquire", acquire),
+    Row("SimpleQueue", "get", simple_queue),
+    Row("Work", "wait", end("a collective, or a message")),
+    Row("Store", "get wait add", end("a key in a store, with a time limit")),
+    Row("PyRRef", "to_here", RREF),
+    Row("PyRRef", "local_value", end("the value of an RRef")),
+    Row("Future", "wait", ANSWER),
+    Row("", "backward", Wait("backward")),
 )
 
 
@@ -116,13 +111,15 @@ def read(frames, still, ran):
 
 def wait_in(frame, inner, signals):
     """Return what a thread waits for, as this frame tells it. `inner` is what the frames within it have told."""
-    if not frame.library:
+    if (
+        not frame.library
+    ):  # lock.acquire() has no frame within; `with condition:` has Condition.__enter__, which tells less
         wait = (own_wait(frame) or inner) if not inner or inner.enters else inner
-    elif signals and frame.function not in ENTRY:
+    elif signals and frame.function not in ENTRY:  # Condition.wait, within Event.wait: the thread waits for an Event
         wait = signal(frame, inner)
-    elif inner and frame.function not in MEETINGS:
+    elif inner and frame.function not in MEETINGS:  # rpc_sync, around Future.wait
         wait = inner
-    else:
+    else:  # all_reduce, around C code; or init_rpc, around the wait for a store, which is one of its steps
         rows = [row for row in OF_PYTHON_AND_TORCH if row.is_for(frame.path, frame.function)]
         wait = (rows and rows[0].wait_of(frame)) or own_wait(frame) or inner
     if frame.answers and wait and wait.kind in ("answer", "rref") and not wait.answers:

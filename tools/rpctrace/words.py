@@ -7,55 +7,18 @@ from rpctrace.graph import CALL
 from rpctrace.rules import graph_of
 
 CIRCLE = "CIRCLE: each of these waits for the next one, and the last one for the first."
-PATTERNS = {  # what it is, and an advice that stands alone; the more telling ones come first
-    "pool": (
-        "all RPC threads of a process are busy",
-        "Let a function that others call return a Future (rpc.functions.async_execution) instead of waiting for a "
-        "further call, or give the process more threads: TensorPipeRpcBackendOptions(num_worker_threads=...).",
-    ),
-    "collective": (
-        "a collective waits for its other members",
-        "All members have to begin the same collectives in the same order, so none may first wait for an RPC that "
-        "needs what follows the collective.",
-    ),
-    "lock": (
-        "a thread waits while it holds a lock that others need",
-        "Never wait for an RPC while you hold a lock that served functions take: decide under the lock, release it, "
-        "and only then call.",
-    ),
-    "gone": (
-        "a process has ended, and others wait for it",
-        "Find out why it has ended, from its output, or from dmesg if it used too much memory. Then start all again.",
-    ),
-    "silent": (
-        "a process does nothing any more, and others wait for it",
-        "Wake it with kill -CONT, or see what its C code does: py-spy dump --native --pid ...",
-    ),
-    "absent": (
-        "a rank has not come, or is not known here",
-        "Start it, or find out why it has ended. If it runs elsewhere, look there as well: why --dump FILE on each "
-        "machine, then why FILE FILE.",
-    ),
-    "owed": (
-        "nobody completes a Future that a served function has returned",
-        "Find the line that should complete it: often it waits for one caller more than there are.",
-    ),
-    "backward": (
-        "a backward pass waits for a gradient",
-        "Let the hooks of a backward pass make no RPC that needs a lock of who called backward.",
-    ),
-    "event": (
-        "nobody sends the signal for which a thread waits",
-        "Find the line that should send it, and see whether anybody can still get there: often one arrives too few.",
-    ),
-    "call": (
-        "served functions wait for each other",
-        "Let a served function return what its caller needs, instead of calling the caller back.",
-    ),
-    "busy": (
-        "a thread is busy, and others wait for it",
-        "Look at the line where it stands: if it waits for something outside of the program, give that a time limit.",
-    ),
+PATTERNS = {  # what it is, and what to do; the more telling ones come first
+    "pool": "all RPC threads of a process are busy. Return a Future (async_execution), or set num_worker_threads.",
+    "collective": "a collective waits for its other members. All begin the same ones, before they wait for an RPC.",
+    "lock": "a thread waits while it holds a lock that others need. Release it first, and only then call.",
+    "gone": "a process has ended, and others wait for it. Find out why from its output, or from dmesg.",
+    "silent": "a process does nothing any more. Wake it with kill -CONT, or see py-spy dump --native --pid ...",
+    "absent": "a rank has not come, or is not known here. Start it, or look where it runs: why --dump FILE.",
+    "owed": "nobody completes a Future that a served function has returned. Find the line that should complete it.",
+    "backward": "a backward pass waits for a gradient. Let its hooks make no RPC that needs a lock of its caller.",
+    "event": "nobody sends the signal for which a thread waits. Find the line that should: often one arrives too few.",
+    "call": "served functions wait for each other. Return what the caller needs, instead of calling it back.",
+    "busy": "a thread is busy, and others wait for it. If it waits for something outside, set a time limit there.",
 }
 
 
@@ -77,7 +40,24 @@ class Said:
         return any(node.seconds >= seconds for node in [*self.waits, *self.steps])
 
     def report(self):
-        return "\n".join(lines_of(self))
+        """Return the text that is printed."""
+        if self.verdict == "nothing":
+            lines = ["No thread waits for another one, as far as is known."]
+            lines += [line for nodes in alike(self.main)[:12] for line in of_nodes(nodes, "  ")]
+            return "\n".join(lines)
+        groups = alike(self.waits)
+        lines = ["WHO WAITS FOR WHOM"] if groups else []
+        for nodes in groups[:12]:
+            lines += of_nodes(nodes, "  ")
+        if len(groups) > 12:
+            lines.append(f"  and {len(groups) - 12} more")
+        circle = self.verdict == "circle"
+        lines.append(CIRCLE if circle else "END OF A CHAIN: for this the others wait.")
+        steps = [[node] for node in self.steps] if circle else alike(self.steps)
+        for number, nodes in enumerate(steps, 1):
+            lines += of_nodes(nodes, f"  {number}. " if len(steps) > 1 else "  ")
+        lines.append(f"{'This is' if self.sure else 'Probably'}: {PATTERNS[self.pattern]}")
+        return "\n".join(lines)
 
 
 def said_of(evidence):
@@ -92,34 +72,15 @@ def said_of(evidence):
     kinds = {node.kind for node in steps}
     certain = one_moment and kinds.isdisjoint({"backward", "event", "owed", "guess"})
     return Said(
-        "circle" if circle else "end" if waits else "nothing",
-        steps,
-        waits,
-        [node for node in nodes.values() if node.thread == "main thread"],
-        next((kind for kind in PATTERNS if kind in kinds or (kind == "call" and "guess" in kinds)), "busy"),
-        bool(circle) and certain,
-        min((node.seconds for node in steps if node.thread), default=0.0),
-        max([process.moved for process in evidence.processes] + evidence.ended, default=0),
+        verdict="circle" if circle else "end" if waits else "nothing",
+        steps=steps,
+        waits=waits,
+        main=[node for node in nodes.values() if node.thread == "main thread"],
+        pattern=next((kind for kind in PATTERNS if kind in kinds or (kind == "call" and "guess" in kinds)), "busy"),
+        sure=bool(circle) and certain,
+        seconds=min((node.seconds for node in steps if node.thread), default=0.0),
+        moved=max([process.moved for process in evidence.processes] + evidence.ended, default=0),
     )
-
-
-def lines_of(said):
-    if said.verdict == "nothing":
-        lines = ["No thread waits for another one, as far as is known."]
-        return lines + [line for nodes in alike(said.main)[:12] for line in of_nodes(nodes, "  ")]
-    groups = alike(said.waits)
-    lines = ["WHO WAITS FOR WHOM"] if groups else []
-    for nodes in groups[:12]:
-        lines += of_nodes(nodes, "  ")
-    if len(groups) > 12:
-        lines.append(f"  and {len(groups) - 12} more")
-    circle = said.verdict == "circle"
-    lines.append(CIRCLE if circle else "END OF A CHAIN: for this the others wait.")
-    steps = [[node] for node in said.steps] if circle else alike(said.steps)
-    for number, nodes in enumerate(steps, 1):
-        lines += of_nodes(nodes, f"  {number}. " if len(steps) > 1 else "  ")
-    what, advice = PATTERNS[said.pattern]
-    return [*lines, f"{'This is' if said.sure else 'Probably'}: {what}.", advice]
 
 
 def alike(nodes):

@@ -1,4 +1,5 @@
-"""Writes where the threads of this process stand, once a second, into its .now. ../recording.py reads it.
+"""Writes where the threads of this process stand, once a second, into its .now. ../recording.py reads it, and says
+what is in it.
 
 A thread does this, because a signal handler does not run while the main thread waits in C++. It is invisible to the
 program: threading does not know it. Only the variables that tell what a thread waits for are written, and only if the
@@ -71,9 +72,9 @@ class Watcher:
             about["alarm"] = 0 < signal.getitimer(signal.ITIMER_REAL)[0] < ALARM
             threads[tid] = about | {"frames": list(self.frames(frame, about["still"]))}
         about = {"ts": now, "pid": self.pid, "main": threading.main_thread().ident, "moved": recorder.moved}
-        about |= {"host": socket.gethostname(), "more": len(bars) - len(some), **recorder.worker}
+        about |= {"host": socket.gethostname(), "unseen": len(bars) - len(some), **recorder.worker}
         with contextlib.suppress(Exception):  # before init_rpc
-            about |= self.pool(some)
+            about |= self.pool(some, about["unseen"])
         with contextlib.suppress(Exception):  # before init_process_group
             about |= self.groups()
         return about | {"threads": threads, "open": some}
@@ -92,12 +93,13 @@ class Watcher:
         before, self.ran[native] = self.ran.get(native, (spent, times)), (spent, times)
         return spent - before[0] > 2e7 * PERIOD, times == before[1]
 
-    def pool(self, bars):
+    def pool(self, bars, left_out):
         """Return how many RPC threads there are, how many are free, and how many open calls are not among the bars."""
         api = self.recorder.rpc.api
         counts = api._get_current_rpc_agent().get_debug_info() if api._is_current_rpc_agent_set() else {}
-        pool = [int(counts["agent.thread_pool_size"]), int(counts["agent.num_idle_threads"])]
-        return {"pool": pool, "unseen": int(counts["agent.client_active_calls"]) - sum(map(messages, bars))}
+        unseen = max(0, int(counts["agent.client_active_calls"]) - sum(map(messages, bars)))
+        free = int(counts["agent.num_idle_threads"])
+        return {"pool": int(counts["agent.thread_pool_size"]), "free": free, "unseen": left_out + unseen}
 
     def groups(self):
         """Return the rank in the process groups, and for each group how many collectives this process has begun."""
