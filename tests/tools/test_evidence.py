@@ -8,7 +8,7 @@ import pytest
 from helpers import package_on_path
 
 with package_on_path("tools"):
-    from rpctrace import cli, dumps, recording, rules, stacks, store, waits
+    from rpctrace import cli, dumps, recording, rules, sources, stacks, store, waits
     from rpctrace.evidence import Call, Evidence, Frame, Process, Seen, Thread, Wait
     from rpctrace.record import rpctrace_syntax
 with package_on_path("tools/rpctrace/record"):
@@ -57,6 +57,26 @@ def test_a_call_with_a_short_time_limit_goes_on_even_if_no_thread_is_free(limit)
     thread = Thread(1, None, serves=[Call(None, "f", "1")], wait=Wait("answer", answers=answers))
     evidence = Evidence([Process("w0", "here", 7, rpc=True, ts=10**10, threads={1: thread}, pool=1, free=0)], 10**10)
     assert bool(rules.graph_of(evidence).circle()) == (limit > 30)
+
+
+@pytest.mark.parametrize(
+    ("between", "names"),
+    [
+        ("", ["f"]),
+        ("calls = made()", []),
+        ("calls.extend(made())", []),
+        ("calls.insert(0, made())", []),
+        ("with made() as calls:", []),
+        ("for calls in [rpc_async('w1', f)]:", ["f"]),
+        ("for calls in [rpc_async('w1', f)]:\n        calls = made()", []),
+    ],
+)
+def test_the_source_tells_all_calls_for_which_a_line_may_wait_or_none(between, names, tmp_path):
+    path = tmp_path / "program.py"
+    indent = "    " * between.count(":")
+    path.write_text(f"def wait():\n    calls = [rpc_async('w1', f)]\n    {between}\n    {indent}calls[0].wait()\n")
+    line = len(path.read_text().splitlines())
+    assert [call["name"] for call in sources.Source(str(path), "wait", line, {}).answers()] == names
 
 
 def test_without_torch_the_store_cannot_be_asked(monkeypatch):

@@ -79,8 +79,8 @@ def output_of(process):
 
 
 def dump_of(pid, text, error, before, after):
-    comms, still = {tid: comm for tid, (comm, _, _) in after.items()}, set()
-    # To take the dump wakes each thread, which counts, and always as often: as with those that moved least.
+    comms = {tid: comm for tid, (comm, _, _) in after.items()}
+    # To take the dump wakes each thread, always as often, and this counts. Who moved least is taken to have stood.
     both = [tid for tid in after if tid in before and before[tid][1] + after[tid][1] in ("SS", "DD")]
     by_dump = min((after[tid][2] - before[tid][2] for tid in both), default=0)
     still = {tid for tid in both if after[tid][2] - before[tid][2] == by_dump}

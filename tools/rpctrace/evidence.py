@@ -62,22 +62,22 @@ class Call:
 
 @dataclass
 class Wait:
-    """What a thread waits for. `kind` is one of those of rules.RULES; the other fields are of some kinds only."""
+    """What a thread waits for. `kind` is one of those of rules.RULES, and most other fields belong to some of them."""
 
     kind: str = "other"
-    what: str = ""  # in words; or the name of the collective
-    answers: list[list[Call]] = field(default_factory=list)  # it waits for an answer to one of each of these lists
-    made_by: str = "nobody"  # who completes a Future that is no answer: "a thread", "C++", or "nobody" who is known
-    locks: list[Seen] = field(default_factory=list)
-    timed: bool = False
-    again: bool = False  # it has the signal of a Condition, and needs its lock again
-    enters: bool = False  # it enters a `with` of a Condition, and needs its lock
-    joins: int | None = None  # the thread for whose end it waits
-    group: str = ""
-    world: int = 0
-    limit: float = 0.0
+    what: str = ""  # in words; or (collective, init) the name of the function
+    answers: list[list[Call]] = field(default_factory=list)  # answer, rref: it needs one of each of these lists
+    made_by: str = "nobody"  # answer: who completes a Future that is none: "a thread", "C++", or "nobody" who is known
+    locks: list[Seen] = field(default_factory=list)  # lock, signal
+    timed: bool = False  # lock, signal, shutdown: it ends by itself
+    again: bool = False  # signal: it has that of a Condition, and needs its lock again
+    enters: bool = False  # signal: it enters a `with` of a Condition, and needs its lock
+    joins: int | None = None  # signal: the thread for whose end it waits
+    group: str = ""  # collective
+    world: int = 0  # init: how many ranks come
+    limit: float = 0.0  # shutdown
     since: int = 0
-    workers: list[int] = field(default_factory=list)  # the ranks that take part in a backward pass, if it tells
+    workers: list[int] = field(default_factory=list)  # backward: the ranks that take part, if it tells
 
 
 @dataclass

@@ -262,16 +262,12 @@ def class_of(values):
 def assigned(path, name, function="<module>", line=0):
     """Return the expressions that are assigned to a variable of a function, or added to the list in it.
 
-    Within a loop with this variable, in this line, it is what the loop goes through.
+    Within a loop with this variable, in this line, only those of the loop are. Functions of the same name count as one.
     """
-    found = []
-    for loop in ast.walk(syntax.parsed(path)):
-        if (
-            isinstance(loop, ast.For)
-            and loop.lineno < line <= loop.end_lineno
-            and getattr(loop.target, "id", "") == name
-        ):
-            found = [loop.iter]
+    found, nodes = [], ast.walk(syntax.parsed(path))
+    for loop in (one for one in nodes if isinstance(one, ast.For) and one.lineno < line <= one.end_lineno):
+        if getattr(loop.target, "id", "") == name:
+            found = [value for target, value in pairs_in(loop) if getattr(target, "id", "") == name]
     if found:
         return found
     for scope in [one for one in functions_of(path) if one.name == function] or [syntax.parsed(path)]:
@@ -280,13 +276,16 @@ def assigned(path, name, function="<module>", line=0):
             found += [value] * any(getattr(one, "id", "") == name for one in ast.walk(inner))
         for node in ast.walk(scope):
             match node:
-                case ast.Call(func=ast.Attribute(attr="append" | "add", value=ast.Name(id=to)), args=[value]):
+                case ast.Call(
+                    func=ast.Attribute(attr="append" | "add" | "extend" | "insert", value=ast.Name(id=to)),
+                    args=[*_, value],
+                ):
                     found += [value] * (to == name)
     return found
 
 
 def pairs_in(tree):
-    """Return the (target, value) pairs of all assignments and loops. A loop gives its variable what it goes through."""
+    """Return the (target, value) pairs of all assignments, `with` blocks and loops: what a loop goes through."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)) and node.value:
@@ -295,6 +294,8 @@ def pairs_in(tree):
                 found += zip(target.elts, node.value.elts, strict=False) if both else [(target, node.value)]
         elif isinstance(node, (ast.For, ast.comprehension)):
             found.append((node.target, node.iter))
+        elif isinstance(node, ast.withitem) and node.optional_vars:
+            found.append((node.optional_vars, node.context_expr))
     return found
 
 

@@ -71,8 +71,7 @@ OF_PYTHON_AND_TORCH = (
     Row(C10D, "*", collective),
     Row(GRAPH, "_engine_run_backward", end("a backward pass")),
     Row(EXECUTOR, "_worker", Wait("signal", "the queue of an executor")),
-    # In threading.py, queue.py and concurrent/futures (Condition, Event, Semaphore, Barrier, Queue, Thread.join), see
-    # signal().
+    # signal() reads threading.py, queue.py and concurrent/futures: Condition, Event, Queue, Thread.join and so on.
 )
 OF_C = (
     Row("lock", "acquire", acquire),
@@ -111,9 +110,7 @@ def read(frames, still, ran):
 
 def wait_in(frame, inner, signals):
     """Return what a thread waits for, as this frame tells it. `inner` is what the frames within it have told."""
-    if (
-        not frame.library
-    ):  # lock.acquire() has no frame within; `with condition:` has Condition.__enter__, which tells less
+    if not frame.library:  # lock.acquire(), in C; or `with condition:`, around Condition.__enter__, which tells less
         wait = (own_wait(frame) or inner) if not inner or inner.enters else inner
     elif signals and frame.function not in ENTRY:  # Condition.wait, within Event.wait: the thread waits for an Event
         wait = signal(frame, inner)
