@@ -61,7 +61,7 @@ def written_of(dump):
     known |= {"main": next((tid for tid, one in threads.items() if one["os"] == dump.pid), 0)}
     known |= {"pool": len(pool), "free": len(pool) - len(busy.intersection(pool))}
     known |= {"quiet": not any(comm.startswith(dumps.NETWORK) for comm in moved), "still": moved <= dumps.POLLS}
-    return known | {name: value for name, value in program.joined.items() if name != "limit"}
+    return known | program.joined
 
 
 class Program:
@@ -78,7 +78,7 @@ class Program:
                 if frame["name"].endswith("_bootstrap") and (this := names_of(frame).get("self")):
                     self.threads[this.id] = one["thread_id"]
         main = [frame for one in dump.stacks if one["os_thread_id"] == dump.pid for frame in one["frames"]]
-        self.joined = {"limit": UNKNOWN_LIMIT}
+        self.joined = {}  # "worker", "rank" and so on, see Source.joined()
         for path in dict.fromkeys(self.path(frame) for frame in main):
             if LIBRARY.search(path):
                 continue
@@ -89,7 +89,8 @@ class Program:
             if frame["name"] == "_all_gather" and (name := names_of(frame).get("self_name")):
                 self.joined["worker"] = name.value
         rpc = POOL in dump.comms.values() or any(frame["name"] == "init_rpc" for frame in main)
-        self.joined = {"rpc": True, **self.joined} if rpc else {"rpc": False, "limit": UNKNOWN_LIMIT}
+        self.joined = {"rpc": True, **self.joined} if rpc else {"rpc": False}
+        self.limit = self.joined.pop("limit", UNKNOWN_LIMIT)  # of calls without one
 
     def agreed(self, frames):
         """Return the numbers and texts in the variables of a thread, if all its functions have the same."""
@@ -115,13 +116,13 @@ class Program:
             library = bool(LIBRARY.search(path))
             known = {"path": path, "line": frame["line"], "function": function, "library": library}
             if not library or path.endswith(LOCKING):
-                source = Source(path, function, frame["line"], names, source, limit=self.joined["limit"])
+                source = Source(path, function, frame["line"], names, source, limit=self.limit)
                 innermost = frame is one["frames"][0]
                 known["facts"] = syntax.facts_of(path, function, frame["line"], innermost, source.see)
                 known["answers"] = source.answers()
             if library:
                 if "/torch/distributed/rpc/api.py" in path and function == "rpc_sync" and source:
-                    known["answers"] = [rpc_sync(source.call_made(), names, self.joined["limit"])]
+                    known["answers"] = [rpc_sync(source.call_made(), names, self.limit)]
                 if (this := names.get("self")) and this.id in self.threads:
                     this.value = self.threads[this.id]
             known["names"] = {name: vars(seen) for name, seen in names.items() if library or name == "self"}
