@@ -194,7 +194,7 @@ def join(name, rank):
     warnings.filterwarnings("ignore", "You are using a Backend")  # about torch's own code
     os.environ.setdefault("MASTER_ADDR", "localhost")  # where the leader is
     os.environ.setdefault("MASTER_PORT", "29500")  # a free port there
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch's store asks DNS, which may be silent
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # else torch may wait 10 s for DNS
     # Whoever can connect can run code. So RPC listens on loopback, or on the one interface that leads to the others.
     # (The store, at MASTER_PORT, listens on all.)
     os.environ.setdefault("TP_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

@@ -170,7 +170,7 @@ if __name__ == "__main__":
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch's store asks DNS, which may be silent
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # else torch may wait 10 s for DNS
     if args.master_addr in ("localhost", "127.0.0.1"):
         # Anyone who can connect can run code here, so RPC and Gloo listen on loopback only. The store,
         # at --master_port, still listens on all interfaces.

@@ -224,8 +224,9 @@ class Repair:
             left = ",".join(item for item in listed.split(",") if item.rpartition("-")[0] not in self.gone)
             if left == listed or self.store.compare_set(self.LIST, listed, left).decode() == left:
                 break
-        # This comes last, because whoever gets the lock next calls everyone on the list. If it is held in the name of a
-        # member, init_rpc has refused a second process of this name.
+        # This comes last, because whoever gets the lock next calls everyone on the list. A member never holds the lock:
+        # init_rpc has released it before the member calls `join`, and run_agent takes a member out of `members` before
+        # it tells it to leave. So who holds it in a member's name is a second process, which init_rpc refuses.
         if holder in lost or holder in members:
             self.store.compare_set(self.LOCK, token, "")
             self.store.set(f"rpc_prefix_0/{token}", "Done")  # wakes those who wait for the lock

@@ -83,7 +83,7 @@ class Learner:  # in the agent, on its main thread
         self.gamma = gamma
         self.reward_threshold = reward_threshold
         self.running_reward = 0.0
-        self.episodes = 0
+        self.episodes = 0  # counts updates: of an episode of each observer (`async`: of one; `vector`: of each game)
         self.env_steps = 0
 
     def learn(self, trajectories, loss):

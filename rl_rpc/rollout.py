@@ -1,6 +1,6 @@
 """Mode `rollout`: the agent sends the policy's weights, and the observers play whole episodes without asking.
 
-One RPC for each episode. Read step.py first. Here is what differs, in the order of an episode. The observers need no
+One RPC for each episode. Read step.py first. Here an episode begins in Agent.run_episode. The observers need no
 autograd graph, so they compute the policy in numpy, which is faster (actor.py).
 
 Shapes: D = observation features.

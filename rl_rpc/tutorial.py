@@ -226,7 +226,7 @@ if __name__ == "__main__":
     args = parse_args()
     os.environ["MASTER_ADDR"] = args.master_addr
     os.environ["MASTER_PORT"] = str(args.master_port)
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch's store asks DNS, which may be silent
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # else torch may wait 10 s for DNS
     if args.master_addr in ("localhost", "127.0.0.1"):
         # Anyone who can connect to a rank can run code in it. So RPC listens on the loopback
         # interface only, and so does Gloo, which init_rpc uses for a moment. The store, at

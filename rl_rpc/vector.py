@@ -88,8 +88,8 @@ class Agent(rollout.Agent):  # in the agent, on its main thread
         states_SD = torch.cat([games.states[games.counts] for games in played])
         actions_S = torch.cat([games.actions[games.counts] for games in played])
         returns = [discounted(games.rewards.numpy(), self.learner.gamma)[games.counts] for games in played]
-        if len(actions_S) > 4 * PIECE:  # enough work for the cores of the observers too, which wait
-            share_cores(1)
+        if len(actions_S) > 4 * PIECE:  # a smaller update takes less than 0.1 s on one core
+            share_cores(1)  # the observers wait, so use their cores: from now on, as the agent is idle while they play
         losses = in_pieces(self.learner.policy, states_SD, actions_S, normalised(torch.cat(returns)))
         return self.learner.update(len(actions_S), min_reward, losses)
 

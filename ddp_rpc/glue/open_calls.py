@@ -65,7 +65,7 @@ class OpenCalls:  # in the rank that leads, on its main thread
                 try:
                     answer = None if worker in self.lost else subject.wait()
                 except Exception as error:
-                    error.has_waited = event == STILL_FAILED  # for Job.fail
+                    error.has_waited = event == STILL_FAILED  # see Explained
                     if error.has_waited or not Explained(error).is_of_connection:
                         raise
                     # Perhaps the worker is lost. Then on_lost() is called soon, and otherwise the error is raised.

@@ -15,38 +15,38 @@ import torch
 from torch.distributed.rpc import internal
 
 NAMED_AFTER_SECONDS = 12  # after the first error that a lost rank has caused, rank 0 has told all who is lost
-OF_CONNECTION = re.compile(r"\beof\b|connection|socket|ECONN|broken pipe|tim(ed?|e-) ?out|\b(Dist|TCP)Store", re.I)
+# What RPC, which says "originated at tensorpipe", Gloo, torch's store or a socket may say when a peer has gone:
+OF_CONNECTION = re.compile(r"at tensorpipe|connection|socket|broken pipe|tim(ed?|e-) ?out|\b(Dist|TCP)Store", re.I)
 REMOTE = re.compile(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):(\n|\\n)")
 # What stands in the path of a file of torch, here or on another machine, and of the glue:
 NOT_OF_THE_SCENARIO = (f"{os.path.dirname(torch.__file__)}/", "/site-packages/torch/", f"/{PACKAGE}/glue/")
 
 
-def what_happened(error):
-    """Return what has become of the call that has raised `error`: it has "failed", "timed out", or was "lost".
-
-    "failed": the function that was called has raised an exception. "lost": the process that was called has ended.
-    """
-    text = str(error)
-    # torch puts the first before the traceback of a function, the second before the error of a Future's callback.
-    if "On WorkerInfo(" in text or "when running the callback" in text:
-        return "failed"
-    if "RPC ran for more than set timeout" in text:
-        return "timed out"
-    return "lost" if "originated at tensorpipe" in text else "failed"
+# What arrives if a call to observer1 has called server2, which has raised ValueError("oops"). Most frames are left out:
+#     ValueError: ValueError: On WorkerInfo(id=1, name=observer1):
+#     ValueError('ValueError: On WorkerInfo(id=2, name=server2):\nValueError(\'oops\')\nTraceback (most ...')
+#     Traceback (most recent call last):
+#       File "/home/me/nested.py", line 8, in f
+#     ValueError: ValueError: On WorkerInfo(id=2, name=server2):  <- 1. the last such line says which rank
+#     ValueError('oops')
+#     Traceback (most recent call last):
+#       File "/home/me/nested.py", line 7, in g                   <- 3. the text follows the last frame
+#     ValueError: oops
+#
+#     At:                                                         <- 2. here pybind11 has raised it again
+#
+# A KeyError arrives as the repr of such a text: RuntimeError: KeyError: 'On WorkerInfo(id=2, name=server2):\n ... \n'
 
 
 def first_cause(error):
-    """Return (rank, text) of the exception behind an error, such as (1, "KeyError: 'oops'"). No rank: this one.
-
-    If calls were nested, it is the innermost one.
-    """
+    """Return (rank, text) of the innermost exception, such as (1, "KeyError: 'oops'"). Rank None: this process."""
     text = "".join(traceback.format_exception_only(error)).strip()
     *_, last = [None, *REMOTE.finditer(text)]
-    text = text[last.end() :] if last else text.rpartition("when running the callback: ")[2]
-    if last and last[2] == r"\n":  # of a KeyError: its str() is a repr, in quotes, and with \n for a newline
+    text = text[last.end() :] if last else text.rpartition("when running the callback: ")[2]  # 1.
+    if last and last[2] == r"\n":  # of a KeyError
         text = text.replace(r"\n", "\n").replace(r"\'", "'").rpartition("\n'")[0]
-    text = text.partition("\n\nAt:\n")[0]  # pybind11 adds where it has raised it again
-    if last:  # the repr and the traceback of the exception: what follows the last frame is its text
+    text = text.partition("\n\nAt:\n")[0]  # 2.
+    if last:  # 3.
         text = re.split(r"^  File .*\n(?:    .*\n)*", text, flags=re.MULTILINE)[-1]
     return last and int(last[1]), text.strip()
 
@@ -58,6 +58,7 @@ class Explained:
     kind, why            the name of its class, and its text on one line
     is_of_user           the user must correct something: a UserError
     is_of_connection     perhaps it is the consequence of a lost rank
+    has_waited           OpenCalls has waited for this loss, and so has given `error` an attribute of this name
     is_mistake_here      it is a mistake in the code of this process
     """
 
@@ -70,8 +71,8 @@ class Explained:
         # What torch says has several lines, and a C++ stack behind them. A UserError names files as they are.
         short = " ".join(why.split()).partition(" Exception raised from ")[0]
         self.why = one_line(why) if self.is_of_user else short
-        ended = what_happened(self.why) != "failed" or OF_CONNECTION.search(self.why)
-        self.is_of_connection = self.kind.startswith(("RuntimeError", "Dist")) and bool(ended)
+        self.is_of_connection = self.kind.startswith(("RuntimeError", "Dist")) and bool(OF_CONNECTION.search(self.why))
+        self.has_waited = getattr(error, "has_waited", False)
         known = self.is_of_user or isinstance(error, (BrokenPipeError, SystemExit))
         self.is_mistake_here = not (known or self.rank is not None or self.is_of_connection)
 

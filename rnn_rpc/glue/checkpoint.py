@@ -9,6 +9,7 @@ import sys
 import warnings
 
 from glue import UserError
+from glue.errors import Explained
 
 import torch
 
@@ -110,6 +111,8 @@ def going_on_from(path="the checkpoint"):
     try:
         yield
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if not Explained(error).is_mistake_here:
+            raise  # of a call in the block: a rank was lost meanwhile, or has raised this itself
         reason = str(error).replace("\n\t", " ")  # torch lists what does not fit on lines of their own
         raise UserError(f"cannot go on from {path}: {reason}") from error
 

@@ -1,18 +1,18 @@
 """What run_worker gets as `job`: who is there, where all ranks wait for each other, and how this process ends.
 
-Every rank has one TCP connection to the Coordinator, for as long as it lives. The Coordinator is in rank 0, on threads
-of its own, and decides what happens (coordinator.py). The kernel ends a connection when a process ends, however that
-happens, and within 8 seconds if a machine or the network is gone. That is how the Coordinator notices that a rank is
-lost, and how the others notice that rank 0 is. A message is a JSON object on a line of its own:
+Every rank has one TCP connection to the Coordinator (coordinator.py), which is in rank 0 and decides what happens. The
+kernel ends a connection when a process ends, and within 8 seconds if a machine or the network is gone. So the
+Coordinator notices that a rank is lost, and the others that rank 0 is. A message is a JSON object on its own line:
 
-    rank -> Coordinator    {"join": 2}                          this rank wants to join
-                           {"host": ..., "gpus": ..., ...}      it has taken the flags, and joins: what it offers
-                           {"at": 2}                            it waits at barrier 2
-                           {"failed": "...", "status": 1}       an exception has ended it
-    Coordinator -> rank    {"flags": {...}}                     the answer to the first one: the flags of the job
-                           {"ranks": [{"host": ...}], ...}      all have joined: what each of them offers
-                           {"passed": 2}                        all have reached barrier 2
-                           {"end": "...", "status": 1}          this rank must end, and why
+    rank -> Coordinator    {"join": 2}                      this rank wants to join
+                           {"given": {...}, "host": ...}    it joins: its own FILES (scenario.py), and host.offer()
+                           {"at": 2}                        it waits at barrier 2
+                           {"failed": "...", "status": 1}   an exception has ended it
+    Coordinator -> rank    {"flags": {...}}                 the answer to "join": the flags of the job
+                           {"ranks": [...], "transports": ["shm", ...], "store_port": 41234, "restarts": 0}
+                                                            all have joined: what each has sent, its transport, ...
+                           {"passed": 2}                    all have reached barrier 2
+                           {"end": "...", "status": 1}      this rank must end, and why
 """
 
 import multiprocessing
@@ -41,7 +41,7 @@ class Job:
     rank, world_size     of this process, and of the job
     workers, names       of all ranks: the name in RPC, and the one for the user, "rank 1 (observer1)"
     devices, device      those of all ranks, as strings; that of this rank, as a torch.device
-    given                for each rank, the values of those flags that it may have for itself: see scenario.FILES
+    given                for each rank, its values of the flags in scenario.FILES
     host, listens_on     the address of rank 0; that of this rank, with its network interface
     transport            how the messages of this rank travel: "shm", "uv" or "tcp"
     ranks_here           the number of ranks on this host
@@ -167,8 +167,8 @@ class Job:
         what = Explained(error)
         line = what.line(self.names, self.rank)
         if what.is_of_connection:
-            # If it is the consequence of a loss, another thread ends this process. (OpenCalls has waited already.)
-            time.sleep(0 if getattr(error, "has_waited", False) else NAMED_AFTER_SECONDS)
+            # If it is the consequence of a loss, another thread ends this process before these seconds are over.
+            time.sleep(0 if what.has_waited else NAMED_AFTER_SECONDS)
             print_error("".join(traceback.format_exception(error)).strip())
         print_mistake(error)
         status = NOBODY_READS if what.kind == BrokenPipeError.__name__ else 1

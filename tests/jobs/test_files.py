@@ -18,7 +18,7 @@ from documented import assert_documented
 from helpers import package_on_path
 
 with package_on_path("rl_rpc"):
-    from glue import checkpoint
+    from glue import UserError, checkpoint
 
 pytestmark = pytest.mark.quick
 
@@ -109,6 +109,28 @@ def test_a_checkpoint_of_another_environment_is_refused_in_one_line(tmp_path):
         checkpoint.resume(args, "rl_rpc", {"env_id": "Acrobot-v1"})
     assert_documented(f"rl_rpc: rank 0 (agent): {refused.value}", "was made with --env_id")
     assert checkpoint.resume(args, "rl_rpc", {"env_id": "CartPole-v1"}) == {}
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, KeyError])
+def test_a_state_that_does_not_fit_is_refused(kind):
+    with pytest.raises(UserError, match="cannot go on from c"), checkpoint.going_on_from("c.pt"):
+        raise kind("size mismatch for decoder.bias")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("eof (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)"),
+        RuntimeError("RPC ran for more than set timeout (5000 ms) and will now be marked with an error"),
+        UserError("a server cannot go on"),
+    ],
+    ids=["lost", "timed out", "refused"],
+)
+def test_a_server_that_is_lost_meanwhile_is_no_fault_of_the_checkpoint(error):
+    """To load a state, a rank may call the servers."""
+    with pytest.raises(type(error)) as after, checkpoint.going_on_from("c.pt"):
+        raise error
+    assert after.value is error
 
 
 write = checkpoint.write_file
