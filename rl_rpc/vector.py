@@ -42,11 +42,9 @@ class Observer(rollout.Observer):  # in an observer, on an RPC thread
         self.env = make_env(env_id, games=games)
 
     def run_episode(self, weights, episode):
-        """Play an episode of each game with these weights, a Policy.state_dict(); return the Games.
-
-        With one game, the actions are drawn from the same random numbers as in the other modes.
-        """
+        """Play an episode of each game with these weights, a Policy.state_dict(); return the Games."""
         self.policy.load_state_dict(weights)
+        # The random numbers of rollout, so that one game is played as there.
         generator = as_numpy(random.Random(seed_for(self.seed, "actions", self.id, episode)))
         played = []
         states_ND = self.reset(episode)  # the environment makes N different first states from one seed
@@ -87,23 +85,25 @@ class Agent(rollout.Agent):  # in the agent, on its main thread
         min_reward = min(games.rewards.sum(dim=0).min().item() for games in played)
         states_SD = torch.cat([games.states[games.counts] for games in played])
         actions_S = torch.cat([games.actions[games.counts] for games in played])
-        returns = [discounted(games.rewards.numpy(), self.learner.gamma)[games.counts] for games in played]
+        advantages = [advantages_of(games, self.learner.gamma)[games.counts] for games in played]
         if len(actions_S) > 4 * PIECE:  # a smaller update takes less than 0.1 s on one core
             share_cores(1)  # the observers wait, so use their cores: from now on, as the agent is idle while they play
-        losses = in_pieces(self.learner.policy, states_SD, actions_S, normalised(torch.cat(returns)))
+        losses = in_pieces(self.learner.policy, states_SD, actions_S, normalised(torch.cat(advantages)))
         return self.learner.update(len(actions_S), min_reward, losses)
 
 
-def discounted(rewards_TN, gamma):
-    """Return the returns (T, N) of N games, as reinforce.discounted does for one."""
-    returns_TN = rewards_TN.copy()
+def advantages_of(games, gamma):
+    """Return (T, N): each step's return, minus the mean of the games that play it, a baseline (Williams 1992)."""
+    returns_TN = games.rewards.numpy().copy()
     for t in reversed(range(len(returns_TN) - 1)):
         returns_TN[t] += gamma * returns_TN[t + 1]
+    if returns_TN.shape[1] > 1:  # the return of a game that has ended is 0
+        returns_TN -= returns_TN.sum(axis=1, keepdims=True) / games.counts.numpy().sum(axis=1, keepdims=True)
     return torch.from_numpy(returns_TN)
 
 
 def in_pieces(policy, *tensors):
-    """Yield losses, whose sum is reinforce_loss for these states (S, D), actions (S,) and normalised returns (S,)."""
+    """Yield losses, whose sum is reinforce_loss for these states (S, D), actions (S,) and returns (S,)."""
     for states, actions, returns in zip(*(tensor.split(PIECE) for tensor in tensors), strict=True):
         scores = policy.scores(states)
         yield F.cross_entropy(scores, actions.to(scores.device), reduction="none").dot(returns.to(scores.device))

@@ -26,11 +26,11 @@ NOT_OF_THE_SCENARIO = (f"{os.path.dirname(torch.__file__)}/", "/site-packages/to
 #     ValueError: ValueError: On WorkerInfo(id=1, name=observer1):
 #     ValueError('ValueError: On WorkerInfo(id=2, name=server2):\nValueError(\'oops\')\nTraceback (most ...')
 #     Traceback (most recent call last):
-#       File "/home/me/nested.py", line 8, in f
+#       File "/home/me/main.py", line 8, in f
 #     ValueError: ValueError: On WorkerInfo(id=2, name=server2):  <- 1. the last such line says which rank
 #     ValueError('oops')
 #     Traceback (most recent call last):
-#       File "/home/me/nested.py", line 7, in g                   <- 3. the text follows the last frame
+#       File "/home/me/main.py", line 7, in g                     <- 3. the text follows the last frame
 #     ValueError: oops
 #
 #     At:                                                         <- 2. here pybind11 has raised it again

@@ -4,6 +4,7 @@ Agent of a program in one file, whose observers are in this process.
 
 import random
 import re
+import statistics
 
 import gymnasium as gym
 import numpy as np
@@ -115,6 +116,12 @@ def single_process_with_old_weights(seed, order, gamma=0.99, max_steps=500):
     return totals, staleness, network.state_dict()
 
 
+def minus_the_mean_of_each_step(games):
+    """Return the returns of all games, one after the other, minus the mean of the games that play the same step."""
+    means = [statistics.mean(game[t] for game in games if t < len(game)) for t in range(max(map(len, games)))]
+    return [g - mean for game in games for g, mean in zip(game, means, strict=False)]
+
+
 def single_process_with_vector_environments(seed, updates, observers, games, make_envs, gamma=0.99):
     """Run REINFORCE without RPC in vector environments; return what single_process_reinforce returns.
 
@@ -139,7 +146,7 @@ def single_process_with_vector_environments(seed, updates, observers, games, mak
                     if terminated[game] or truncated[game]:
                         ended.add(game)
             log_probs += [log_prob for game in played for log_prob in game]
-            returns += [g for game in rewards for g in returns_of(game, gamma)]
+            returns += minus_the_mean_of_each_step([returns_of(game, gamma) for game in rewards])
             totals += map(sum, rewards)
         optimizer.zero_grad()
         sum(-log_prob * g for log_prob, g in zip(log_probs, normalised(returns), strict=True)).backward()
