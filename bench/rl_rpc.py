@@ -2,7 +2,7 @@
 
     python bench/rl_rpc.py                                   # world sizes 2, 3 and 5: about ten minutes on 2 cores
     python bench/rl_rpc.py --world_sizes 3 --repeats 1
-    python bench/rl_rpc.py --world_sizes 3 --repeats 5 --modes rollout vector --games 8 32 128
+    python bench/rl_rpc.py --world_sizes 3 --repeats 5 --modes rollout vector --games 8 32
 
 All variants of a table play the same episodes, from the same seed, and learn from these episodes, except that the modes
 async and vector play other episodes. The time of training counts, and the time of start-up does not. The modes that

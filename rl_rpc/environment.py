@@ -46,7 +46,7 @@ def vector_of(env, spec, env_id, games):
     Some environments have a vector class, which steps all games in numpy. `sync` steps one game after the other.
     """
     env.close()  # it has shown that the policy can play it
-    if spec.vector_entry_point is None or env.action_space != env.unwrapped.action_space:
+    if spec.vector_entry_point is None or env.unwrapped.action_space.start != 0:  # a vector class takes its own numbers
         return gym.vector.SyncVectorEnv([functools.partial(make_env, env_id)] * games)
     if spec.max_episode_steps is None:  # no wrapper could end the games of such a class
         raise UserError(f"environment {env_id!r} has a vector class, but no time limit that would end its games")

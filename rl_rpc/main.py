@@ -52,7 +52,8 @@ def parse_args(argv=None):
     add = parser.add_argument_group("the scenario").add_argument
     add("--env_id", default="CartPole-v1", metavar="ID", help="gymnasium ID; flat Box states, Discrete actions")
     add("--gamma", type=flags.fraction, default=0.99, metavar="G", help="discount factor of future rewards")
-    add("--lr", type=flags.positive_float, metavar="LR", help="Adam's learning rate (None: 0.005; vector: 0.01)")
+    rates = f"{step.Agent.default_lr}; vector: {vector.Agent.default_lr}"
+    add("--lr", type=flags.positive_float, metavar="LR", help=f"Adam's learning rate (None: {rates})")
     add("--reward_threshold", type=float, metavar="R", help="solved above this running reward (None: environment's)")
     add("--max_episodes", type=flags.positive_int, default=2000, metavar="N", help="end after N episodes in any case")
     add("--log_interval", type=flags.positive_int, default=10, metavar="N", help="episodes per line and checkpoint")

@@ -59,7 +59,8 @@ class Coordinator:  # in rank 0, on threads of its own
             if self._has_come(rank, link):  # while this process waited for the offer
                 return
             self._add(rank, offer, link)
-        self._lose(rank, sockets.read(lines, lambda message: self._use(rank, message)))
+        why = sockets.read(lines, lambda message: self._use(rank, message))  # until the connection ends
+        self._lose(rank, why)
 
     def _has_come(self, rank, link):
         """Return whether another process has joined with this rank. If so, refuse this one."""

@@ -58,7 +58,7 @@ def tensorpipe_options(transport, **kwargs):
 
 
 # The open files of a rank with this transport: without any other rank, and for each of them (measured in rank 0).
-FILES = {"shm": (40, 46), "uv": (150, 10), "tcp": (40, 10)}
+OPEN_FILES = {"shm": (40, 46), "uv": (150, 10), "tcp": (40, 10)}
 SHM_BYTES = 16 << 20  # memory of a rank for each other rank on its host, over shm
 
 
@@ -84,7 +84,7 @@ def transports_of(ranks):
     and if the descriptors and the memory of shm suffice.
     """
     size, hosts = len(ranks), [rank["host"] for rank in ranks]
-    needed = {transport: alone + each * (size - 1) for transport, (alone, each) in FILES.items()}
+    needed = {transport: alone + each * (size - 1) for transport, (alone, each) in OPEN_FILES.items()}
     transports = []
     for number, rank in enumerate(ranks):
         here = hosts.count(rank["host"])

@@ -92,7 +92,7 @@ class Parser(argparse.ArgumentParser):
 def with_underscores(word):
     """Return this word of a command line with underscores in its flag: "--world_size=3" for "--world-size=3"."""
     name, equals, value = word.partition("=")
-    return name.replace("-", "_").replace("__", "--", 1) + equals + value if name.startswith("--") else word
+    return "--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") else word
 
 
 def argument_parser(description, modes, world_size):

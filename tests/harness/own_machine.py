@@ -15,7 +15,6 @@ from processes import children_of
 
 NAMESPACES = ["--mount", "--net", "--uts", "--ipc", "--pid"]
 HOSTS = """127.0.0.1 localhost
-::ffff:127.0.0.1 localhost
 10.78.0.1 node1
 10.78.0.2 node2
 10.78.0.3 node3

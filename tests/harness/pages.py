@@ -19,12 +19,12 @@ import shutil
 from typing import NamedTuple
 
 from forks import run_in_forks
+from patches import GUARD
 from programs import ROOT
 
 PROGRAM = r"^```python\n(?P<text>(?:# (?P<name>\w+\.py)\n)?.*?)^```\n"
 OUTPUT = r"(?:\n(?!```)[^\n]+\n)?\n```text\n(?P<output>.*?)^```"
 BLOCK = re.compile(f"{PROGRAM}(?:{OUTPUT})?", re.DOTALL | re.MULTILINE)
-GUARD = '\nif __name__ == "__main__":\n'
 
 
 class Shown(NamedTuple):
@@ -45,7 +45,7 @@ class Page:
         self.text = self.path.read_text()
         self.programs = {}
         for found in BLOCK.finditer(self.text):
-            if found["name"] or GUARD in found["text"]:
+            if found["name"] or f"\n{GUARD}\n" in found["text"]:
                 name = found["name"] or f"{self.path.stem.lower()}_{len(self.programs) + 1}.py"
                 self.programs[name] = Shown(found["text"], found["output"])
 
