@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from documented import assert_documented
 from helpers import package_on_path
 
 with package_on_path("rl_rpc"):
@@ -95,7 +94,7 @@ def test_what_is_not_a_checkpoint_is_refused_and_not_executed(tmp_path):
         message = str(refused.value)
         assert name in message and "\n" not in message, message
         if name == "c.pt":
-            assert_documented(f"rl_rpc: rank 0 (agent): {message}", "is not a readable checkpoint")
+            assert "is not a readable checkpoint" in message
     assert not (tmp_path / "executed").exists()
     torch.load(tmp_path / "hostile torch file", weights_only=False)  # shows that this file does execute code:
     assert (tmp_path / "executed").exists()
@@ -107,7 +106,7 @@ def test_a_checkpoint_of_another_environment_is_refused_in_one_line(tmp_path):
     checkpoint.save(path, "rl_rpc", {"env_id": "CartPole-v1"}, {})
     with pytest.raises(ValueError) as refused:
         checkpoint.resume(args, "rl_rpc", {"env_id": "Acrobot-v1"})
-    assert_documented(f"rl_rpc: rank 0 (agent): {refused.value}", "was made with --env_id")
+    assert "was made with --env_id CartPole-v1, and this run has Acrobot-v1" in str(refused.value)
     assert checkpoint.resume(args, "rl_rpc", {"env_id": "CartPole-v1"}) == {}
 
 

@@ -141,7 +141,7 @@ def test_a_rank_that_does_not_fit_is_refused_and_the_job_goes_on(tmp_path):
             assert_one_line_error(done, 2, "refused")
         assert_documented(another.stderr, "it was started with seed 7")
         assert_documented(number.stderr, "this job has no rank 2")
-        assert_documented(twin.stderr, "this rank has joined already")
+        assert "this rank has joined already" in twin.stderr
         signals = {server: signal.SIGHUP, trainer: signal.SIGTERM}
         for rank, number in signals.items():
             rank.send_signal(number)
@@ -205,8 +205,7 @@ def test_a_missing_rank_is_named_at_join_timeout_and_what_answers_at_the_port_is
         done = run_in_forks(tmp_path, [alone, led_astray])
     assert_one_line_error(done[alone], 1, "--join_timeout 1 s")
     assert_documented(done[alone].stderr, "rank 1 (observer1), rank 2 (observer2) did not come")
-    assert_one_line_error(done[led_astray], 1, f"localhost port {port}")
-    assert_documented(done[led_astray].stderr, "is not rank 0 of this job")
+    assert_one_line_error(done[led_astray], 1, f"localhost port {port} is not rank 0 of this job")
     assert len(done[led_astray].stderr.splitlines()) == 1
 
 
