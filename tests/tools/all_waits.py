@@ -48,6 +48,18 @@ def executor():
     concurrent.futures.ThreadPoolExecutor(1, "pool").submit(never).result()
 
 
+def idle_executor():
+    """The thread of an executor takes over the name of this one."""
+    name, threading.current_thread().name = threading.current_thread().name, "started"
+    executor = concurrent.futures.ThreadPoolExecutor(1, initializer=lambda: rename_to(name))
+    executor.submit(int).result()
+    never()
+
+
+def rename_to(name):
+    threading.current_thread().name = name
+
+
 def key_in_store():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=datetime.timedelta(hours=1))
     store.get("key")
@@ -88,6 +100,7 @@ WAITS = {
     lambda: queue.Queue().get(): f"{SIGNAL} (Queue)",
     lambda: torch.futures.Future().wait(): "a Future",
     executor: f"{SIGNAL} (Future)",
+    idle_executor: f"{SIGNAL} (the queue of an executor)",
     joins: "the end of thread joined",
     key_in_store: "a key in a store, with a time limit",
     work: "a collective, or a message",
@@ -98,6 +111,7 @@ WAITS = {
     never: "it sleeps",
     lambda: select.select([os.pipe()[0]], [], []): OUTSIDE,
     lambda: subprocess.Popen(["sleep", str(HOUR)]).wait(): OUTSIDE,
+    rpc.shutdown: "calls that are not answered",
 }
 
 if __name__ == "__main__":
@@ -110,4 +124,5 @@ if __name__ == "__main__":
         for number, function in enumerate(WAITS):
             threading.Thread(target=function, name=f"{number} {function.__name__}").start()
         print("all wait", flush=True)
-    never()
+        never()
+    rpc.shutdown()

@@ -6,25 +6,25 @@
 The program is not changed. When the command has ended, a table of its calls is printed on stderr, and the file is
 written: a .png is a picture of one step, a .json contains everything, for ui.perfetto.dev.
 
-A program that hangs, and was not started with this tool, tells who waits for whom as well. Give the number of one of
-its processes. py-spy looks into it and all that belong to it, and they go on. If they run on several machines, write
-what is seen on each into a file.
+A program that hangs tells who waits for whom, down to the line, even if it was not started with this tool. Give the
+number of one of its processes. py-spy looks into it and all that belong to it, and they go on. If they run on several
+machines, write what is seen on each into a file.
 
     python tools/rpctrace why --pid 4711
     python tools/rpctrace why --pid 4711 --store localhost:29500
     python tools/rpctrace why --pid 4711 --dump FILE
     python tools/rpctrace why FILE FILE
 
-The names of the workers are read from the line that calls init_rpc. Where that line does not tell them, give the
-address of the store in which the processes have met (MASTER_ADDR:MASTER_PORT), which tells them exactly.
+If it calls the workers by the numbers of their processes, give the address of the store in which they have met
+(MASTER_ADDR:MASTER_PORT), which knows their names.
 
-If the command hangs, press Ctrl-C. It has 5 seconds to end. Then the tool prints who waits for whom, down to the line.
-A second Ctrl-C kills everything that the command has started. Ctrl-\\ prints the same, and the program goes on.
-With --stalled 30 it is also printed when nothing has moved for 30 seconds; with --end the command is then killed.
+Of a command behind `--`, Ctrl-\\ prints the same, and it goes on. After Ctrl-C it has 5 seconds to end. Then the same
+is printed, and a second Ctrl-C kills everything that the command has started. With --stalled 30 it is also printed when
+nothing has moved for 30 seconds; with --end the command is then killed.
 
 If you start the ranks one by one, let each of them record into the same folder. Other commands read the folder, also
-while it is written. If the ranks are on several hosts, copy their folders into one by `cp -rp`, which keeps the
-times of the files; the calls show how much the clocks of the hosts differ. Take a new folder for each run of the job.
+while it is written. If the ranks are on several hosts, copy their folders into one; their clocks must agree. Take a
+new folder for each run of the job.
 
     python tools/rpctrace --into calls -- python rl_rpc/main.py --world_size 2 --rank 0
     python tools/rpctrace --into calls -- python rl_rpc/main.py --world_size 2 --rank 1
@@ -36,11 +36,8 @@ Where something else starts the processes, for example Slurm, two environment va
     PYTHONPATH=.../tools/rpctrace/record RPCTRACE_INTO=.../calls
 
 A step is a block `with torch.profiler.record_function("step"):` of the program. A block named "wait" is drawn as
-waiting. In a program without steps, the picture shows some calls from the middle of the run.
-
-All calls of Python functions are recorded. Three things run in C++ and are not recorded: built-in operators such as
-torch.add, functions of TorchScript, and what a server does during a distributed backward pass. (The picture shows which
-processes take part in one.)
+waiting. In a program without steps, the picture shows some calls from the middle of the run. What runs in C++ is not
+recorded: built-in operators such as torch.add, functions of TorchScript, and a server's part of a backward pass.
 """
 
 import argparse
@@ -52,7 +49,7 @@ import signal
 import sys
 import tempfile
 
-from rpctrace import draw, dumps, read, recording, stacks
+from rpctrace import draw, dumps, read, stacks
 from rpctrace.command import Command
 from rpctrace.read import say
 from rpctrace.words import said_of
@@ -91,10 +88,10 @@ def parse(words, command):
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("file", nargs="?", metavar="FILE", help="what is written: .png or .json")
+    parser.add_argument("file", nargs="?", metavar="FILE", type=writable, help="what is written: .png or .json")
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="with recordings, which are read")
     parser.add_argument("--into", metavar="FOLDER", help="record into this folder, and draw nothing")
-    stalled_help = "say who waits for whom when nothing has moved for so many seconds, or a circle is so old"
+    stalled_help = "say who waits for whom when no call has begun or ended for so many seconds, and nothing computes"
     parser.add_argument("--stalled", type=float, metavar="S", help=stalled_help)
     parser.add_argument("--end", action="store_true", help="with --stalled: kill the command then; the status is 3")
     args = parser.parse_intermixed_args(words)
@@ -104,8 +101,6 @@ def parse(words, command):
         complete = args.file and args.folder and not (args.into or args.stalled)
     if not complete or (args.end and not args.stalled):
         parser.error("give FILE or --into, and a command after `--`; or FILE or `why`, and a FOLDER with recordings")
-    if args.file and (fault := why_not_written(args.file)):
-        parser.error(f"{args.file}: {fault}")
     if args.stalled is not None and not 2 <= args.stalled < float("inf"):
         parser.error(f"--stalled {args.stalled:g}: at least 2 seconds")
     if args.folder and not read.recordings(args.folder):
@@ -118,13 +113,27 @@ def parse(words, command):
     return args
 
 
+def writable(path):
+    """Return the name of a file that this tool can write."""
+    fault = ""
+    if not path.endswith((".png", ".json")):
+        fault = "the name must end in .png or .json"
+    elif path.endswith(".png") and not importlib.util.find_spec("matplotlib"):
+        fault = "this needs matplotlib (pip install matplotlib)"
+    elif not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
+        fault = "that folder does not exist, or this user may not write in it"
+    if fault:
+        raise argparse.ArgumentTypeError(f"{path}: {fault}")
+    return path
+
+
 def why(words):
-    """Say who waits for whom: in a recording, in processes that run, or in files that `why --dump` has written."""
+    """Say who waits for whom, of processes that run, or of files that `why --dump` has written."""
     parser = argparse.ArgumentParser(prog="rpctrace why", allow_abbrev=False)
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="a folder with recordings, or files of --dump")
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="a folder into which they record, or files of --dump")
     pid_help = "processes that run. Of a single one, also all that it has started, and all that talk to these over TCP"
     parser.add_argument("--pid", nargs="+", type=int, default=[], metavar="PID", help=pid_help)
-    dump_help = "write what is seen of the processes into a file, and say nothing"
+    dump_help = "write what is seen into a file, and say nothing; without --pid, of all processes with torch"
     parser.add_argument("--dump", metavar="FILE", help=dump_help)
     store_help = "the address of torch's store (MASTER_ADDR:MASTER_PORT), which tells the names of the workers"
     parser.add_argument("--store", default="", metavar="HOST:PORT", help=store_help)
@@ -133,38 +142,30 @@ def why(words):
         parser.error("give a FOLDER with recordings, or --pid, or files that --dump has written")
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
     try:
+        if args.paths and not os.path.isdir(args.paths[0]):
+            seen = contents(args.paths)
+        elif args.paths:
+            if len(args.paths) > 1 or not read.recordings(args.paths[0]):
+                raise ValueError(f"{args.paths[0]}: there are no recordings in it")
+            seen = stacks.look_into(args.paths[0], args.store)
+        else:
+            seen = stacks.look(dumps.chosen(args.pid), args.store)
         if args.dump:
-            with open(args.dump, "w") as file:
-                json.dump(stacks.look(args.pid, args.store), file)
-            return
-        evidence = evidence_in(args.paths) if args.paths else stacks.evidence_of(stacks.look(args.pid, args.store))
+            pathlib.Path(args.dump).write_text(json.dumps(seen))
+        else:
+            print(said_of(stacks.processes_of(seen)).report())
     except dumps.NoDump as error:
         sys.exit(f"rpctrace: {error}")
     except (ValueError, OSError) as error:  # of a path
         parser.error(str(error))
-    print(said_of(evidence).report())
 
 
-def evidence_in(paths):
-    """Return what a folder with recordings tells, or files of --dump."""
-    if os.path.isdir(paths[0]):
-        if len(paths) > 1 or not read.recordings(paths[0]):
-            raise ValueError(f"{paths[0]}: there are no recordings in it")
-        read.is_recorded(read.read(paths[0], most=10_000))  # or it says why not
-        return recording.evidence_in(paths[0])
-    contents = [json.loads(pathlib.Path(path).read_text()) for path in paths]
-    if not all(isinstance(each, list) for each in contents):
+def contents(paths):
+    """Return what the files contain that `why --dump` has written on several machines."""
+    found = [json.loads(pathlib.Path(path).read_text()) for path in paths]
+    if not all(isinstance(each, list) for each in found):
         raise ValueError(f"{', '.join(paths)}: --dump has not written this")
-    return stacks.evidence_of([seen for each in contents for seen in each])
-
-
-def why_not_written(path):
-    if not path.endswith((".png", ".json")):
-        return "the name must end in .png or .json"
-    if path.endswith(".png") and not importlib.util.find_spec("matplotlib"):
-        return "this needs matplotlib (pip install matplotlib)"
-    found = os.access(os.path.dirname(os.path.abspath(path)), os.W_OK)
-    return "" if found else "that folder does not exist, or this user may not write in it"
+    return [seen for each in found for seen in each]
 
 
 def report(folder, path):
@@ -180,10 +181,10 @@ def report(folder, path):
         if complete:
             say("no call of a Python function was recorded")
         return
+    read.count_from_zero(bars)
     calls = read.match(bars)
-    read.correct_times(processes, bars, calls)
     print(read.table(processes, made, calls), file=sys.stderr)
     for process in processes:
         if process["full"]:
-            say(f"{process['name']} recorded too many bars; the last {len(process['bars']):,} are kept")
+            say(f"{process['name']} made too many calls; the first {len(process['bars']):,} bars are kept")
     draw.write(path, draw.lay_out(processes, bars) + draw.arrows(calls))

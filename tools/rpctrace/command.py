@@ -1,36 +1,29 @@
 """A command whose processes are recorded: it passes signals on, and says who waits for whom when it hangs."""
 
 import contextlib
-import fcntl
-import json
 import os
 import pathlib
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
 
-from rpctrace import recording, words
+from rpctrace import dumps, read, stacks, words
 from rpctrace.read import say
 
 RECORD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "record")
 PATIENCE = 5.0  # seconds that the command has to end after Ctrl-C
-LONG = 3.0  # seconds: a shorter wait is nothing to report
-EXIT_CODE, GET_INFO = 8, 3 << 30 | 64 << 16 | 0xFF << 8 | 11  # PIDFD_INFO_EXIT and PIDFD_GET_INFO of Linux
 
 
 class Command:
     """A command whose processes record into `folder`. `around`: the folder in which its other ranks record, too."""
 
     def __init__(self, command, folder, around, stalled, end):
-        self.folder, self.around, self.stalled, self.end = folder, around, stalled, end
-        self.began, self.status = time.time_ns(), None
-        self.interrupted, self.asked = [], False  # when Ctrl-C was pressed; whether Ctrl-\ was
-        self.before, self.printed = None, False  # what was found at the first Ctrl-C; whether anything was printed
-        self.looked, self.told = time.monotonic(), False  # when it was looked whether it has stalled; whether it had
-        self.files, self.notes = {}, {}  # the pidfd of each process; what is known of it
+        self.around, self.stalled, self.end = around, stalled, end
+        self.status = None
+        self.interrupted = []  # when Ctrl-C was pressed
+        self.asked = self.told = False  # whether Ctrl-\ was pressed; whether it was said that the command has stalled
+        self.positions, self.moved = [], time.monotonic()  # of the recordings; when they, or a thread, have moved last
         self.mark = f"RPCTRACE_INTO={os.path.abspath(folder)}"
         path = os.pathsep.join(filter(None, (RECORD, os.environ.get("PYTHONPATH"))))
         environ = os.environ | {"PYTHONPATH": path, "RPCTRACE_INTO": os.path.abspath(folder)}
@@ -57,71 +50,48 @@ class Command:
                     self.status = status
                     break
                 time.sleep(0.2)
-            self.note_processes()
             self.look()
-        if self.status and not self.printed:
-            said = self.before or self.explained()
-            if said.is_long(LONG):
-                self.print("When the command ended:", said)
         return self.status
 
     def look(self):
         """Do what the signals and --stalled ask for."""
         now = time.monotonic()
-        if self.interrupted and not self.before:
-            self.before = self.explained()  # Ctrl-C may end some processes, and the others go on to wait for them
         if len(self.interrupted) > 1:
             self.kill_all(130)
         elif self.interrupted and now - self.interrupted[0] > PATIENCE:
-            first = f"{PATIENCE:.0f} s after Ctrl-C, the command still runs. Another Ctrl-C kills all of it."
-            self.print(first, self.before if self.before.is_long(LONG) else self.explained())
             self.interrupted[0] = float("inf")  # it is printed once
+            first = f"{PATIENCE:.0f} s after Ctrl-C, the command still runs. Another Ctrl-C kills all of it."
+            self.print(first, self.explained())
         elif self.asked:
             self.asked = False
             self.print("The command goes on.", self.explained())
-        elif self.stalled and now - self.looked > max(1.0, self.stalled / 10):
-            self.looked = now
+        elif self.stalled and not self.interrupted:
+            self.look_whether_it_moves(now)
+
+    def look_whether_it_moves(self, now):
+        before, self.positions = self.positions, read.positions(self.around)
+        if before != self.positions:
+            self.moved, self.told = now, False
+        elif now - self.moved > self.stalled and not self.told:
             said = self.explained()
-            quiet = said.verdict != "nothing" and time.time_ns() - said.moved > self.stalled * 1e9
-            stalled = quiet or (said.verdict == "circle" and said.seconds >= self.stalled)
-            if stalled and not self.told:
-                what = "Nothing has moved" if quiet else "There has been a circle"
-                self.print(f"{what} for {self.stalled:g} s.", said)
-                if self.end:
-                    self.kill_all(3)
-            self.told = stalled
+            if said and (said.runs or said.verdict == "nothing"):
+                self.moved = now
+                return
+            self.told = True
+            self.print(f"No call has begun or ended for {self.stalled:g} s.", said)
+            if self.end and said:
+                self.kill_all(3)
 
     def explained(self):
-        """Return what is found about who waits for whom."""
-        self.note_processes()
+        """Return what is found about who waits for whom, None if nobody may look."""
         try:
-            return words.said_of(recording.evidence_in(self.around, self.began))
-        except Exception as error:  # the recordings may be of another version, or be cut off
-            say(f"who waits for whom cannot be said: {type(error).__name__}: {error}")
-            return words.Said("nothing")
+            return words.said_of(stacks.processes_of(stacks.look_into(self.around)))
+        except dumps.NoDump as error:
+            say(f"who waits for whom cannot be said: {error}")
+            return None
 
     def print(self, first, said):
-        self.printed = True
-        print(f"{first}\n{said.report()}", file=sys.stderr, flush=True)
-
-    def note_processes(self):
-        """Write which of the recorded processes have ended, and how, and which are stopped: only this host knows it."""
-        host = socket.gethostname()
-        for path in pathlib.Path(self.folder).glob(f"{host}-*.000000.jsonl"):
-            pid = int(path.name.rsplit("-", 2)[1])
-            if pid not in self.files:
-                with contextlib.suppress(OSError, AttributeError):  # it has ended; or this system has no pidfd
-                    self.files[pid] = os.pidfd_open(pid)
-        for pid, file in self.files.items():
-            fields, known = stat_of(pid), self.notes.setdefault(f"{host}-{pid}", {})
-            known["stopped"] = fields[0] in "Tt"
-            if fields[0] in "ZX" and "gone" not in known:
-                known |= {"gone": time.time_ns(), "how": how_it_ended(file, fields)}
-        name = os.path.join(self.folder, f"{host}.processes")
-        with contextlib.suppress(OSError):
-            with open(name + ".new", "w") as file:
-                json.dump(self.notes, file)
-            os.replace(name + ".new", name)
+        print(first, *[said.report()] if said else [], sep="\n", file=sys.stderr, flush=True)
 
     def kill_all(self, status):
         """Kill the command and all that it has started."""
@@ -140,28 +110,14 @@ class Command:
         for pid in sorted(int(path.name) for path in pathlib.Path("/proc").glob("[0-9]*")):
             with contextlib.suppress(OSError):
                 marked = self.mark.encode() in pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if marked or (stat_of(pid)[1:2] and int(stat_of(pid)[1]) in found):
+                if marked or state_of(pid)[1] in found:
                     found.add(pid)
-        return [pid for pid in found - {os.getpid()} if stat_of(pid)[0] not in "ZX"]
+        return [pid for pid in found - {os.getpid()} if state_of(pid)[0] not in "ZX"]
 
 
-def stat_of(pid):
-    """Return what Linux tells about a process, from its state on: X if it is gone."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ["X"]
-
-
-def how_it_ended(file, fields):
-    """Return how a process has ended. If its parent has been told, only Linux from 6.15 on tells it, by the pidfd."""
-    status, info = fields[49:50], bytearray(64)
-    struct.pack_into("Q", info, 0, EXIT_CODE)
+def state_of(pid):
+    """Return the state and the parent of a process."""
     with contextlib.suppress(OSError):
-        fcntl.ioctl(file, GET_INFO, info)
-        if struct.unpack_from("Q", info)[0] & EXIT_CODE:
-            status = struct.unpack_from("i", info, 60)
-    if not status:
-        return "has ended"
-    code = os.waitstatus_to_exitcode(int(status[0]))
-    return f"has ended with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        state, parent, *_ = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return state, int(parent)
+    return "X", 0

@@ -16,7 +16,7 @@ NO_THREAD = {"async": LANES[1], "remote": LANES[1], "held": LANES[3], "part": LA
 COLORS = {"waiting": "#c6dbec", "working": "#1d5b8c", "backward": "#7aa6c8"}  # of bars
 STATES = {"run": "working", "step": "working", "work": "working", "part": "backward"}  # by a bar's kind
 MESSAGE_COLORS = ("#000000", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # of calls and answers, by the caller
-MOST_CALLS, MOST_LANES = 60, 60  # in one picture
+MOST_CALLS = 60  # in one picture
 
 
 def write(path, events):
@@ -85,20 +85,19 @@ def draw(path, events):
     start, end = typical_period(events)
     figure = Figure((10, 1), layout="constrained")
     axes = figure.subplots()
-    lanes = draw_period(axes, events, start, end)
-    axes.set_xlabel(f"milliseconds{left_out(events, start, end, lanes)}", fontsize=8)
+    draw_period(axes, events, start, end)
+    axes.set_xlabel(f"milliseconds{left_out(events, start, end)}", fontsize=8)
     figure.set_figheight(0.28 * len(axes.get_yticks()) + 1.1)
     figure.legend(handles=legend(figure), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
     figure.savefig(path, dpi=110, format="png")
 
 
-def left_out(events, start, end, lanes):
+def left_out(events, start, end):
     """Return what the picture does not show, for its lower edge."""
     bars = [event for event in events if event["ph"] == "X" and not event["name"].startswith(OF_TORCH)]
     calls = [bar["ts"] for bar in bars if "to" in bar["args"]]
     within, all_calls = sum(start <= begin < end for begin in calls), len(calls)
-    more = f"; {lanes - MOST_LANES} further lanes are left out" if lanes > MOST_LANES else ""
-    return f" ({within:,} of the {all_calls:,} calls are shown{more})" if within < all_calls or more else ""
+    return f" ({within:,} of the {all_calls:,} calls are shown)" if within < all_calls else ""
 
 
 def typical_period(events):
@@ -117,7 +116,7 @@ def typical_period(events):
 def draw_period(axes, events, start, end):
     """Draw the bars from `start` to `end`, in microseconds, and the messages that leave then.
 
-    Lanes that only wait are left out, and so are torch's internal RPCs. Returns the number of lanes.
+    Lanes that only wait are left out, and so are torch's internal RPCs.
     """
     events = [event for event in events if not event["name"].startswith(OF_TORCH)]
     bars = [bar for bar in events if bar["ph"] == "X" and bar["ts"] < end and end_of(bar) > start]
@@ -125,9 +124,7 @@ def draw_period(axes, events, start, end):
     messages = [(tail, heads[tail["id"]]) for tail in events if tail["ph"] == "s" and start <= tail["ts"] < end]
     busy = {lane_of(bar) for bar in bars if state_of(bar) != "waiting"}
     lanes = sorted(busy.union(lane_of(event) for message in messages for event in message), reverse=True)
-    count, lanes = len(lanes), lanes[-MOST_LANES:]
     rows = {lane: row for row, lane in enumerate(lanes)}
-    messages = [both for both in messages if all(lane_of(event) in rows for event in both)]
     draw_bars(axes, [bar for bar in bars if lane_of(bar) in rows], rows, start, end)
     for tail, head in messages:
         caller = (head if tail["id"] % 2 else tail)["pid"]
@@ -141,7 +138,6 @@ def draw_period(axes, events, start, end):
     axes.set_yticks(range(len(lanes)), labels)
     axes.set(xlim=(0, (end - start) / 1e3), ylim=(-0.6, len(lanes) - 0.4))
     axes.tick_params(labelsize=7)
-    return count
 
 
 def draw_bars(axes, bars, rows, start, end):

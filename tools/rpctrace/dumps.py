@@ -1,4 +1,4 @@
-"""Finds the processes of a program that runs already, and takes a dump of each, by py-spy.
+"""Finds the processes of a program that runs, and takes a dump of each, by py-spy.
 
 A process stands still for some milliseconds while its stacks are read. Only what has not moved since before the dump
 counts as waiting: the kernel counts how often each thread has begun to wait.
@@ -10,16 +10,15 @@ import os
 import pathlib
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 
 WATCHED = 1.0  # seconds for which a thread must not move
 LIMIT = 30.0  # seconds for a dump
-NETWORK = ("TP_UV_loop", "pt_gloo")  # threads that run when a message has come
 OPEN, LISTENS = "01", "0A"  # states of a socket, in /proc
-POLLS = {"TP_SHM_reactor", "gloo_tcp_loop"}  # these are never still
 MISSING = "py-spy is not there: pip install py-spy"
 FORBIDDEN = (
     "py-spy may not look into process {}: run this as root (sudo), in a container with --cap-add SYS_PTRACE, or after "
@@ -29,15 +28,6 @@ FORBIDDEN = (
 
 class NoDump(Exception):
     """Why there is no dump, in one line."""
-
-
-@dataclass
-class Dump:
-    pid: int
-    stacks: list  # of py-spy
-    comms: dict  # number of a thread in the kernel -> its name there
-    still: set  # the threads that have not moved
-    error: str = ""  # instead of stacks
 
 
 def chosen(pids):
@@ -53,7 +43,7 @@ def chosen(pids):
 
 
 def take(pids):
-    """Return a Dump of each process."""
+    """Return a dump of each process. It can be written into a file, and read on another machine."""
     command = shutil.which("py-spy") or os.path.join(os.path.dirname(sys.executable), "py-spy")
     if not os.path.exists(command):
         raise NoDump(MISSING)
@@ -65,8 +55,7 @@ def take(pids):
             running[pid] = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     outputs = {pid: output_of(process) for pid, process in running.items()}
     time.sleep(max(0.0, began + WATCHED - time.monotonic()))
-    after = {pid: threads_of(pid) for pid in pids}
-    return [dump_of(pid, *outputs.get(pid, ("", "stopped")), before[pid], after[pid]) for pid in pids]
+    return [dump_of(pid, before[pid], threads_of(pid), *outputs.get(pid, ("", "stopped"))) for pid in pids]
 
 
 def output_of(process):
@@ -78,20 +67,31 @@ def output_of(process):
         return "", f"no stacks within {LIMIT:.0f} s"
 
 
-def dump_of(pid, text, error, before, after):
-    comms = {tid: comm for tid, (comm, _, _) in after.items()}
+def dump_of(pid, before, after, text, error):
     # To take the dump wakes each thread, always as often, and this counts. Who moved least is taken to have stood.
     both = [tid for tid in after if tid in before and before[tid][1] + after[tid][1] in ("SS", "DD")]
     by_dump = min((after[tid][2] - before[tid][2] for tid in both), default=0)
-    still = {tid for tid in both if after[tid][2] - before[tid][2] == by_dump}
+    caught = read(pid, "status").partition("SigCgt:\t")[2][:16] or "0"
+    dump = {
+        "host": socket.gethostname(),
+        "pid": pid,
+        "stacks": [],  # of py-spy
+        "comms": [[tid, comm] for tid, (comm, _, _) in after.items()],  # what the kernel calls each thread
+        "still": [tid for tid in both if after[tid][2] - before[tid][2] == by_dump],  # those that have not moved
+        "alarm": bool(int(caught, 16) >> signal.SIGALRM - 1 & 1),  # one may end what the main thread waits for
+        "cwd": read(pid, "cwd"),
+        "argv": read(pid, "cmdline").split("\0"),
+        "environ": environ(pid),
+        "error": "",  # instead of stacks
+    }
     with contextlib.suppress(ValueError):
-        return Dump(pid, json.loads(text), comms, still)
+        return dump | {"stacks": json.loads(text)}
     if not after:
-        return Dump(pid, [], comms, still, "has ended")
+        return dump | {"error": "has ended"}
     if re.search("ermission|ptrace|not permitted", error):
         raise NoDump(FORBIDDEN.format(pid))
-    error = "is stopped, by SIGSTOP or a debugger" if error == "stopped" else f"tells no stacks: {error.strip()[-200:]}"
-    return Dump(pid, [], comms, still, error)
+    stopped = "is stopped, by SIGSTOP or a debugger"
+    return dump | {"error": stopped if error == "stopped" else f"tells no stacks: {error.strip()[-200:]}"}
 
 
 def threads_of(pid):

@@ -1,29 +1,28 @@
-"""What is known of processes that hang: the same, whether it was recorded, or seen by py-spy.
+"""What is known of processes that hang. A process has threads, and each thread waits for something.
 
-A process has threads, and each thread waits for something. rules.py draws the conclusions.
+rules.py draws the conclusions.
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 SHORT = 30.0  # seconds: a call with a shorter time limit counts as a wait with a time limit, it goes on by itself
 
 
 @dataclass
 class Seen:
-    """What is known of the value of an expression, above all of a lock."""
+    """What is known of the value of an expression."""
 
     text: str
     type: str = ""  # the name of its class, or "" if it is not known
     id: object = 0  # the same for the same object of a process
-    owner: int | None = None  # the thread that holds it, if it tells
     value: object = None  # of a number or a text
-    place: str = ""  # where it was taken
+    place: str = ""  # of a lock: where it was taken
 
 
 @dataclass
 class Frame:
-    """A function on a stack. `names`: variables of a library's frame; `facts`: see record/rpctrace_syntax.py."""
+    """A function on a stack. `names`: its variables; `facts`: see sources.facts_of()."""
 
     path: str = ""
     function: str = ""
@@ -31,8 +30,7 @@ class Frame:
     library: bool = False
     text: str = ""
     names: dict[str, Seen] = field(default_factory=dict)
-    facts: list[dict] = field(default_factory=list)
-    answers: list[dict] = field(default_factory=list)  # the calls for one of which its line waits
+    facts: list = field(default_factory=list)
 
     def value(self, name, default=None):
         value = self.names[name].value if name in self.names else None
@@ -48,50 +46,46 @@ class Call:
 
     to: str | None
     name: str | None
-    number: str = ""  # in a recording, the same at the caller and at the callee
-    limit: float = 0.0  # seconds, 0: there is none
-    since: int = 0
-    rref: str = ""  # in a recording, the RRef that it makes
-    inner: str = ""  # the name of its first argument, if that is a function: call_method(Agent.act, ...) is common
-    owes: bool | None = False  # the function answers by a Future (async_execution); None: it may do so
-    bar: int = -1  # in a recording, the number of its bar
+    limit: float | None = 0.0  # seconds; 0: there is none; None: it is not known
+    owes: bool = False  # the function answers by a Future (async_execution)
+    inner: str = ""  # of a served one: the function that it calls; for example act, of call_method(act, ...)
+    mentions: frozenset[str] = frozenset()  # of an awaited one: the names in the function that waits
 
-    def title(self):
-        return f"{self.name}({self.inner}, ...)" if self.inner else self.name
+    def within(self, limit):
+        """Return this call, of which somebody waits for the answer for at most so many seconds."""
+        limits = {self.limit, limit} - {0}
+        return replace(self, limit=None if None in limits else min(limits, default=0))
+
+    def goes_on(self):
+        """Return whether it may fail by itself, soon."""
+        return self.limit is None or 0 < self.limit < SHORT
 
 
 @dataclass
 class Wait:
-    """What a thread waits for. `kind` is one of those of rules.RULES, and most other fields belong to some of them."""
+    """What a thread waits for. `kind` is one of those of rules.RULES, to some of which the other fields belong."""
 
     kind: str = "other"
     what: str = ""  # in words; or (collective, init) the name of the function
-    answers: list[list[Call]] = field(default_factory=list)  # answer, rref: it needs one of each of these lists
-    made_by: str = "nobody"  # answer: who completes a Future that is none: "a thread", "C++", or "nobody" who is known
+    calls: list[Call] = field(default_factory=list)  # answer: those it may be for, [] if that is not known
     locks: list[Seen] = field(default_factory=list)  # lock, signal
     timed: bool = False  # lock, signal, shutdown: it ends by itself
-    again: bool = False  # signal: it has that of a Condition, and needs its lock again
     enters: bool = False  # signal: it enters a `with` of a Condition, and needs its lock
     joins: int | None = None  # signal: the thread for whose end it waits
-    group: str = ""  # collective
     world: int = 0  # init: how many ranks come
-    limit: float = 0.0  # shutdown
-    since: int = 0
-    workers: list[int] = field(default_factory=list)  # backward: the ranks that take part, if it tells
 
 
 @dataclass
 class Thread:
     tid: int
     name: str | None  # None: C++ has started it
-    since: int = 0  # when it was seen first where it stands; 0 if it is not known
     place: Frame = field(default_factory=Frame)  # the innermost line of the program
     wait: Wait = field(default_factory=Wait)
     holds: list[Seen] = field(default_factory=list)
     serves: list[Call] = field(default_factory=list)  # the functions that it runs for others, the innermost last
     does: dict[str, int] = field(default_factory=dict)  # what it is within, init_rpc and the like -> its rank there
     main: bool = False
-    autograd: bool = False  # it stands within the backward pass of a function
+    ran: bool = False  # it has used the CPU
 
     def of_torch(self):
         """Return whether torch has started this thread: it serves a call, or runs a callback or a hook."""
@@ -101,7 +95,7 @@ class Thread:
         if self.main:
             return "main thread"
         if self.serves:
-            return f"RPC thread that runs {self.serves[-1].title()}"
+            return f"RPC thread that runs {self.serves[-1].name}"
         return "thread of torch" if self.of_torch() else f"thread {self.name}"
 
 
@@ -110,31 +104,21 @@ class Process:
     name: str
     host: str
     pid: int
-    exact: bool = True  # it is a recording: it tells which thread serves a call, and since when
+    named: bool = True  # its name is known
     rank: int = -1  # in the RPC group
     world: int = 0  # its size, or 0 if processes may join and leave, or it is not known
     rpc: bool = False  # it has called init_rpc
-    left: bool = False  # it has left it
-    named: bool = True  # its name is known
-    ts: int = 0
-    moved: int = 0
+    groups: int = 0  # how many process groups of gloo it is in: the first one is that of all
     lost: str = ""  # how it was lost
     ended: bool = False
-    main: int = 0
     threads: dict[int, Thread] = field(default_factory=dict)
-    calls: list[Call] = field(default_factory=list)  # that are made without a thread that waits
-    owed: list[Call] = field(default_factory=list)  # served functions that have returned a Future, not complete yet
-    unseen: int = 0  # how many calls are not in the evidence
-    pool: int = 0  # how many RPC threads it has, 0 if it is not known
+    pool: int = 0  # how many RPC threads it has
     free: int = 1  # how many of them are free
-    group_rank: int = -1
-    members: dict[str, list[int]] = field(default_factory=dict)  # of its process groups
-    counts: dict[str, int] = field(default_factory=dict)  # how many collectives it has begun in each
     quiet: bool = True  # no message of it is on its way
     still: bool = True  # none of torch's own threads has run, so that nothing is computed, either
 
     def does(self, what):
-        """Return whether one of its threads is within init_rpc, shutdown, init_process_group or backward."""
+        """Return whether one of its threads is within init_rpc, shutdown or init_process_group."""
         return any(what in thread.does for thread in self.threads.values())
 
     def of_torch(self):
@@ -143,12 +127,3 @@ class Process:
     def full(self):
         """Return whether all its RPC threads are busy. Those without a stack only handle messages, for a moment."""
         return bool(self.pool) and self.free <= 0 and len(self.of_torch()) >= self.pool
-
-
-@dataclass
-class Evidence:
-    """All processes, and when they were seen."""
-
-    processes: list[Process]
-    now: int = 0
-    ended: list[int] = field(default_factory=list)  # when processes have ended

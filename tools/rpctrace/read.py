@@ -2,15 +2,15 @@
 
 import collections
 import contextlib
-import itertools
 import json
+import mmap
 import pathlib
 import statistics
 import sys
 
 OF_TORCH = "torch.rpc."  # so begin the names of the RPCs that torch makes by itself
 UNFINISHED = " (unfinished)"  # so end the names of bars that had no end when their process ended
-MOST_BARS = 1_000_000  # that are read, of all processes together. A bar takes about 2 kB of memory
+MOST_LINES = 2_000_000  # that are read, of all processes together. A bar has two, and takes about 2 kB of memory
 
 
 def say(line):
@@ -19,7 +19,7 @@ def say(line):
 
 def recordings(folder):
     """Return the paths of the files that were recorded into this folder."""
-    return sorted(pathlib.Path(folder).rglob(f"*.{'[0-9]' * 6}.jsonl"))
+    return sorted(pathlib.Path(folder).rglob(f"*-{'[0-9a-f]' * 16}.jsonl"))
 
 
 def is_recorded(recorded):
@@ -35,36 +35,40 @@ def is_recorded(recorded):
     return bool(recorded and not missing)
 
 
-def read(folder, most=None):
+def read(folder, most=MOST_LINES):
     """Return the recorded processes. The "bars" of each are {number: event of Chrome's trace format, but in ns}.
 
-    `most`: how many lines of each file are read. Otherwise the last bars of each process are.
+    `most`: how many lines are read.
     """
-    files = collections.defaultdict(list)
-    for path in recordings(folder):
-        files[path.name.rsplit(".", 2)[0]].append(path)
-    return [read_process(paths, MOST_BARS // len(files), most) for paths in files.values()]
+    paths = recordings(folder)
+    return [read_process(path, most // len(paths)) for path in paths]
 
 
-def read_process(paths, room, most):
-    bars, process = {}, {"full": ".000000." not in paths[0].name}
-    for path in paths:
-        with path.open("rb") as file:
-            for text in itertools.islice(file, most):
-                with contextlib.suppress(ValueError):  # it is not complete, or it is what follows the last one
-                    line = json.loads(text)
-                    if "begin" in line:
-                        bars[line.pop("begin")] = {"ph": "X", **line}
-                    elif "end" not in line:
-                        process |= line  # about the process itself
-                    elif line["end"] in bars:  # otherwise it began in a file that is gone
-                        bars[line["end"]]["dur"] = line["ts"] - bars[line["end"]]["ts"]
-                if len(bars) > room:
-                    process["full"] = True
-                    finished = [number for number, bar in bars.items() if "dur" in bar]
-                    for number in finished[: max(1, len(finished) // 4)]:
-                        del bars[number]
+def read_process(path, most):
+    bars, process = {}, {"full": False}
+    with path.open("rb") as file:
+        for number, text in enumerate(file):
+            if number == most:
+                process["full"] = True
+                break
+            with contextlib.suppress(ValueError):  # it is not complete, or it is what follows the last one
+                line = json.loads(text.strip(b"\0"))
+                if "begin" in line:
+                    bars[line.pop("begin")] = {"ph": "X", **line}
+                elif "end" not in line:
+                    process |= line  # about the process itself
+                elif line["end"] in bars:
+                    bars[line["end"]]["dur"] = line["ts"] - bars[line["end"]]["ts"]
     return process | {"bars": bars}
+
+
+def positions(folder):
+    """Return where each file of a folder ends: if that stays the same, no call begins or ends."""
+    found = []
+    for path in (path for path in recordings(folder) if path.stat().st_size):
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            found.append((path, content.rfind(b"\n")))
+    return found
 
 
 def arrange(processes):
@@ -125,42 +129,11 @@ def is_answered(call, answered):
     return is_finished(call) and is_finished(answered) and end_of(answered) <= end_of(call)
 
 
-def correct_times(processes, bars, calls):
-    """Put the bars of all hosts on one time axis, in microseconds since the first bar, as the file format demands."""
-    clocks = line_up(calls, [process["host"] for process in processes])
-    for bar in bars:
-        bar["ts"] += clocks[processes[bar["pid"]]["host"]][0]
+def count_from_zero(bars):
+    """Turn nanoseconds since 1970 into microseconds since the first bar, as the file format demands."""
     zero = min(bar["ts"] for bar in bars)
     for bar in bars:
         bar |= {"ts": (bar["ts"] - zero) / 1e3, "dur": bar["dur"] / 1e3}
-    for host, (shift, error) in clocks.items():
-        if error:
-            say(f"the clock of {host} was corrected by {shift / 1e6:+.3f} ms (error at most {error / 1e6:.3f} ms)")
-
-
-def line_up(calls, hosts):
-    """Return {host: (nanoseconds to add to its clock, the largest error of this correction)}.
-
-    `hosts`: the host of each process. The clock of the first host is taken as correct. A call is served after it was
-    sent, and before its answer arrives. So each call gives a lower and an upper bound for the difference of two clocks.
-    """
-    bounds = {}  # (host, other host) -> (lowest, highest) number to add to the other's clock
-    for call, run, answered in calls:
-        limit = call["args"].get("limit") or 0
-        if not (is_finished(call) and is_finished(answered)) or 0 < 1e9 * limit <= call["dur"]:
-            continue  # the answer, if there was one, came too late
-        one, other = hosts[call["pid"]], hosts[run["pid"]]
-        low, high = call["ts"] - run["ts"], end_of(call) - end_of(answered)
-        for pair, least, most in (((one, other), low, high), ((other, one), -high, -low)):
-            lowest, highest = bounds.get(pair, (least, most))
-            bounds[pair] = max(lowest, least), min(highest, most)
-    clocks = {hosts[0]: (0, 0)}
-    for _ in hosts:  # repeated, to reach hosts that have no calls with the first one
-        for (one, other), (low, high) in bounds.items():
-            if one in clocks and other not in clocks:
-                shift, error = clocks[one]
-                clocks[other] = shift + (low + high) // 2, error + abs(high - low) // 2
-    return dict.fromkeys(hosts, (0, 0)) | clocks
 
 
 def table(processes, made, calls):

@@ -1,19 +1,23 @@
-"""Turns a dump of py-spy into what a recorded process writes of itself (see record/rpctrace_standing.py)."""
+"""Makes evidence of the dumps of processes.
+
+A dump contains the local variables of each function: numbers, texts, and of everything else the class and the address.
+It contains no global variables, no attributes and no names of functions. For these, the source is read.
+"""
 
 import collections
 import contextlib
+import linecache
 import os
 import re
-import signal
 import socket
-import time
 
-from rpctrace import dumps, recording, store
-from rpctrace.evidence import Seen
-from rpctrace.record import rpctrace_syntax as syntax
-from rpctrace.sources import UNKNOWN_LIMIT, Source
+from rpctrace import dumps, names, read, syntax, waits
+from rpctrace.evidence import Call, Frame, Process, Seen, Thread, Wait
+from rpctrace.sources import Line
 
-POOL = "pt_thread_pool"  # the name of RPC threads
+POOL, GLOO = "pt_thread_pool", "pt_gloo_runloop"  # the names of RPC threads, and of two for each process group
+NETWORK = ("TP_UV_loop", "pt_gloo")  # threads that run when a message has come
+POLLS = {"TP_SHM_reactor", "gloo_tcp_loop"}  # these are never still
 LIBRARY = re.compile(
     r"^<frozen|/lib/python3\.\d+/(?!site-packages/|dist-packages/)|/(site|dist)-packages/torch/|/rpctrace/record/"
 )
@@ -22,157 +26,113 @@ OBJECT = re.compile(r"<([\w.]+) at 0x([0-9a-f]+)>")
 OF_TORCH = re.compile(r"/torch/distributed/(\w+)/(?!functions\b|rref_proxy\b)")
 
 
-def look(pids, address=""):
-    """Return what is seen of these processes, or of all with torch. `address`: HOST:PORT of the store that they use."""
-    seen = [written_of(dump) for dump in dumps.take(dumps.chosen(pids))]
-    names = collections.Counter(one.get("worker") for one in seen)
-    seen = [one if names[one.get("worker")] == 1 else one | {"worker": "", "rank": -1} for one in seen]
-    unnamed = [one["pid"] for one in seen if one["rpc"] and not one.get("worker")]
-    workers = store.workers_at(address) if address else {}
-    if not address and (address := store.address_in(unnamed)):
+def look(pids, address="", recorded=()):
+    """Return what is seen of processes: their dumps, with the names of the workers and the source.
+
+    `address`: HOST:PORT of the store that they use. `recorded`: what a recording tells of each, see read.py.
+    """
+    written = dumps.take(pids)
+    told = {one["pid"]: {key: one[key] for key in ("worker", "rank", "world")} for one in recorded if "worker" in one}
+    for one in written:
+        paths = {frame_of(one["cwd"], each).path for stack in one["stacks"] for each in stack["frames"]}
+        one["sources"] = {path: "".join(linecache.getlines(path)) for path in paths if not LIBRARY.search(path)}
+        text = "".join(one["sources"].values())
+        one["environ"] = {name: value for name, value in one["environ"].items() if name in text}  # it may hold secrets
+        one["joined"] = told.get(one["pid"], {})
+    unnamed = [one.pid for one in processes_of(written) if one.rpc and not one.named]
+    workers = names.by_store(address) if address else {}
+    if not address and (address := names.store_of(unnamed)):
         with contextlib.suppress(dumps.NoDump):  # it may be that of something else
-            workers = store.workers_at(address)
-    for one in seen if workers else ():
+            workers = names.by_store(address)
+    for one in written if workers else ():
         for port in dumps.listens_on(one["pid"]) & workers.keys():
-            one |= workers[port]
-    return seen
+            one["joined"] = workers[port]
+    return written
 
 
-def evidence_of(seen):
-    return recording.evidence_of([recording.process_of(written) for written in seen])
+def look_into(folder, address=""):
+    """Return what is seen of the processes of this machine that record into a folder, and that have not left."""
+    recorded = {one["pid"]: one for one in read.read(folder, most=10_000) if one["host"] == socket.gethostname()}
+    living = {pid for pid in recorded if dumps.has_torch(pid)}
+    if not living:
+        raise dumps.NoDump(f"no process that records into {folder} runs on this machine")
+    there = {"", *(recorded[pid].get("worker", "") for pid in living)}
+    gone = {pid for pid, one in recorded.items() if one.get("worker", "") not in there and "left" not in one}
+    return look(sorted(living | gone), address, recorded.values())
 
 
-def written_of(dump):
-    """Return what a dump tells about its process."""
-    program = Program(dump)
-    threads = {one["thread_id"]: program.thread(one) for one in dump.stacks}
-    busy = {one["os_thread_id"] for one in dump.stacks}
-    pool = [tid for tid, comm in dump.comms.items() if comm == POOL]
-    moved = {comm for tid, comm in dump.comms.items() if tid not in dump.still and tid not in busy}
-    known = {
-        "exact": False,
-        "ts": time.time_ns(),
-        "host": socket.gethostname(),
-        "pid": dump.pid,
-        "lost": dump.error,
-        "ended": not dump.comms,
-        "threads": threads,
-    }
-    known |= {"main": next((tid for tid, one in threads.items() if one["os"] == dump.pid), 0)}
-    known |= {"pool": len(pool), "free": len(pool) - len(busy.intersection(pool))}
-    known |= {"quiet": not any(comm.startswith(dumps.NETWORK) for comm in moved), "still": moved <= dumps.POLLS}
-    return known | program.joined
+def processes_of(written):
+    """Return the processes that look() has seen, in the order of their ranks."""
+    for one in written:
+        for path, text in one["sources"].items():
+            linecache.cache[path] = len(text), None, text.splitlines(keepends=True), path
+    processes = [process_of(one) for one in written]
+    counts = collections.Counter(one.name for one in processes)
+    for one in processes:
+        if counts[one.name] > 1 or not one.name:  # two that seem to have the same name have none
+            one.name, one.named, one.rank = f"process {one.pid} on {one.host}", False, -1
+    return sorted(processes, key=lambda one: (one.rank if one.rank >= 0 else 1 << 30, one.pid))
 
 
-class Program:
-    """The program that a process runs, as far as its dump, its command line and its environment tell."""
-
-    def __init__(self, dump):
-        self.dump, self.folder = dump, dumps.read(dump.pid, "cwd")
-        words = dumps.read(dump.pid, "cmdline").split("\0")
-        caught = dumps.read(dump.pid, "status").partition("SigCgt:\t")[2][:16] or "0"
-        self.alarm = bool(int(caught, 16) >> signal.SIGALRM - 1 & 1)  # one may end what the main thread waits for
-        self.threads = {}  # address of a threading.Thread -> its number
-        for one in dump.stacks:
-            for frame in one["frames"]:
-                if frame["name"].endswith("_bootstrap") and (this := names_of(frame).get("self")):
-                    self.threads[this.id] = one["thread_id"]
-        main = [frame for one in dump.stacks if one["os_thread_id"] == dump.pid for frame in one["frames"]]
-        self.joined = {}  # "worker", "rank" and so on, see Source.joined()
-        for path in dict.fromkeys(self.path(frame) for frame in main):
-            if LIBRARY.search(path):
-                continue
-            script = [number for number, word in enumerate(words) if word.endswith(os.path.basename(path))]
-            started = {"argv": words[script[0] :] if script else [], "environ": dumps.environ(dump.pid)}
-            self.joined |= Source(path, "<module>", 0, self.agreed(main), started=started).joined()
-        for frame in main:
-            if frame["name"] == "_all_gather" and (name := names_of(frame).get("self_name")):
-                self.joined["worker"] = name.value
-        rpc = POOL in dump.comms.values() or any(frame["name"] == "init_rpc" for frame in main)
-        self.joined = {"rpc": True, **self.joined} if rpc else {"rpc": False}
-        self.limit = self.joined.pop("limit", UNKNOWN_LIMIT)  # of calls without one
-
-    def agreed(self, frames):
-        """Return the numbers and texts in the variables of a thread, if all its functions have the same."""
-        several = {}
-        for frame in frames:
-            for name, seen in names_of(frame).items():
-                several.setdefault(name, []).append(seen)
-        return {
-            name: seen[0]
-            for name, seen in several.items()
-            if seen[0].value is not None and len({one.value for one in seen}) == 1
-        }
-
-    def path(self, frame):
-        name = frame["filename"]
-        return name if name.startswith("<") else os.path.join(self.folder, name)
-
-    def thread(self, one):
-        """Return what is known of a thread."""
-        still, frames, source = one["os_thread_id"] in self.dump.still, [], None
-        for frame in reversed(one["frames"]):  # the outermost first
-            path, names, function = self.path(frame), names_of(frame), frame["name"].rpartition(".")[2]
-            library = bool(LIBRARY.search(path))
-            known = {"path": path, "line": frame["line"], "function": function, "library": library}
-            if not library or path.endswith(LOCKING):
-                source = Source(path, function, frame["line"], names, source, limit=self.limit)
-                innermost = frame is one["frames"][0]
-                known["facts"] = syntax.facts_of(path, function, frame["line"], innermost, source.see)
-                known["answers"] = source.answers()
-            if library:
-                if "/torch/distributed/rpc/api.py" in path and function == "rpc_sync" and source:
-                    known["answers"] = [rpc_sync(source.call_made(), names, self.limit)]
-                if (this := names.get("self")) and this.id in self.threads:
-                    this.value = self.threads[this.id]
-            known["names"] = {name: vars(seen) for name, seen in names.items() if library or name == "self"}
-            if not library or path.endswith("/threading.py"):
-                known["text"] = syntax.linecache.getline(path, frame["line"]).strip()
-            frames.insert(0, known)
-        return {
-            "name": one["thread_name"],
-            "os": one["os_thread_id"],
-            "still": still,
-            "alarm": self.alarm,
-            "ran": one["active"] and not still,
-            "frames": frames,
-            "serves": [call for number in range(len(frames)) if (call := served(frames, number))][::-1],
-        }
+def process_of(written):
+    """Return the Process of a dump. Its `joined` tells more than its source, and that more than its stacks."""
+    stacks = {}  # number of a thread in the kernel -> its frames
+    for one in written["stacks"]:
+        stacks[one["os_thread_id"]] = [frame_of(written["cwd"], each) for each in one["frames"]]
+    main = stacks.get(written["pid"], [])
+    joins = [frame for frame in main if frame.library and frame.function in ("init_rpc", "_all_gather")]
+    known = [frame.value("name" if frame.function == "init_rpc" else "self_name", "") for frame in joins]
+    joined = {"worker": next(filter(None, known), "")}
+    joined |= names.by_source(main, written["argv"], written["environ"]) | written["joined"]
+    comms = dict(written["comms"])
+    pool = {tid for tid, comm in comms.items() if comm == POOL}
+    moved = {comm for tid, comm in comms.items() if tid not in {*written["still"], *stacks}}
+    process = Process(
+        name=joined["worker"],
+        host=written["host"],
+        pid=written["pid"],
+        rank=joined.get("rank", -1),
+        world=joined.get("world") or 0,
+        rpc=bool(pool or written["error"] or joins),
+        groups=list(comms.values()).count(GLOO) // 2,
+        lost=written["error"],
+        ended=not comms,
+        pool=len(pool),
+        free=len(pool - stacks.keys()),
+        quiet=not any(comm.startswith(NETWORK) for comm in moved),
+        still=moved <= POLLS,
+    )
+    number_threads(stacks)
+    for one in written["stacks"]:
+        tid, frames = one["os_thread_id"], stacks[one["os_thread_id"]]
+        if not any(frame.path.endswith(waits.NOBODY) for frame in frames):
+            process.threads[tid] = thread_of(one, frames, tid in written["still"], joined.get("limit"))
+            process.threads[tid].main = frames is main
+            if frames is main and written["alarm"]:
+                process.threads[tid].wait = Wait(what="it waits, until an alarm at most")
+    return process
 
 
-def rpc_sync(call, names, limit):
-    """Return the call of an rpc_sync, whose line tells `call`, and whose variables tell more."""
-    to, given = (names[name].value if name in names else None for name in ("to", "timeout"))
-    known = {"to": None, "name": None, "owes": None} | call
-    known["limit"] = limit if given is None or given < 0 else given
-    return known | ({"to": to} if isinstance(to, str) else {})
+def number_threads(stacks):
+    """Give each variable that is a threading.Thread the number of this thread as its value: see Thread.join()."""
+    numbers = {}  # address of a threading.Thread -> number
+    for tid, frames in stacks.items():
+        numbers |= {frame.names["self"].id: tid for frame in frames if frame.function == "_bootstrap"}
+    for seen in (seen for frames in stacks.values() for frame in frames for seen in frame.names.values()):
+        seen.value = numbers.get(seen.id, seen.value)
 
 
-def served(frames, number):
-    """Return the call that the frame of _run_function serves, or None if it is another one."""
-    if frames[number]["function"] != "_run_function" or not frames[number]["library"] or not number:
-        return None
-    inner, within = frames[number - 1], frames[max(0, number - 3) : number]
-    found = {"to": None, "name": inner["function"], "owes": any("/rpc/functions." in one["path"] for one in within)}
-    proxy = next((one for one in within if one["function"].startswith("_local_invoke")), None)
-    own = [one for one in frames[:number] if not one["library"]]
-    if proxy:
-        return found | {"name": proxy["names"].get("func_name", {}).get("value") or inner["function"]}
-    if where := OF_TORCH.search(inner["path"]):
-        return found | {"name": f"torch.{where[1]}.{inner['function']}"}
-    if own:
-        this = own[-1]["names"].get("self", {})
-        found["name"] = this["type"] if own[-1]["function"] == "__init__" and this else own[-1]["function"]
-        found["inner"] = own[-2]["function"] if len(own) > 1 else ""
-    return found
-
-
-def names_of(frame):
-    """Return what is known of the variables of a function: py-spy writes <class at address>, or the value."""
-    return {one["name"]: seen(one["name"], one["repr"] or "", one["addr"]) for one in frame["locals"] or ()}
+def frame_of(folder, one):
+    """Return the Frame of one of py-spy's."""
+    path = one["filename"] if one["filename"].startswith("<") else os.path.join(folder, one["filename"])
+    frame = Frame(path, one["name"].rpartition(".")[2], one["line"], bool(LIBRARY.search(path)))
+    frame.names = {each["name"]: seen(each["name"], each["repr"] or "", each["addr"]) for each in one["locals"] or ()}
+    frame.text = linecache.getline(path, one["line"]).strip()
+    return frame
 
 
 def seen(name, text, address):
+    """Return what is known of a variable: py-spy writes <class at address>, or the value."""
     if found := OBJECT.fullmatch(text):
         return Seen(name, found[1].rpartition(".")[2], int(found[2], 16))
     if text in ("None", "True", "False"):
@@ -182,3 +142,56 @@ def seen(name, text, address):
     if re.fullmatch(r"-?\d+(\.\d+)?", text):
         return Seen(name, "number", address, value=float(text) if "." in text else int(text))
     return Seen(name, "", address)
+
+
+def thread_of(one, frames, still, limit):
+    """Return what is known of one of py-spy's threads. `limit`: the time limit of calls without one."""
+    for frame in frames:
+        if not frame.library or frame.path.endswith(LOCKING):
+            frame.facts = syntax.facts_of(frame, frame is frames[0])
+    thread = Thread(one["os_thread_id"], one["thread_name"], ran=one["active"] and not still)
+    thread.place, thread.wait = waits.read(frames, still, thread.ran)
+    if thread.wait.kind == "answer":
+        thread.wait.calls = calls_awaited(thread.wait, frames, limit)
+    found = (served(frames[: number + 1]) for number in reversed(range(len(frames))))
+    thread.serves = [call for call in found if call]
+    thread.does = waits.does(frames)
+    thread.holds = waits.held(frames)
+    return thread
+
+
+def calls_awaited(wait, frames, default):
+    """Return the calls for the answer to one of which a thread waits, [] if that is not known."""
+    own = []
+    for frame in frames:
+        own += [frame] * (not frame.library)
+        if frame.function == "_run_function":
+            break
+    calls, limit = (wait.calls, 0) if wait.calls or not own else Line(own, default).calls_awaited()
+    for frame in frames:
+        if frame.function == "rpc_sync" and frame.library:
+            calls = calls or [Call(None, None)]
+            to, limit = frame.value("to"), frame.value("timeout", -1)
+            calls[0].to = to if isinstance(to, str) else calls[0].to
+            limit = calls[0].limit = limit if limit >= 0 else default
+            break
+    return [one.within(limit) for one in calls]
+
+
+def served(frames):
+    """Return the call that the outermost of these frames serves, or None if it does not."""
+    if frames[-1].function != "_run_function" or not frames[-1].library or len(frames) < 2:
+        return None
+    within, own = frames[-4:-1], [frame for frame in frames if not frame.library]
+    call = Call(None, within[-1].function, owes=any("/rpc/functions." in frame.path for frame in within))
+    proxy = next((frame for frame in within if frame.function.startswith("_local_invoke")), None)
+    where = OF_TORCH.search(within[-1].path)
+    if proxy:
+        call.name = proxy.value("func_name", call.name)
+    elif where:
+        call.name = f"torch.{where[1]}.{call.name}"
+    elif own:
+        of_object = own[-1].function == "__init__" and "self" in own[-1].names
+        call.name = own[-1].names["self"].type if of_object else own[-1].function
+        call.inner = own[-2].function if len(own) > 1 else ""
+    return call

@@ -5,36 +5,34 @@ row counts as running, or as waiting for something outside: a sleep, input(), se
 thread is alive, and nothing is claimed about it.
 """
 
+import os
 from dataclasses import replace
 from typing import NamedTuple
 
 from rpctrace.evidence import Call, Frame, Seen, Wait
 
-LOCKS = ("lock", "RLock", "Condition")
+LOCKS = ("lock", "RLock", "Condition", "")  # the last one is unknown: C code enters it, and it has a name
 SIGNALS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py")  # in which threads wait for each other
 ENTRY = ("start", "run", "_bootstrap", "_bootstrap_inner")  # of Thread: they do not wait for its end
 API, C10D, FUTURES = "/distributed/rpc/api.py", "/distributed/distributed_c10d.py", "/torch/futures/__init__.py"
 INIT, OPTIMIZER, GRAPH = "/distributed/rpc/__init__.py", "/distributed/optim/optimizer.py", "/torch/autograd/graph.py"
 EXECUTOR = "/concurrent/futures/thread.py"
-NOBODY = ("tqdm/_monitor.py", "rpctrace_standing.py")  # files of threads that wake nobody
-BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
+NOBODY = "tqdm/_monitor.py"  # the file of a thread that wakes nobody
+OF_ALL = ("all_", "barrier", "reduce_scatter")  # so begin the collectives that nobody ends before all have begun
 MEETINGS = ("_wait_all_workers", "init_rpc", "init_process_group", "new_group")  # in which all ranks come together
 
 
 class Row(NamedTuple):
-    file: str  # the end of its name; for C code, the end of the class whose method is called
+    file: str  # the end of its name; for C code, the class whose method is called, and "?" if it may be unknown
     functions: str  # separated by blanks, "*" for all
-    wait: object  # the Wait, or a function of the frame (and, for C code, of the fact) that returns it
+    wait: object  # the Wait, or a function that returns it: of the frame, or for C code of the Fact
 
-    def is_for(self, name, function):
-        return name.endswith(self.file) and (self.functions == "*" or function in self.functions.split())
-
-    def wait_of(self, *frame_and_fact):
-        return self.wait(*frame_and_fact) if callable(self.wait) else replace(self.wait)
+    def wait_of(self, seen):
+        return self.wait(seen) if callable(self.wait) else replace(self.wait)
 
 
 def shutdown(frame):
-    return Wait("shutdown", limit=frame.value("timeout", 0.0))
+    return Wait("shutdown", timed=bool(frame.value("timeout", 0.0)))
 
 
 def begin_to_meet(frame):
@@ -42,15 +40,15 @@ def begin_to_meet(frame):
 
 
 def collective(frame):
-    return Wait("collective", frame.function, group=frame.value("group", "")) if "group" in frame.names else None
+    return Wait("collective", frame.function) if "group" in frame.names else None
 
 
-def acquire(frame, fact):
-    return Wait("lock", locks=[Seen(**fact["things"][0])], timed=fact["limited"])
+def acquire(fact):
+    return Wait("lock", locks=fact.things, timed=fact.limited)
 
 
-def simple_queue(frame, fact):
-    return Wait("signal", "SimpleQueue", timed=fact["limited"])
+def simple_queue(fact):
+    return Wait("signal", "SimpleQueue", timed=fact.limited)
 
 
 def end(what):
@@ -58,11 +56,11 @@ def end(what):
     return Wait(what=what)
 
 
-ANSWER, RREF, STEP = Wait("answer"), Wait("rref"), Call(None, "torch.optim._local_optimizer_step")
+ANSWER, STEP = Wait("answer"), Call(None, "torch.optim._local_optimizer_step")
 OF_PYTHON_AND_TORCH = (
     Row(API, "rpc_sync", ANSWER),
     Row(FUTURES, "wait wait_all", ANSWER),
-    Row(OPTIMIZER, "_wait_for_all", Wait("answer", answers=[[STEP]])),
+    Row(OPTIMIZER, "_wait_for_all", Wait("answer", calls=[STEP])),
     Row(API, "_wait_all_workers", shutdown),
     Row(API, "shutdown", end("calls that are not answered")),
     Row(INIT, "init_rpc", begin_to_meet),
@@ -74,16 +72,14 @@ OF_PYTHON_AND_TORCH = (
     # signal() reads threading.py, queue.py and concurrent/futures: Condition, Event, Queue, Thread.join and so on.
 )
 OF_C = (
-    Row("lock", "acquire", acquire),
-    Row("RLock", "acquire", acquire),
-    Row("Condition", "acquire", acquire),
+    Row("lock RLock Condition ?", "acquire", acquire),
     Row("SimpleQueue", "get", simple_queue),
     Row("Work", "wait", end("a collective, or a message")),
-    Row("Store", "get wait add", end("a key in a store, with a time limit")),
-    Row("PyRRef", "to_here", RREF),
-    Row("PyRRef", "local_value", end("the value of an RRef")),
-    Row("Future", "wait", ANSWER),
-    Row("", "backward", Wait("backward")),
+    Row("Store TCPStore FileStore PrefixStore", "get wait add", end("a key in a store, with a time limit")),
+    Row("PyRRef ?", "to_here", Wait("answer", "the value of an RRef")),
+    Row("PyRRef ?", "local_value", end("the value of an RRef")),
+    Row("Future ?", "wait", ANSWER),
+    Row("module ?", "backward", end("gradients from other workers")),
 )
 
 
@@ -95,10 +91,9 @@ def read(frames, still, ran):
     place, wait, signals = Frame(), None, True
     for frame in frames:
         signals = signals and frame.path.endswith(SIGNALS)
-        if still:
+        meets = frame.path.endswith((INIT, C10D)) and frame.function in MEETINGS  # it asks again and again
+        if still or meets:
             wait = wait_in(frame, wait, signals)
-        elif frame.library and frame.function in ("init_rpc", "init_process_group"):  # it asks again and again
-            wait = end(f"the other ranks, in {frame.function}")
         if not frame.library:
             place = frame
             break
@@ -111,30 +106,27 @@ def read(frames, still, ran):
 def wait_in(frame, inner, signals):
     """Return what a thread waits for, as this frame tells it. `inner` is what the frames within it have told."""
     if not frame.library:  # lock.acquire(), in C; or `with condition:`, around Condition.__enter__, which tells less
-        wait = (own_wait(frame) or inner) if not inner or inner.enters else inner
-    elif signals and frame.function not in ENTRY:  # Condition.wait, within Event.wait: the thread waits for an Event
-        wait = signal(frame, inner)
-    elif inner and frame.function not in MEETINGS:  # rpc_sync, around Future.wait
-        wait = inner
-    else:  # all_reduce, around C code; or init_rpc, around the wait for a store, which is one of its steps
-        rows = [row for row in OF_PYTHON_AND_TORCH if row.is_for(frame.path, frame.function)]
-        wait = (rows and rows[0].wait_of(frame)) or own_wait(frame) or inner
-    if frame.answers and wait and wait.kind in ("answer", "rref") and not wait.answers:
-        wait.answers = [[Call(**call) for call in frame.answers]]
-    return wait
+        return (own_wait(frame) or inner) if not inner or inner.enters else inner
+    if signals and frame.function not in ENTRY:  # Condition.wait, within Event.wait: the thread waits for an Event
+        return signal(frame, inner)
+    if inner and frame.function not in MEETINGS:  # rpc_sync, around Future.wait
+        return inner
+    # all_reduce, around C code; or init_rpc, around the wait for a store, which is one of its steps
+    rows = [one for one in OF_PYTHON_AND_TORCH if frame.path.endswith(one.file)]
+    rows = [one for one in rows if one.functions == "*" or frame.function in one.functions.split()]
+    return (rows and rows[0].wait_of(frame)) or own_wait(frame) or inner
 
 
 def own_wait(frame):
     """Return what a line of the program itself waits for, or None if it is not known for which of several."""
     found = []
     for fact in frame.facts:
-        if "block" in fact:
-            locks = [Seen(**thing) for thing in fact["things"] if thing.get("type") in LOCKS]
-            if fact["enters"] and locks and len(locks) == len(fact["things"]):
-                found.append(Wait("lock", locks=locks))
-        else:
-            kind = fact["things"][0].get("type", "") if fact["things"] else ""
-            found += [row.wait_of(frame, fact) for row in OF_C if row.is_for(kind, fact["method"])][:1]
+        if fact.method:
+            kind = fact.things[0].type if fact.things else ""
+            rows = [row for row in OF_C if fact.method in row.functions.split()]
+            found += [row.wait_of(fact) for row in rows if (kind or "?") in row.file.split()]
+        elif fact.enters and all(lock.id and lock.type in LOCKS for lock in fact.things):
+            found.append(Wait("lock", locks=fact.things))
     return found[0] if len(found) == 1 else None
 
 
@@ -144,7 +136,6 @@ def signal(frame, inner):
     found = inner or Wait("signal", locks=[this], enters=frame.function == "__enter__")
     found.what = this.type or found.what
     found.timed |= bool(limit and limit.type != "NoneType" and limit.value != -1)
-    found.again |= "_acquire_restore" in frame.function + frame.text
     if frame.function in ("join", "_wait_for_tstate_lock"):
         found.joins = this.value
     return found
@@ -156,16 +147,12 @@ def does(frames):
     return {one.function: one.value("rank", -1) for one in found if one.function in (*MEETINGS, "shutdown")}
 
 
-def is_nobody(frames):
-    return any(frame.path.endswith(NOBODY) for frame in frames)
-
-
 def held(frames):
     """Return the locks in whose `with` blocks a thread stands. The innermost come first."""
     found = []
     for frame in frames:
         for fact in frame.facts:
-            if fact.get("inside"):
-                place = f"{frame.path.rpartition('/')[2]}:{fact['block']}"
-                found += [Seen(**thing, place=place) for thing in fact["things"]]
+            if fact.inside:
+                place = f"{os.path.basename(frame.path)}:{fact.line}"
+                found += [replace(lock, place=place) for lock in fact.things]
     return found

@@ -15,7 +15,6 @@ PATTERNS = {  # what it is, and what to do; the more telling ones come first
     "silent": "a process does nothing any more. Wake it with kill -CONT, or see py-spy dump --native --pid ...",
     "absent": "a rank has not come, or is not known here. Start it, or look where it runs: why --dump FILE.",
     "owed": "nobody completes a Future that a served function has returned. Find the line that should complete it.",
-    "backward": "a backward pass waits for a gradient. Let its hooks make no RPC that needs a lock of its caller.",
     "event": "nobody sends the signal for which a thread waits. Find the line that should: often one arrives too few.",
     "call": "served functions wait for each other. Return what the caller needs, instead of calling it back.",
     "busy": "a thread is busy, and others wait for it. If it waits for something outside, set a time limit there.",
@@ -32,12 +31,7 @@ class Said:
     main: list = field(default_factory=list)  # the main threads
     pattern: str = "busy"
     sure: bool = False
-    seconds: float = 0.0  # for how long the youngest of the steps has waited
-    moved: int = 0  # when something has moved last
-
-    def is_long(self, seconds):
-        """Return whether somebody has waited for so long that it is worth a report."""
-        return any(node.seconds >= seconds for node in [*self.waits, *self.steps])
+    runs: bool = False  # some thread computes
 
     def report(self):
         """Return the text that is printed."""
@@ -60,26 +54,22 @@ class Said:
         return "\n".join(lines)
 
 
-def said_of(evidence):
+def said_of(processes):
     """Return what is found about who waits for whom."""
-    graph = graph_of(evidence)
+    graph = graph_of(processes)
     nodes, circle = graph.nodes, graph.circle()
-    recorded = all(process.exact for process in evidence.processes)
-    young = 1 if recorded else 0  # stacks do not tell since when
-    one_moment = recorded or len({process.host for process in evidence.processes}) == 1
-    waits = [nodes[key] for key in graph.waiting() if key not in circle and nodes[key].seconds >= young]
+    waits = [nodes[key] for key in graph.waiting() if key not in circle]
     steps = [nodes[key] for key in circle or graph.ends() if key[1] != CALL] if circle or waits else []
     kinds = {node.kind for node in steps}
-    certain = one_moment and kinds.isdisjoint({"backward", "event", "owed", "guess"})
+    one_moment = len({process.host for process in processes}) == 1
     return Said(
         verdict="circle" if circle else "end" if waits else "nothing",
         steps=steps,
         waits=waits,
         main=[node for node in nodes.values() if node.thread == "main thread"],
         pattern=next((kind for kind in PATTERNS if kind in kinds or (kind == "call" and "guess" in kinds)), "busy"),
-        sure=bool(circle) and certain,
-        seconds=min((node.seconds for node in steps if node.thread), default=0.0),
-        moved=max([process.moved for process in evidence.processes] + evidence.ended, default=0),
+        sure=bool(circle) and one_moment and kinds.isdisjoint({"event", "owed", "guess"}),
+        runs=any(thread.ran for process in processes for thread in process.threads.values()),
     )
 
 
@@ -99,11 +89,8 @@ def of_nodes(nodes, indent):
         who = f"{len(nodes)} threads ({who}: {thread})"
     elif thread:
         who += f"'s {thread}"
-    seconds = max(node.seconds for node in nodes)
-    waits = "wait for " if several else "waits for "
-    if seconds:
-        waits = f"{'have' if several else 'has'} waited {seconds:.0f} s for "
-    lines = [f"{indent}{who}{f' {waits}' if thread and not what.startswith('it ') else ': '}{what}"]
+    waits = " wait for " if several else " waits for "
+    lines = [f"{indent}{who}{waits if thread and not what.startswith('it ') else ': '}{what}"]
     if place.path:
         lines.append(f"{' ' * len(indent)}    {place.place()}, in {place.function}: {place.text}")
     return lines

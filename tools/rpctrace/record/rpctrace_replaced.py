@@ -3,8 +3,7 @@
 import functools
 import sys
 
-RPC, C10D, OPTIM = "torch.distributed.rpc", "torch.distributed.distributed_c10d", "torch.distributed.optim"
-PROFILER, PROXY = "torch.autograd.profiler", "torch.distributed.rpc.rref_proxy"
+RPC, OPTIM, PROFILER = "torch.distributed.rpc", "torch.distributed.optim", "torch.autograd.profiler"
 # What is replaced when a module has been imported. Most of these functions have private names, because torch has no
 # public way to see every call. Each row has the module and the name; the method of the recorder that takes its place,
 # or None if it is only used; and the parameters that it must have, or None for one of C++, which has no signature.
@@ -25,18 +24,11 @@ REPLACED = {
         (RPC, "init_rpc", "join", "name backend rank world_size rpc_backend_options"),
         (RPC, "shutdown", "leave", "graceful timeout"),
         ("torch._C", "Future.wait", "wait", None),
-        ("torch._C", "Future.then", "follow", None),
-        ("torch._C", "_collect_all", "follow", None),
         ("torch.distributed.autograd", "backward", "backward", None),
     ],
-    PROXY: [(PROXY, "_invoke_rpc", "follow_rref", "rref rpc_api func_name timeout args kwargs")],
     PROFILER: [
         (PROFILER, "record_function.__enter__", "enter_block", "self"),
         (PROFILER, "record_function.__exit__", "leave_block", None),
-    ],
-    C10D: [
-        (C10D, "init_process_group", "meet", None),
-        ("torch._C._distributed_c10d", "TCPStore.__init__", "meet", None),
     ],
     OPTIM: [(OPTIM, "DistributedOptimizer.step", "step", "self context_id")],
 }

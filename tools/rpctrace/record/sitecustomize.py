@@ -1,4 +1,4 @@
-"""Records the RPCs of this process, and once a second where each of its threads stands. See ../cli.py.
+"""Records the RPCs of this process. See ../cli.py.
 
 Python imports a module of this name when it starts, if it finds one on its path. This folder stands first in the
 PYTHONPATH of the command, so that this happens in every Python process that the command starts. As most of them make no
@@ -7,8 +7,7 @@ RPC, nothing more is imported here than is needed.
 A recording consists of bars. A bar is a period of time on one thread: a call, from its start until its answer; the
 serving of a call; a wait; a step. A process writes a line into its .jsonl when a bar begins, and another one when it
 ends (rpctrace_files.py), by copying it into memory that is mapped to the file. So nothing is lost when the process is
-killed, and a line costs no call of the kernel. Its .now, which rpctrace_standing.py writes, says where it stands: the
-bars that are open, and the stack of each thread.
+killed, and a line costs no call of the kernel.
 """
 
 import contextlib
@@ -18,12 +17,10 @@ import importlib.util
 import itertools
 import json
 import os
-import re
 import socket
 import sys
 import threading
 import time
-import weakref
 
 import rpctrace_files  # this folder is in the path, for as long as this file is executed
 import rpctrace_replaced
@@ -33,7 +30,6 @@ quoted = functools.lru_cache(1000)(encode)  # a name
 HERE = os.path.dirname(os.path.abspath(__file__))
 TAIL = b"call"  # the end of a message whose call is recorded; before it stands the call's number, 16 bytes
 NUMBER = "number of this call in the trace"  # no program has a keyword argument of this name
-RREF = re.compile(r"created_on=(\d+), local_id=(\d+)")  # in str(rref), which nobody asks for the same number twice
 
 
 def start_recording():
@@ -54,21 +50,16 @@ class Recorder:
     def __init__(self, folder):
         self.folder = folder
         self.bars, self.calls, self.steps = itertools.count(), itertools.count(), itertools.count(1)
-        self.torch = self.rpc = self.watched_by = None
+        self.torch = self.rpc = None
         self.begin_recording()
         os.register_at_fork(after_in_child=self.begin_recording)
 
     def begin_recording(self):
         self.process = os.urandom(8)  # distinguishes this process from all others, on other hosts as well
-        self.base = os.path.join(self.folder, f"{socket.gethostname()}-{os.getpid()}-{self.process.hex()}")
-        self.files = rpctrace_files.Files(self.base, self.first_lines)
-        self.write = self.files.write
+        name = f"{socket.gethostname()}-{os.getpid()}-{self.process.hex()}.jsonl"
+        self.write = rpctrace_files.File(os.path.join(self.folder, name), self.who).write
         self.worker = {}  # the name and the rank of this process, once it has called init_rpc
         self.cannot = {}  # why something is not recorded: one reason is enough
-        self.open = {}  # number of a bar that has not ended -> (its line, what else is known of it)
-        self.futures = weakref.WeakKeyDictionary()  # Future -> what completes it
-        self.native = {}  # number of an RPC thread -> its number in the kernel
-        self.moved = time.time_ns()  # when a bar has begun or ended
         # A call passes through several of the methods below, all on the thread that makes it. They exchange these
         # attributes: `call`, its (kind, callee's name); `packed`, its (kind, callee, number, name, start); and
         # `awaited`, the bar of the call for whose answer this thread waits next.
@@ -76,37 +67,31 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------------- lines
 
-    def begin(self, kind, name, args="{}", known=None, start=None):
-        """Begin a bar on the current thread, and return its number. `args`: as JSON; `known`: for the .now only."""
+    def begin(self, kind, name, args="{}", start=None):
+        """Begin a bar on the current thread, and return its number. `args`: as JSON."""
         bar, start = next(self.bars), start or time.time_ns()
         line = f'{{"begin": {bar}, "ts": {start}, "tid": {threading.get_ident()}, "cat": "{kind}", '
         line += f'"name": {quoted(name)}, "args": {args}}}'
-        with self.files.lock:  # another thread may begin the next file, which needs the bars that are open
-            self.write(line)
-            self.open[bar], self.moved = (line, known), start
+        self.write(line)
         return bar
 
     def end(self, bar):
-        self.open.pop(bar, None)
-        self.moved = now = time.time_ns()
-        self.write(f'{{"end": {bar}, "ts": {now}}}')
+        self.write(f'{{"end": {bar}, "ts": {time.time_ns()}}}')
 
     def not_recorded(self, why):
         if not self.cannot:
             self.cannot = {"cannot": why}
             self.write(json.dumps(self.cannot))
 
-    def first_lines(self):
-        """Return the lines with which each file begins: who this process is, and what is open."""
+    def who(self):
         who = {"host": socket.gethostname(), "pid": os.getpid(), "main": threading.main_thread().ident}
-        return [json.dumps(who | self.worker | self.cannot), *(line for line, _ in list(self.open.values()))]
+        return json.dumps(who | self.worker)
 
     # ------------------------------------------------------------------------------------------ functions of torch
     # Each of these gets the function that it replaces as `plain`.
 
     def around(self, kind, name, about, plain, /, *args, **kwargs):
-        known = about.pop("known", None)
-        bar = self.begin(kind, name, encode(about), known)
+        bar = self.begin(kind, name, encode(about))
         try:
             return plain(*args, **kwargs)
         finally:
@@ -115,30 +100,15 @@ class Recorder:
     def join(self, plain, name, backend=None, rank=-1, world_size=None, rpc_backend_options=None):
         if self.worker.get("worker", name) != name:  # from now on, it is another worker
             self.begin_recording()
-        self.watch()
-        about = {"worker": name, "rank": rank, "world": world_size if isinstance(world_size, int) else None}
-        self.around("group", "init_rpc", about, plain, name, backend, rank, world_size, rpc_backend_options)
+        self.around("group", "init_rpc", {}, plain, name, backend, rank, world_size, rpc_backend_options)
         with contextlib.suppress(Exception):  # the agent of another backend is not the current one
             me = self.rpc.get_worker_info()
-            self.worker = {"worker": me.name, "rank": me.id, "world": about["world"]}
+            self.worker = {"worker": me.name, "rank": me.id, "world": world_size}
             self.write(json.dumps(self.worker))
 
     def leave(self, plain, /, *args, **kwargs):
-        given = dict(zip(("graceful", "timeout"), args, strict=False)) | kwargs
-        about = {"limit": given.get("timeout"), "graceful": bool(given.get("graceful", True))}
-        self.around("group", "shutdown", about, plain, *args, **kwargs)
-        self.worker = {**self.worker, "left": True}
-
-    def meet(self, plain, /, *args, **kwargs):
-        """A store, too, is a place to meet, but making one has no bar."""
-        self.watch()
-        if plain.__name__ == "__init__":
-            return plain(*args, **kwargs)
-        about = {"rank": kwargs.get("rank", -1), "world": kwargs.get("world_size", -1)}
-        if about["world"] < 0:
-            with contextlib.suppress(KeyError, ValueError):
-                about = {"rank": int(os.environ["RANK"]), "world": int(os.environ["WORLD_SIZE"])}
-        return self.around("group", "init_process_group", about, plain, *args, **kwargs)
+        self.around("group", "shutdown", {}, plain, *args, **kwargs)
+        self.write('{"left": true}')
 
     def step(self, plain, /, *args, **kwargs):
         return self.around("work", "optimizer step", {}, plain, *args, **kwargs)
@@ -171,8 +141,7 @@ class Recorder:
             self.not_recorded("some calls are packed by a pickler of the program, which does not use torch's")
             return plain(*message)
         kind, callee, number, name, start = packed
-        args, known = f'{{"to": {quoted(callee)}, "call": "{number}", "limit": {self.limit_of(message)}}}', {}
-        bar = self.begin(kind, name, args, known, start)
+        bar = self.begin(kind, name, f'{{"to": {quoted(callee)}, "call": "{number}"}}', start)
         try:
             answer = plain(*message)
         except BaseException:
@@ -180,18 +149,10 @@ class Recorder:
             raise
         if kind == "sync":
             self.thread.awaited = bar  # it ends when the wait that follows ends
-            return answer
-        future = answer
-        if kind == "remote":  # remote() returns an RRef
-            known["rref"], future = number_of(answer), answer._get_future()
-        self.futures[future] = [bar]
-        future.add_done_callback(lambda _: self.end(bar))
+        else:
+            future = answer if kind == "async" else answer._get_future()  # remote() returns an RRef
+            future.add_done_callback(lambda _: self.end(bar))
         return answer
-
-    def limit_of(self, words):
-        """Return the time limit, the only number among the words of a call: -1 is torch's default, and 0 is none."""
-        limit = next((word for word in words if type(word) in (int, float)), -1)
-        return round(min(limit if limit >= 0 else self.rpc.api.get_rpc_timeout(), 1e9), 3)
 
     def unpack(self, plain, pickler, data, tensors):
         message = plain(pickler, data, tensors)
@@ -204,7 +165,7 @@ class Recorder:
         number = getattr(message, "kwargs", {}).pop(NUMBER, None)
         if number is None:
             return plain(message)
-        name, self.native[threading.get_ident()] = name_of(message), threading.get_native_id()
+        name = name_of(message)
         result = self.around("run", name, {"call": number}, plain, message)
         if isinstance(result, self.torch._C.Future):  # async_execution: the answer leaves when this Future is completed
             held = self.begin("held", name, f'{{"call": "{number}"}}')
@@ -216,38 +177,14 @@ class Recorder:
         if bar is None:
             if future.done():
                 return plain(future)
-            of_python = type(future) is not self.torch._C.Future  # the program has made it
-            known = {"future": self.futures.get(future, []), "of_python": of_python}
-            bar = self.begin("wait", "wait", known=known)
+            bar = self.begin("wait", "wait")
         try:
             return plain(future)
         finally:
             self.end(bar)
 
     def fetch(self, plain, rref, /, *args, **kwargs):
-        try:
-            known = {"rref": number_of(rref), "owner": rref.owner_name()}
-            about = {"known": known, "limit": self.limit_of((*args, *kwargs.values()))}
-        except RuntimeError:  # RPC has ended
-            return plain(rref, *args, **kwargs)
-        return self.around("wait", "to_here", about, plain, rref, *args, **kwargs)
-
-    # What completes a Future: the numbers of bars, or [owner, method] of an object behind an RRef.
-
-    def follow(self, plain, futures, *callback):
-        """Future.then, or what is below wait_all and collect_all."""
-        futures = futures if callback else list(futures)  # any iterable
-        answer = plain(futures, *callback)
-        several = [futures] if callback else futures
-        known = [self.futures.get(future, []) for future in several if not future.done()]
-        self.futures[answer] = list(itertools.chain(*known)) if all(known) else []
-        return answer
-
-    def follow_rref(self, plain, rref, rpc_api, func_name, timeout, /, *args, **kwargs):
-        answer = plain(rref, rpc_api, func_name, timeout, *args, **kwargs)
-        if isinstance(answer, self.torch._C.Future):
-            self.futures.setdefault(answer, [[rref.owner_name(), func_name]])
-        return answer
+        return self.around("wait", "to_here", {}, plain, rref, *args, **kwargs)
 
     # torch.profiler.record_function
 
@@ -260,31 +197,6 @@ class Recorder:
         if hasattr(block, "bar"):
             self.end(block.bar)
         return plain(block, *error)
-
-    # ------------------------------------------------------------------------------------------ where threads stand
-
-    def is_library(self, path):
-        """Return whether a file belongs to torch, to Python, or to us: the reader looks for his own lines."""
-        ours = (os.path.dirname(self.torch.__file__) + os.sep, HERE + os.sep, "<frozen")
-        return path.startswith(ours) or (path.startswith(os.path.dirname(os.__file__)) and "site-packages" not in path)
-
-    def watch(self):
-        """Start the thread that writes the .now. Not earlier: a process that forks ranks has one thread."""
-        if self.watched_by != os.getpid() and self.torch:
-            self.watched_by = os.getpid()
-            try:
-                import_ours("rpctrace_syntax")
-                import_ours("rpctrace_standing").Watcher(self)
-            except Exception as error:
-                self.not_recorded(f"where the threads stand: {error}")
-
-
-def import_ours(name):
-    """Import a module of this folder, which is no longer in the path of the program."""
-    spec = importlib.util.spec_from_file_location(name, os.path.join(HERE, f"{name}.py"))
-    sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 def name_of(message):
@@ -301,11 +213,6 @@ def name_of(message):
     if module == "torch.distributed.rpc.rref_proxy":  # rref.rpc_sync().method() is _local_invoke(rref, "method")
         return args[1]
     return f"torch.{module.split('.')[2]}.{name}" if module.startswith("torch.distributed.") else name
-
-
-def number_of(rref):
-    found = RREF.search(str(rref))
-    return ".".join(found.groups()) if found else ""
 
 
 if __name__ == "sitecustomize" and "RPCTRACE_INTO" in os.environ:

@@ -1,0 +1,116 @@
+"""What stands in a line of the program: the `with` blocks around it, and the calls of C code in it that may wait.
+
+A lock is known by its name only: as the global variable `lock` of this file, or as the attribute `lock` of the object
+at this address. A dump contains neither.
+"""
+
+import ast
+import functools
+import linecache
+from dataclasses import dataclass
+
+from rpctrace.evidence import Seen
+
+WAITING = {"acquire", "add", "backward", "get", "local_value", "to_here", "wait", "wait_all"}  # see waits.OF_C
+ELSEWHERE = ("<lambda>", "<genexpr>")  # such a function may run elsewhere than it stands
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+@dataclass
+class Fact:
+    """A call of `method`, or a `with` block, for which it is "". `things`: whose method it is, or what is entered."""
+
+    line: int
+    things: list[Seen]
+    method: str = ""
+    limited: bool = False  # the call may have a time limit, or does not wait at all
+    inside: bool = False  # the thread stands inside of the block
+    enters: bool = False  # it stands in the line in which the block is entered, and left
+
+
+def facts_of(frame, innermost):
+    """Return what is known of the line at which a function stands. `innermost`: it calls no other Python function."""
+    facts = []
+    for node in nodes_at(frame.path, frame.function, frame.line):
+        if isinstance(node, ast.Call):
+            things = [see(node.func.value, frame)] if isinstance(node.func, ast.Attribute) else []
+            facts.append(Fact(node.lineno, things, method_of(node), is_limited(node)))
+        else:
+            first, things = node.body[0].lineno, [see(item.context_expr, frame) for item in node.items]
+            begun = first + (innermost and first == node.lineno) <= frame.line  # `with lock: f()` may be one line
+            enters = frame.line <= max(node.lineno, first - 1)
+            facts.append(Fact(node.lineno, things, inside=begun and not releases(node), enters=enters))
+    return facts
+
+
+def see(expression, frame):
+    """Return what is known of the value of an expression."""
+    seen, known = Seen(ast.unparse(expression)), globals_of(frame.path)
+    match expression:
+        case ast.Name(id=name) if name in frame.names:
+            seen.type, seen.id = frame.names[name].type, frame.names[name].id
+        case ast.Name(id=name) if name in known:
+            made = method_of(known[name])
+            seen.type, seen.id = made if made == "SimpleQueue" else "", f"{frame.path}:{name}"
+        case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner in frame.names:
+            seen.id = f"{frame.names[owner].id}.{name}"
+        case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner in known:
+            seen.id = f"{frame.path}:{owner}.{name}"
+    return seen  # of anything else, a variable of an outer function for example, nothing is known
+
+
+@functools.lru_cache(64)
+def parsed(path):
+    """Return the syntax tree of a file, or an empty one if it cannot be read."""
+    try:
+        return ast.parse("".join(linecache.getlines(path)))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+@functools.lru_cache(64)
+def globals_of(path):
+    """Return {name: what is assigned} of the classes and the global variables of a file that no function changes."""
+    tree, found = parsed(path), {}
+    changed = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    for node in tree.body:
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            found |= {one.id: value for one, value in pairs(target, node.value) if isinstance(one, ast.Name)}
+        found |= {node.name: node} if isinstance(node, ast.ClassDef) else {}
+    return {name: value for name, value in found.items() if name not in changed}
+
+
+def pairs(target, value):
+    """Return (target, value) of all that an assignment assigns: `a, b = 1, 2` are two."""
+    both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+    return list(zip(target.elts, value.elts, strict=False)) if both else [(target, value)]
+
+
+def nodes_at(path, function, line):
+    """Return the `with` blocks around a line of a function, and its calls that may wait; the outer ones come first."""
+    found = []
+    for node in ast.walk(parsed(path)) if function not in ELSEWHERE else ():  # the outer ones come first
+        if getattr(node, "lineno", line + 1) <= line <= node.end_lineno:
+            if isinstance(node, SCOPES):
+                found = []  # what is around a function is not around its lines
+            if isinstance(node, ast.With) or (isinstance(node, ast.Call) and method_of(node) in WAITING):
+                found.append(node)
+    return found
+
+
+def method_of(call):
+    """Return the last name of what is called, or "" of anything but a call."""
+    func = getattr(call, "func", None)
+    return getattr(func, "attr", getattr(func, "id", ""))
+
+
+def is_limited(call):
+    words = call.args + [word.value for word in call.keywords]
+    return not all(isinstance(word, ast.Constant) and word.value is True for word in words)
+
+
+def releases(block):
+    """Return whether a `with` block may give its lock back before its end, as a Condition does while it waits."""
+    inner = {ast.unparse(node.func) for node in ast.walk(block) if isinstance(node, ast.Call)}
+    ends = ("release", "wait", "wait_for")
+    return any(f"{ast.unparse(item.context_expr)}.{end}" in inner for item in block.items for end in ends)
