@@ -3,7 +3,6 @@
 import functools
 import os
 import signal
-import tempfile
 
 import pytest
 
@@ -22,33 +21,29 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 # other: some tests take twenty times as long with two. Torch reads the variable when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# Each Program adds a line to this file. The processes of pytest-xdist inherit the variable.
-os.environ.setdefault("COUNT_OF_STARTS", os.path.join(tempfile.mkdtemp(), "starts"))
-
 ENVIRONMENT = dict(os.environ)
 
 
-@pytest.fixture(autouse=True)
-def same_environment():
+def restore_environment():
     """Restore the environment variables with which the tests were started, because programs inherit them.
 
     A package changes them when its modules are imported or called in this process.
     """
-    yield
     os.environ |= ENVIRONMENT
     for name in set(os.environ) - set(ENVIRONMENT) - {"PYTEST_CURRENT_TEST"}:
         del os.environ[name]
 
 
+@pytest.fixture(autouse=True)
+def same_environment():
+    yield
+    restore_environment()
+
+
 def pytest_collection_modifyitems(items):
     """Begin with the tests of tools/, which are the longest: at the end, all others would have to wait for the last."""
     items.sort(key=lambda item: "tools" not in item.path.parts)
-
-
-def pytest_terminal_summary(terminalreporter):
-    if os.path.exists(os.environ["COUNT_OF_STARTS"]):
-        with open(os.environ["COUNT_OF_STARTS"]) as file:
-            terminalreporter.write_line(f"programs started: {len(list(file))}")
+    restore_environment()  # the test files have been imported
 
 
 @pytest.fixture(scope="session")

@@ -28,14 +28,14 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "harness"))
 
-import lost_trainers  # noqa: E402
-from faults import case_id, run_case  # noqa: E402
+from faults import case_id, lose_trainers, run_case  # noqa: E402
 from jobs import JOBS, RunningJob  # noqa: E402
 
 WAYS = ("spawned", "terminals", "torchrun")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EPISODES = {"rollout": 200, "async": 400}
-CONTINUING = [("param_server", mode) for mode in lost_trainers.MODES] + [("rl_rpc", mode) for mode in EPISODES]
+CONTINUING = [("param_server", mode) for mode in ("replica", "bounded", "sync", "overlap")]
+CONTINUING += [("rl_rpc", mode) for mode in EPISODES]
 
 
 def wait_until(true, seconds=60):
@@ -61,7 +61,7 @@ def end_of(job, began, limit):
     """Wait until the job has ended, and nothing of it is left; return the seconds since `began`."""
     job.wait(limit)
     seconds = time.monotonic() - began
-    left = job.survivors(6)
+    left = job.left_over(6)
     assert not left, (left, job.text())
     return seconds
 
@@ -104,7 +104,7 @@ def draw_continue(number, draw):
         run, kills = run_rl, {draw.randint(1, 2): round(draw.uniform(0.0, 1.0), 3)}
     else:
         victims = draw.sample(range(1, 5), draw.randint(1, 3))
-        run, kills = lost_trainers.run_case, {victim: round(draw.uniform(0.0, 3.0), 3) for victim in victims}
+        run, kills = lose_trainers, {victim: round(draw.uniform(0.0, 3.0), 3) for victim in victims}
     shown = " ".join(f"{victim}:{at}" for victim, at in sorted(kills.items()))
     return (f"{package} {mode}", shown), functools.partial(run_continue, run, mode, kills)
 
@@ -128,7 +128,7 @@ def run_rl(folder, mode, kills):
             with contextlib.suppress(ProcessLookupError):  # it has ended already
                 os.kill(pid, signal.SIGKILL)
         assert job.wait(90) == [0], job.text()
-        assert not job.survivors() and "Traceback" not in job.text(), job.text()
+        assert not job.left_over() and "Traceback" not in job.text(), job.text()
     result = json.loads((folder / "summary.json").read_text())
     assert set(result["lost"]) <= set(kills) and result["episodes"] == EPISODES[mode], (result, job.text())
 

@@ -19,16 +19,11 @@ def entry_of(symptom):
     return found
 
 
-def messages_of(name):
-    """Return the messages of an entry, each as a list of lines."""
-    blocks = re.findall(r"(?:^ {4}.+\n)+", ENTRIES[name], re.MULTILINE)
-    return [textwrap.dedent(block).splitlines() for block in blocks]
-
-
 def message_of(symptom):
     """Return the lines of the message that has this piece of text; [] if it is a failure without a message."""
-    (message,) = [each for each in messages_of(entry_of(symptom)) if symptom in "\n".join(each)] or [[]]
-    return message
+    blocks = re.findall(r"(?:^ {4}.+\n)+", ENTRIES[entry_of(symptom)], re.MULTILINE)
+    (message,) = [block for block in map(textwrap.dedent, blocks) if symptom in block] or [""]
+    return message.splitlines()
 
 
 def agrees(message, text):

@@ -1,18 +1,22 @@
-"""Faults in jobs: a rank is killed at some moment.
+"""Faults in jobs: ranks are killed at some moment. tools/soak_faults.py draws such cases.
 
-run_case checks what docs/RUNNING.md promises of a job whose rank is killed. tools/soak_faults.py draws such cases.
+run_case checks what docs/RUNNING.md promises of a job whose rank is killed, and lose_trainers what it promises of
+`--on_lost continue`.
 """
 
 import contextlib
+import json
 import os
 import re
 import signal
 import time
 
-from helpers import NOISE
+from helpers import NOISE, noise, write_mnist
 from jobs import JOBS, RunningJob
-from processes import command_of
+from processes import command_of, ranks_of, wait_until
+from programs import Program
 
+EPOCHS, BATCHES = 3, 100  # of lose_trainers
 JOIN_TIMEOUT = 20  # seconds
 # If the rank dies before it has joined, the others wait for it until --join_timeout, which they count from their own
 # start. Starting takes long on a busy machine.
@@ -45,13 +49,11 @@ def kill_and_check(job, rank, pids, moment="training"):
         os.kill(pids[rank], signal.SIGKILL)
     killed_at = time.monotonic()
     others = [pid for number, pid in enumerate(pids) if pid and number != rank]
-    while any(map(command_of, others)):
-        assert time.monotonic() < killed_at + ALL_HAVE_ENDED_AFTER[moment], job.text()
-        time.sleep(0.02)
+    wait_until(lambda: not any(map(command_of, others)), ALL_HAVE_ENDED_AFTER[moment], job.text)
     took = time.monotonic() - killed_at
-    statuses, left = job.wait(45 if job.way == "torchrun" else 15), job.survivors()  # torchrun waits for 30 s
+    statuses, left = job.wait(45 if job.way == "torchrun" else 15), job.left_over()  # torchrun waits for 30 s
     assert not left, (left, job.text())
-    if job.one_by_one:
+    if job.way == "terminals":
         del statuses[rank]
     # At the end the work may have been done already. Under torchrun the job then fails only if the rank was the last.
     assert set(statuses) == {1} or (moment == "end" and set(statuses) == {0}), (statuses, job.text())
@@ -75,3 +77,36 @@ def assert_named(job, victims, may_be_done=False):
         named = len(lines) == 1 or (job.way == "torchrun" and re.search(of_torchrun, process.errors()))
         named = named and all(re.search(f"lost ({names})", line) for line in lines)
         assert process.returncode == 1 and named, (process.returncode, names, job.text())
+
+
+def lose_trainers(folder, mode, kills, flags=(), trainers=4):
+    """Run a job of param_server whose ranks are killed: {rank: seconds after it began}. Return its summary.
+
+    It lists the updates: every batch of every epoch must have been applied once.
+    """
+    write_mnist(folder / "noise", noise(320), noise(64))
+    job = ("--mode", mode, "--world_size", trainers + 1, "--epochs", EPOCHS, "--batch_size", 3, "--lr", 0.003)
+    job = (*job, "--data_dir", folder / "noise", "--max_batches", BATCHES // trainers)
+    job = (*job, "--on_lost", "continue", "--log_interval", 1_000_000, *flags)
+    job = (*job, "--max_staleness", 2) if mode == "bounded" else job
+    job = (*job, "--summary_json", folder / "summary.json")
+    with Program("param_server/main.py", *job, env={"PYTHONUNBUFFERED": "1"}) as running:
+        assert running.wait_for_text(r"Rank \d+ training batch", 120), running.text()
+        began, pids = time.monotonic(), ranks_of(running.pid, trainers + 1)
+        for victim, at in sorted(kills.items(), key=lambda kill: kill[1]):
+            time.sleep(max(0.0, began + at - time.monotonic()))  # the moment of this case
+            with contextlib.suppress(ProcessLookupError):  # the job has ended already
+                os.kill(pids[victim], signal.SIGKILL)
+        done = running.result(200)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0 and not re.search(NOISE, output), output
+    summary = json.loads((folder / "summary.json").read_text())
+    assert set(summary["lost"]) <= kills.keys(), (summary, output)
+    for rank in summary["lost"]:
+        assert re.search(rf"lost rank {rank} \(trainer{rank}\): .*; the others go on", done.stderr), output
+        assert re.search(rf"The job finished without .*rank {rank} \(trainer{rank}\)", done.stdout), output
+    for epoch in range(EPOCHS):
+        updates = [update for update in summary["update_list"] if update["epoch"] == epoch]
+        batches = sorted(batch for update in updates for batch in update["batches"])
+        assert batches == [*range(BATCHES // trainers * trainers)], (epoch, batches, output)
+    return summary

@@ -45,7 +45,7 @@ def start_program(number, command, port, seconds):
             os.dup2(os.open(f"{number}.{kind}", os.O_WRONLY | os.O_CREAT), descriptor)
         os.environ["MASTER_PORT"] = str(port)
         sys.argv = shlex.split(command)
-        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+        sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))  # before this folder
         signal.alarm(seconds)
         runpy.run_path(sys.argv[0], run_name="__main__")
         sys.exit()

@@ -69,26 +69,21 @@ def package_on_path(package):
     They must be removed because all packages have modules of the same names.
     """
     folder = str(ROOT / package)
-    before = set(sys.modules)
+    modules, path = set(sys.modules), sys.path[:]
     sys.path.insert(0, folder)
     try:
         yield
     finally:
-        sys.path.remove(folder)
-        for name in set(sys.modules) - before:
+        sys.path[:] = path
+        for name in set(sys.modules) - modules:
             if str(getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
                 del sys.modules[name]
 
 
 def load_bench(package):
     """Import bench/<package>.py."""
-    with package_on_path(package):
-        before = sys.path[:]
-        sys.path.insert(0, str(ROOT / "bench"))
-        try:
-            return load_module(ROOT / "bench" / f"{package}.py")
-        finally:
-            sys.path[:] = before
+    with package_on_path(package), package_on_path("bench"):
+        return load_module(ROOT / "bench" / f"{package}.py")
 
 
 @functools.cache
@@ -110,9 +105,3 @@ def assert_in_order(lines, path):
     rest = iter([line.strip() for line in path.read_text().splitlines()])
     for line in lines:
         assert line.strip() in rest, (path, line)  # `in` takes lines from `rest` up to the one that it finds
-
-
-def anchor_of(heading):
-    """Return the anchor that GitHub gives to a heading of a page."""
-    text = re.sub(r"\]\([^)]*\)", "", heading)  # of a link, only the label counts
-    return re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")

@@ -9,11 +9,10 @@ import pathlib
 import shutil
 import subprocess
 import tempfile
-import time
 
-from processes import children_of
+from processes import children_of, wait_until
+from two_hosts import NAMESPACES
 
-NAMESPACES = ["--mount", "--net", "--uts", "--ipc", "--pid"]
 HOSTS = """127.0.0.1 localhost
 10.78.0.1 node1
 10.78.0.2 node2
@@ -44,16 +43,6 @@ SlurmdParameters=config_overrides
 NodeName=node[1-3] NodeHostname=node1 Port=[17001-17003] CPUs=4
 PartitionName=all Nodes=ALL Default=YES
 """
-
-
-def why_not(*commands):
-    """Return why there cannot be such a machine with these commands, or "" if there can."""
-    if os.geteuid() != 0:
-        return "needs root, to make namespaces"
-    if missing := [name for name in ("ip", *commands) if not shutil.which(name)]:
-        return f"needs {', '.join(missing)} (.ci/run installs their Debian packages)"
-    tried = subprocess.run(["unshare", *NAMESPACES, "--fork", "true"], capture_output=True, text=True)
-    return "" if tried.returncode == 0 else f"namespaces cannot be made: {tried.stderr.strip()}"
 
 
 class OwnMachine:
@@ -96,11 +85,10 @@ class OwnMachine:
         self._start_daemon("slurmctld", "-D")
         for node in ("node1", "node2", "node3"):
             self._start_daemon("slurmd", "-D", "-N", node)
-        deadline = time.monotonic() + seconds
-        while "3 idle" not in (nodes := self.output_of("sinfo", "--noheader", "--format=%D %t")):
-            logs = "\n".join(path.read_text() for path in self.folder.glob("*.log"))
-            assert time.monotonic() < deadline, f"not three nodes after {seconds} s, but {nodes!r}:\n{logs}"
-            time.sleep(0.02)
+        wait_until(lambda: "3 idle" in self.output_of("sinfo", "--noheader", "--format=%D %t"), seconds, self.logs)
+
+    def logs(self):
+        return "\n".join(path.read_text() for path in self.folder.glob("*.log"))
 
     def _start_daemon(self, *command):
         with open(self.folder / "daemons", "a") as out:

@@ -49,6 +49,10 @@ class Page:
                 name = found["name"] or f"{self.path.stem.lower()}_{len(self.programs) + 1}.py"
                 self.programs[name] = Shown(found["text"], found["output"])
 
+    def blocks(self, language, beginning=""):
+        """Return the texts of the page's blocks in a language that begin so."""
+        return re.findall(rf"^```{language}\n({beginning}.*?)^```", self.text, re.DOTALL | re.MULTILINE)
+
     def shown(self):
         """Return the names of the programs whose output the page shows."""
         return [name for name, program in self.programs.items() if program.output is not None]
@@ -76,7 +80,6 @@ def imports_of(text):
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0
             found.add(node.module.partition(".")[0])
     return found
 

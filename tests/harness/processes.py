@@ -1,7 +1,33 @@
 """What Linux tells of processes: which belong to a program, which are the ranks of a spawned job, and what each is."""
 
-import contextlib
 import os
+import pathlib
+import time
+
+
+def wait_until(true, seconds, report=lambda: ""):
+    """Return what `true()` returns as soon as it is true. Fail after so many seconds, with what `report()` returns."""
+    deadline = time.monotonic() + seconds
+    while not (value := true()):
+        assert time.monotonic() < deadline, f"not within {seconds} s:\n{report()}"
+        time.sleep(0.02)
+    return value
+
+
+def of_process(pid, name):
+    """Return the text of a file in /proc/PID, or "" if there is no such process."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def command_of(pid):
+    return of_process(pid, "cmdline").replace("\0", " ")
+
+
+def environment_of(pid):
+    return of_process(pid, "environ").split("\0")
 
 
 def marked(variable):
@@ -11,46 +37,13 @@ def marked(variable):
 
 def children_of(pid):
     """Return the children of a process, in the order in which they were started (process ids wrap around)."""
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            return [int(child) for child in file.read().split()]
-    except OSError:
-        return []
-
-
-def forks_of(pid):
-    """Return the children of a process that are forks of it, which have started no other program."""
-    return [child for child in children_of(pid) if command_of(child) == command_of(pid)]
+    return [int(child) for child in of_process(pid, f"task/{pid}/children").split()]
 
 
 def ranks_of(pid, size):
-    """Return the process ids of the ranks of a spawned job, in their order, or [] if not all `size` have started."""
-    ranks = forks_of(pid)
+    """Return the process ids of the ranks of a spawned job, in their order, or [] if not all `size` have started.
+
+    They are forks of the starting process: its children that have started no other program.
+    """
+    ranks = [child for child in children_of(pid) if command_of(child) == command_of(pid)]
     return ranks if len(ranks) >= size else []
-
-
-def command_of(pid):
-    try:
-        with open(f"/proc/{pid}/cmdline") as file:
-            return file.read().replace("\0", " ")
-    except OSError:
-        return ""
-
-
-def listens(pid):
-    """Return whether a process has a TCP socket that listens, also in another network namespace."""
-    with open(f"/proc/{pid}/net/tcp") as table:
-        listening = {f"socket:[{fields[9]}]" for fields in map(str.split, table) if fields[3] == "0A"}
-    own = set()
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):  # it has been closed meanwhile
-            own.add(os.readlink(f"/proc/{pid}/fd/{name}"))
-    return not own.isdisjoint(listening)
-
-
-def environment_of(pid):
-    try:
-        with open(f"/proc/{pid}/environ", errors="replace") as file:
-            return file.read().split("\0")
-    except OSError:
-        return []

@@ -22,7 +22,7 @@ def run_with_mistake(package, folder, mistake, *flags):
     """Run a package with this patch; return what it has written to stderr."""
     flags = [*JOBS[package]["long"], *flags]
     with RunningJob(package, "spawned", flags, script=main_with(package, folder, mistake)) as job:
-        assert job.wait(60) == [1] and not job.survivors(), job.text()
+        assert job.wait(60) == [1] and not job.left_over(), job.text()
         return job.errors()
 
 
@@ -234,6 +234,6 @@ def test_a_killed_rank_is_named_although_its_child_lives(tmp_path):
         ranks = [job.pid_of(rank) for rank in range(3)]
         (child,) = {*job.processes[0].members()} - {job.processes[0].pid, *ranks}
         os.kill(ranks[1], signal.SIGKILL)
-        assert job.wait(5) == [1] and job.survivors(2) == [child], job.text()
+        assert job.wait(5) == [1] and job.left_over(2) == [child], job.text()
         assert_named(job, [1])
         assert "rank 0 (agent): lost rank 1 (observer1): its process has ended" in job.errors(), job.text()

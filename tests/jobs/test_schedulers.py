@@ -12,9 +12,10 @@ import time
 import pytest
 
 from jobs import JOBS
-from own_machine import OwnMachine, why_not
-from processes import command_of, environment_of, listens
+from own_machine import OwnMachine
+from processes import command_of, environment_of
 from programs import ROOT, Program, kill
+from two_hosts import why_not
 
 pytestmark = pytest.mark.xdist_group("schedulers")
 PAGE = (ROOT / "docs" / "CLUSTERS.md").read_text()
@@ -56,15 +57,10 @@ class Job:
             assert self.program.poll() in (None, 0), self.text()
             time.sleep(0.02)
 
-    def wait_until_all_have_joined(self):
-        """Return the process of rank 1. It listens, for RPC, as soon as rank 0 has told it that all have joined."""
-        self.wait_for_text(r"(?s)(Listening on .*){3}")  # so it has started
-        pid = self.pid_of("python rl_rpc/main.py", "RANK=1")
-        deadline = time.monotonic() + 60
-        while not listens(pid):
-            assert time.monotonic() < deadline, self.text()
-            time.sleep(0.02)
-        return pid
+    def wait_until_it_trains(self):
+        """Return the process of rank 1."""
+        self.wait_for_text(JOBS["rl_rpc"]["training"])
+        return self.pid_of("python rl_rpc/main.py", "RANK=1")
 
     def pid_of(self, command, *variables):
         """Return the process of this job whose command line begins so, and whose environment has these variables."""
@@ -122,7 +118,7 @@ def test_slurm_a_job_trains_to_its_end(slurm, tmp_path):
 
 def test_slurm_a_killed_rank_is_named_and_the_status_is_137(slurm, tmp_path):
     with Job(slurm, "Slurm", JOBS["rl_rpc"]["long"], tmp_path, "sbatch") as job:
-        kill([job.wait_until_all_have_joined()])
+        kill([job.wait_until_it_trains()])
         assert job.slurm_end() == ("FAILED", "137:0"), job.text()
         job.assert_the_others_name_rank_1()
         job.assert_nothing_is_left()
@@ -130,7 +126,7 @@ def test_slurm_a_killed_rank_is_named_and_the_status_is_137(slurm, tmp_path):
 
 def test_scancel_leaves_nothing_but_the_checkpoint(slurm, tmp_path):
     with Job(slurm, "Slurm", JOBS["rl_rpc"]["long"], tmp_path, "sbatch") as job:
-        job.wait_for_text(JOBS["rl_rpc"]["training"])
+        job.wait_until_it_trains()
         subprocess.run(slurm.on("scancel", job.slurm_id()), check=True)
         assert job.slurm_end() == ("CANCELLED", "0:15"), job.text()
         job.assert_nothing_is_left()
@@ -146,7 +142,7 @@ def test_mpirun_a_job_trains_to_its_end(mpi, tmp_path):
 
 def test_mpirun_a_killed_rank_is_named_and_the_status_is_137(mpi, tmp_path):
     with Job(mpi, "Open MPI", JOBS["rl_rpc"]["long"], tmp_path, "bash") as job:
-        kill([job.wait_until_all_have_joined()])
+        kill([job.wait_until_it_trains()])
         assert job.program.wait() == 137, job.text()
         job.assert_the_others_name_rank_1()
         job.assert_nothing_is_left()
@@ -154,7 +150,7 @@ def test_mpirun_a_killed_rank_is_named_and_the_status_is_137(mpi, tmp_path):
 
 def test_ctrl_c_to_mpirun_leaves_nothing(mpi, tmp_path):
     with Job(mpi, "Open MPI", JOBS["rl_rpc"]["long"], tmp_path, "bash") as job:
-        job.wait_until_all_have_joined()
+        job.wait_until_it_trains()
         os.kill(job.pid_of("mpirun"), signal.SIGINT)
         assert job.program.wait() == 1, job.text()
         job.assert_nothing_is_left()

@@ -12,7 +12,7 @@ import torch
 
 from jobs import JOBS, RunningJob, left_in
 from patches import main_with
-from processes import ranks_of
+from processes import ranks_of, wait_until
 from programs import Program
 
 
@@ -26,7 +26,7 @@ def end_by_ctrl_c(job):
     (process,) = job.processes
     os.killpg(process.pid, signal.SIGINT)
     assert status_in_a_shell(process.wait(6)) == 130, job.text()
-    assert not job.survivors(2), job.text()
+    assert not job.left_over(2), job.text()
     assert job.errors() == "" and "Traceback" not in job.text(), job.text()
 
 
@@ -44,7 +44,7 @@ def test_a_working_job_ends_quietly_and_keeps_the_checkpoint(tmp_path):
     """test_starting.py sends SIGTERM and SIGHUP to ranks in terminals."""
     checkpoint = tmp_path / "checkpoint.pt"
     with RunningJob("rl_rpc", "spawned", [*JOBS["rl_rpc"]["long"], "--checkpoint", checkpoint]) as job:
-        job.wait_for_file(checkpoint, 90)
+        wait_until(checkpoint.exists, 90, job.text)
         end_by_ctrl_c(job)
     saved = torch.load(checkpoint, weights_only=True)
     assert saved["scenario"] == "rl_rpc" and saved["state"]
@@ -109,4 +109,4 @@ def test_no_rank_is_left_when_the_starting_process_is_killed_while_a_rank_starts
             assert time.monotonic() < deadline
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert not job.survivors(15), job.text()
+        assert not job.left_over(15), job.text()

@@ -12,7 +12,6 @@ import tempfile
 import textwrap
 import threading
 import time
-import warnings
 
 import pytest
 import torch
@@ -20,10 +19,9 @@ import torch
 from documented import PAGE, assert_documented
 from forks import run_in_forks
 from helpers import assert_one_line_error
-from jobs import JOBS, RunningJob, executed_traps, fill_with_traps, free_port, left_in
-from listeners import Listeners
-from programs import ROOT, Program, left_over, run_main
-from two_hosts import DEVICES, TwoHosts, why_not
+from jobs import JOBS, RunningJob, folder_of_traps, free_port, left_in
+from programs import ROOT, Program, Programs, run_main
+from two_hosts import DEVICES, watched_host
 
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to change what a process sees of this machine")
 
@@ -41,19 +39,10 @@ def a_users_machine(tmp_path):
         prefix="a name that is too long for the path of a Unix socket, as some users have one "
     )
     shared = set(os.listdir("/dev/shm"))
-    users_folder = tmp_path / "users"
-    users_folder.mkdir()
-    fill_with_traps(users_folder)
     elsewhere = {"TP_SOCKET_IFNAME": DEVICES[0], "GLOO_SOCKET_IFNAME": DEVICES[0]}
-    with contextlib.ExitStack() as stack:
-        if why := why_not():
-            warnings.warn(f"not checked where it listens: {why}", stacklevel=2)
-        hosts = None if why else stack.enter_context(TwoHosts())
-        listeners = hosts and stack.enter_context(Listeners(hosts, 0))
-        by = hosts.on(0, [sys.executable]) if hosts else [sys.executable]
+    with folder_of_traps(tmp_path / "users") as users_folder, watched_host(may_poll=True) as by:
         yield {"by": by, "env": {"TMPDIR": temporary} | elsewhere, "cwd": users_folder}
-    assert not hosts or {address for address, _ in listeners.tcp} == {"127.0.0.1"}
-    assert executed_traps(users_folder) == [] and left_in(temporary) == []
+    assert left_in(temporary) == []
     shutil.rmtree(temporary)
     new = {name for name in set(os.listdir("/dev/shm")) - shared if name.startswith(("torch_", "sem."))}
     # A program that another test runs at this moment may have files there. They go away when it ends.
@@ -65,21 +54,22 @@ def a_users_machine(tmp_path):
 
 def assert_quiet(programs):
     """Wait for the end of these programs, in which nothing goes wrong."""
-    for program in programs:
-        assert program.wait(120) == 0, program.text()
-    for program in programs:
-        assert program.errors() == "" and not re.search(r"(?i)warning|deprecat", program.text()), program.text()
-    assert not left_over(programs, 2)
+    assert set(programs.wait()) == {0}, programs.text()
+    assert programs.errors() == "" and not re.search(r"(?i)warning|deprecat", programs.text()), programs.text()
+    assert not programs.left_over(2)
 
 
 @pytest.mark.quick
 def test_jobs_side_by_side_are_quiet_listen_on_loopback_only_and_leave_nothing(tmp_path):
     """One with RPC, and one with a process group, too, whose tutorial uses fixed ports. It has eight ranks."""
-    with a_users_machine(tmp_path) as how, contextlib.ExitStack() as stack:
-        jobs = []
-        for package, *flags in (("rl_rpc", "--summary_json", tmp_path / "s.json"), ("ddp_rpc", "--world_size", 8)):
-            jobs.append(stack.enter_context(RunningJob(package, "spawned", [*JOBS[package]["short"], *flags], **how)))
-        assert_quiet([program for job in jobs for program in job.processes])
+    flags = ["--summary_json", tmp_path / "s.json"]
+    with (
+        a_users_machine(tmp_path) as how,
+        RunningJob("rl_rpc", "spawned", [*JOBS["rl_rpc"]["short"], *flags], **how) as one,
+        RunningJob("ddp_rpc", "spawned", [*JOBS["ddp_rpc"]["short"], "--world_size", 8], **how) as other,
+    ):
+        assert_quiet(one)
+        assert_quiet(other)
     assert sorted(os.listdir(tmp_path)) == ["s.json", "users"]
 
 
@@ -101,14 +91,13 @@ def test_a_run_in_terminals_is_quiet_listens_on_loopback_only_and_leaves_nothing
     """
     program = tmp_path / "program.py"
     program.write_text(ANOTHER_PROGRAM.format(folder=str(ROOT / "ddp_rpc")))
-    place = [*JOBS["ddp_rpc"]["size"], *JOBS["ddp_rpc"]["short"], "--master_port", free_port(), "--rank"]
-    with a_users_machine(tmp_path) as how, contextlib.ExitStack() as stack:
-        own = {0: [program], 1: ["ddp_rpc/main.py"], 2: ["ddp_rpc/main.py"], 3: [program]}
-        summary = ["--summary_json", tmp_path / "s.json"]
-        ranks = [
-            stack.enter_context(Program(*words, *place, rank, *(summary if rank == 2 else ()), **how))
-            for rank, words in own.items()
-        ]
+    place = ["--world_size", 4, *JOBS["ddp_rpc"]["short"], "--master_port", free_port(), "--rank"]
+    own = {0: [], 1: [], 2: ["--summary_json", tmp_path / "s.json"], 3: []}
+    paths = [program, "ddp_rpc/main.py", "ddp_rpc/main.py", program]
+    with (
+        a_users_machine(tmp_path) as how,
+        Programs(Program(paths[rank], *place, rank, *flags, **how) for rank, flags in own.items()) as ranks,
+    ):
         assert_quiet(ranks)
     assert sorted(os.listdir(tmp_path)) == ["program.py", "s.json", "users"]
 

@@ -25,7 +25,7 @@ def test_a_pipe_that_nobody_reads_holds_up_no_end(tmp_path):
     """A rank is killed. The others cannot write its name, because stderr is full."""
     read, write = os.pipe()
     fill(write)
-    flags = [*JOBS["rl_rpc"]["size"], *JOBS["rl_rpc"]["long"]]
+    flags = ["--world_size", 3, *JOBS["rl_rpc"]["long"]]
     with Program("rl_rpc/main.py", *flags, stderr=write, env={"PYTHONUNBUFFERED": "1"}) as job:
         assert job.wait_for_text("Episode 20"), job.text()
         ranks = ranks_of(job.pid, 3)

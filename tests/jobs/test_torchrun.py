@@ -8,31 +8,31 @@ import signal
 import sys
 import time
 
-from jobs import JOBS, RunningJob, executed_traps, fill_with_traps, free_port
-from processes import children_of, command_of, environment_of
-from programs import Program, wait_for_text
+from jobs import JOBS, RunningJob, folder_of_traps, free_port
+from processes import children_of, command_of, environment_of, wait_until
+from programs import Program, Programs
 from two_hosts import ADDRESSES, DEVICES, TwoHosts, why_not
 
 
 def test_torchrun_starts_a_job_again_from_its_checkpoint_and_ends_it_by_sigterm(tmp_path):
     """In a folder with files named like ours. Slurm's scancel and Kubernetes send SIGTERM first."""
-    users_folder, checkpoint = tmp_path / "users", tmp_path / "checkpoint.pt"
-    users_folder.mkdir()
-    fill_with_traps(users_folder)
+    checkpoint, restart = tmp_path / "checkpoint.pt", ["--max-restarts", 1]
     flags = [*JOBS["rnn_rpc"]["long"], "--checkpoint", checkpoint, "--resume"]
-    with RunningJob("rnn_rpc", "torchrun", flags, runner_flags=["--max-restarts", 1], cwd=users_folder) as job:
-        job.wait_for_file(checkpoint, 90)
+    with (
+        folder_of_traps(tmp_path / "users") as users_folder,
+        RunningJob("rnn_rpc", "torchrun", flags, runner_flags=restart, cwd=users_folder) as job,
+    ):
+        wait_until(checkpoint.exists, 90, job.text)
         os.kill(job.pid_of(1), signal.SIGKILL)
         assert job.wait_for_text(r"Going on after epoch \d+", 90), job.text()
         assert re.search(r"lost rank 1 \(trainer\)|\brank +: 1 ", job.errors()), job.text()
-        assert executed_traps(users_folder) == []
         ranks = [job.pid_of(rank) for rank in (0, 1)]
         job.processes[0].send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 3.5
         while any(map(command_of, ranks)):
             assert time.monotonic() < deadline, job.text()
             time.sleep(0.02)
-        assert job.wait(10) == [1] and not job.survivors(), job.text()  # torchrun's own status
+        assert job.wait(10) == [1] and not job.left_over(), job.text()  # torchrun's own status
 
 
 def test_a_loss_on_one_of_two_nodes_is_one_restart(tmp_path):
@@ -46,18 +46,18 @@ def test_a_loss_on_one_of_two_nodes_is_one_restart(tmp_path):
     by += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{here}:{free_port()}"]
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(TwoHosts()) if not why_not() else None
-        nodes = []
+        nodes = stack.enter_context(Programs([]))
         for number in range(2):
             this = [*by, "--rdzv-conf", f"is_host={int(number == 0)}", "--local-addr"]
             this = hosts.on(number, [*this, ADDRESSES[number]]) if hosts else [*this, here]
             flags, env = ["--epochs", 10, "--batches", 50, "--summary_json", summary], {"PYTHONUNBUFFERED": "1"}
-            nodes.append(stack.enter_context(Program("ddp_rpc/main.py", *flags, by=this, env=env)))
-        assert wait_for_text(nodes, "epoch +1/", 120)
-        victim = next(pid for pid in children_of(nodes[1].pid) if "main.py" in command_of(pid))
+            nodes.processes.append(Program("ddp_rpc/main.py", *flags, by=this, env=env))
+        assert nodes.wait_for_text("epoch +1/", 120)
+        victim = next(pid for pid in children_of(nodes.processes[1].pid) if "main.py" in command_of(pid))
         assert any(each.startswith("RANK=") for each in environment_of(victim))
         os.kill(victim, signal.SIGKILL)
-        assert [node.wait(120) for node in nodes] == [0, 0], [node.text() for node in nodes]
-        texts = [node.text() for node in nodes]
+        assert nodes.wait() == [0, 0], nodes.text()
+        texts = [node.text() for node in nodes.processes]
         assert "The job was restarted 1 time." in "".join(texts), texts
         assert json.loads(summary.read_text())["restarts"] == 1
         for text, address, device in zip(texts, ADDRESSES, DEVICES, strict=True):

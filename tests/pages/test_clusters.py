@@ -1,10 +1,8 @@
 """docs/CLUSTERS.md: each package gets the arguments that it needs from the scripts and the manifest."""
 
 import json
-import os
 import re
 import shlex
-import stat
 import subprocess
 import sys
 
@@ -12,42 +10,49 @@ import pytest
 import yaml
 
 from helpers import ROOT, package_on_path
+from pages import Page
 
 pytestmark = pytest.mark.quick
-TEXT = (ROOT / "docs" / "CLUSTERS.md").read_text()
-SCRIPTS = re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-(MANIFEST,) = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-LAUNCHERS = re.findall(r"^\| ([^|`]+) \| `([^`]+=[^`]+)` \| ([^|]+) \|$", TEXT, re.MULTILINE)
+PAGE = Page("docs/CLUSTERS.md")
+SCRIPTS, (MANIFEST,) = PAGE.blocks("bash"), PAGE.blocks("yaml")
+LAUNCHERS = re.findall(r"^\| ([^|`]+) \| `([^`]+=[^`]+)` \| ([^|]+) \|$", PAGE.text, re.MULTILINE)
 COMMANDS = ("python", "torchrun", "srun", "mpirun", "scontrol")
 QUARTET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SLURM_JOB = {  # what sbatch gives to a script that asks for three nodes
+LAUNCHED = {  # what sbatch gives to a script that asks for three nodes; and what srun and mpirun give to its third task
     "SLURM_JOB_ID": "4711",
     "SLURM_JOB_NODELIST": "node[1-3]",
     "SLURM_JOB_NUM_NODES": "3",
     "SLURM_CPUS_PER_TASK": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_NTASKS": "3",
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "3",
 }
+# It records its words and variables. That of srun or mpirun starts one task, as far as this goes by a shell: `sh -c`.
+STAND_IN = """
+import json, os, sys
+words = sys.argv[2:]
+with open(sys.argv[1], "a") as log:
+    print(json.dumps((words, dict(os.environ))), file=log)
+if words[0] == "scontrol":
+    print("node1", "node2", "node3", sep="\\n")
+if "sh" in words:
+    os.execvp("sh", words[words.index("sh") :])
+"""
 
 
 def environment_of(row):
     return dict(word.split("=", 1) for word in shlex.split(row))
 
 
-def run_with_stand_ins(script, folder, **variables):
-    """Run a script with stand-ins for the launchers; return the words and the variables of QUARTET of each call.
-
-    The stand-ins of srun and mpirun start one task, as far as this goes by a shell: `sh -c ...`.
-    """
+def run_with_stand_ins(script, folder):
+    """Run a script with stand-ins for the launchers; return the words and the variables of QUARTET of each call."""
     log = folder / "log"
     for name in COMMANDS:
-        stand_in = folder / name
-        record = f"import json, os, sys; words = ['{name}', *sys.argv[1:]]; call = words, dict(os.environ)"
-        record += f"; print(json.dumps(call), file=open({str(log)!r}, 'a'), flush=True)"
-        answer = "; print('node1\\nnode2\\nnode3')" if name == "scontrol" else ""
-        answer += "; os.execvp('sh', words[words.index('sh') :]) if 'sh' in words else None"
-        program = shlex.join([sys.executable, "-c", record + answer])
-        stand_in.write_text(f'#!/bin/sh\nexec {program} "$@"\n')  # the path in a "#!" line cannot contain spaces
-        stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
-    environment = SLURM_JOB | variables | {"PATH": f"{folder}:/usr/bin:/bin"}
+        program = shlex.join([sys.executable, "-c", STAND_IN, str(log), name])
+        (folder / name).write_text(f'#!/bin/sh\nexec {program} "$@"\n')  # the path in a "#!" line contains no spaces
+        (folder / name).chmod(0o755)
+    environment = LAUNCHED | {"PATH": f"{folder}:/usr/bin:/bin"}
     done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     calls = [json.loads(line) for line in log.read_text().splitlines()]
@@ -59,8 +64,8 @@ def parse(words, monkeypatch, environ):
     (at,) = [number for number, word in enumerate(words) if word.endswith("main.py")]
     package, script = words[at].split("/")
     assert (ROOT / package / script).is_file()
-    for name in [name for name in os.environ if name in QUARTET]:
-        monkeypatch.delenv(name)
+    for name in QUARTET:
+        monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with package_on_path(package):
@@ -71,10 +76,7 @@ def parse(words, monkeypatch, environ):
 
 @pytest.mark.parametrize("number", range(len(SCRIPTS)))
 def test_every_command_that_a_script_leads_to_parses(number, tmp_path, monkeypatch):
-    script = SCRIPTS[number]
-    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
-    task = {"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}
-    calls = run_with_stand_ins(script, tmp_path, **task)
+    calls = run_with_stand_ins(SCRIPTS[number], tmp_path)
     launched = any(words[0] in ("srun", "mpirun") for words, _ in calls)
     jobs = [(words, environ) for words, environ in calls if "sh" not in words and words[0] != "scontrol"]
     assert jobs
@@ -126,7 +128,7 @@ def test_the_manifest_gives_every_pod_its_rank(monkeypatch):
         (container,) = role["template"]["spec"]["containers"]
         assert container["name"] == "pytorch"  # the operator looks for this name
         for _ in range(role["replicas"]):
-            environ = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": address, "MASTER_PORT": port}
-            args = parse(container["command"], monkeypatch, {name: str(value) for name, value in environ.items()})
+            environ = dict(zip(QUARTET, map(str, (rank, size, address, port)), strict=True))
+            args = parse(container["command"], monkeypatch, environ)
             assert (args.rank, args.world_size, args.master_addr, args.master_port) == (rank, size, address, port)
             rank += 1

@@ -10,6 +10,7 @@ import pytest
 
 from helpers import PACKAGES, ROOT, load_oracle
 from jobs import JOBS
+from pages import Page
 from programs import run_script
 
 CALL = re.compile(r"^ *(\w+)->>(\w+): (\w+)", re.MULTILINE)
@@ -34,19 +35,9 @@ def as_pattern(diagram):
 
 def diagrams_of(package):
     """Yield each sequence diagram of a package's README, with the flags of main.py that its comment (`%%`) names."""
-    text = (ROOT / package / "README.md").read_text()
-    for diagram in re.findall(r"```mermaid\n(sequenceDiagram.*?)```", text, re.DOTALL):
+    for diagram in Page(f"{package}/README.md").blocks("mermaid", "sequenceDiagram"):
         comment = re.search(r"^ *%% main\.py(.*)$", diagram, re.MULTILINE)
         yield comment[1].split() if comment else [], diagram
-
-
-def record(folder, package, *flags):
-    """Run a job of a package's main.py under tools/rpctrace. Return the path of its trace."""
-    trace = folder / "trace.json"
-    job = [ROOT / package / "main.py", *JOBS[package]["size"], *JOBS[package]["short"], *flags]
-    done = run_script("tools/rpctrace", trace, "--", sys.executable, *job)
-    assert done.returncode == 0, done.stderr
-    return trace
 
 
 def assert_drawn(diagram, events):
@@ -72,7 +63,10 @@ def test_the_diagrams_of_a_readme_are_what_runs_do(package, tmp_path, few_digits
         if package == "rl_rpc":
             trace = rl_run(load_oracle(package).main.parse_args(flags).mode).trace
         else:
-            trace = record(tmp_path, package, *flags, *data)
+            trace, size = tmp_path / "trace.json", len(JOBS[package]["names"])
+            job = [ROOT / package / "main.py", "--world_size", size, *JOBS[package]["short"], *flags, *data]
+            done = run_script("tools/rpctrace", trace, "--", sys.executable, *job)
+            assert done.returncode == 0, done.stderr
         events = json.loads(trace.read_text())["traceEvents"]
         assert_drawn(diagram, events)
         if package == "param_server" and not flags:

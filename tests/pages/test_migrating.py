@@ -1,17 +1,16 @@
 """docs/MIGRATING.md: what can be seen without Ray and Monarch. No test runs the programs in docs/migrating."""
 
 import pickle
-import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from helpers import ROOT, assert_in_order
+from pages import Page
 
 pytestmark = pytest.mark.quick
-TEXT = (ROOT / "docs" / "MIGRATING.md").read_text()
-TUTORIAL_LOOP, RAY_LOOP, SPLIT = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+TUTORIAL_LOOP, RAY_LOOP, SPLIT = Page("docs/MIGRATING.md").blocks("python")
 
 
 @pytest.mark.parametrize(

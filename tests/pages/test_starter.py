@@ -9,11 +9,29 @@ import pytest
 from forks import run_in_forks
 from helpers import ROOT
 from programs import run_script
+from two_hosts import watched_host
 
 STARTER, PROGRAMS = ROOT / "docs" / "starter.py", ROOT / "tests" / "pages" / "programs"
-TROUBLES = ("mistake", "ctrl_c", "missing_worker", "killed_workers", "silent_worker", "killed_leader")
-GROUP = pytest.mark.xdist_group("starter")
 LOSS = "loss 0.9524 with learning rate 0.002"
+MISTAKE = "            residuals = self.x[batch] @ weights - self.y[batch]"
+LINE = 1 + STARTER.read_text().splitlines().index(MISTAKE)
+TROUBLES = {  # what goes wrong -> the status; patterns of what is printed; and what is not printed
+    "mistake": (
+        1,
+        [
+            r"(?m)^worker\d has failed at 0\.0\d+$",
+            r"On WorkerInfo\(id=\d, name=worker\d\):",
+            rf'starter.py", line {LINE}, in work',
+            "size mismatch",
+        ],
+        ["is lost"],
+    ),
+    "ctrl_c": (-signal.SIGINT, [], ["loss", "Traceback"]),  # torch only logs what a callback raises
+    "missing_worker": (1, [r"Timeout \(0:00:03\)!", "in init_rpc"], []),
+    "killed_workers": (0, [], ["Traceback"]),
+    "silent_worker": (1, ["all workers are lost", "worker1 is lost", "worker2 is lost"], ["loss 0"]),
+    "killed_leader": (-signal.SIGKILL, [], ["loss", "Traceback"]),
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,58 +49,30 @@ def rates_in(out):
 
 
 def test_both_workers_train_and_everybody_ends(tmp_path):
-    done = run_script(shutil.copy(STARTER, tmp_path), cwd=tmp_path)
+    with watched_host() as by:
+        done = run_script(shutil.copy(STARTER, tmp_path), cwd=tmp_path, by=by)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(set(rates_in(done.stdout))) == len(rates_in(done.stdout)) == 12
     assert sum(map(int, re.findall(r"has done (\d+) tasks", done.stdout))) == 12
     assert LOSS in done.stdout
 
 
-@GROUP
+@pytest.mark.xdist_group("starter")
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_trouble_ends_the_program(trouble, ended):
+    status, printed, not_printed = TROUBLES[trouble]
+    done = ended[trouble]
+    text = done.stdout + done.stderr
+    assert done.returncode == status, text
+    assert not [pattern for pattern in printed if not re.search(pattern, text)], text
+    assert not [words for words in not_printed if words in text], text
+
+
+@pytest.mark.xdist_group("starter")
 def test_a_killed_workers_tasks_are_done_by_the_other_one_which_may_die_when_it_has_done_them(ended):
     done = ended["killed_workers"]
-    assert done.returncode == 0, done.stderr
     training, _, afterwards = done.stdout.partition(LOSS)
     first, then = (set(re.findall(r"(worker\d) is lost", text)) for text in (training, afterwards))
     assert len(first) == len(then) == 1 and first != then
     assert f"RPC agent for leader encountered error when reading incoming request from {first.pop()}: " in done.stderr
     assert len(set(rates_in(done.stdout))) == len(rates_in(done.stdout)) == 12  # each one, and none of them twice
-    assert "Traceback" not in done.stderr
-
-
-@GROUP
-def test_a_mistake_in_a_method_is_shown_with_the_worker_and_the_line(ended):
-    done = ended["mistake"]
-    assert done.returncode == 1 and "is lost" not in done.stdout
-    assert re.search(r"^worker\d has failed at 0\.0\d+$", done.stdout, re.MULTILINE)
-    assert re.search(r"On WorkerInfo\(id=\d, name=worker\d\):", done.stderr)
-    lines = STARTER.read_text().splitlines()
-    line = 1 + lines.index("            residuals = self.x[batch] @ weights - self.y[batch]")
-    assert f'starter.py", line {line}, in work' in done.stderr and "size mismatch" in done.stderr
-
-
-@GROUP
-def test_a_silent_worker_is_given_up_and_without_any_worker_the_program_fails(ended):
-    done = ended["silent_worker"]
-    assert done.returncode == 1 and "all workers are lost" in done.stderr and "loss" not in done.stdout
-    assert "worker1 is lost" in done.stdout and "worker2 is lost" in done.stdout
-    assert "listen at: {'127.0.0.1'}" in done.stdout
-
-
-@GROUP
-def test_the_workers_end_with_a_leader_that_is_killed(ended):
-    done = ended["killed_leader"]
-    assert done.returncode == -signal.SIGKILL and "loss" not in done.stdout and "Traceback" not in done.stderr
-
-
-@GROUP
-def test_ctrl_c_ends_all_processes_also_in_a_callback(ended):
-    """torch only logs an exception that a callback raises, so a KeyboardInterrupt would be lost."""
-    done = ended["ctrl_c"]
-    assert done.returncode == -signal.SIGINT and "loss" not in done.stdout and "Traceback" not in done.stderr
-
-
-@GROUP
-def test_nobody_waits_for_ever_for_a_worker_that_does_not_come(ended):
-    done = ended["missing_worker"]
-    assert done.returncode == 1 and "Timeout (0:00:03)!" in done.stderr and "in init_rpc" in done.stderr

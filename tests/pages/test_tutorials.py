@@ -1,36 +1,25 @@
 """The programs in one file: what they import and print, what RPC adds to them, and where they listen."""
 
-import contextlib
-import re
 import sys
 
 import pytest
 import torch
 
 from helpers import PACKAGES, ROOT, assert_in_order
-from listeners import Listeners
 from pages import Page, imports_of, masked
-from programs import Program, run_script, wait_for_text
+from programs import Program, Programs, run_script
 from tutorials import run_spawned
-from two_hosts import ADDRESSES, DEVICES, TwoHosts, why_not
+from two_hosts import ADDRESSES, DEVICES, Listeners, TwoHosts, watched_host, why_not
 
 LIBRARIES = {"torch", "torchvision", "gymnasium", "numpy", "matplotlib"}
-NAMES = ("tutorial.py", "tutorial_batch.py", "single.py")
-PROGRAMS = [path for name in NAMES for path in sorted(ROOT.glob(f"*/{name}")) if path.parent.name in PACKAGES]
-PRIMER = ROOT / "docs" / "primer.py"
+PROGRAMS = [f"{package}/{name}.py" for package in PACKAGES for name in ("tutorial", "single")]
+PROGRAMS += ["rl_rpc/tutorial_batch.py", "param_server/tutorial_batch.py", "docs/primer.py"]
 
 
 @pytest.mark.quick
-def test_every_package_has_its_tutorial_and_the_same_without_rpc():
-    found = {f"{path.parent.name}/{path.name}" for path in PROGRAMS}
-    wanted = {f"{package}/{name}" for package in PACKAGES for name in ("tutorial.py", "single.py")}
-    assert found == wanted | {"rl_rpc/tutorial_batch.py", "param_server/tutorial_batch.py"}
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("path", [*PROGRAMS, PRIMER], ids=lambda path: f"{path.parent.name}/{path.name}")
+@pytest.mark.parametrize("path", PROGRAMS)
 def test_a_program_in_one_file_needs_nothing_but_libraries(path):
-    assert imports_of(path.read_text()) <= LIBRARIES | set(sys.stdlib_module_names)
+    assert imports_of((ROOT / path).read_text()) <= LIBRARIES | set(sys.stdlib_module_names)
 
 
 @pytest.mark.quick
@@ -38,7 +27,7 @@ def test_a_program_in_one_file_needs_nothing_but_libraries(path):
 def test_the_lines_that_rpc_adds_are_those_of_the_programs(package):
     """Each line of the README's excerpt of `diff single.py tutorial.py` is in the programs, in this order."""
     folder = ROOT / package
-    (block,) = re.findall(r"^```diff\n(.*?)^```", (folder / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    (block,) = Page(folder / "README.md").blocks("diff")
     lines = [line for line in block.splitlines() if line and line != "@@"]
     assert len(lines) > 10 and all(line[0] in " +-" for line in lines)
     for name, signs in (("single.py", " -"), ("tutorial.py", " +")):
@@ -47,27 +36,20 @@ def test_the_lines_that_rpc_adds_are_those_of_the_programs(package):
 
 # --------------------------------------------------------------------------------------------- sockets and transports
 
-PORT = 29500  # the default of all programs
-
-
-def addresses_of(listeners):
-    """Return where a program has listened, except for its stores, which listen everywhere."""
-    assert PORT in {port for _, port in listeners.tcp}
-    return {address for address, port in listeners.tcp if port != PORT}
+PORT = 29500  # of the store in each program, which listens everywhere
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_ranks_on_two_hosts_listen_where_the_user_says(tmp_path):
-    """Wherever a test runs a tutorial on one host, harness/tutorials.py checks that it listens on loopback only."""
-    variables = [{f"{library}_SOCKET_IFNAME": device for library in ("TP", "GLOO")} for device in DEVICES]
-    with TwoHosts() as hosts, Listeners(hosts, 0) as listeners, contextlib.ExitStack() as stack:
-        ranks = []
-        for rank in range(2):
-            how = {"by": hosts.on(rank, [sys.executable]), "env": {"PYTHONUNBUFFERED": "1"} | variables[rank]}
+    """Wherever a test runs a tutorial on one host, it is a watched_host, where it listens on loopback only."""
+    with TwoHosts() as hosts, Listeners(hosts, 0) as listeners, Programs([]) as ranks:
+        for rank, device in enumerate(DEVICES):
+            env = {"PYTHONUNBUFFERED": "1", "TP_SOCKET_IFNAME": device, "GLOO_SOCKET_IFNAME": device}
             flags = ["--master_addr", ADDRESSES[0], "--rank", rank]
-            ranks.append(stack.enter_context(Program("rnn_rpc/tutorial.py", *flags, cwd=tmp_path, **how)))
-        assert wait_for_text(ranks, "Training epoch 0", 60)
-    assert (addresses_of(listeners), listeners.unix) == ({ADDRESSES[0]}, [])
+            by = hosts.on(rank, [sys.executable])
+            ranks.processes.append(Program("rnn_rpc/tutorial.py", *flags, cwd=tmp_path, by=by, env=env))
+        assert ranks.wait_for_text("Training epoch 0")
+    assert {address for address, port in listeners.tcp if port != PORT} == {ADDRESSES[0]} and not listeners.unix
 
 
 # ------------------------------------------------------------------- the primer, and the forty lines of the root README
@@ -95,13 +77,8 @@ def test_primer_steps_the_neighbours_tensors():
 def test_the_forty_lines_run_listen_on_loopback_and_print_what_the_page_shows(tmp_path):
     (program,) = Page("README.md").programs.values()
     (tmp_path / "forty.py").write_text(program.text)
-    # Unbuffered, as on a terminal, where lines appear in the order of printing.
-    how = {"env": {"PYTHONUNBUFFERED": "1"}}
-    if why_not():
-        done = run_script(tmp_path / "forty.py", **how)
-    else:
-        with TwoHosts() as hosts, Listeners(hosts, 0) as listeners:
-            done = run_script(tmp_path / "forty.py", by=hosts.on(0, [sys.executable]), **how)
-        assert addresses_of(listeners) == {"127.0.0.1"}
+    with watched_host(PORT, may_poll=True) as by:
+        # Unbuffered, as on a terminal, where lines appear in the order of printing.
+        done = run_script(tmp_path / "forty.py", by=by, env={"PYTHONUNBUFFERED": "1"})
     program.check(done)
     assert masked(program.output).count("P1 another") == 4 and "P0 main" in masked(program.output)

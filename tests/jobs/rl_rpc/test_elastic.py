@@ -15,7 +15,8 @@ from helpers import ROOT, load_module
 from jobs import free_port
 from patches import patched
 from programs import Program
-from tutorials import copied_alone, watched_host
+from tutorials import copied_alone
+from two_hosts import watched_host
 
 PATH = "rl_rpc/elastic.py"
 LINE = re.compile(r"^Episode (\d+)\tAverage reward: ([\d.]+)\t([\d,]+) steps/s\tobservers: (\d+)$", re.M)

@@ -39,7 +39,7 @@ def test_a_job_goes_on_without_an_observer(tmp_path, mode):
     flags = ["--max_episodes", 150, "--reward_threshold", 1e9, "--summary_json", summary]
     with start(mode, *flags) as job:
         lose(job, 2)
-        assert job.wait(200) == [0] and not job.survivors(), job.text()
+        assert job.wait(200) == [0] and not job.left_over(), job.text()
         assert len(job.errors().splitlines()) == 1
         assert "The job finished without rank 2 (observer2)." in job.text()
     figures = json.loads(summary.read_text())
@@ -52,7 +52,7 @@ def test_without_the_last_observer_a_job_ends():
         played = len(re.findall("Episode", job.text()))
         assert job.wait_for_text(rf"Episode {played + 20}\b", 60), job.text()
         os.kill(pids[1], signal.SIGKILL)
-        assert job.wait(15) == [1] and not job.survivors(), job.text()
+        assert job.wait(15) == [1] and not job.left_over(), job.text()
         assert "lost rank 1 (observer1)" in job.errors() and "finished" not in job.text()
 
 
@@ -60,7 +60,7 @@ def test_after_a_loss_the_death_of_the_agent_is_named():
     with start("rollout", "--max_episodes", 10**6, "--reward_threshold", 1e9) as job:
         pids = lose(job, 2)
         os.kill(pids[0], signal.SIGKILL)
-        assert job.wait(15) == [1] and not job.survivors(), job.text()
+        assert job.wait(15) == [1] and not job.left_over(), job.text()
         assert job.errors().endswith("lost rank 0 (agent): killed by SIGKILL"), job.errors()
 
 
@@ -81,7 +81,7 @@ def test_error_of_the_agent_after_a_loss_is_not_blamed_on_observers(tmp_path):
     with start("rollout", "--max_episodes", 10**6, "--reward_threshold", 1e9, script=main) as job:
         lose(job, 2)
         mark.touch()
-        assert job.wait(60) == [1] and not job.survivors(), job.text()
+        assert job.wait(60) == [1] and not job.left_over(), job.text()
         errors = job.errors()
     assert errors.count("Traceback (most recent call last)") == 1, errors
     cause = "AttributeError: 'Tensor' object has no attribute 'backwards'"

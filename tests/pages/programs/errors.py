@@ -1,14 +1,18 @@
-"""What the exceptions of failed calls say, over TCP and in shared memory; and what recipe 14 makes of them."""
+"""What the exceptions of failed calls say, as in the table of recipe 14, and what the recipe makes of them."""
 
-import json
+import functools
 import os
 import signal
-import tempfile
 import time
 
 import torch.distributed.rpc as rpc
-import torch.multiprocessing as mp
 from recipes_14 import what_happened
+from scenes import error_of, join, main, scene
+
+from pages import Page
+
+TABLE = Page("docs/RECIPES.md").text.partition("\n## 14. ")[2]
+IN_WORKER1 = "On WorkerInfo(id=1, name=worker1):"
 
 
 def work(task):
@@ -24,30 +28,38 @@ def work(task):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(rank, transport, folder):
-    options = rpc.TensorPipeRpcBackendOptions(_transports=[transport], init_method=f"file://{folder}/store")
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
-    if rank == 1:
-        time.sleep(60)  # until it is killed
-    tasks = ["raises", "raises a ValueError", "returns what cannot be pickled", lambda: None, "takes long", "is killed"]
-    for task in tasks:
-        raised_by = "rpc_async"
-        try:
-            future = rpc.rpc_async("worker1", work, (task,), timeout=1)
-            raised_by = "wait"
-            future.wait()
-        except Exception as error:
-            what = raised_by, type(error).__name__, " ".join(str(error).split()), what_happened(error)
-            print(json.dumps(what), flush=True)
-    os._exit(0)
+def check(error, what, words, error_class=RuntimeError):
+    text = " ".join(str(error).split()).replace("name=b)", "name=worker1)")
+    assert type(error) is error_class and what_happened(error) == what, error
+    assert words in text and f"`{words}`" in TABLE, text
+
+
+def check_all():
+    def error_of_work(task):
+        return error_of(rpc.rpc_async("b", work, (task,), timeout=1).wait)
+
+    check(error_of_work("raises"), "failed", IN_WORKER1)
+    check(error_of_work("raises a ValueError"), "failed", IN_WORKER1, ValueError)
+    of_result = error_of_work("returns what cannot be pickled")
+    check(of_result, "failed", "local object 'work.<locals>.<lambda>'")
+    assert "On WorkerInfo" not in str(of_result)
+    of_call = error_of(lambda: rpc.rpc_async("b", work, (lambda: None,)))
+    check(of_call, "failed", "local object", type(of_call))
+    check(error_of_work("takes long"), "timed out", "RPC ran for more than set timeout")
+    killed = error_of_work("is killed")
+    check(killed, "lost", "this error originated at tensorpipe")
+    assert str(killed).startswith(("EOF: end of file", "ECONNRESET", "ECONNREFUSED", "eof"))
+
+
+@scene(begin=functools.partial(join, _transports=["uv"]))
+def over_tcp():
+    check_all()
+
+
+@scene(begin=functools.partial(join, _transports=["shm"]))
+def over_shm():
+    check_all()
 
 
 if __name__ == "__main__":
-    os.environ.update(TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
-    for transport in "uv", "shm":
-        with tempfile.TemporaryDirectory() as folder:
-            ranks = [mp.get_context("fork").Process(target=run, args=(rank, transport, folder)) for rank in (0, 1)]
-            for rank in ranks:
-                rank.start()
-            ranks[0].join()
-            ranks[1].kill()
+    main()

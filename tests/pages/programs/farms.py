@@ -18,13 +18,22 @@ def work_or_die(task, attempt):
     return work(task, attempt)
 
 
+def results_of(size, tasks):
+    """Return what a coordinator with so many workers returns, and the statuses of the workers that are left."""
+    coordinator = recipe.Coordinator(size)
+    return coordinator.run(tasks, timeout=60), coordinator.end()
+
+
 if __name__ == "__main__":
     os.environ.update(TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
     recipe.work = work_or_die
-    size, tasks = 1, ["a", "kills its worker", "b"]
     if sys.argv[1] == "three_die":  # and the last task cannot even be sent
-        size, tasks = 5, ["a", "kills its worker", "raises", *(f"task {i}" for i in range(20)), lambda: None]
-    coordinator = recipe.Coordinator(size)
-    for task, result in coordinator.run(tasks, timeout=60).items():
-        print(f"{getattr(task, '__name__', task)}: {result}")
-    print("statuses:", coordinator.end())
+        again, unsent = ("kills its worker", "task 5", "task 12", "task 13"), lambda: None
+        done = ["a", "kills its worker", *(f"task {i}" for i in range(20))]
+        results, statuses = results_of(5, [*done, "raises", unsent])
+        expected = {task: f"{task.upper()} (attempt {1 + (task in again)})" for task in done}
+        assert results == expected | {"raises": "failed", unsent: "failed"} and statuses == [0], (results, statuses)
+    else:
+        none_left = "no worker is left"
+        expected = {"a": "A (attempt 1)", "kills its worker": none_left, "b": none_left}
+        assert results_of(1, [*expected]) == (expected, [])

@@ -7,7 +7,6 @@ import signal
 import sys
 import tempfile
 
-import psutil
 import starter
 
 make_worker, work, lead = starter.Worker.__init__, starter.Worker.work, starter.lead
@@ -62,8 +61,6 @@ def silent_worker():
 
     def lead_and_stop(tasks, processes, workers):
         pids = [each.pid for each in processes.values()]
-        listeners = [each for pid in [os.getpid(), *pids] for each in psutil.Process(pid).net_connections("tcp")]
-        print("listen at:", {each.laddr.ip for each in listeners if each.status == psutil.CONN_LISTEN})
         kill(pids[0])
         kill(pids[1], signal.SIGSTOP)
         return lead(tasks, processes, workers)

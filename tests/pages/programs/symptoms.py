@@ -1,31 +1,21 @@
-"""Failures that docs/TROUBLESHOOTING.md describes, with torch alone: python symptoms.py SCENE.
-
-A group has two processes. "a" runs the scene and causes the failure, and "b" serves its calls. A scene asserts what
-happens without a message, and that the page's advice helps. At its end the program prints what torch has said, as JSON.
-"""
+"""Failures that docs/TROUBLESHOOTING.md describes, with torch alone: python symptoms.py SCENE."""
 
 import copy
 import gc
-import json
 import os
-import pickle
 import signal
 import socket
-import sys
 import threading
 import time
-import traceback
-import warnings
 
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
-import torch.multiprocessing as mp
+from scenes import call, join, main, said, says, scene, stay_alone, warns
 from torch import nn
 from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import RRef
 
-SAID = []  # what torch has said
 layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
 
 
@@ -84,10 +74,6 @@ def nested(depth):
     return rpc.rpc_sync(other, nested, args=(depth - 1,), timeout=0.5) if depth else 0
 
 
-def call(function, *args):
-    return rpc.rpc_sync("b", function, args=args)
-
-
 def loss_from(function=forward):
     return call(function, torch.ones(2, 3)).sum()
 
@@ -105,40 +91,34 @@ def still_waits(function, seconds=2):
     return thread.is_alive()
 
 
-def note_error(function):
-    try:
-        function()
-    except BaseException as error:
-        SAID.append(f"{type(error).__name__}: {error}")
-
-
-def note_warnings(function):
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        function()
-    SAID.extend(f"{each.category.__name__}: {each.message}" for each in warned)
-
-
 # ---------------------------------------------------------------------------------------------------- what torch says
 
 
+def only_b_joins(rank):
+    if rank == 1:
+        del globals()["only_here"]
+        join(rank)
+
+
+@scene(begin=only_b_joins)
 def messages():
-    note_error(lambda: join(0))
+    says("RPC has not been initialized", lambda: call(gradients, 0))
+    says("Current RPC agent is not set", lambda: RRef(1))
+    warns("as a ProcessGroup", lambda: join(0))
+    says("RPC is already initialized", lambda: join(0))
+    says("ran for more than set timeout", lambda: call(time.sleep, 0.5, timeout=0.1))
+    says("Default RPC pickler", lambda: call(only_here))
+    says("local object '…<lambda>'", lambda: call(lambda: 1))
+    says("'_thread.lock' object", lambda: call(fail, threading.Lock()))
+    says("takes 1 positional argument", lambda: call(gradients, 0, 1))
+    says("OurError: On WorkerInfo", lambda: call(fail, OurError("a reason")))
+    says("'Agent' object has no attribute", lambda: call(copy.copy, Agent()).rpc_sync())
+    says("only supports CPU tensors", lambda: call(torch.neg, torch.ones(1, device="meta")))
+    says("destination name c", lambda: rpc.rpc_sync("c", gradients, args=(0,)))
     rref = rpc.remote("b", Agent)
-    note_error(lambda: rpc.rpc_sync("b", time.sleep, args=(0.5,), timeout=0.1))
-    note_error(lambda: call(only_here))
-    note_error(lambda: call(lambda: 1))
-    note_error(lambda: call(fail, threading.Lock()))
-    note_error(lambda: call(gradients, 0, 1))
-    note_error(lambda: call(fail, OurError("a reason")))
-    note_error(lambda: call(copy.copy, Agent()).rpc_sync())
-    note_error(lambda: call(torch.neg, torch.ones(1, device="meta")))
-    note_error(lambda: rpc.rpc_sync("c", gradients, args=(0,)))
-    note_error(lambda: rref.local_value())
-    note_error(lambda: pickle.dumps(rref))
-    note_error(use_rref_of_late_object)
-    note_error(lambda: rpc.remote("b", bytes.decode, args=(b"\xff",)).to_here())
-    messages_of_autograd()
+    says("can't call localValue()", lambda: rref.local_value())
+    says("RRef creation", use_rref_of_late_object)
+    says("Failed to create", lambda: rpc.remote("b", bytes.decode, args=(b"\xff",)).to_here())
 
 
 def use_rref_of_late_object():
@@ -147,6 +127,7 @@ def use_rref_of_late_object():
         rref.to_here()
 
 
+@scene()
 def messages_of_autograd():
     def step_between(context_id):
         loss = loss_from()
@@ -158,27 +139,30 @@ def messages_of_autograd():
         dist_autograd.backward(context_id, [loss])
         dist_autograd.backward(context_id, [loss])
 
-    note_error(lambda: in_context(step_between))
-    note_error(lambda: in_context(backward_twice))
-    note_error(lambda: in_context(lambda _: loss_from().backward()))
+    says("modified by an inplace operation", lambda: in_context(step_between))
+    says("backward through the graph a second time", lambda: in_context(backward_twice))
+    says("graphTask_", lambda: in_context(lambda _: loss_from().backward()))
     vector = call(forward, torch.ones(2, 3))
-    note_error(lambda: in_context(lambda context_id: dist_autograd.backward(context_id, [vector])))
+    says("is not a scalar", lambda: in_context(lambda context_id: dist_autograd.backward(context_id, [vector])))
     old_loss = in_context(lambda _: loss_from())
-    note_error(lambda: in_context(lambda context_id: dist_autograd.backward(context_id, [old_loss])))
+    says("no longer valid", lambda: in_context(lambda context_id: dist_autograd.backward(context_id, [old_loss])))
     ended = in_context(lambda context_id: context_id)
-    note_error(lambda: dist_autograd.get_gradients(ended))
+    says("autograd context with id", lambda: dist_autograd.get_gradients(ended))
     parameters = list(layers.parameters())
-    note_error(lambda: DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1))
-    note_warnings(lambda: DistributedOptimizer(torch.optim.SGD, [RRef(each) for each in parameters], lr=0.1))
+    rrefs = [RRef(each) for each in parameters]
+    says("'Parameter' object", lambda: DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1))
+    warns("functional optimizers is deprecated", lambda: DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.1))
 
 
 # ------------------------------------------------------------------------------------------- what happens in silence
 
 
+@scene("does not even time out")
 def no_thread_left():
-    assert still_waits(lambda: rpc.rpc_sync("b", nested, args=(40,), timeout=0.5))
+    assert still_waits(lambda: call(nested, 40, timeout=0.5))
 
 
+@scene("A list behind an RRef")
 def list_behind_an_rref():
     copied, made_there = RRef([1]), rpc.remote("b", list)
     copied.rpc_sync().append(2)
@@ -186,6 +170,7 @@ def list_behind_an_rref():
     assert (copied.to_here(), made_there.to_here()) == ([1], [2])
 
 
+@scene("memory of one process grows")
 def memory_grows():
     held = [rpc.remote("b", Counted) for _ in range(5)]
     for rref in held:
@@ -197,6 +182,7 @@ def memory_grows():
         time.sleep(0.02)
 
 
+@scene("The loss does not fall")
 def another_thread():
     def gradients_there(run_there, context_id):
         losses, weight = [], torch.ones(1, requires_grad=True)
@@ -209,6 +195,7 @@ def another_thread():
     assert in_context(lambda now: gradients_there(lambda function: function(), now)) == 4
 
 
+@scene("`dist_autograd.backward` does not return")
 def backward_waits():
     def waits(make_loss, seconds=2):
         def backward(context_id):
@@ -233,21 +220,22 @@ def kill_b():
     victim = call(os.getpid)
     waiting = rpc.rpc_async("b", time.sleep, args=(30,))
     os.kill(victim, signal.SIGKILL)
-    note_error(waiting.wait)
-    assert "originated at tensorpipe" in SAID[-1]
+    return waiting
 
 
+@scene("`shutdown` does not return")
 def shutdown_after_a_kill():
-    kill_b()
+    says("eof (this error", kill_b().wait)
     assert still_waits(rpc.shutdown)
 
 
+@scene()
 def shutdown_with_timeout():
     kill_b()
-    note_error(lambda: rpc.shutdown(timeout=1))
-    assert "timed out in _all_gather after 1.00 seconds" in SAID[-1], SAID
+    assert "timed out in _all_gather after 1.00 seconds" in said(lambda: rpc.shutdown(timeout=1))
 
 
+@scene()
 def shutdown_that_waits_for_nobody():
     kill_b()
     rpc.shutdown(graceful=False)
@@ -256,48 +244,18 @@ def shutdown_that_waits_for_nobody():
 # ------------------------------------------------------------------------------------------- without another process
 
 
+@scene("`init_rpc` does not return", begin=stay_alone)
 def alone():
     assert still_waits(lambda: join(0))
 
 
+@scene(begin=stay_alone)
 def taken_port():
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
     with socket.create_server(("0.0.0.0", 0)) as other:
         os.environ["MASTER_PORT"] = str(other.getsockname()[1])
-        note_error(lambda: join(0))
-
-
-# -------------------------------------------------------------------------------------------------------- all scenes
-
-
-def join(rank):
-    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=20)
-    rpc.init_rpc("ab"[rank], rank=rank, world_size=2, rpc_backend_options=options)
-
-
-def run(rank, scene):
-    torch.set_num_threads(1)
-    if rank == 1:
-        del globals()["only_here"]
-    note_error(lambda: call(gradients, 0))  # before init_rpc
-    if scene not in (alone, taken_port):
-        note_warnings(lambda: join(rank))
-    if rank == 1:
-        time.sleep(600)  # until it is killed
-    try:
-        scene()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    print(json.dumps(SAID), flush=True)
-    os._exit(0)  # after some scenes RPC would wait forever
+        says("code: -98", lambda: join(0))
 
 
 if __name__ == "__main__":
-    os.environ.update(TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
-    ranks = [mp.get_context("fork").Process(target=run, args=(rank, globals()[sys.argv[1]])) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    ranks[0].join()
-    ranks[1].kill()
-    sys.exit(ranks[0].exitcode)
+    main()
