@@ -58,7 +58,8 @@ def parse_args(argv=None):
     add("--max_episodes", type=flags.positive_int, default=2000, metavar="N", help="end after N episodes in any case")
     add("--log_interval", type=flags.positive_int, default=10, metavar="N", help="episodes per line and checkpoint")
     add("--eval_episodes", type=flags.non_negative_int, default=100, metavar="N", help="episodes of greedy evaluation")
-    add("--games", type=flags.positive_int, metavar="N", help="vector: games that an observer plays together (8)")
+    games_help = f"vector: games that an observer plays together (None: {vector.GAMES})"
+    add("--games", type=flags.positive_int, metavar="N", help=games_help)
     add("--save", metavar="FILE.pt", help="write the trained policy, for play.py")
     return parser.parse_flags(argv, scenario)
 

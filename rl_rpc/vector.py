@@ -23,6 +23,7 @@ from environment import make_env
 from policy import DTYPE
 from reinforce import normalised
 
+GAMES = 8  # of an observer, by default
 PIECE = 4096  # states: what a piece needs in a forward and backward pass still fits into the cache of a core
 
 
@@ -37,7 +38,7 @@ class Games:
 
 
 class Observer(rollout.Observer):  # in an observer, on an RPC thread
-    def __init__(self, env_id, seed, games=8):
+    def __init__(self, env_id, seed, games=GAMES):
         super().__init__(env_id, seed)
         self.env = make_env(env_id, games=games)
 
