@@ -3,24 +3,19 @@
 An exception may have been raised in this process, or in another one, and brought back by a call.
 """
 
-import os
 import re
 import sys
 import threading
 import traceback
 
-from glue import PACKAGE, UserError, one_line, print_error
+from glue import UserError, one_line, print_error
 
-import torch
 from torch.distributed.rpc import internal
 
 NAMED_AFTER_SECONDS = 12  # after the first error that a lost rank has caused, rank 0 has told all who is lost
 # What RPC, which says "originated at tensorpipe", Gloo, torch's store or a socket may say when a peer has gone:
 OF_CONNECTION = re.compile(r"at tensorpipe|connection|socket|broken pipe|tim(ed?|e-) ?out|\b(Dist|TCP)Store", re.I)
 REMOTE = re.compile(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):(\n|\\n)")
-# What stands in the path of a file of torch, here or on another machine, and of the glue:
-NOT_OF_THE_SCENARIO = (f"{os.path.dirname(torch.__file__)}/", "/site-packages/torch/", f"/{PACKAGE}/glue/")
-
 
 # What arrives if a call to observer1 has called server2, which has raised ValueError("oops"). Most frames are left out:
 #     ValueError: ValueError: On WorkerInfo(id=1, name=observer1):
@@ -58,12 +53,10 @@ class Explained:
     kind, why            the name of its class, and its text on one line
     is_of_user           the user must correct something: a UserError
     is_of_connection     perhaps it is the consequence of a lost rank
-    has_waited           OpenCalls has waited for this loss, and so has given `error` an attribute of this name
     is_mistake_here      it is a mistake in the code of this process
     """
 
     def __init__(self, error):
-        self.error = error
         self.rank, text = first_cause(error)
         kind, _, why = text.partition(": ")
         self.kind = kind.rpartition(".")[2].strip()  # without its module
@@ -72,26 +65,13 @@ class Explained:
         short = " ".join(why.split()).partition(" Exception raised from ")[0]
         self.why = one_line(why) if self.is_of_user else short
         self.is_of_connection = self.kind.startswith(("RuntimeError", "Dist")) and bool(OF_CONNECTION.search(self.why))
-        self.has_waited = getattr(error, "has_waited", False)
-        known = self.is_of_user or isinstance(error, (BrokenPipeError, SystemExit))
+        known = self.is_of_user or isinstance(error, BrokenPipeError)
         self.is_mistake_here = not (known or self.rank is not None or self.is_of_connection)
 
     def line(self, names, me):
         """Return one line for the user, as rank `me` prints it. `names`: of all ranks."""
-        if isinstance(self.error, SystemExit):
-            return f"it called sys.exit({self.error.code!r}) before its work was done"
         line = self.why if self.is_of_user else f"{self.kind}: {self.why}"
-        if self.rank not in (None, me):
-            line = f"{names[self.rank]}: {line}"
-        return line if self.is_of_user or self.rank is None else line + self.called_from()
-
-    def called_from(self):
-        """Return the line of the call that has brought back this error: perhaps the mistake is there."""
-        text = "".join(traceback.format_exception(self.error, chain=False))
-        *_, last = REMOTE.finditer(text)
-        frames = re.findall(r'^  File "(.*)", line (\d+), in ', text[: last.start()], re.MULTILINE)
-        own = [(file, line) for file, line in frames if not any(part in file for part in NOT_OF_THE_SCENARIO)]
-        return " (called from {}, line {})".format(*own[-1]) if own else ""
+        return line if self.rank in (None, me) else f"{names[self.rank]}: {line}"
 
 
 printed = set()  # tracebacks

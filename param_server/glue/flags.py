@@ -9,7 +9,7 @@ import os
 import sys
 
 from glue import PACKAGE, UserError, one_line
-from glue.scenario import DEFAULT_PORT, OF_A_RANK, check_job, check_rank
+from glue.scenario import OF_A_RANK, check_job, check_rank
 
 
 def _type(kind, name, accept):
@@ -106,22 +106,19 @@ def argument_parser(description, modes, world_size):
     add = parser.add_argument_group("the job (flags of all four packages)").add_argument
     add("--world_size", type=positive_int, default=world_size, metavar="N", help="number of ranks in the job")
     add("--rank", type=non_negative_int, metavar="R", help="start only this rank (by default: all, on this machine)")
-    where = "address of rank 0's machine, where the ranks meet"
-    add("--master_addr", type=address, default="localhost", metavar="HOST", help=where)
-    add("--master_port", type=port_number, default=DEFAULT_PORT, metavar="PORT", help="port there, if --rank is given")
+    add("--master_addr", type=address, default="localhost", metavar="HOST", help="rank 0's machine, where all meet")
+    add("--master_port", type=port_number, default=29500, metavar="PORT", help="port there, if --rank is given")
     add("--join_timeout", type=positive_float, default=300, metavar="S", help="seconds to wait for missing ranks")
     add("--mode", choices=list(modes), default=next(iter(modes)), help="how the messages are organised")
     add("--seed", type=seed, default=1, metavar="N", help="the random numbers of the job depend on it")
-    device_help = "device on which ranks compute (several ranks may share a GPU)"
-    add("--device", choices=["cpu", "cuda"], default="cpu", help=device_help)
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="where ranks compute; several may share a GPU")
     add("--rpc_timeout", type=seconds_of_rpc, default=60, metavar="S", help="seconds after which an RPC fails")
     how = "shm: shared memory; tcp: TCP; uv: TCP, tensors through memory; auto: shm if each rank has two cores"
     add("--transport", choices=["auto", "shm", "uv", "tcp"], default="auto", help=how)
     add("--summary_json", metavar="FILE", help="write the result and the curves of the run at the end")
     add("--checkpoint", metavar="FILE", help="save a checkpoint to this file at intervals and at the end")
     add("--resume", action="store_true", help="load the file of --checkpoint, if there is one, and continue from it")
-    on_lost = "if a worker is lost: stop, or continue without it, which not every mode can"
-    add("--on_lost", choices=["stop", "continue"], default="stop", help=on_lost)
+    add("--on_lost", choices=["stop", "continue"], default="stop", help="if a worker is lost; not all modes can go on")
     add("--check", action="store_true", help="instead of the work: print what each host offers, and time RPCs")
     parser.set_defaults(launcher=None, restarts=0)
     return parser

@@ -168,7 +168,7 @@ class Job:
         line = what.line(self.names, self.rank)
         if what.is_of_connection:
             # If it is the consequence of a loss, another thread ends this process before these seconds are over.
-            time.sleep(0 if what.has_waited else NAMED_AFTER_SECONDS)
+            time.sleep(NAMED_AFTER_SECONDS)
             print_error("".join(traceback.format_exception(error)).strip())
         print_mistake(error)
         status = NOBODY_READS if what.kind == BrokenPipeError.__name__ else 1

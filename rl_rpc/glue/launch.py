@@ -38,8 +38,6 @@ def launch(run_worker, args, scenario):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     host.allow_open_files()
-    if os.getpid() == 1:
-        print_error("as process 1, this is not ended by SIGTERM or Ctrl-C: use an init, as in `docker run --init`")
     if args.rank is None:
         os._exit(start_all(run_worker, args, scenario))
     run_rank(args.rank, run_worker, args, scenario)
@@ -62,8 +60,6 @@ def run_rank(rank, run_worker, args, scenario, listener=None):
         job.wait_for_all(last=True)
         if job.lost:
             print(f"The job finished without {', '.join(job.names[lost] for lost in sorted(job.lost))}.")
-        if rank == 0 and args.restarts:
-            print(f"The job was restarted {args.restarts} time{'s' * (args.restarts > 1)}.")
     except BaseException as error:  # SystemExit as well, because a rank that calls sys.exit has not done its work
         job.fail(error)
     else:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 PRINT_AFTER_SECONDS, PRINT_EVERY_SECONDS = 3.0, 30.0  # when a rank that waits prints for whom
 CONNECT_SECONDS = 5.0  # in which a machine accepts a connection
-ANSWER_SECONDS = 60.0  # for rank 0 to answer when a rank has connected: perhaps it still imports torch, or is stopped
 
 
 class Waiting:
@@ -68,8 +67,7 @@ def connect(args, waiting):
 
     def attempt():
         connection = socket.create_connection(_find_rank_0(args), timeout=CONNECT_SECONDS)
-        # Ranks that one process has started have inherited rank 0's socket. It may begin late, but nobody else has it.
-        connection.settimeout(args.join_timeout if waiting.job.spawned else min(ANSWER_SECONDS, args.join_timeout))
+        connection.settimeout(args.join_timeout)  # perhaps rank 0 still imports torch, or is stopped
         lines = connection.makefile("rb")
         try:
             send(connection, join=args.rank)

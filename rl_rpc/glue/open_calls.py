@@ -12,8 +12,6 @@ from glue.errors import NAMED_AFTER_SECONDS, Explained
 
 import torch
 
-ENDED, STILL_FAILED, LOST = range(3)  # what can happen: the first two to a Future, the last one to a worker
-
 
 class OpenCalls:  # in the rank that leads, on its main thread
     """The open calls to some workers, which are given by their ranks. Pass `on_lost` to job.on_lost()."""
@@ -21,17 +19,22 @@ class OpenCalls:  # in the rank that leads, on its main thread
     def __init__(self):
         self.open = {}  # Future of a call -> (worker, what was asked)
         self.lost = set()
-        # What other threads report. They only wake up the main thread, which waits in answers() and changes all else.
+        self.changed = threading.Condition()  # notified when a worker is lost
+        # What other threads report: a Future that has ended, or a worker that is lost. They only wake up the main
+        # thread, which waits in answers().
         self.events = queue.SimpleQueue()
 
     def add(self, worker, future, asked=None):
         """Add a call to a worker. `asked` is returned together with its answer."""
         self.open[future] = (worker, asked)
-        future.add_done_callback(lambda _: self.events.put((ENDED, future)))
+        future.add_done_callback(lambda _: self.events.put(future))
 
     def on_lost(self, worker):
         """Give up the calls to a worker. Called on a thread of the job."""
-        self.events.put((LOST, worker))
+        with self.changed:
+            self.lost.add(worker)
+            self.changed.notify()
+        self.events.put(worker)
 
     def idle(self, workers, at_most=1):
         """Return those of `workers` with fewer than `at_most` open calls, without those that are lost."""
@@ -54,27 +57,22 @@ class OpenCalls:  # in the rank that leads, on its main thread
         """
         while self.open:
             with torch.profiler.record_function("wait"):  # for torch's profiler and tools/rpctrace
-                event, subject = self.events.get()
-            if event == LOST:
-                self.lost.add(subject)
+                event = self.events.get()
+            if event in self.lost:  # a worker, from which no answer may ever come
                 for future, (worker, _) in self.open.items():
-                    if worker == subject:
-                        self.events.put((ENDED, future))
-            elif subject in self.open:  # otherwise it was given up, and a late answer counts no more
-                worker, asked = self.open[subject]
+                    if worker == event:
+                        self.events.put(future)
+            elif event in self.open:  # otherwise it was given up, and a late answer counts no more
+                worker, asked = self.open.pop(event)
                 try:
-                    answer = None if worker in self.lost else subject.wait()
+                    answer = None if worker in self.lost else event.wait()
                 except Exception as error:
-                    error.has_waited = event == STILL_FAILED  # see Explained
-                    if error.has_waited or not Explained(error).is_of_connection:
+                    if not (Explained(error).is_of_connection and self._becomes_lost(worker)):
                         raise
-                    # Perhaps the worker is lost. Then on_lost() is called soon, and otherwise the error is raised.
-                    self._report_again(subject)
-                else:
-                    del self.open[subject]
-                    yield worker, asked, answer
+                    answer = None
+                yield worker, asked, answer
 
-    def _report_again(self, future):
-        timer = threading.Timer(NAMED_AFTER_SECONDS, self.events.put, [(STILL_FAILED, future)])
-        timer.daemon = True
-        timer.start()
+    def _becomes_lost(self, worker):
+        """Return whether a worker is lost whose connection has failed. The job knows it within some seconds."""
+        with self.changed:
+            return self.changed.wait_for(lambda: worker in self.lost, NAMED_AFTER_SECONDS)

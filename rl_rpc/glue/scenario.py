@@ -10,7 +10,6 @@ from glue import PACKAGE, UserError
 from glue.checkpoint import is_stream
 from glue.host import why_no_gpu
 
-DEFAULT_PORT = 29500  # of rank 0
 # The flags that each rank has for itself, and those that it may have for itself: where it reads and writes.
 OF_A_RANK = ("rank", "master_addr", "master_port", "join_timeout", "device", "transport")
 FILES = ("data_dir", "corpus", "summary_json", "checkpoint", "resume", "save")
@@ -55,8 +54,6 @@ def check_job(args, scenario):
         raise UserError("--resume needs --checkpoint FILE to go on from")
     if args.rank is None and args.master_addr not in ("localhost", "127.0.0.1"):
         raise UserError(f"--master_addr {args.master_addr}: without --rank, all ranks start on this machine")
-    if args.rank is None and args.master_port != DEFAULT_PORT:
-        raise UserError(f"--master_port {args.master_port}: without --rank, the ranks meet at a port that is free")
 
 
 def check_rank(args, scenario):

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import socket
-import weakref
 
 from glue import UserError
 
@@ -50,10 +49,9 @@ def end_with_a_process(connection):
 
 def close_in_children(sock):
     """Close a socket in forked children, such as workers of a DataLoader, which may live on when this process dies."""
-    held = weakref.ref(sock)
 
     def close():
-        if (sock := held()) and sock.fileno() != -1:  # otherwise it is closed already
+        with contextlib.suppress(OSError):  # it is closed already
             os.close(sock.detach())  # sock.close() would wait until the file that reads from it is closed
 
     os.register_at_fork(after_in_child=close)

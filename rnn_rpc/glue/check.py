@@ -4,9 +4,11 @@ Runs in every rank, instead of the scenario's run_worker.
 """
 
 import contextlib
+import functools
 import socket
 import statistics
 import time
+import timeit
 
 from glue import UserError
 from glue.host import usable_cores, why_no_gpu
@@ -42,12 +44,9 @@ def run_worker(rank, args, job):
     try:
         rpc.init_rpc(job.workers[rank], rank=rank, world_size=job.world_size, rpc_backend_options=job.rpc_options())
         for peer in sorted({*range(job.world_size)} - {rank}):
-            awaited, times = job.names[peer], []
-            for _ in range(TRIES):
-                started = time.perf_counter()
-                rpc.rpc_sync(job.workers[peer], torch.add, args=(torch.ones(4), 1))
-                times.append(time.perf_counter() - started)
-            milliseconds = statistics.median(times) * 1000
+            awaited = job.names[peer]
+            call = functools.partial(rpc.rpc_sync, job.workers[peer], torch.add, args=(torch.ones(4), 1))
+            milliseconds = 1000 * statistics.median(timeit.repeat(call, number=1, repeat=TRIES))
             print(f"round trip   {job.names[rank]} to {awaited}: {milliseconds:.2f} ms")
     except RuntimeError as error:
         raise UserError(f"cannot reach {awaited}: {error}") from error

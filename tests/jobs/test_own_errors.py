@@ -79,7 +79,6 @@ def test_mistake_in_served_method_shows_its_traceback_once(tmp_path, package, ra
     """
     errors = run_with_mistake(package, tmp_path, mistake, *flags)
     assert_traceback_printed_once(errors, package, rank)
-    assert re.search(r" \(called from .*/(hogwild|step|remote)\.py, line \d+\)$", errors, re.MULTILINE), errors
 
 
 def sends_a_function(step):
@@ -110,7 +109,7 @@ def test_call_that_takes_too_long_shows_where_it_was_made(tmp_path):
 
 def leaves_early(step):
     def finish_episode(self):
-        raise SystemExit
+        raise SystemExit("the end")
 
     step.Agent.finish_episode = finish_episode
 
@@ -121,7 +120,7 @@ def test_a_rank_that_leaves_too_early_is_named_in_every_terminal(tmp_path):
     place = f"main.py --world_size 2 --master_port {free_port()} --rank"
     ranks = run_in_forks(tmp_path / "rl_rpc", [f"{place} {rank}" for rank in range(2)], at_once=2, seconds=60)
     for reader, done in zip(("", "rank 1 (observer1): "), ranks.values(), strict=True):
-        line = f"rl_rpc: {reader}rank 0 (agent): it called sys.exit(None) before its work was done\n"
+        line = f"rl_rpc: {reader}rank 0 (agent): SystemExit: the end\n"
         assert done.returncode == 1 and line in done.stderr, done.stderr
 
 
@@ -201,17 +200,6 @@ def test_every_reader_of_an_error_says_the_same(error, what, line):
     starter, pool, elastic = (load_module(ROOT / program) for program in ("docs/starter.py", "docs/pool.py", ELASTIC))
     lost = what != "failed"
     assert (starter.is_lost(error), pool.is_lost(error), not elastic.what_was_raised(error)) == (lost, lost, lost)
-
-
-@pytest.mark.quick
-def test_the_place_of_a_call_is_found_in_any_folder():
-    """Also in one named torch, as a checkout of torch is."""
-    with package_on_path("rl_rpc"):
-        from glue.errors import Explained
-    place = "/home/me/torch/glue/rl_rpc/step.py"
-    with pytest.raises(ValueError) as caught:
-        exec(compile("raise error", place, "exec"), {"error": OF_CALLS[0][0]})
-    assert Explained(caught.value).line(["agent", "observer1"], me=0).endswith(f"(called from {place}, line 1)")
 
 
 def observer_1_has_a_child(os, time, step):

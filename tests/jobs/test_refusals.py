@@ -32,9 +32,8 @@ REFUSED = {
         "--rank 0 --save /nonexist/p.pt": "--save /nonexist/p.pt…cannot write",
         "--master_addr 0.0.0.0": "--master_addr: '0.0.0.0'…reach rank 0",
         "--rank 1 --master_addr ::1": "--master_addr: '::1'…IPv4",
-        # The next two would be ignored without --rank, and the last one in this mode.
+        # The next one would be ignored without --rank, and the last one in this mode.
         "--master_addr 10.0.0.1": "--master_addr 10.0.0.1…--rank",
-        "--master_port 1234": "--master_port 1234…--rank",
         "--mode packed --on_lost continue": "--on_lost continue…rollout, async",
     },
     "rnn_rpc/main.py": {

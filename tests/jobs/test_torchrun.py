@@ -58,7 +58,6 @@ def test_a_loss_on_one_of_two_nodes_is_one_restart(tmp_path):
         os.kill(victim, signal.SIGKILL)
         assert nodes.wait() == [0, 0], nodes.text()
         texts = [node.text() for node in nodes.processes]
-        assert "The job was restarted 1 time." in "".join(texts), texts
         assert json.loads(summary.read_text())["restarts"] == 1
         for text, address, device in zip(texts, ADDRESSES, DEVICES, strict=True):
             assert not hosts or f"Listening on {address} ({device})." in text, texts
