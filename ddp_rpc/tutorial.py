@@ -275,6 +275,3 @@ if __name__ == "__main__":
         print("Distributed RPC example completed successfully.")
     else:
         run_worker(args.rank, args)  # one rank in this terminal
-
-# If a rank dies, spawned ranks end, but ranks in terminals may wait forever. main.py names the lost
-# rank, ends the job, and can resume it.

@@ -39,8 +39,6 @@ from plan import Plan
 # optimizer, TRAINER_THREADS and run_batches().
 MODES = {"remote": remote, "replica": replica, "bounded": bounded, "sync": sync, "overlap": overlap, "sharded": sharded}
 RESUME_KEYS = ("seed", "mode", "dataset", "batch_size", "max_batches")  # flags that a resumed run must not change
-DEFAULT_STALENESS = 4  # of --max_staleness, in `bounded`
-DEFAULT_SERVERS = 2  # of --num_servers, in `sharded`
 
 
 def parse_args(argv=None):
@@ -57,10 +55,8 @@ def parse_args(argv=None):
     add("--no_dropout", action="store_true", help="train without dropout, to compare runs")
     add("--log_interval", type=flags.positive_int, default=100, metavar="N", help="batches of a trainer per loss")
     add("--evaluations", type=flags.positive_int, default=1, metavar="N", help="accuracies and checkpoints per epoch")
-    ahead = f"bounded: batches ahead of the slowest ({DEFAULT_STALENESS})"
-    add("--max_staleness", type=flags.non_negative_int, metavar="S", help=ahead)
-    shards = f"sharded: servers that share the weights ({DEFAULT_SERVERS})"
-    add("--num_servers", type=flags.positive_int, metavar="M", help=shards)
+    add("--max_staleness", type=flags.non_negative_int, metavar="S", help="bounded: batches ahead of the slowest (4)")
+    add("--num_servers", type=flags.positive_int, metavar="M", help="sharded: servers that share the weights (2)")
     add("--num_gpus", type=int, choices=[0, 1, 2], help="remote: 0: CPU; 1: a GPU; 2: two GPUs share the network")
     args = parser.parse_flags(argv, scenario)
     if args.num_gpus:  # the tutorial's flag; here it also says --device cuda
@@ -91,7 +87,7 @@ def scenario(args):
 
 
 def num_servers(args):
-    return args.num_servers or (DEFAULT_SERVERS if args.mode == "sharded" else 1)
+    return args.num_servers or (2 if args.mode == "sharded" else 1)
 
 
 def run_worker(rank, args, job):
@@ -166,7 +162,7 @@ def run_server(server_class, test_digits, args, job):
 
 def make_server(server_class, bar, args, job):
     """Make the server, which makes the trainers; return (server, the number of training images)."""
-    max_staleness = DEFAULT_STALENESS if args.max_staleness is None else args.max_staleness
+    max_staleness = 4 if args.max_staleness is None else args.max_staleness
     chosen = vars(args) | {"num_servers": num_servers(args), "max_staleness": max_staleness}  # also by default
     plan = Plan(**{name: chosen[name] for name in Plan.__annotations__})
     folders = [given["data_dir"] for given in job.given]

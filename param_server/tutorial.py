@@ -330,7 +330,3 @@ if __name__ == "__main__":
         mp.spawn(run_rank, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:
         run_rank(args.rank, args)  # one rank in this terminal
-
-# If a rank dies, spawned ranks end, but ranks in terminals may wait forever. main.py names the lost
-# rank, and ends the job or continues without it (--on_lost). This program needs a free port, and
-# saves nothing. main.py finds a free port for spawned ranks, and has --checkpoint and --resume.

@@ -222,7 +222,3 @@ if __name__ == "__main__":
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:
         run_worker(args.rank, args)  # one rank in this terminal
-
-# If a trainer dies, spawned ranks end, but ranks in terminals wait forever. Nothing is saved.
-# main.py --mode sync makes the same kind of update. It can continue without a lost trainer
-# (--on_lost continue), and from a file (--checkpoint, --resume).

@@ -239,6 +239,3 @@ if __name__ == "__main__":
         mp.spawn(run_worker, args=(args,), nprocs=args.world_size)  # every rank on this machine
     else:
         run_worker(args.rank, args)  # one rank in this terminal
-
-# If a rank dies, spawned ranks end, but ranks in terminals may wait forever. main.py names the
-# lost rank; it can go on without it, resume, and send far fewer messages (README.md).

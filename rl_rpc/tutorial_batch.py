@@ -278,7 +278,3 @@ if __name__ == "__main__":
         main(args)  # every rank on this machine
     else:
         run_worker(args.rank, args, args.world_size, not args.no_batch)  # one rank in this terminal
-
-# Limits: when an observer dies, the others wait for its state. Spawned ranks are then ended; ranks
-# in terminals wait for the 60 s of an RPC. A port in use ends the run. Nothing is saved.
-# main.py names a lost rank, and with --mode rollout --on_lost continue goes on without it.

@@ -92,13 +92,3 @@ class MarkovSource:
             ids.append(next_token[state][place])
             state = next_state[state][place]
         return torch.tensor(ids)
-
-
-def spell_number(number):
-    """Return a word for a number, written with 80 syllables as its digits: "ba" is 0, "be" is 1, "zu" is 79."""
-    word = ""
-    while True:
-        number, digit = divmod(number, 80)
-        word += "bdfghjklmnprstvz"[digit // 5] + "aeiou"[digit % 5]
-        if number == 0:
-            return word
