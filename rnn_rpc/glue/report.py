@@ -44,10 +44,9 @@ class Report:
     def close(self, **figures):
         """Write --summary_json, with the scenario's own `figures` and all curves."""
         self.bar.close()
-        args = self.args
         seconds = round(time.perf_counter() - self.started, 3)
         summary = {"scenario": self.package, "torch": torch.__version__, "wall_seconds": seconds} | figures
-        summary |= {name: vars(args)[name] for name in ("mode", "world_size", "seed", "device", "restarts")}
+        summary |= {name: vars(self.args)[name] for name in ("mode", "world_size", "seed", "device", "restarts")}
         summary["curves"] = self.curves
-        if args.summary_json:
-            write_file(args.summary_json, json.dumps(summary, indent=1, allow_nan=False).encode() + b"\n")
+        if self.args.summary_json:
+            write_file(self.args.summary_json, json.dumps(summary, indent=1, allow_nan=False).encode() + b"\n")
