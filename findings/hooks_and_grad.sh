@@ -1,7 +1,7 @@
 #!/bin/bash
-# torch 2.14.1. dist_autograd.backward leaves .grad of a leaf empty and does not run its post-accumulate hooks.
-# But it runs its other hooks, which may change the gradient, and it fills .grad of an inner tensor with
-# retain_grad().
+# torch 2.14.1. dist_autograd.backward leaves .grad of a leaf empty and does not run its post-accumulate hooks, nor
+# those of register_multi_grad_hook. But it runs its other hooks, which may change the gradient, and it fills .grad of
+# an inner tensor with retain_grad(). The hooks run on another thread, and do not see context variables.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -13,6 +13,7 @@ if [ -z "${FINDINGS_PYTHON:-}" ]; then
 fi
 
 cat > finding.py <<'PROGRAM'
+import contextvars
 import os
 
 import torch
@@ -21,13 +22,23 @@ import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
 
 
+step = contextvars.ContextVar("step", default="not set")
+
+
 def triple(x):
     return 3 * x
 
 
+def ten_times(gradient):
+    print("hook, context variable:", step.get())
+    return 10 * gradient
+
+
 def main():
+    step.set("set")
     leaf = torch.ones(2, requires_grad=True)
-    leaf.register_hook(lambda gradient: 10 * gradient)
+    leaf.register_hook(ten_times)
+    torch.autograd.graph.register_multi_grad_hook([leaf], lambda _: print("multi-grad hook"))
     leaf.register_post_accumulate_grad_hook(lambda _: print("post-accumulate hook"))
     inner = 2 * leaf
     inner.retain_grad()
@@ -35,6 +46,7 @@ def main():
         dist_autograd.backward(context_id, [rpc.rpc_sync("worker1", triple, args=(inner,)).sum()])
         print("in the context:", dist_autograd.get_gradients(context_id)[leaf])
     print("leaf.grad:", leaf.grad, "inner.grad:", inner.grad)
+
 
 def run(rank):
     options = rpc.TensorPipeRpcBackendOptions(init_method="file://" + os.path.abspath("store"))
@@ -51,6 +63,7 @@ if __name__ == "__main__":
 PROGRAM
 
 cat > expected <<'OUTPUT'
+hook, context variable: not set
 in the context: tensor([60., 60.])
 leaf.grad: None inner.grad: tensor([3., 3.])
 OUTPUT

@@ -1,6 +1,5 @@
 #!/bin/bash
-# torch 2.14.1. sys.exit and KeyboardInterrupt in a served function end nothing. The caller gets a RuntimeError,
-# without the line that names the worker, and the process that served the call goes on.
+# torch 2.14.1. A reentrant checkpoint of a local block makes dist_autograd.backward fail. The other kind works.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -13,30 +12,31 @@ fi
 
 cat > finding.py <<'PROGRAM'
 import os
-import sys
 
 import torch
+import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
+from torch.utils.checkpoint import checkpoint
 
 
-def leave():
-    sys.exit(3)
-
-
-def interrupt():
-    raise KeyboardInterrupt
+def triple(x):
+    return 3 * x
 
 
 def main():
-    for function in leave, interrupt:
-        before = rpc.rpc_sync("worker1", os.getpid)
-        try:
-            rpc.rpc_sync("worker1", function)
-        except RuntimeError as error:
-            print(f"{function.__name__}: RuntimeError: {str(error).splitlines()[0]}", end=", ")
-            print("names the worker" if "WorkerInfo" in str(error) else "names no worker", end=", ")
-        print("the process goes on:", rpc.rpc_sync("worker1", os.getpid) == before)
+    block = torch.nn.Linear(2, 2)
+    x = torch.ones(2, requires_grad=True)
+    for use_reentrant in (True, False):
+        with dist_autograd.context() as context_id:
+            hidden = checkpoint(block, x, use_reentrant=use_reentrant)
+            loss = rpc.rpc_sync("worker1", triple, args=(hidden,)).sum()
+            try:
+                dist_autograd.backward(context_id, [loss])
+                print("gradient of the block:", block.weight in dist_autograd.get_gradients(context_id))
+            except RuntimeError as error:
+                print("RuntimeError", "incompatible" in str(error))
+
 
 def run(rank):
     options = rpc.TensorPipeRpcBackendOptions(init_method="file://" + os.path.abspath("store"))
@@ -53,8 +53,8 @@ if __name__ == "__main__":
 PROGRAM
 
 cat > expected <<'OUTPUT'
-leave: RuntimeError: SystemExit: 3, names no worker, the process goes on: True
-interrupt: RuntimeError: KeyboardInterrupt: <EMPTY MESSAGE>, names no worker, the process goes on: True
+RuntimeError True
+gradient of the block: True
 OUTPUT
 
 "$python" finding.py > seen 2> log || { cat log seen; exit 1; }
