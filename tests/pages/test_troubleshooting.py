@@ -8,18 +8,15 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 import two_hosts
 from documented import ENTRIES, NOT_TESTED, PAGE, agrees, assert_documented, entry_of, message_of
-from helpers import ROOT, assert_refused, package_on_path
+from helpers import ROOT, package_on_path
 from jobs import JOBS, RunningJob, free_port
 from pages import Page
 from patches import main_with
 from processes import wait_until
 from programs import Program, Programs
-
-WITHOUT_GPU = "--device cuda: torch sees no CUDA GPU"
 
 
 @pytest.mark.quick
@@ -113,20 +110,13 @@ def test_a_name_that_leads_to_the_own_machine(tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_what_is_said_without_a_gpu(capsys):
-    (message,) = message_of(WITHOUT_GPU)
-    assert_refused("rl_rpc", ["--device", "cuda"], capsys, *message.removesuffix(" …").split())
-
-
-@pytest.mark.quick
 def test_every_entry_is_caused_or_says_that_it_is_not():
     """programs/scenes.py says how the scenes name the entries that they cause."""
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("**/*.py"))
     scenes = "".join(path.read_text() for path in (ROOT / "tests" / "pages" / "programs").iterdir())
     named = re.findall(r'assert_documented\(.+, "(.+)"\)', tests)
     named += re.findall(r'^(?:@scene| +says| +warns)\("(.+?)"[,)]', scenes, re.MULTILINE)
-    caused = {entry_of(symptom) for symptom in [*named, *RECIPES, WITHOUT_GPU]}
+    caused = {entry_of(symptom) for symptom in [*named, *RECIPES]}
     assert caused | NOT_TESTED == set(ENTRIES) and not caused & NOT_TESTED
 
 

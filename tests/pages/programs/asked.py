@@ -385,6 +385,23 @@ def get_weight():
 
 
 @scene()
+def which_optimizers():
+    def accepts(optimizer, sparse):
+        table = nn.Embedding(3, 2, sparse=sparse)
+        try:
+            with dist_autograd.context() as context_id:
+                dist_autograd.backward(context_id, [table(torch.tensor([0])).sum()])
+                DistributedOptimizer(optimizer, [RRef(table.weight)], lr=0.1).step(context_id)
+        except Exception:
+            return False
+        return True
+
+    classes = [each for each in vars(optim).values() if isinstance(each, type) and each is not optim.Optimizer]
+    assert [each.__name__ for each in classes if not accepts(each, sparse=False)] == ["LBFGS", "SparseAdam"]
+    assert [each.__name__ for each in classes if accepts(each, sparse=True)] == ["Adagrad", "SGD", "SparseAdam"]
+
+
+@scene()
 def optimizers():
     def step(optimizer):
         with dist_autograd.context() as context_id:
