@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -24,9 +23,9 @@ class Command:
         self.interrupted = []  # when Ctrl-C was pressed
         self.asked = self.told = False  # whether Ctrl-\ was pressed; whether it was said that the command has stalled
         self.positions, self.moved = [], time.monotonic()  # of the recordings; when they, or a thread, have moved last
-        self.mark = f"RPCTRACE_INTO={os.path.abspath(folder)}"
+        self.folder = os.path.abspath(folder)
         path = os.pathsep.join(filter(None, (RECORD, os.environ.get("PYTHONPATH"))))
-        environ = os.environ | {"PYTHONPATH": path, "RPCTRACE_INTO": os.path.abspath(folder)}
+        environ = os.environ | {"PYTHONPATH": path, "RPCTRACE_INTO": self.folder}
         # A terminal sends Ctrl-\ to all its processes. It is for this tool; for a command it would be the end.
         plain = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
         try:
@@ -105,19 +104,15 @@ class Command:
             time.sleep(0.02)
 
     def living(self):
-        """Return the processes that the command has started: they have its mark, or descend from one that is there."""
+        """Return the processes of the command: they record into its folder, or one that does has started them."""
         found = {self.process.pid}
-        for pid in sorted(int(path.name) for path in pathlib.Path("/proc").glob("[0-9]*")):
-            with contextlib.suppress(OSError):
-                marked = self.mark.encode() in pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if marked or state_of(pid)[1] in found:
-                    found.add(pid)
+        for pid in sorted(dumps.all_processes()):
+            if dumps.environ(pid).get("RPCTRACE_INTO") == self.folder or state_of(pid)[1] in found:
+                found.add(pid)
         return [pid for pid in found - {os.getpid()} if state_of(pid)[0] not in "ZX"]
 
 
 def state_of(pid):
     """Return the state and the parent of a process."""
-    with contextlib.suppress(OSError):
-        state, parent, *_ = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return state, int(parent)
-    return "X", 0
+    words = dumps.read(pid, "stat").rpartition(")")[2].split()
+    return (words[0], int(words[1])) if words else ("X", 0)
