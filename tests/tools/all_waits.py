@@ -103,6 +103,7 @@ WAITS = {
     idle_executor: f"{SIGNAL} (the queue of an executor)",
     joins: "the end of thread joined",
     key_in_store: "a key in a store, with a time limit",
+    lambda: dist.new_group([0, 1]): "the members of a new group",
     work: "a collective, or a message",
     rref: "the value of an RRef: w1's answer to never",
     local_value: "the value of an RRef",
