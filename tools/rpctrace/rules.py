@@ -208,7 +208,7 @@ class Rules:
         for lock in wait.locks:
             for other, holder in process.threads.items():
                 held = next((one for one in holder.holds if one.id == lock.id and lock.id), None)
-                if held and (other != tid or len(wait.locks) == 1):  # an RLock would let in the thread itself
+                if held and (other != tid or lock.type == "lock"):  # a thread may enter its own RLock again
                     who = holder.title() + (" itself" if other == tid else "")
                     what = f"`{lock.text}`, which its {who} holds since {held.place}"
                     return what, "lock", [Need([self.key(process, other)])]

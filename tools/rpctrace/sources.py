@@ -28,8 +28,7 @@ class Line:
         """`frames`: this function, and those that have called it. `default`: the time limit of calls without one."""
         self.here, self.outer, self.default = frames[0], frames[1:], default
         self.tree, line = syntax.parsed(self.here.path), self.here.line
-        around = [node for node in ast.walk(self.tree) if hasattr(node, "lineno")]  # the outer ones come first
-        around = [node for node in around if node.lineno <= line <= node.end_lineno]
+        around = syntax.around(self.here.path, line)
         self.calls = [node for node in around if isinstance(node, ast.Call)]
         self.loops = [node for node in around if isinstance(node, ast.For) and node.lineno < line]
         self.scope = [self.tree, *(node for node in around if isinstance(node, ast.FunctionDef))][-1]

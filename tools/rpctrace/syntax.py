@@ -1,7 +1,7 @@
 """What stands in a line of the program: the `with` blocks around it, and the calls of C code in it that may wait.
 
-A lock is known by its name only: as the global variable `lock` of this file, or as the attribute `lock` of the object
-at this address. A dump contains neither.
+A dump contains neither global variables nor attributes. So a lock is known as the global variable `lock` of this file,
+or as the attribute `lock` of the object at this address, and its class by the line that makes it.
 """
 
 import ast
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from rpctrace.evidence import Seen
 
 WAITING = {"acquire", "add", "backward", "get", "local_value", "to_here", "wait", "wait_all"}  # see waits.OF_C
+LOCKS = {"lock", "RLock", "Condition"}
+CLASSES = {"Lock": "lock", "RLock": "RLock", "Condition": "Condition", "SimpleQueue": "SimpleQueue"}
 ELSEWHERE = ("<lambda>", "<genexpr>")  # such a function may run elsewhere than it stands
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -31,11 +33,13 @@ class Fact:
 def facts_of(frame, innermost):
     """Return what is known of the line at which a function stands. `innermost`: it calls no other Python function."""
     facts = []
-    for node in nodes_at(frame.path, frame.function, frame.line):
-        if isinstance(node, ast.Call):
+    for node in around(frame.path, frame.line) if frame.function not in ELSEWHERE else ():
+        if isinstance(node, SCOPES):
+            facts = []  # what is around a function is not around its lines
+        elif isinstance(node, ast.Call) and method_of(node) in WAITING:
             things = [see(node.func.value, frame)] if isinstance(node.func, ast.Attribute) else []
             facts.append(Fact(node.lineno, things, method_of(node), is_limited(node)))
-        else:
+        elif isinstance(node, ast.With):
             first, things = node.body[0].lineno, [see(item.context_expr, frame) for item in node.items]
             begun = first + (innermost and first == node.lineno) <= frame.line  # `with lock: f()` may be one line
             enters = frame.line <= max(node.lineno, first - 1)
@@ -50,13 +54,27 @@ def see(expression, frame):
         case ast.Name(id=name) if name in frame.names:
             seen.type, seen.id = frame.names[name].type, frame.names[name].id
         case ast.Name(id=name) if name in known:
-            made = method_of(known[name])
-            seen.type, seen.id = made if made == "SimpleQueue" else "", f"{frame.path}:{name}"
+            seen.type, seen.id = class_of(frame.path, name), f"{frame.path}:{name}"
         case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner in frame.names:
-            seen.id = f"{frame.names[owner].id}.{name}"
+            seen.type, seen.id = class_of(frame.path, name), f"{frame.names[owner].id}.{name}"
         case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner in known:
-            seen.id = f"{frame.path}:{owner}.{name}"
+            seen.type, seen.id = class_of(frame.path, name), f"{frame.path}:{owner}.{name}"
     return seen  # of anything else, a variable of an outer function for example, nothing is known
+
+
+@functools.lru_cache(256)
+def class_of(path, name):
+    """Return the class of a variable or an attribute, "" unless it is known of all that a file assigns to this name.
+
+    If these are locks of several kinds, it counts as an RLock, of which the least is known.
+    """
+    found = set()
+    for node in ast.walk(parsed(path)):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            for one, value in pairs(target, node.value):
+                if name in (getattr(one, "id", None), getattr(one, "attr", None)):
+                    found.add(CLASSES.get(method_of(value), ""))
+    return found.pop() if len(found) == 1 else "RLock" if found and found <= LOCKS else ""
 
 
 @functools.lru_cache(64)
@@ -86,16 +104,10 @@ def pairs(target, value):
     return list(zip(target.elts, value.elts, strict=False)) if both else [(target, value)]
 
 
-def nodes_at(path, function, line):
-    """Return the `with` blocks around a line of a function, and its calls that may wait; the outer ones come first."""
-    found = []
-    for node in ast.walk(parsed(path)) if function not in ELSEWHERE else ():  # the outer ones come first
-        if getattr(node, "lineno", line + 1) <= line <= node.end_lineno:
-            if isinstance(node, SCOPES):
-                found = []  # what is around a function is not around its lines
-            if isinstance(node, ast.With) or (isinstance(node, ast.Call) and method_of(node) in WAITING):
-                found.append(node)
-    return found
+def around(path, line):
+    """Return the nodes of a file's syntax tree in which a line is. The outer ones come first."""
+    nodes = [node for node in ast.walk(parsed(path)) if hasattr(node, "lineno")]
+    return [node for node in nodes if node.lineno <= line <= node.end_lineno]
 
 
 def method_of(call):

@@ -9,9 +9,9 @@ import os
 from dataclasses import replace
 from typing import NamedTuple
 
+from rpctrace import syntax
 from rpctrace.evidence import Call, Frame, Seen, Wait
 
-LOCKS = ("lock", "RLock", "Condition", "")  # the last one is unknown: C code enters it, and it has a name
 SIGNALS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py")  # in which threads wait for each other
 ENTRY = ("start", "run", "_bootstrap", "_bootstrap_inner")  # of Thread: they do not wait for its end
 API, C10D, FUTURES = "/distributed/rpc/api.py", "/distributed/distributed_c10d.py", "/torch/futures/__init__.py"
@@ -72,7 +72,7 @@ OF_PYTHON_AND_TORCH = (
     # signal() reads threading.py, queue.py and concurrent/futures: Condition, Event, Queue, Thread.join and so on.
 )
 OF_C = (
-    Row("lock RLock Condition ?", "acquire", acquire),
+    Row("lock RLock Condition", "acquire", acquire),
     Row("SimpleQueue", "get", simple_queue),
     Row("Work", "wait", end("a collective, or a message")),
     Row("Store TCPStore FileStore PrefixStore", "get wait add", end("a key in a store, with a time limit")),
@@ -125,7 +125,7 @@ def own_wait(frame):
             kind = fact.things[0].type if fact.things else ""
             rows = [row for row in OF_C if fact.method in row.functions.split()]
             found += [row.wait_of(fact) for row in rows if (kind or "?") in row.file.split()]
-        elif fact.enters and all(lock.id and lock.type in LOCKS for lock in fact.things):
+        elif fact.enters and all(lock.type in syntax.LOCKS for lock in fact.things):
             found.append(Wait("lock", locks=fact.things))
     return found[0] if len(found) == 1 else None
 
