@@ -8,7 +8,7 @@ from helpers import package_on_path
 
 with package_on_path("tools"):
     from rpctrace import cli, dumps, names, rules, sources, stacks, syntax, waits
-    from rpctrace.evidence import Call, Frame, Process, Thread, Wait
+    from rpctrace.evidence import Call, Frame, Process, Seen, Thread, Wait
 
 pytestmark = pytest.mark.quick
 API, INTERNAL = "/site-packages/torch/distributed/rpc/api.py", "/site-packages/torch/distributed/rpc/internal.py"
@@ -75,6 +75,16 @@ def test_the_source_tells_all_calls_for_which_a_line_may_wait_or_none(between, e
     line = len(path.read_text().splitlines())
     calls, _ = sources.Line([Frame(str(path), "wait", line)], 60.0).calls_awaited()
     assert [call.name for call in calls] == expected
+
+
+@pytest.mark.parametrize(("made", "kinds"), [("threading.Lock()", ["lock"]), ("sqlite3.connect(x)", []), ("x", [])])
+def test_only_what_the_file_makes_as_a_lock_is_one(made, kinds, tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(f"class A:\n def __init__(self, x):\n  self.it = {made}\n def f(self):\n  with self.it:\n   pass\n")
+    frame = Frame(str(path), "f", 5, names={"self": Seen("self", "A", 1)})
+    frame.facts = syntax.facts_of(frame, innermost=True)
+    _, wait = waits.read([frame], still=True, ran=False)
+    assert [lock.type for lock in wait.locks] == kinds
 
 
 def test_without_torch_the_store_cannot_be_asked(monkeypatch):
