@@ -93,7 +93,6 @@ def load_oracle(package):
 
 
 def load_module(path):
-    """Import one file by its path."""
     spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -102,11 +102,11 @@ class RunningJob(Programs):
                 how["by"] = hosts.on(rank % 2, [sys.executable])
             self.processes.append(Program(*words, *place, **how))
 
-    def pid_of(self, rank, seconds=60):
+    def pid_of(self, rank):
         """Return the process id of a rank when all ranks are running; None if the job ends before."""
         if self.way == "terminals":
             return self.processes[rank].pid
-        wait_until(lambda: self.have_ended() or self._pids_of(rank), seconds, self.text)
+        wait_until(lambda: self.have_ended() or self._pids_of(rank), 60, self.text)
         return next(iter(self._pids_of(rank)), None)
 
     def _pids_of(self, rank):

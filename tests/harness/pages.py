@@ -63,14 +63,14 @@ class Page:
         for name, program in self.programs.items():
             (folder / name).write_text(program.text)
 
-    def run(self, folder, also=(), at_once=4):
+    def run(self, folder, also=()):
         """Run the programs whose output is shown; return {name: CompletedProcess}.
 
         They are forks of one process (see forks.py), and so many of them run at the same time. `also`: further
         commands, which begin with the name of a file, and are keys of what is returned.
         """
         self.write_to(folder)
-        return run_in_forks(folder, [*self.shown(), *also], at_once, with_stores=True)
+        return run_in_forks(folder, [*self.shown(), *also], at_once=4, with_stores=True)
 
 
 def imports_of(text):
