@@ -148,12 +148,6 @@ def test_a_fifo_is_written_to_if_somebody_reads_and_a_device_stays_one(tmp_path)
         assert stat.S_ISCHR(os.stat(tmp_path / "null").st_mode)
 
 
-def test_what_a_killed_save_has_left_is_written_over(tmp_path):
-    (tmp_path / "c.pt.part").write_bytes(b"the beginning of a checkpoint")
-    write(tmp_path / "c.pt", b"1")
-    assert (tmp_path / "c.pt").read_bytes() == b"1" and os.listdir(tmp_path) == ["c.pt"]
-
-
 def test_two_jobs_with_one_checkpoint_do_not_tear_it(tmp_path):
     """Four processes write files of different lengths to the same path, and at any moment it is one of them."""
     contents = [bytes([number]) * 100_000 * number for number in range(1, 5)]

@@ -119,8 +119,8 @@ def test_a_rank_that_does_not_fit_is_refused_and_the_job_goes_on(tmp_path):
 
         server = start(0, *JOBS["rnn_rpc"]["long"], "--seed", 3, "--checkpoint", file, "--join_timeout", 200)
         assert server.wait_for_text(r"waiting for rank 1 \(trainer\)"), server.text()
-        another, number = start(1, "--seed", 7).result(), start(2).result()
-        unwritable = start(1, "--checkpoint", "/nonexist/c.pt").result()
+        refused = start(1, "--seed", 7), start(2), start(1, "--checkpoint", "/nonexist/c.pt")
+        another, number, unwritable = (rank.result() for rank in refused)
         assert_one_line_error(unwritable, 2, "--checkpoint /nonexist/c.pt", "cannot write")
         trainer = start(1)
         assert trainer.wait_for_text("epoch +2"), trainer.text()

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import time
 
 import pytest
 
 from jobs import JOBS
-from processes import command_of, ranks_of
+from processes import ranks_of
 from programs import Program
 
 
@@ -28,15 +27,24 @@ def test_a_pipe_that_nobody_reads_holds_up_no_end(tmp_path):
     flags = ["--world_size", 3, *JOBS["rl_rpc"]["long"]]
     with Program("rl_rpc/main.py", *flags, stderr=write, env={"PYTHONUNBUFFERED": "1"}) as job:
         assert job.wait_for_text("Episode 20"), job.text()
-        ranks = ranks_of(job.pid, 3)
-        os.kill(ranks[0], signal.SIGKILL)
-        deadline = time.monotonic() + 15
-        while any(map(command_of, ranks)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert job.wait(5) == 1 and not job.left_over()
+        os.kill(ranks_of(job.pid, 3)[0], signal.SIGKILL)
+        assert job.wait(15) == 1 and not job.left_over()
     os.close(read)
     os.close(write)
+
+
+def test_output_that_nobody_reads_for_a_while_delays_the_job_and_breaks_nothing(few_digits):
+    """For longer than --rpc_timeout, and than an error of a connection waits for the name of a lost rank (12 s)."""
+    read, write = os.pipe()
+    fill(write)
+    flags = ("--data_dir", few_digits, "--log_interval", 1, "--max_batches", 20, "--rpc_timeout", 5)
+    with Program("param_server/main.py", *flags, stdout=write) as job:
+        os.close(write)
+        with pytest.raises(AssertionError, match="not within"):
+            job.wait(20)
+        with open(read) as output:
+            assert output.read().count("training batch") == 40
+        assert job.wait() == 0 and job.errors() == ""
 
 
 @pytest.mark.quick

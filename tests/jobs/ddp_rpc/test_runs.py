@@ -28,10 +28,10 @@ def every_act_takes_seconds(time, shards, trainer):
     make_table = shards.Shard.__init__
 
     def make_table_slowly(self, *arguments, **how):
-        time.sleep(9)
+        time.sleep(4)
         make_table(self, *arguments, **how)
 
-    trainer.Trainer.use_device = lambda self: time.sleep(3)
+    trainer.Trainer.use_device = lambda self: time.sleep(2.2)
     shards.Shard.__init__ = make_table_slowly
 
 

@@ -3,15 +3,15 @@
 import json
 import re
 import shutil
-import subprocess
-import time
 
 import pytest
 import torch
 
 from helpers import assert_one_line_error, load_bench, noise, package_on_path, write_mnist
+from jobs import RunningJob
 from patches import main_with
-from programs import Program, run_main, run_script
+from processes import wait_until
+from programs import run_main, run_script
 
 BYTES = load_bench("bytes_per_step")
 
@@ -47,18 +47,6 @@ def test_the_figures_of_staleness():
     assert counts.staleness() == {"staleness_mean": 0.5, "staleness_max": 2}
 
 
-def test_output_that_nobody_reads_for_a_while_delays_the_job_and_breaks_nothing(few_digits):
-    """For longer than --rpc_timeout, and than an error of a connection waits for the name of a lost rank (12 s)."""
-    flags = ("--data_dir", few_digits, "--batch_size", 1, "--log_interval", 1, "--max_batches", 800)
-    flags = (*flags, "--lr", 0.001, "--rpc_timeout", 5)  # with batches of one image, the default may diverge
-    with Program("param_server/main.py", *flags, stdout=subprocess.PIPE) as job:
-        with pytest.raises(AssertionError, match="still runs"):
-            job.wait(30)
-        output = job.process.stdout.read().decode()
-        assert job.wait(100) == 0, job.errors()
-        assert output.count("training batch") == 1600 and job.errors() == ""
-
-
 # ------------------------------------------------------------------------------------------------- bad input
 
 
@@ -85,7 +73,7 @@ def test_unusable_data_ends_the_whole_job_with_status_1(tmp_path, few_digits):
     assert_one_line_error(done, 1, "rank 2 (trainer2)", "train-labels-idx1-ubyte cannot be read", "delete both")
 
 
-def test_no_network_names_both_ways_out_and_a_reader_that_has_gone_is_not_blamed_on_it(tmp_path, monkeypatch):
+def test_no_network_names_both_ways_out(tmp_path, monkeypatch):
     """In the words of the tutorials' own download, which needs a network that is not there."""
     for variable in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")
@@ -93,11 +81,6 @@ def test_no_network_names_both_ways_out_and_a_reader_that_has_gone_is_not_blamed
         import data
     with pytest.raises(ValueError, match=r"cannot be downloaded.*put its four files.* --dataset synthetic"):
         data.load_digits("mnist", str(tmp_path / "data"), 1, train=False, download=True)
-    reader = subprocess.Popen(["true"], stdin=subprocess.PIPE)  # ends at once, so that nobody reads the output
-    reader.wait()
-    with Program("param_server/main.py", "--data_dir", tmp_path / "data", stdout=reader.stdin) as running:
-        assert running.wait(100) == 141
-        assert "MNIST" not in running.errors(), running.errors()
 
 
 def does_not_use_a_parameter(net):
@@ -150,14 +133,11 @@ def test_resumed_ends_where_an_unbroken_run_ends(tmp_path):
     flags = ("--data_dir", tmp_path / "noise", "--batch_size", 2, "--lr", 0.003, "--momentum", 0.5)
     flags = (*flags, "--mode", "sync", "--summary_json", summary)
     three = (*flags, "--world_size", 4)
-    with Program("param_server/main.py", *three, "--checkpoint", unbroken, "--evaluations", 8) as running:
-        deadline = time.monotonic() + 120
-        while not unbroken.exists():
-            assert time.monotonic() < deadline and running.poll() is None, running.text()
-            time.sleep(0.02)
+    with RunningJob("param_server", "spawned", [*three, "--checkpoint", unbroken, "--evaluations", 8]) as job:
+        wait_until(unbroken.exists, 120, job.text)
         shutil.copy(unbroken, broken)
-        assert running.wait() == 0, running.text()
-    measured = re.findall(r"^Epoch 1: Accuracy .* (\d+) updates", running.output(), re.M)
+        assert job.wait(120) == [0], job.text()
+    measured = re.findall(r"^Epoch 1: Accuracy .* (\d+) updates", job.text(), re.M)
     assert measured == [str(update) for update in (*range(7, 54, 7), 54)]
     shutil.copy(broken, copy)
     at = updates_in(broken)

@@ -66,8 +66,8 @@ def test_play_obeys_its_flags(tmp_path, capsys, monkeypatch):
     policy = save_policy(tmp_path / "policy.pt")
     two = rewards_of(capsys, policy, "--episodes", 2)
     assert len(two) == 2 and rewards_of(capsys, policy, "--episodes", 1) == two[:1]
-    more = [rewards_of(capsys, policy, "--episodes", 2, "--seed", seed) for seed in range(2, 9)]
-    assert any(each != two for each in more)
+    ten, again, others = (rewards_of(capsys, policy, "--episodes", 10, "--seed", seed) for seed in (2, 2, 3))
+    assert ten == again != others and len({*ten}) > 1
     try:
         import pygame  # noqa: F401  (gymnasium's renderer)
     except ImportError:
@@ -148,8 +148,7 @@ gym.register("Slow-v0", Slow, reward_threshold=-30)
 """
 
 
-@pytest.mark.parametrize("mode", ["step", "rollout"])
-def test_an_episode_may_take_longer_than_the_rpc_timeout(tmp_path, mode):
+def test_an_episode_may_take_longer_than_the_rpc_timeout(tmp_path):
     """In the tutorial, run_episode has the default timeout, so an episode of more than 60 s fails.
 
     The environment is in a module of the user's, named as module:ID. In the second episode that of the second observer
@@ -157,7 +156,7 @@ def test_an_episode_may_take_longer_than_the_rpc_timeout(tmp_path, mode):
     """
     (tmp_path / "own_environments.py").write_text(ENVIRONMENTS)
     flags = ("--env_id", "own_environments:Slow-v0", "--world_size", 3, "--rpc_timeout", 3, "--log_interval", 1)
-    done = run_main("rl_rpc", *flags, "--mode", mode, "--max_episodes", 2, env={"PYTHONPATH": tmp_path}, timeout=60)
+    done = run_main("rl_rpc", *flags, "--max_episodes", 2, env={"PYTHONPATH": tmp_path}, timeout=60)
     assert "threshold of -30" in done.stdout and "Solved" not in done.stdout
     assert "Episode 1\tLast reward: -40.00\tAverage reward: -40.00" in done.stdout  # it does not start at 0
     assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr

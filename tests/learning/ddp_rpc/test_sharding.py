@@ -70,13 +70,6 @@ def test_the_table_does_not_depend_on_the_number_of_servers():
 
 
 @quick
-def test_a_module_that_contains_a_shard_has_a_state():
-    """It calls the shard's state_dict in its own way, with the dict into which the values belong."""
-    (shard,) = make_shards(1)
-    assert torch.equal(nn.ModuleList([shard]).state_dict()["0.weight"], shard.weight)
-
-
-@quick
 def test_a_sparse_step_leaves_the_other_rows_alone():
     (shard,) = make_shards(1, shard_class=pipelined.EmbeddingShard)
     before = shard.weight.detach().clone()

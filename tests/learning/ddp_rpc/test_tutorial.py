@@ -21,12 +21,6 @@ def trains_little(program, builtins, epochs, batches):
     program.range = lambda stop: builtins.range({100: epochs, 10: batches}.get(stop, stop))
 
 
-def accuracies(output):
-    """Return the accuracies of all trainers in the last 20 of 100 epochs."""
-    found = re.findall(r"^Training done for epoch [89]\d: loss \S+, accuracy (\S+) ", output, re.MULTILINE)
-    return [float(accuracy) for accuracy in found]
-
-
 def batches_of(seed, number):
     """Return a trainer's first weights of fc, and its first batches: drawn as tutorial.py draws them."""
     torch.manual_seed(seed)
@@ -44,14 +38,14 @@ def batches_of(seed, number):
     return fc, batches
 
 
-def plain_loop(updates, ranks, trainers, seed=1, table_weight=1.0):
-    """Train as trainers of these ranks do; return (table, fc) as trains_together_and_saves does."""
+def plain_loop(updates, trainers, seed):
+    """Train as so many trainers do; return (table, fc) as trains_together_and_saves does."""
     torch.manual_seed(seed + trainers + 1)  # the rank of the ps
     table = torch.randn(100, 16)
-    drawn = [batches_of(seed + rank, updates) for rank in ranks]
+    drawn = [batches_of(seed + rank, updates) for rank in range(trainers)]
     fc = drawn[0][0]  # DDP copies the weights of the first trainer to all
     batches = zip(*(batches for _, batches in drawn), strict=True)
-    return oracle.train(table, fc, batches, 0.5, table_weight), parameters_to_vector(fc.parameters()).detach()
+    return oracle.train(table, fc, batches, 0.5, table_weight=1), parameters_to_vector(fc.parameters()).detach()
 
 
 def trains_together_and_saves(program, functools):
@@ -93,13 +87,8 @@ def test_the_tutorial_equals_a_plain_loop(tmp_path):
     assert done.stdout.endswith("Distributed RPC example completed successfully.\n")
     found, *others = (torch.load(tmp_path / f"end{rank}.pt") for rank in range(trainers))
     assert all(torch.equal(other[1], found[1]) for other in others)  # the replicas of fc
-    ranks, updates = range(trainers), epochs * batches
-    assert largest_difference(found, plain_loop(updates, ranks, trainers, seed)) < 1e-5
-    assert largest_difference(found, plain_loop(0, ranks, trainers, seed)) > 5e-3  # training has changed something
-    # The result is different if all trainers get the same rank, as in the published text, and also if the table gets
-    # the mean of the gradients.
-    assert largest_difference(found, plain_loop(updates, [0] * trainers, trainers, seed)) > 5e-3
-    assert largest_difference(found, plain_loop(updates, ranks, trainers, seed, table_weight=1 / trainers)) > 5e-3
+    assert largest_difference(found, plain_loop(epochs * batches, trainers, seed)) < 1e-5
+    assert largest_difference(found, plain_loop(0, trainers, seed)) > 5e-3  # training has changed something
 
 
 @pytest.mark.quick
@@ -110,12 +99,12 @@ def test_trainers_take_the_gpus_in_turn_that_are_asked_for_and_there(monkeypatch
         assert [str(tutorial.get_device(rank, wanted)) for rank in range(3)] == devices
 
 
-def test_the_tutorial_learns_also_from_a_folder_with_a_space_in_its_name(tmp_path):
-    """An accuracy of 0.76 was measured. A run with two trainers does not repeat exactly, so the limit is lower."""
-    done = run_spawned(copied_alone(PATH, tmp_path), cwd=tmp_path, timeout=280)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(accuracies(done.stdout)) == 40 and sum(accuracies(done.stdout)) / 40 > 0.68
-    assert done.stdout.endswith("Distributed RPC example completed successfully.\n")
+@pytest.mark.quick
+def test_the_same_without_rpc_learns(run_here):
+    """The accuracy in the last 20 of 100 epochs."""
+    output = run_here(ROOT / "ddp_rpc" / "single.py")
+    found = re.findall(r"^Training done for epoch [89]\d: loss \S+, accuracy (\S+) ", output, re.MULTILINE)
+    assert len(found) == 20 and sum(map(float, found)) / 20 > 0.65
 
 
 @pytest.mark.quick

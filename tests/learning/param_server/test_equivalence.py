@@ -31,7 +31,6 @@ def cuda(*flags, name, expect=None, need=NO_GPU):
     [
         case("remote", *MOMENTUM, expect=BOTH, marks=pytest.mark.quick),
         case("replica", *MOMENTUM, expect=BOTH),
-        case("bounded", *MOMENTUM, expect=BOTH),
         case("overlap", expect={"epochs": 2, "late": 1}),
         case("sharded", "--world_size", 4, "--num_servers", 3, *MOMENTUM, expect=BOTH),
         cuda("--mode", "remote", name="remote on a GPU"),

@@ -3,8 +3,6 @@
 Before these exercises are solved the checks fail, so pytest does not collect this file by itself.
 """
 
-import json
-
 import torch
 
 from helpers import load_oracle
@@ -15,14 +13,44 @@ oracle = load_oracle("rl_rpc")
 EPISODES, SEED = 10, 2
 
 
-def test_last_reference():
+def dismisses_observer_1(os, time, step):
+    """After the first episode. The observer that is deleted writes a file, which the agent waits for."""
+    make, finish_episode = step.Observer.__init__, step.Agent.finish_episode
+
+    def make_and_tell(self, *arguments):
+        make(self, *arguments)
+        path, close = f"{self.id} is closed", self.env.close
+
+        def close_and_tell():
+            close()
+            open(path, "w").close()
+
+        self.env.close = close_and_tell
+
+    def finish_and_dismiss(self):
+        before, lowest = self.learner.env_steps, finish_episode(self)
+        learned_from = self.learner.env_steps - before
+        if self.learner.episodes == 1:
+            self.dismiss(1)
+            deadline = time.monotonic() + 10
+            while not os.path.exists("1 is closed") and time.monotonic() < deadline:
+                time.sleep(0.05)
+        else:
+            print(len(self.trajectories[2].rewards), "steps,", learned_from, "in the update")
+            print([name for name in os.listdir() if name.endswith("is closed")])
+        return lowest
+
+    step.Observer.__init__, step.Agent.finish_episode = make_and_tell, finish_and_dismiss
+
+
+def test_last_reference(tmp_path):
     """A dismissed observer is deleted in its own process, and closes its environment. The agent goes on without it."""
-    done = run_script("tests/learning/rl_rpc/dismiss_job.py", "--world_size", 3)
+    flags = ("--world_size", 3, "--max_episodes", 2, "--eval_episodes", 0)
+    done = run_script(main_with("rl_rpc", tmp_path, dismisses_observer_1), *flags, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    before, after, steps = done.stdout.splitlines()
-    assert json.loads(before) == [[1, 0], [1, 0]]
-    assert json.loads(after) == [[0, 1], [1, 0]], "is there another reference?"
-    played, learned_from = map(int, steps.split())
+    _, steps, closed, _ = done.stdout.splitlines()
+    assert closed == "['1 is closed']", "is there another reference?"
+    played, learned_from = (text.split()[0] for text in steps.split(", "))
     assert played == learned_from, "the agent has learned again from the old episode of the dismissed observer"
 
 

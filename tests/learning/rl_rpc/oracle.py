@@ -29,23 +29,27 @@ EPISODE_LINE = re.compile(r"^Episode (\d+)\tLast reward: (-?[\d.]+)\tAverage rew
 # ---- one process -----------------------------------------------------------------------------------------------------
 
 
-def play_episode(network, env, seed, ob_id, episode):
-    """Play an observer's episode; return (log-probability of each action, with its graph; states; actions; rewards)."""
+def play_games(network, env, seed, ob_id, episode, games=1):
+    """Play an observer's episode of each game; return what play_game returns, in a list by game."""
     generator = random.Random(training.seed_for(seed, "actions", ob_id, episode))
-    state, _ = env.reset(seed=training.seed_for(seed, "environment", ob_id, episode))
-    log_probs, states, actions, rewards = [], [], [], []
-    done = False
-    while not done:
+    draws = [generator.random() for _ in range(env.spec.max_episode_steps * games)]  # in each step, one for each game
+    first_seed = training.seed_for(seed, "environment", ob_id, episode)
+    return [play_game(network, env, first_seed + game, draws[game::games]) for game in range(games)]
+
+
+def play_game(network, env, seed, draws):
+    """Return (log-probability of each action, with its graph; reward of each action)."""
+    state, _ = env.reset(seed=seed)
+    log_probs, rewards = [], []
+    for draw in draws:
         h = torch.from_numpy(state).double().unsqueeze(0) @ network.affine1.weight.T + network.affine1.bias
         probs = torch.softmax(torch.relu(h) @ network.affine2.weight.T + network.affine2.bias, dim=1)[0]
-        action = 0 if generator.random() < probs[0].item() else 1
+        action = 0 if draw < probs[0].item() else 1
         log_probs.append(torch.log(probs[action]))
-        states.append(state)
-        actions.append(action)
         state, reward, terminated, truncated, _ = env.step(action)
         rewards.append(reward)
-        done = terminated or truncated
-    return log_probs, states, actions, rewards
+        if terminated or truncated:
+            return log_probs, rewards
 
 
 def returns_of(rewards, gamma):
@@ -57,99 +61,38 @@ def normalised(returns):
     return (returns - returns.mean()) / (returns.std() + np.finfo(np.float32).eps.item())
 
 
-def new_network(seed, lr=5e-3):
-    torch.manual_seed(training.seed_for(seed, 0))
-    network = policy.Policy(4, 2)
-    return network, torch.optim.Adam(network.parameters(), lr=lr)
+def minus_the_mean_of_each_step(games):
+    """Return the returns of these games, minus the mean of those games that play the same step."""
+    means = [statistics.mean(game[t] for game in games if t < len(game)) for t in range(max(map(len, games)))]
+    return [[g - mean for g, mean in zip(game, means, strict=False)] for game in games]
 
 
-def single_process_reinforce(seed, episodes, observers=1, gamma=0.99, max_steps=500):
+def single_process_reinforce(seed, episodes, observers=1, gamma=0.99, max_steps=500, games=None):
     """Run REINFORCE without RPC, as in textbooks; return (lowest reward of each episode, parameters).
 
     It keeps a graph for each step, as the tutorial does, and has its own loop for the returns. With the code under test
-    it shares only the seeds of the random numbers, and the initial weights, which follow from the seed.
+    it shares only the seeds of the random numbers, and the initial weights, which follow from the seed. `games`: those
+    of an observer in mode `vector`; here they are played one after the other.
     """
-    network, optimizer = new_network(seed)
+    torch.manual_seed(training.seed_for(seed, 0))
+    network = policy.Policy(4, 2)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-2 if games else 5e-3)
     env = gym.make("CartPole-v1", max_episode_steps=max_steps)
     lowest_rewards = []
     for episode in range(1, episodes + 1):
         log_probs, returns, totals = [], [], []
         for ob_id in range(1, observers + 1):
-            played, _, _, rewards = play_episode(network, env, seed, ob_id, episode)
-            log_probs += played
-            returns += returns_of(rewards, gamma)
-            totals.append(sum(rewards))
+            played = play_games(network, env, seed, ob_id, episode, games or 1)
+            by_game = [returns_of(rewards, gamma) for _, rewards in played]
+            if len(by_game) > 1:
+                by_game = minus_the_mean_of_each_step(by_game)
+            for game, (game_log_probs, rewards) in zip(by_game, played, strict=True):
+                log_probs += game_log_probs
+                returns += game
+                totals.append(sum(rewards))
         loss = sum(-log_prob * g for log_prob, g in zip(log_probs, normalised(returns), strict=True))
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
-        lowest_rewards.append(min(totals))
-    return lowest_rewards, network.state_dict()
-
-
-def single_process_with_old_weights(seed, order, gamma=0.99, max_steps=500):
-    """Learn as mode `async` from episodes that end in this order of observers; return (rewards, staleness, parameters).
-
-    Each episode is played with the weights of its beginning. The loss is PPO's, by the definition in the paper.
-    """
-    network, optimizer = new_network(seed)
-    env = gym.make("CartPole-v1", max_episode_steps=max_steps)
-
-    def begin(ob_id, updates):
-        return updates, play_episode(network, env, seed, ob_id, updates + 1)
-
-    playing = {ob_id: begin(ob_id, 0) for ob_id in set(order)}
-    totals, staleness = [], []
-    for updates, ob_id in enumerate(order):
-        began, (old_log_probs, states, actions, rewards) = playing[ob_id]
-        scores = network.scores(np.stack(states))
-        log_probs = torch.log_softmax(scores, dim=1)[range(len(actions)), actions]
-        ratio = (log_probs - torch.stack(old_log_probs).detach()).exp()
-        advantages = normalised(returns_of(rewards, gamma))
-        clipped = ratio.clamp(0.8, 1.2)
-        optimizer.zero_grad()
-        (-torch.minimum(ratio * advantages, clipped * advantages).sum()).backward()
-        optimizer.step()
-        totals.append(sum(rewards))
-        staleness.append(updates - began)
-        playing[ob_id] = begin(ob_id, updates + 1)
-    return totals, staleness, network.state_dict()
-
-
-def minus_the_mean_of_each_step(games):
-    """Return the returns of all games, one after the other, minus the mean of the games that play the same step."""
-    means = [statistics.mean(game[t] for game in games if t < len(game)) for t in range(max(map(len, games)))]
-    return [g - mean for game in games for g, mean in zip(game, means, strict=False)]
-
-
-def single_process_with_vector_environments(seed, updates, observers, games, make_envs, gamma=0.99):
-    """Run REINFORCE without RPC in vector environments; return what single_process_reinforce returns.
-
-    The games of an observer are taken apart at once: each is a list of its steps until it ends.
-    """
-    network, optimizer = new_network(seed, lr=1e-2)
-    envs = make_envs()
-    lowest_rewards = []
-    for update in range(1, updates + 1):
-        log_probs, returns, totals = [], [], []
-        for ob_id in range(1, observers + 1):
-            generator = random.Random(training.seed_for(seed, "actions", ob_id, update))
-            states, _ = envs.reset(seed=training.seed_for(seed, "environment", ob_id, update))
-            played, rewards, ended = [[] for _ in range(games)], [[] for _ in range(games)], set()
-            while len(ended) < games:
-                probs = torch.softmax(network.scores(states), dim=1)
-                actions = [0 if generator.random() < each[0].item() else 1 for each in probs]
-                states, rewards_now, terminated, truncated, _ = envs.step(np.array(actions))
-                for game in {*range(games)} - ended:
-                    played[game].append(torch.log(probs[game, actions[game]]))
-                    rewards[game].append(float(rewards_now[game]))
-                    if terminated[game] or truncated[game]:
-                        ended.add(game)
-            log_probs += [log_prob for game in played for log_prob in game]
-            returns += minus_the_mean_of_each_step([returns_of(game, gamma) for game in rewards])
-            totals += map(sum, rewards)
-        optimizer.zero_grad()
-        sum(-log_prob * g for log_prob, g in zip(log_probs, normalised(returns), strict=True)).backward()
         optimizer.step()
         lowest_rewards.append(min(totals))
     return lowest_rewards, network.state_dict()

@@ -1,18 +1,16 @@
 """Every mode of rl_rpc plays and learns what a plain loop in one process does."""
 
 import json
-import os
+from types import SimpleNamespace
 
-import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 
-from helpers import ROOT, load_module, load_oracle
-from rl_runs import EPISODES, SEED, play
+from helpers import load_oracle
+from rl_runs import EPISODES, SEED, SHORT, play
 
 oracle = load_oracle("rl_rpc")
-noted_envs = load_module(ROOT / "tests" / "learning" / "rl_rpc" / "noted_envs.py")
-SHORT = noted_envs.SHORT
 MODES = oracle.MODES
 pytestmark = pytest.mark.xdist_group("rl_rpc")
 
@@ -25,17 +23,11 @@ def reference():
 @pytest.mark.quick
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_is_the_single_process_loop(rl_run, reference, mode):
-    oracle.assert_is_the_single_process_loop(rl_run(mode).lines, rl_run(mode).state, reference)
-    rewards, _ = reference
-    assert len(rewards) == EPISODES and min(rewards) < SHORT
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_all_modes_play_and_learn_the_same_with_three_observers(rl_run, mode):
-    """The weights are equal to the bit, although the observers' calls arrive in another order in each run."""
-    assert rl_run(mode).lines == rl_run("step").lines
-    oracle.assert_equal_to_the_bit(rl_run(mode).state, rl_run("step").state)
+    """All weights are equal to the bit, although the observers' calls arrive in another order in each run."""
+    played, step = rl_run(mode), rl_run("step")
+    oracle.assert_is_the_single_process_loop(played.lines, played.state, reference)
+    assert played.lines == step.lines and min(float(last) for _, last, _ in step.lines) < SHORT
+    oracle.assert_equal_to_the_bit(played.state, step.state)
 
 
 @pytest.mark.quick
@@ -67,72 +59,20 @@ def calls_in_steps(path, name):
     return sum(start <= time < end for time in times for start, end in steps)
 
 
-@pytest.mark.quick
-def test_batched_answers_when_all_playing_observers_have_asked_and_not_before(rl_run):
-    """So nobody begins an environment step before all that still play have ended the one before."""
-    assert in_lockstep(rl_run("batched")) and not in_lockstep(rl_run("step"))
-
-
-def in_lockstep(played):
-    observers = [[[float(time) for time in line.split()] for line in text.splitlines()] for text in played.notes]
-    assert len(observers) == 3 and all(len(episodes) == EPISODES for episodes in observers)
-    for episodes in zip(*observers, strict=True):  # for each: end of reset, begin and end of step 1, of step 2, ...
-        ends, begins = ([times[first::2] for times in episodes] for first in (0, 1))
-        for step in range(max(map(len, begins))):
-            before = [times[step] for times in ends if len(times) > step]
-            if min(times[step] for times in begins if len(times) > step) < max(before):
-                return False
-    return True
-
-
-@pytest.mark.quick
-def test_vector_is_a_plain_loop_over_the_same_vector_environments_and_repeats(tmp_path):
-    """The games end at different times, by a fall and by the limit. Masked steps count nowhere."""
-
-    def run(name):
-        (tmp_path / name).mkdir()
-        return play(tmp_path / name, "vector", "--games", 5, observers=2, env_id="noted_envs:Together-v0")
-
-    def make_envs():
-        return gym.make_vec("Together-v0", num_envs=5)
-
-    played, again = run("first"), run("second")
-    rewards, parameters = oracle.single_process_with_vector_environments(SEED, EPISODES, 2, 5, make_envs)
+@pytest.mark.parametrize("games", [pytest.param(5, marks=pytest.mark.quick), 1])
+def test_vector_is_a_plain_loop_that_plays_one_game_after_the_other(tmp_path, games):
+    """The games end at different times, by a fall and by the limit. What is stepped after the end counts nowhere."""
+    played = play(tmp_path, "vector", "--games", games, observers=2, traced=True)
+    rewards, parameters = oracle.single_process_reinforce(SEED, EPISODES, 2, max_steps=SHORT, games=games)
     oracle.assert_is_the_single_process_loop(played.lines, played.state, (rewards, parameters))
-    assert min(rewards) < SHORT and played.summary["env_steps"] < EPISODES * 2 * 5 * SHORT
-    assert again.lines == played.lines
-    oracle.assert_equal_to_the_bit(again.state, played.state)
-
-
-def test_vector_with_one_game_is_rollout_and_makes_as_many_calls(tmp_path, rl_run):
-    """This environment has no vector class, so the games are stepped one after the other."""
-    played = play(tmp_path, "vector", "--games", 1, "--lr", 0.005, traced=True)
-    rollout = rl_run("rollout")
-    assert played.lines == rollout.lines
-    assert played.summary["env_steps"] == rollout.summary["env_steps"]
-    oracle.assert_same_policy(played.state, rollout.state["policy"])
-    assert calls_in_steps(played.trace, "agent") == 3 * EPISODES
-
-
-def test_async_learns_from_each_episode_when_it_arrives_with_the_weights_that_it_began_with(tmp_path):
-    """Two observers. While one of them is in the middle of an episode, the other plays up to five."""
-    order = "112222212111111221"
-    saved_at_the_end = ("--log_interval", len(order))
-    where = {"env_id": "noted_envs:InTurn-v0", "env": {"ORDER": order}}
-    played = play(tmp_path, "async", *saved_at_the_end, observers=2, episodes=len(order), **where)
-    rewards, staleness, parameters = oracle.single_process_with_old_weights(SEED, [*map(int, order)], max_steps=SHORT)
-    assert played.summary["curves"]["reward/last"] == [[*range(1, len(order) + 1)], rewards]
-    assert played.summary["staleness_max"] == max(staleness) == 6
-    assert played.summary["staleness_mean"] == pytest.approx(sum(staleness) / len(staleness), abs=1e-3)
-    oracle.assert_same_policy(played.state, parameters)
+    assert min(rewards) < SHORT and played.summary["env_steps"] < EPISODES * 2 * games * SHORT
+    assert calls_in_steps(played.trace, "agent") == 2 * EPISODES
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_in_another_mode_too(tmp_path, rl_run):
-    whole, first = rl_run("rollout"), rl_run("packed")
-    (tmp_path / "notes").mkdir()
-    os.link(first.trace.parent / "notes" / "after_4.pt", tmp_path / "notes" / "end.pt")
+    whole, first = rl_run("rollout"), play(tmp_path, "packed", episodes=4)
     second = play(tmp_path, "rollout", "--resume")
-    assert first.lines[:4] + second.lines == whole.lines
+    assert first.lines + second.lines == whole.lines
     oracle.assert_equal_to_the_bit(second.state, whole.state)
 
 
@@ -143,3 +83,91 @@ def test_cuda_plays_the_same_episodes_as_the_cpu(tmp_path, reference, mode):
     """The actions are equal, because float64 rounding does not change one. The weights are close to the CPU's."""
     played = play(tmp_path, mode, "--device", "cuda")
     oracle.assert_is_the_single_process_loop(played.lines, played.state, reference)
+
+
+# ---- an agent whose observers are in this process --------------------------------------------------------------------
+
+
+@pytest.fixture
+def agent_of(monkeypatch):
+    """Return a function that makes the agent of a mode. `observer`: what stands for the RRef of an observer."""
+
+    def make(mode, observers, observer):
+        rpc = SimpleNamespace(RRef=lambda agent: agent, remote=lambda ob_id, *_, **__: observer(ob_id))
+        monkeypatch.setattr(oracle.main.step, "rpc", rpc)
+        learner = oracle.make_learner(seed=SEED)
+        return oracle.main.MODES[mode].Agent(None, observers + 1, learner, "CartPole-v1", SEED)
+
+    return make
+
+
+class Silent:
+    """An observer whose episode is over at once, before it has asked for an action."""
+
+    def __init__(self, ob_id):
+        self.ended = torch.futures.Future()
+        self.ended.set_result(None)
+
+    def rpc_async(self, timeout):
+        return SimpleNamespace(run_episode=lambda *_: self.ended)
+
+
+@pytest.mark.quick
+def test_batched_answers_when_all_playing_observers_have_asked_and_not_before(agent_of):
+    agent = agent_of("batched", 3, Silent)
+    agent.run_episode()
+    state = np.zeros(4, dtype=np.float32)
+    early = [agent.select_action(ob_id, state, None) for ob_id in (3, 1)]
+    assert not any(future.done() for future in early)
+    last = agent.select_action(2, state, None)
+    assert all(future.done() for future in (*early, last))
+    early = [agent.select_action(ob_id, state, 1.0) for ob_id in (1, 2)]
+    assert not any(future.done() for future in early)
+    agent.leave(3)
+    assert all(future.done() for future in early)
+
+
+class InOrder:
+    """An observer whose answer comes when both observers are asked, and it is next in the order."""
+
+    def __init__(self, ob_id, order, open_calls):
+        self.id, self.order, self.open = ob_id, order, open_calls
+
+    def rpc_async(self, timeout):
+        return self
+
+    def run_episode(self, weights, episode):
+        trajectory, future = oracle.trajectory_of(10 + episode), torch.futures.Future()
+        trajectory.weights, trajectory.updates = weights, episode - 1
+        self.open[self.id] = (future, trajectory)
+        if len(self.open) == 2 and self.order:
+            ended, played = self.open.pop(self.order.pop(0))
+            ended.set_result(played)
+        return future
+
+
+@pytest.mark.quick
+def test_async_learns_from_each_episode_when_it_arrives_with_the_weights_that_it_began_with(agent_of, monkeypatch):
+    """While one of two observers is in the middle of an episode, the other plays up to five."""
+    order, open_calls = [1, 1, 2, 2, 2, 2, 2, 1, 2, 1, 1, 1, 1, 1, 1, 2, 2, 1], {}
+    left = [*order]
+    agent = agent_of("async", 2, lambda ob_id: InOrder(ob_id, left, open_calls))
+    clipped_loss, staleness = oracle.main.asynchronous.clipped_loss, []
+
+    def note_and_compute(policy, old_policy, trajectory, gamma):
+        for name, weight in trajectory.weights.items():
+            assert torch.equal(old_policy.state_dict()[name], weight)
+        staleness.append(agent.learner.episodes - trajectory.updates)
+        return clipped_loss(policy, old_policy, trajectory, gamma)
+
+    monkeypatch.setattr(oracle.main.asynchronous, "clipped_loss", note_and_compute)
+    while left:
+        agent.run_episode()
+        agent.finish_episode()
+    ((unused, _),) = open_calls.values()
+    unused.set_result(None)
+    for place, ob_id in enumerate(order):  # the updates since it has ended its last episode
+        began = max((each + 1 for each in range(place) if order[each] == ob_id), default=0)
+        assert staleness[place] == place - began
+    mean = pytest.approx(sum(staleness) / len(staleness), abs=1e-3)
+    assert agent.end() == {"staleness_mean": mean, "staleness_max": max(staleness)} and max(staleness) == 6

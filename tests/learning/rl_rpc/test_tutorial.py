@@ -5,7 +5,6 @@ import sys
 
 import gymnasium as gym
 import pytest
-import torch
 
 from helpers import ROOT, largest_difference, load_module, load_oracle
 from patches import patched
@@ -16,37 +15,23 @@ PATH = "rl_rpc/tutorial.py"
 LINE = re.compile(r"^Episode (\d+)\tLast reward: ([\d.]+)\tAverage reward: ([\d.]+)$", re.M)
 
 
-def spawned_from_a_copy(tmp_path, patch, observers, episodes):
-    """Patch a copy of the program, which is alone in a folder with a space in its name, and start all ranks of it."""
-    program = patched(copied_alone(PATH, tmp_path), patch)
-    flags = ("--world_size", observers + 1, "--max_episodes", episodes, "--log_interval", 1)
-    return run_spawned(program, *flags, cwd=tmp_path)
-
-
-def plays_in_turn_and_saves(program):
-    """Because the observers share one generator: only then are the draws the same in every run."""
-    finish_episode = program.Agent.finish_episode
-
-    def run_episode(self):
-        for ob_rref in self.ob_rrefs:
-            ob_rref.rpc_sync(timeout=0).run_episode(self.agent_rref)
-
-    def finish_and_save(self):
-        lowest = finish_episode(self)
-        program.torch.save(list(self.policy.parameters()), "end.pt")
-        return lowest
-
-    program.Agent.run_episode, program.Agent.finish_episode = run_episode, finish_and_save
-
-
-def test_tutorial_is_the_plain_loop(tmp_path):
-    done = spawned_from_a_copy(tmp_path, plays_in_turn_and_saves, observers=2, episodes=10)
-    agent, expected = load_module(ROOT / "rl_rpc/single.py").Agent(3, 0.99, 1), []
+def rewards_of(agent):
+    """Return the lowest reward of each of ten episodes."""
+    rewards = []
     for _ in range(10):
         agent.run_episode()
-        expected.append(agent.finish_episode())
-    assert assert_plays(done, 10) == expected
-    assert largest_difference(torch.load(tmp_path / "end.pt"), agent.policy.parameters()) < 1e-5
+        rewards.append(agent.finish_episode())
+    return rewards
+
+
+@pytest.mark.quick
+def test_tutorial_is_the_plain_loop():
+    """The observers are in this process, and play in turn, because they share one generator."""
+    agent = oracle.tutorial_agent(PATH, 3, 0.99, 1, in_turn=True)
+    found = rewards_of(agent)
+    expected = load_module(ROOT / "rl_rpc/single.py").Agent(3, 0.99, 1)
+    assert found == rewards_of(expected)
+    assert largest_difference(agent.policy.parameters(), expected.policy.parameters()) < 1e-5
 
 
 def plays_short_episodes(program):
@@ -64,35 +49,14 @@ def plays_short_episodes(program):
 
 
 def test_tutorial_keeps_the_trajectories_of_observers_apart_that_play_at_once(tmp_path):
-    """Observer n plays n + 2 steps, after which its environment truncates the episode."""
-    done = spawned_from_a_copy(tmp_path, plays_short_episodes, observers=2, episodes=6)
+    """Observer n plays n + 2 steps, after which its environment truncates the episode.
+
+    The program is alone in a folder with a space in its name.
+    """
+    program = patched(copied_alone(PATH, tmp_path), plays_short_episodes)
+    done = run_spawned(program, "--world_size", 3, "--max_episodes", 6, "--log_interval", 1, cwd=tmp_path)
     assert assert_plays(done, 6) == [3.0] * 6
     assert done.stdout.count("[[3, 4], [3, 4]]\n") == 6
-
-
-@pytest.mark.quick
-def test_tutorial_episode_of_one_step_leaves_the_policy_finite():
-    agent = oracle.tutorial_agent(PATH, 2, 0.99, 1)
-    agent.select_action(1, gym.make("CartPole-v1").reset(seed=1)[0])
-    agent.report_reward(1, 1.0)
-    assert agent.finish_episode() == 1.0
-    assert all(parameter.isfinite().all() for parameter in agent.policy.parameters())
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("path", "flags"),
-    [
-        ("rl_rpc/tutorial.py", {"world-size": 3, "log-interval": 7}),
-        ("rl_rpc/single.py", {"world-size": 3, "log-interval": 7}),
-        ("rl_rpc/tutorial_batch.py", {"world-size": 3, "num-episode": 7}),
-    ],
-)
-def test_flags_are_also_understood_as_the_published_programs_spell_them(monkeypatch, path, flags):
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    monkeypatch.setattr(sys, "argv", [path, *words])
-    args = load_module(ROOT / path).parse_args()
-    assert {name: vars(args)[name.replace("-", "_")] for name in flags} == flags
 
 
 def assert_plays(done, episodes):
@@ -114,3 +78,20 @@ def test_tutorial_in_terminals_prints_what_single_prints_and_learns(tmp_path, ru
     assert_plays(agent, 5)
     single = run_here(ROOT / "rl_rpc/single.py", *long)
     assert LINE.findall(agent.stdout) == LINE.findall(single)[:5] and float(LINE.findall(single)[-1][2]) > 40
+
+
+@pytest.mark.quick
+def test_tutorial_episode_of_one_step_leaves_the_policy_finite():
+    agent = oracle.tutorial_agent(PATH, 2, 0.99, 1)
+    agent.select_action(1, gym.make("CartPole-v1").reset(seed=1)[0])
+    agent.report_reward(1, 1.0)
+    assert agent.finish_episode() == 1.0
+    assert all(parameter.isfinite().all() for parameter in agent.policy.parameters())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("program, flag", [("tutorial", "log-interval"), ("tutorial_batch", "num-episode")])
+def test_flags_are_also_understood_as_the_published_programs_spell_them(monkeypatch, program, flag):
+    monkeypatch.setattr(sys, "argv", [program, "--world-size", "3", f"--{flag}", "7"])
+    args = load_module(ROOT / f"rl_rpc/{program}.py").parse_args()
+    assert (args.world_size, vars(args)[flag.replace("-", "_")]) == (3, 7)

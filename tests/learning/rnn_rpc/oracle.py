@@ -88,19 +88,6 @@ def assert_equal(one, other, tolerance):
             torch.testing.assert_close(value, other[1][part][name], rtol=0, atol=tolerance, msg=f"{part}.{name}")
 
 
-def assert_same(one, other, tolerance):
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key], tolerance)
-    elif isinstance(one, torch.Tensor):
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
-    elif isinstance(one, float):
-        assert one == pytest.approx(other, rel=1e-9 if tolerance == 0 else 1e-5)
-    else:
-        assert one == other
-
-
 def assert_equals_one_process(folder, mode, world_size):
     """Assert that the losses of 20 training steps are equal, and all parameters after them."""
     found = distributed(folder, "--mode", mode, "--world_size", world_size, "--lr", SGD["lr"], "--clip", SGD["clip"])

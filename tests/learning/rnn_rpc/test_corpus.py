@@ -14,28 +14,31 @@ with package_on_path("rnn_rpc"):
 pytestmark = pytest.mark.quick
 
 
+def perplexity_of(counts):
+    """Return the perplexity of who knows, in each state, how often each token follows. `counts`: (state, token)."""
+    rows = np.broadcast_to(counts.sum(axis=1, keepdims=True), counts.shape)[counts > 0]
+    seen = counts[counts > 0]
+    return math.exp(-(seen * np.log(seen / rows)).sum() / counts.sum())
+
+
 def test_floor_is_the_entropy_rate_by_another_way():
     """The other ways are dense linear algebra instead of power iteration, and the transitions in a long sample."""
     source = corpus.MarkovSource(num_tokens=6, seed=3)
     states = 12
     transition = np.zeros((states, states))
     for s in range(states):
-        for p, after in zip(source.prob_SK[s], source.next_state_SK[s], strict=True):
-            transition[s, after] += p
-    pi = np.linalg.lstsq(
-        np.vstack([transition.T - np.eye(states), np.ones(states)]), np.append(np.zeros(states), 1.0), rcond=None
-    )[0]
+        np.add.at(transition[s], source.next_state_SK[s], source.prob_SK[s])
+    balance = np.vstack([transition.T - np.eye(states), np.ones(states)])
+    pi = np.linalg.lstsq(balance, np.append(np.zeros(states), 1.0), rcond=None)[0]
     np.testing.assert_allclose(source.stationary_S, pi, atol=1e-9)
-    entropy = -sum(pi[s] * p * math.log(p) for s in range(states) for p in source.prob_SK[s])
-    assert source.floor_perplexity() == pytest.approx(math.exp(entropy), rel=1e-9)
+    floor = math.exp(-sum(pi[s] * p * math.log(p) for s in range(states) for p in source.prob_SK[s]))
+    assert source.floor_perplexity() == pytest.approx(floor, rel=1e-9)
 
     ids = source.sample(200_000, seed=1).numpy()
-    state = (ids[:-2] % 2) * 6 + ids[1:-1]  # parity of the token before the last, and last token
     counts = np.zeros((states, 6))
+    state = (ids[:-2] % 2) * 6 + ids[1:-1]  # parity of the token before the last, and last token
     np.add.at(counts, (state, ids[2:]), 1)
-    seen = counts[counts > 0]
-    rows = np.broadcast_to(counts.sum(1, keepdims=True), counts.shape)[counts > 0]
-    assert math.exp(-(seen * np.log(seen / rows)).sum() / counts.sum()) == pytest.approx(math.exp(entropy), rel=0.01)
+    assert perplexity_of(counts) == pytest.approx(floor, rel=0.01)
 
 
 def test_remembering_one_token_only_is_not_enough():
@@ -44,10 +47,7 @@ def test_remembering_one_token_only_is_not_enough():
     ids = source.sample(300_000, seed=2).numpy()
     counts = np.zeros((50, 50))
     np.add.at(counts, (ids[:-1], ids[1:]), 1)
-    seen = counts[counts > 0]
-    rows = np.broadcast_to(counts.sum(1, keepdims=True), counts.shape)[counts > 0]
-    bigram = math.exp(-(seen * np.log(seen / rows)).sum() / counts.sum())
-    assert bigram == pytest.approx(source.bigram_floor_perplexity(), rel=0.01)
+    assert perplexity_of(counts) == pytest.approx(source.bigram_floor_perplexity(), rel=0.01)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 3, 8, 10_000])

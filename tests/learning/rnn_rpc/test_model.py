@@ -87,10 +87,7 @@ def test_eval_reaches_the_remote_layers():
     losses = [model.summed_loss(data_TB, target_TB, model.init_hidden(B))[0].item() for _ in range(3)]
     assert len(set(losses)) == 1
     model.train()
-    torch.manual_seed(1)
     assert all(layer.training for layer in layers) and model.rnn.training
-    losses = [model.summed_loss(data_TB, target_TB, model.init_hidden(B))[0].item() for _ in range(3)]
-    assert len(set(losses)) == 3
 
 
 def test_no_graph_is_built_on_a_server_in_eval_mode():
@@ -108,12 +105,6 @@ def test_switching_the_mode_sends_no_parameters():
     model = new_model()
     assert isinstance(model.decoder_rref.rpc_sync().train(), logits.Decoder)
     assert model.decoder_rref.rpc_sync().set_training(True) is None
-
-
-def test_a_module_that_contains_a_remote_layer_has_a_state():
-    """It calls the layer's state_dict in its own way, with the dict into which the values belong."""
-    layer = logits.EmbeddingTable(V, E, 0.0, seed=1, device="cpu")
-    assert torch.equal(nn.ModuleList([layer]).state_dict()["0.encoder.weight"], layer.encoder.weight)
 
 
 @pytest.mark.parametrize("mode", ["logits", "loss"])
