@@ -24,6 +24,7 @@ def test_solves_cartpole_saves_and_plays(tmp_path, capsys):
     done = run_main("rl_rpc", "--mode", "rollout", "--save", policy, "--summary_json", summary_path, timeout=280)
     assert (done.returncode, done.stderr) == (0, "")
     assert float(SOLVED_LINE.search(done.stdout)[1]) > 475
+    assert "Greedy policy over 100 episodes: " in done.stdout
     summary = json.loads(summary_path.read_text())
     assert summary["solved"] is True and summary["eval_mean_reward"] >= 475 and summary["env_steps_per_second"] > 0
     assert statistics.mean(rewards_of(capsys, policy, "--episodes", 3)) >= 475
