@@ -167,7 +167,6 @@ def cached(x):
     return x + 1
 
 
-@torch.compile(backend="eager")
 def compiled(x):
     return x + 1
 
@@ -177,7 +176,13 @@ async def later(x):
     return x
 
 
-@scene()
+def compile_and_join(rank):  # not for each scene: it imports torch._dynamo, which takes seconds
+    global compiled
+    compiled = torch.compile(compiled, backend="eager")
+    join(rank)
+
+
+@scene(begin=compile_and_join)
 def what_can_be_sent():
     multiplier = Multiplier()
     assert call(multiplier.times, 1) == 3 and multiplier.factor == 2  # the object of the bound method was copied
