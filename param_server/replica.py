@@ -65,22 +65,14 @@ class ParameterServer:  # in server1, on its main thread: so it needs no lock
         self.plan = plan
         self.counts = Counts(bar)
         torch.set_num_threads(1)  # its updates are short, and a second thread would take a core from the trainers
-        torch.manual_seed(seed_for(plan.seed, "net"))
-        self.model = Net().to(devices[0])
-        # All weights in one tensor. The model's parameters become views of it, so the model changes when the optimizer
-        # changes this tensor in place.
-        self.weights_P = parameters_to_vector(self.model.parameters()).detach()
-        vector_to_parameters(self.weights_P, self.model.parameters())
-        self.optimizer = optim.SGD([self.weights_P], lr=plan.lr, momentum=plan.momentum)
-        ranks = range(plan.num_servers, plan.world_size)
-        # remote() does not wait: all trainers read their images meanwhile.
-        self.trainers = {rank: self.make_trainer(rank, folders[rank], devices[rank]) for rank in ranks}
+        self.model, self.weights_P, self.optimizer = make_model(plan, devices[0])
+        # remote() does not wait: all trainers read their images meanwhile. timeout=0: no time limit, here and below.
+        self.trainers = {
+            rank: rpc.remote(rank, Trainer, args=(plan, folders[rank], devices[rank]), timeout=0)
+            for rank in range(1, plan.world_size)
+        }
         self.done = dict.fromkeys(self.trainers, 0)  # how many batches each of them has done
         self.calls = OpenCalls()  # with --on_lost continue, it gives up the calls to a lost trainer
-
-    def make_trainer(self, rank, folder, device):
-        """Return an RRef to a Trainer in this rank."""
-        return rpc.remote(rank, Trainer, args=(self.plan, folder, device), timeout=0)  # no time limit, here and below
 
     def run_batches(self, epoch, batches, report):
         """Whoever has answered gets the newest weights and the next batch. `batches`: their numbers."""
@@ -124,3 +116,13 @@ class ParameterServer:  # in server1, on its main thread: so it needs no lock
         if self.done[trainer] % self.plan.log_interval == 0:
             report.say(f"Rank {trainer} training batch {batch} loss {loss}")
             report.scalar("loss", loss, self.counts.updates)
+
+
+def make_model(plan, device):
+    """Return (model, all its weights (P,), the SGD that updates them)."""
+    torch.manual_seed(seed_for(plan.seed, "net"))
+    model = Net().to(device)
+    # The model's parameters become views of one tensor, which the optimizer changes in place.
+    weights_P = parameters_to_vector(model.parameters()).detach()
+    vector_to_parameters(weights_P, model.parameters())
+    return model, weights_P, optim.SGD([weights_P], lr=plan.lr, momentum=plan.momentum)

@@ -14,6 +14,7 @@ at most one weight. All tensors travel on the CPU, because RPC's CUDA support is
 
 import threading
 
+from glue.open_calls import OpenCalls
 from glue.training import check_finite
 
 import torch
@@ -26,42 +27,38 @@ from counts import Counts, Origin
 from remote import print_loss, run_loops
 
 
-class ParameterServer(replica.ParameterServer):  # in server1, on its main thread
-    """Leads the servers, of which one is in this process too, and the trainers.
-
-    The shards' optimizers make the steps. The weights here, and the optimizer, which has their momentum, are for
-    main.py, which evaluates and saves them. They are up to date while no trainer computes.
-    """
+class ParameterServer:  # in server1, on its main thread
+    """Leads the servers, of which one is in this process too, and the trainers."""
 
     TRAINER_THREADS = 16  # RPC threads of a trainer: torch's default
 
     def __init__(self, plan, devices, folders, bar):
-        own = Shard(devices[0], plan.momentum)
-        self.shards = [rpc.RRef(own)]
+        self.counts = Counts(bar)
+        self.calls = OpenCalls()  # to the trainers
+        torch.set_num_threads(1)  # as in replica
+        self.model, self.weights_P, self.optimizer = replica.make_model(plan, devices[0])
+        # Every shard counts the same gradients. main.py reads the counts of this process's shard.
+        self.shards = [rpc.RRef(Shard(devices[0], plan.momentum, self.counts))]
         for rank in range(1, plan.num_servers):
-            self.shards.append(rpc.remote(rank, Shard, args=(devices[rank], plan.momentum), timeout=0))
-        super().__init__(plan, devices, folders, bar)  # makes the trainers, which get the shards
-        own.counts = self.counts  # every shard counts the same gradients; main.py reads the counts of this one
-        self.optimizer.state[self.weights_P]["momentum_buffer"] = torch.zeros_like(self.weights_P)
-
-    def make_trainer(self, rank, folder, device):
-        return rpc.remote(rank, Trainer, args=(self.shards, self.plan, folder, device), timeout=0)
+            self.shards.append(rpc.remote(rank, Shard, args=(devices[rank], plan.momentum, Counts()), timeout=0))
+        self.trainers = {
+            rank: rpc.remote(rank, Trainer, args=(self.shards, plan, folders[rank], devices[rank]), timeout=0)
+            for rank in range(plan.num_servers, plan.world_size)
+        }
 
     def run_batches(self, epoch, batches, report):
         """Let the trainers train with these batches, which are given by their numbers."""
-        state = self.optimizer.state[self.weights_P]
-        weights = self.weights_P.cpu().tensor_split(len(self.shards))
-        momenta = state["momentum_buffer"].cpu().tensor_split(len(self.shards))
-        lr, progress = self.optimizer.param_groups[0]["lr"], self.counts.state_dict()
-        for server, shard in enumerate(self.shards):
-            self.calls.add(server, shard.rpc_async().begin(weights[server], momenta[server], lr, progress))
-        self.calls.results()
+        # The weights and the momentum go out to the shards, whose optimizers make the steps, and come back at the end:
+        # main.py evaluates and saves the model and the optimizer that are here, and loads checkpoints into them.
+        momentum_P = momentum_of(self.weights_P, self.optimizer)
+        ranges = [tensor_P.cpu().tensor_split(len(self.shards)) for tensor_P in (self.weights_P, momentum_P)]
+        lr = self.optimizer.param_groups[0]["lr"]
+        for shard, weights_R, momentum_R in zip(self.shards, *ranges, strict=True):
+            shard.rpc_sync().set_state(weights_R, momentum_R, lr, self.counts.updates)
         run_loops(self, epoch, batches, report)
-        for server, shard in enumerate(self.shards):
-            self.calls.add(server, shard.rpc_async().end())
-        weights, momenta = zip(*self.calls.results().values(), strict=True)
+        weights, momenta = zip(*(shard.rpc_sync().get_state() for shard in self.shards), strict=True)
         self.weights_P.copy_(torch.cat(weights))
-        state["momentum_buffer"].copy_(torch.cat(momenta))
+        momentum_P.copy_(torch.cat(momenta))
 
 
 class Trainer(replica.Trainer):  # in a trainer, on the RPC thread that serves run_training_loop
@@ -98,9 +95,9 @@ class Trainer(replica.Trainer):  # in a trainer, on the RPC thread that serves r
 class Shard:  # in every server, on RPC threads
     """A range of the weights, and the SGD that updates it with each push."""
 
-    def __init__(self, device, momentum):
+    def __init__(self, device, momentum, counts):
         self.device, self.momentum = torch.device(device), momentum
-        self.counts = Counts()
+        self.counts = counts
         self.lock = threading.RLock()  # guards all that changes
 
     # Trainers call the next two methods, several at once.
@@ -121,13 +118,18 @@ class Shard:  # in every server, on RPC threads
 
     # Rank 0 calls the other two, while no trainer computes.
 
-    def begin(self, weights_R, momentum_R, lr, progress):
-        """Get the state with which training begins: the weights, SGD's momentum, the learning rate, the counts."""
+    def set_state(self, weights_R, momentum_R, lr, updates):
+        """Begin with these weights, SGD's momentum, the learning rate, and the number of updates so far."""
         self.weights_R = weights_R.to(self.device, copy=True)  # a view would keep all P weights in memory
         self.optimizer = optim.SGD([self.weights_R], lr=lr, momentum=self.momentum)
-        self.optimizer.state[self.weights_R]["momentum_buffer"] = momentum_R.to(self.device, copy=True)
-        self.counts.load_state_dict(progress)
+        momentum_of(self.weights_R, self.optimizer).copy_(momentum_R)
+        self.counts.updates = updates
 
-    def end(self):
+    def get_state(self):
         """Return (weights (R,), momentum (R,))."""
-        return self.weights_R.cpu(), self.optimizer.state[self.weights_R]["momentum_buffer"].cpu()
+        return self.weights_R.cpu(), momentum_of(self.weights_R, self.optimizer).cpu()
+
+
+def momentum_of(weights, optimizer):
+    """Return SGD's momentum of these weights, a tensor of their shape that each step changes in place."""
+    return optimizer.state[weights].setdefault("momentum_buffer", torch.zeros_like(weights))
