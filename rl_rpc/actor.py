@@ -10,7 +10,7 @@ import warnings
 import numpy as np
 
 # numpy warns if training has diverged. The agent then ends the run with one line, as soon as it computes the loss.
-warnings.filterwarnings("ignore", r"(overflow|invalid value) encountered", module="actor")
+warnings.filterwarnings("ignore", r"(overflow|invalid value) encountered", module="actor|vector")
 
 
 class Actor:

@@ -1,8 +1,8 @@
 """Mode `vector`: as `rollout`, but an observer plays many games together, and chooses their actions in one product.
 
-One RPC for an episode of each game. Read rollout.py first; `diff rollout.py vector.py` is the idea. The cost of a step
-in Python and numpy is now shared by all games. What it costs: the games end at different times, so the steps after the
-end of a game are masked out, and the learner learns from arrays, without a loop over games.
+One RPC for an episode of each game. Read rollout.py first. The cost of a step in Python and numpy is now shared by all
+games. The games end at different times, so the steps after the end of a game are masked out. The learner has no loop
+over games. With several games, the mean of the games at a step is a baseline: the gradient is not that of rollout.
 
 Shapes: T = steps of the longest game, N = games of an observer, D = observation features, A = actions, S = steps that
 count, of all games of all observers.
@@ -34,7 +34,7 @@ class Games:
     states: torch.Tensor  # (T, N, D)
     actions: torch.Tensor  # (T, N)
     rewards: torch.Tensor  # (T, N)
-    counts: torch.Tensor  # (T, N), bool: the game had not ended before this step
+    playing: torch.Tensor  # (T, N), bool: the game had not ended before this step, so the step counts
 
 
 class Observer(rollout.Observer):  # in an observer, on an RPC thread
@@ -49,13 +49,13 @@ class Observer(rollout.Observer):  # in an observer, on an RPC thread
         generator = as_numpy(random.Random(seed_for(self.seed, "actions", self.id, episode)))
         played = []
         states_ND = self.reset(episode)  # the environment makes N different first states from one seed
-        counts_N = np.ones(len(states_ND), dtype=bool)
-        while counts_N.any():
+        playing_N = np.ones(len(states_ND), dtype=bool)
+        while playing_N.any():
             actions_N = draw_all(self.actor.scores(states_ND), generator)
             next_ND, rewards_N, terminated_N, truncated_N, _ = self.env.step(actions_N)
-            played.append((states_ND, actions_N, rewards_N, counts_N))
+            played.append((states_ND, actions_N, rewards_N, playing_N))
             # A game that has ended starts again by itself, in the next step. From then on it does not count.
-            counts_N = counts_N & ~(terminated_N | truncated_N)
+            playing_N = playing_N & ~(terminated_N | truncated_N)
             states_ND = next_ND
         return Games(*(torch.from_numpy(np.stack(arrays)) for arrays in zip(*played, strict=True)))
 
@@ -82,13 +82,11 @@ class Agent(rollout.Agent):  # in the agent, on its main thread
         """Learn from the games of all observers; return the lowest of their total rewards."""
         played = list(self.trajectories.values())  # of the observers
         for games in played:
-            games.rewards = torch.where(games.counts, games.rewards, 0).to(DTYPE)
+            games.rewards = torch.where(games.playing, games.rewards, 0).to(DTYPE)
         min_reward = min(games.rewards.sum(dim=0).min().item() for games in played)
-        states_SD = torch.cat([games.states[games.counts] for games in played])
-        actions_S = torch.cat([games.actions[games.counts] for games in played])
-        advantages = [advantages_of(games, self.learner.gamma)[games.counts] for games in played]
-        if len(actions_S) > 4 * PIECE:  # a smaller update takes less than 0.1 s on one core
-            share_cores(1)  # the observers wait, so use their cores: from now on, as the agent is idle while they play
+        states_SD = torch.cat([games.states[games.playing] for games in played])
+        actions_S = torch.cat([games.actions[games.playing] for games in played])
+        advantages = [advantages_of(games, self.learner.gamma)[games.playing] for games in played]
         losses = in_pieces(self.learner.policy, states_SD, actions_S, normalised(torch.cat(advantages)))
         return self.learner.update(len(actions_S), min_reward, losses)
 
@@ -99,12 +97,14 @@ def advantages_of(games, gamma):
     for t in reversed(range(len(returns_TN) - 1)):
         returns_TN[t] += gamma * returns_TN[t + 1]
     if returns_TN.shape[1] > 1:  # the return of a game that has ended is 0
-        returns_TN -= returns_TN.sum(axis=1, keepdims=True) / games.counts.numpy().sum(axis=1, keepdims=True)
+        returns_TN -= returns_TN.sum(axis=1, keepdims=True) / games.playing.numpy().sum(axis=1, keepdims=True)
     return torch.from_numpy(returns_TN)
 
 
 def in_pieces(policy, *tensors):
     """Yield losses, whose sum is reinforce_loss for these states (S, D), actions (S,) and returns (S,)."""
+    if len(tensors[0]) > 4 * PIECE:  # a smaller update takes less than 0.1 s on one core
+        share_cores(1)  # the observers wait, so use their cores: from now on, as the agent is idle while they play
     for states, actions, returns in zip(*(tensor.split(PIECE) for tensor in tensors), strict=True):
         scores = policy.scores(states)
         yield F.cross_entropy(scores, actions.to(scores.device), reduction="none").dot(returns.to(scores.device))
