@@ -27,7 +27,8 @@ import hogwild
 from shards import split_by_shard
 
 
-class Trainer(hogwild.Trainer):  # in a trainer; it needs none of the parameter_rrefs that hogwild collects
+# hogwild's constructor collects parameter_rrefs. Here nothing needs them, but collecting them waits for the shards.
+class Trainer(hogwild.Trainer):  # in a trainer
     def set_learning_rate(self, lr):
         self.opt = optim.SGD(self.model.parameters(), lr=lr)
         for emb_rref in self.emb_rrefs:

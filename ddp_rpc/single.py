@@ -85,8 +85,8 @@ def _run_trainer(emb, num_gpus):
             total_loss += loss.item() * len(target)
             correct += (output.argmax(dim=1) == target).sum().item()
             bags += len(target)
-        # Each batch is new, and is counted before the model learns from it. So nothing that the
-        # model has memorized counts in this accuracy.
+        # Each batch is new, and its answers are counted before the model learns from it. So what
+        # the model has memorized does not raise this accuracy.
         result = f"loss {total_loss / bags:.3f}, accuracy {correct / bags:.3f} (guessing: 0.125)"
         print(f"Training done for epoch {epoch}: {result}", flush=True)
 

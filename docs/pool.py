@@ -9,7 +9,8 @@ Or one command for each rank, on any machines (rank 0 is the leader, at 10.0.0.1
 
     RANK=0 MASTER_ADDR=10.0.0.1 TP_SOCKET_IFNAME=eth0 python pool.py    # and RANK=1, RANK=2 for the workers
 
-A worker may die, for example by `kill -9`. Then another one gets its task.
+A worker may die, for example by `kill -9`. Then another one gets its task. On one machine, for work that may run on any
+thread, starter.py is simpler.
 """
 
 import contextlib

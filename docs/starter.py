@@ -24,6 +24,7 @@ Then put a mistake into Worker.work. The worker prints a traceback, then the lea
 In the leader's traceback, find `On WorkerInfo(`. Below it, the last entry with your own file shows the mistake.
 
 Ctrl-C ends everything, and leaves a small folder in the directory for temporary files.
+For several machines, or for work that must stay on one thread, copy pool.py instead.
 """
 
 import faulthandler

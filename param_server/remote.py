@@ -143,7 +143,7 @@ class ParameterServer:  # in server1
         """Let the trainers train with these batches, which are given by their numbers. On the main thread."""
         run_loops(self, epoch, batches, report)
 
-    # Trainers call the next three methods, several at once, on RPC threads.
+    # Trainers call the next two methods, several at once, on RPC threads.
 
     def get_param_rrefs(self):
         """Return an RRef to each parameter, for DistributedOptimizer."""

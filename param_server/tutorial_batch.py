@@ -35,7 +35,7 @@ batch_size = 20
 image_w = 64
 image_h = 64
 num_classes = 30
-batch_update_size = 5
+num_trainers = 5
 num_batches = 50
 log_interval = 10  # every tenth batch and update writes its lines
 
@@ -191,7 +191,7 @@ def run_worker(rank, args):
 
 def parse_args():
     parser = argparse.ArgumentParser(description="Batch-updating parameter server")
-    size = batch_update_size + 1
+    size = num_trainers + 1
     parser.add_argument("--world_size", type=int, default=size, help=f"server, trainers ({size})")
     parser.add_argument("--rank", type=int, help="start only this rank; 0 is the server")
     parser.add_argument("--master_addr", default="localhost", help="host of rank 0 (localhost)")

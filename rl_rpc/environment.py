@@ -15,8 +15,8 @@ MAX_STEPS = 10_000  # of an episode, as in the tutorial, where the environment h
 def make_env(env_id, render_mode=None, games=None):
     """Return a gymnasium environment with a flat Box observation (D,) and the actions 0 to A - 1.
 
-    With `games` it is a vector environment, which plays that many games. Its episodes end. Raises UserError, with one
-    line of text, if the environment does not exist, cannot be made, or does not fit.
+    With `games` it is a vector environment, which plays that many games. An episode ends by the environment's limit, or
+    after MAX_STEPS. Raises UserError, with one line of text, if the environment cannot be made, or does not fit.
     """
     try:
         # The environment checker only validates each observation again; it takes time and prints warnings.
@@ -41,7 +41,7 @@ def make_env(env_id, render_mode=None, games=None):
 
 
 def vector_of(env, spec, env_id, games):
-    """Return a vector environment that plays what `env` plays: the environment's own if it has one, otherwise `sync`.
+    """Return a vector environment that plays what `env` plays: the environment's own if one fits, otherwise `sync`.
 
     Some environments have a vector class, which steps all games in numpy. `sync` steps one game after the other.
     """

@@ -26,7 +26,7 @@ class Agent:  # in the agent
     `observer_class`: of the same mode. Source: tutorial, Agent.
     """
 
-    default_lr = 0.005
+    default_lr = 0.005  # the tutorial has 0.01 (difference 12)
 
     def __init__(self, observer_class, world_size, learner, env_id, seed):
         self.learner = learner

@@ -145,7 +145,7 @@ class Agent:
             complete = self.pending_states == 0  # true for one call of each batch, the last
         # The lock is free again. set_result sends all answers, and nobody should wait for it.
         if complete:
-            self.pending_states = len(self.ob_rrefs)
+            self.pending_states = len(self.ob_rrefs)  # no lock: all observers wait for this batch
             future_actions = self.future_actions
             self.future_actions = torch.futures.Future()
             try:

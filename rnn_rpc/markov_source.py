@@ -69,8 +69,9 @@ class MarkovSource:
     def bigram_floor_perplexity(self):
         """Return exp(H(next token | last token)), the lowest perplexity of a model that uses only the last token."""
         last_SK = np.broadcast_to((np.arange(len(self.prob_SK)) % self.num_tokens)[:, None], self.prob_SK.shape)
+        # A pair (last token, next token) is one number here: last * V + next.
         pairs, index = np.unique(last_SK * self.num_tokens + self.next_token_SK, return_inverse=True)
-        # The probability of each pair (last token, next token), and of its last token.
+        # The probability of each pair, and of its last token.
         pair_prob = np.bincount(index.ravel(), (self.stationary_S[:, None] * self.prob_SK).ravel())
         last_token = pairs // self.num_tokens
         last_prob = np.bincount(last_token, pair_prob, minlength=self.num_tokens)[last_token]

@@ -14,8 +14,8 @@ import argparse
 import torch
 from torch import nn, optim
 
-# Shapes: T time steps, B streams (parts of the text, read side by side), E and H vector sizes,
-# V words. In the tutorial's names: batch, nindices, ninp, nhid, ntoken.
+# Shapes, with the tutorial's names: T time steps (`batch`), B streams, which are parts of the text
+# read side by side (`nindices`), E and H vector sizes (`ninp`, `nhid`), V words (`ntoken`).
 
 
 class EmbeddingTable(nn.Module):
@@ -72,23 +72,24 @@ def run_trainer():
     nhid = 32
     nindices = 20
     nlayers = 1
+    num_batches = 160  # of an epoch
     hidden = (torch.randn(nlayers, nindices, nhid), torch.randn(nlayers, nindices, nhid))
 
-    # Dropout is against learning a text by heart, and this text never repeats.
+    # Dropout prevents a model from memorizing a text. This text never repeats, so dropout is off.
     model = RNNModel(ntoken, ninp, nhid, nlayers, dropout=0.0)
 
     opt = optim.SGD(model.parameters(), lr=2.0)
 
     criterion = torch.nn.CrossEntropyLoss()
 
-    # The text: each word is the sum, modulo 10, of the word before the last and a random number.
-    # Of these numbers, 0 is the most likely. No model can foresee them.
+    # The text: each word is the sum, modulo 10, of the word two places before it and a random
+    # number. Of these numbers, 0 is the most likely. No model can foresee them.
     prob = torch.softmax(-torch.arange(float(ntoken)), dim=0)
     lowest = torch.exp(-(prob * prob.log()).sum())  # perplexity is exp(loss): here exp(entropy)
 
     def get_next_batch():
         words = list(torch.randint(ntoken, (2, nindices)))
-        for _ in range(160):
+        for _ in range(num_batches):
             for _ in range(batch):
                 number = torch.multinomial(prob, nindices, replacement=True)
                 words.append((words[-2] + number) % ntoken)
@@ -107,7 +108,7 @@ def run_trainer():
             loss.backward()
             opt.step()
             total_loss += loss.detach()
-        perplexity = torch.exp(total_loss / 160)
+        perplexity = torch.exp(total_loss / num_batches)
         print(f"Training epoch {epoch}: perplexity {perplexity:.3f} (lowest possible {lowest:.3f})")
 
 

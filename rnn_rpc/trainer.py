@@ -18,6 +18,18 @@ from torch.distributed.optim import DistributedOptimizer
 WARM_UP_STEPS = 5  # training steps that are not timed, because they open connections and use memory for the first time
 
 
+class SGD(optim.SGD):
+    """Does what optim.SGD does. For that class itself, DistributedOptimizer would take a functional version, which has
+    no state_dict and prints a warning (docs/differences/rnn_rpc.md, number 8)."""
+
+
+class Adam(optim.Adam):
+    """As SGD."""
+
+
+OPTIMIZERS = {"sgd": SGD, "adam": Adam}
+
+
 class Trainer:  # in the trainer
     """The model, its optimizers, and the progress of training."""
 
@@ -126,18 +138,6 @@ def scale_gradients(context_id, factor):
     """Multiply in place all gradients that this process has in the context; opt.step(context_id) uses the result."""
     for gradient in dist_autograd.get_gradients(context_id).values():  # the tensors themselves, not copies
         gradient.mul_(factor)
-
-
-class SGD(optim.SGD):
-    """optim.SGD itself. For torch's own class DistributedOptimizer would take a functional version, which has no
-    state_dict and prints a warning (docs/differences/rnn_rpc.md, number 8)."""
-
-
-class Adam(optim.Adam):
-    """As SGD."""
-
-
-OPTIMIZERS = {"sgd": SGD, "adam": Adam}
 
 
 # DistributedOptimizer has no state_dict. Its RRefs lead to an object of torch in each process that owns parameters, and

@@ -134,6 +134,7 @@ def run_trainer():
     nhid = 32
     nindices = 20
     nlayers = 1
+    num_batches = 160  # of an epoch
     hidden = (torch.randn(nlayers, nindices, nhid), torch.randn(nlayers, nindices, nhid))
 
     # Dropout prevents a model from memorizing a text. This text never repeats, so dropout is off.
@@ -151,7 +152,7 @@ def run_trainer():
 
     def get_next_batch():
         words = list(torch.randint(ntoken, (2, nindices)))
-        for _ in range(160):
+        for _ in range(num_batches):
             for _ in range(batch):
                 number = torch.multinomial(prob, nindices, replacement=True)
                 words.append((words[-2] + number) % ntoken)
@@ -176,7 +177,7 @@ def run_trainer():
                 # No zero_grad() is needed, because each new context starts without gradients.
                 opt.step(context_id)
             total_loss += loss.detach()
-        perplexity = torch.exp(total_loss / 160)
+        perplexity = torch.exp(total_loss / num_batches)
         print(f"Training epoch {epoch}: perplexity {perplexity:.3f} (lowest possible {lowest:.3f})")
 
 

@@ -5,7 +5,7 @@ weights. For each batch it makes one call, which sends gradients to the server a
 new weights.
 
 pip install torchmonarch torch torchvision
-python monarch_parameter_server.py                        # the server and two trainers
+python monarch_parameter_server.py                        # as tutorial.py --world_size 3
 python monarch_parameter_server.py --dataset synthetic    # random patterns: no download
 """
 

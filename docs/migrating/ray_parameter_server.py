@@ -4,7 +4,7 @@ Ray has no autograd across processes. So a trainer computes with a copy of the w
 batch it makes one call, which sends gradients to the server and returns the new weights.
 
 pip install ray torch torchvision
-python ray_parameter_server.py                        # the server and two trainers
+python ray_parameter_server.py                        # as tutorial.py --world_size 3
 python ray_parameter_server.py --dataset synthetic    # random patterns: no download
 """
 
@@ -75,7 +75,6 @@ class Trainer:
     def __init__(self, rank, server, args):
         torch.set_num_threads(1)
         torch.manual_seed(args.seed + rank)  # for dropout
-        self.rank = rank
         self.server = server
         order = torch.Generator().manual_seed(args.seed + rank)
         train_set = load_digits(args, train=True)
