@@ -11,6 +11,7 @@ killed, and a line costs no call of the kernel.
 """
 
 import contextlib
+import ctypes
 import functools
 import importlib.machinery
 import importlib.util
@@ -29,6 +30,7 @@ encode = json.JSONEncoder(default=str).encode
 quoted = functools.lru_cache(1000)(encode)  # a name
 HERE = os.path.dirname(os.path.abspath(__file__))
 TAIL = b"call"  # the end of a message whose call is recorded; before it stands the call's number, 16 bytes
+PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)  # of linux/prctl.h
 NUMBER = "number of this call in the trace"  # no program has a keyword argument of this name
 
 
@@ -55,6 +57,9 @@ class Recorder:
         os.register_at_fork(after_in_child=self.begin_recording)
 
     def begin_recording(self):
+        with contextlib.suppress(AttributeError, OSError):  # not Linux
+            # Where Yama lets only a parent look into a process, as on Ubuntu, this lets py-spy do so, too.
+            ctypes.CDLL(None).prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY)
         self.process = os.urandom(8)  # distinguishes this process from all others, on other hosts as well
         name = f"{socket.gethostname()}-{os.getpid()}-{self.process.hex()}.jsonl"
         self.write = rpctrace_files.File(os.path.join(self.folder, name), self.who).write
