@@ -5,7 +5,7 @@ several servers (--num_servers), and each has a range of the weights. A server g
 not know of the others. So each may serve two trainers in a different order, and the weights that a trainer gets may
 contain a gradient in one range and not yet in another.
 Read replica.py first, then ParameterServer.run_batches (in rank 0), which starts the trainers' loops by one long call
-to each, Trainer.run_training_loop (in a trainer), and Shard.push (in each server).
+to each (run_loops in remote.py), Trainer.run_training_loop (in a trainer), and Shard.push (in each server).
 Source: Li et al., as for replica.py. (There, several servers keep each range, so that one of them may die.)
 
 Shapes: P weights in the whole network, R in the range of one server. tensor_split makes ranges whose lengths differ by
@@ -28,14 +28,17 @@ from remote import print_loss, run_loops
 
 
 class ParameterServer:  # in server1, on its main thread
-    """Leads the servers, of which one is in this process too, and the trainers."""
+    """Leads the servers, of which one is in this process too, and the trainers.
+
+    While the trainers train, the weights are in the Shards.
+    """
 
     TRAINER_THREADS = 16  # RPC threads of a trainer: torch's default
 
     def __init__(self, plan, devices, folders, bar):
         self.counts = Counts(bar)
         self.calls = OpenCalls()  # to the trainers
-        torch.set_num_threads(1)  # as in replica
+        torch.set_num_threads(1)  # as in replica, for the trainers' sake
         self.model, self.weights_P, self.optimizer = replica.make_model(plan, devices[0])
         # Every shard counts the same gradients. main.py reads the counts of this process's shard.
         self.shards = [rpc.RRef(Shard(devices[0], plan.momentum, self.counts))]
@@ -74,7 +77,7 @@ class Trainer(replica.Trainer):  # in a trainer, on the RPC thread that serves r
     def run_training_loop(self, epoch, batches):
         """Train with these batches; return [(batch, loss)] of those whose loss was printed."""
         losses = []
-        answers = [shard.rpc_async().pull() for shard in self.shards]
+        answers = [shard.rpc_async().pull() for shard in self.shards]  # later those of push, with the next weights
         for batch in batches:
             with torch.profiler.record_function("step"):
                 versions, weights = zip(*wait_all(answers), strict=True)  # of each server
@@ -88,7 +91,7 @@ class Trainer(replica.Trainer):  # in a trainer, on the RPC thread that serves r
                 losses.append((batch, loss))
                 print_loss(self.rank, batch, loss)
             self.steps += 1
-        wait_all(answers)
+        wait_all(answers)  # the last gradient is in the weights
         return losses
 
 
@@ -98,7 +101,7 @@ class Shard:  # in every server, on RPC threads
     def __init__(self, device, momentum, counts):
         self.device, self.momentum = torch.device(device), momentum
         self.counts = counts
-        self.lock = threading.RLock()  # guards all that changes
+        self.lock = threading.RLock()  # guards all that changes; push calls pull while it holds it
 
     # Trainers call the next two methods, several at once.
 
@@ -131,5 +134,8 @@ class Shard:  # in every server, on RPC threads
 
 
 def momentum_of(weights, optimizer):
-    """Return SGD's momentum of these weights, a tensor of their shape that each step changes in place."""
+    """Return SGD's momentum of these weights, a tensor of their shape that each step changes in place.
+
+    Before the first step it is made, as zeros, with which SGD's first step is the same.
+    """
     return optimizer.state[weights].setdefault("momentum_buffer", torch.zeros_like(weights))

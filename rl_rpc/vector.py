@@ -1,4 +1,4 @@
-"""Mode `vector`: as `rollout`, but an observer plays many games together, and chooses their actions in one product.
+"""Mode `vector`: as `rollout`, but an observer plays many games together, with one matrix product for their actions.
 
 One RPC for an episode of each game. Read rollout.py first. The cost of a step in Python and numpy is now shared by all
 games. The games end at different times, so the steps after the end of a game are masked out. The learner has no loop
@@ -24,7 +24,7 @@ from policy import DTYPE
 from reinforce import normalised
 
 GAMES = 8  # of an observer, by default
-PIECE = 4096  # states: what a piece needs in a forward and backward pass still fits into the cache of a core
+PIECE = 4096  # states that are learned from at once: more of them are slower, because they do not fit into a cache
 
 
 @dataclasses.dataclass
@@ -40,12 +40,12 @@ class Games:
 class Observer(rollout.Observer):  # in an observer, on an RPC thread
     def __init__(self, env_id, seed, games=GAMES):
         super().__init__(env_id, seed)
-        self.env = make_env(env_id, games=games)
+        self.env = make_env(env_id, games=games)  # instead of the single game, from which the policy has its sizes
 
     def run_episode(self, weights, episode):
         """Play an episode of each game with these weights, a Policy.state_dict(); return the Games."""
         self.policy.load_state_dict(weights)
-        # The random numbers of rollout, so that one game is played as there.
+        # The random numbers of rollout, so that a single game is played as there.
         generator = as_numpy(random.Random(seed_for(self.seed, "actions", self.id, episode)))
         played = []
         states_ND = self.reset(episode)  # the environment makes N different first states from one seed
@@ -80,13 +80,15 @@ class Agent(rollout.Agent):  # in the agent, on its main thread
 
     def finish_episode(self):
         """Learn from the games of all observers; return the lowest of their total rewards."""
-        played = list(self.trajectories.values())  # of the observers
-        for games in played:
+        played = list(self.trajectories.values())  # the Games of each observer
+        for games in played:  # after its end a game has no reward
             games.rewards = torch.where(games.playing, games.rewards, 0).to(DTYPE)
         min_reward = min(games.rewards.sum(dim=0).min().item() for games in played)
         states_SD = torch.cat([games.states[games.playing] for games in played])
         actions_S = torch.cat([games.actions[games.playing] for games in played])
         advantages = [advantages_of(games, self.learner.gamma)[games.playing] for games in played]
+        if len(actions_S) > 4 * PIECE:  # a smaller update takes less than 0.1 s on one core
+            share_cores(1)  # use all cores, from now on: the agent computes only while the observers wait
         losses = in_pieces(self.learner.policy, states_SD, actions_S, normalised(torch.cat(advantages)))
         return self.learner.update(len(actions_S), min_reward, losses)
 
@@ -96,15 +98,13 @@ def advantages_of(games, gamma):
     returns_TN = games.rewards.numpy().copy()
     for t in reversed(range(len(returns_TN) - 1)):
         returns_TN[t] += gamma * returns_TN[t + 1]
-    if returns_TN.shape[1] > 1:  # the return of a game that has ended is 0
+    if returns_TN.shape[1] > 1:  # a single game has no others, so it learns from its returns, as in rollout
         returns_TN -= returns_TN.sum(axis=1, keepdims=True) / games.playing.numpy().sum(axis=1, keepdims=True)
     return torch.from_numpy(returns_TN)
 
 
 def in_pieces(policy, *tensors):
-    """Yield losses, whose sum is reinforce_loss for these states (S, D), actions (S,) and returns (S,)."""
-    if len(tensors[0]) > 4 * PIECE:  # a smaller update takes less than 0.1 s on one core
-        share_cores(1)  # the observers wait, so use their cores: from now on, as the agent is idle while they play
-    for states, actions, returns in zip(*(tensor.split(PIECE) for tensor in tensors), strict=True):
+    """Yield losses, whose sum is reinforce_loss for these states (S, D), actions (S,) and advantages (S,)."""
+    for states, actions, advantages in zip(*(tensor.split(PIECE) for tensor in tensors), strict=True):
         scores = policy.scores(states)
-        yield F.cross_entropy(scores, actions.to(scores.device), reduction="none").dot(returns.to(scores.device))
+        yield F.cross_entropy(scores, actions.to(scores.device), reduction="none").dot(advantages.to(scores.device))
