@@ -106,7 +106,7 @@ def test_both_sides_of_every_rpc_of_a_job_are_recorded(rl_run):
     row = re.search(r"observer1 -> agent: select_action +([\d,]+) +([\d.]+) +([\d.]+) +([\d.]+)\n", played.table)
     whole, wire, at_callee = map(float, row.groups()[1:])
     assert 0 < at_callee < whole and 0 < wire < whole and int(row[1].replace(",", "")) == actions[0]
-    assert sorted(os.listdir(played.trace.parent)) == ["notes", "summary.json", "trace.json"]
+    assert sorted(os.listdir(played.trace.parent)) == ["end.pt", "summary.json", "trace.json"]
 
 
 # --------------------------------------------------------------------------------------- whatever program, as it runs

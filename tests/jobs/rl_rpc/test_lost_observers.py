@@ -60,7 +60,7 @@ def test_after_a_loss_the_death_of_the_agent_is_named():
         pids = lose(job, 2)
         os.kill(pids[0], signal.SIGKILL)
         assert job.wait(15) == [1] and not job.left_over(), job.text()
-        assert job.errors().endswith("lost rank 0 (agent): killed by SIGKILL"), job.errors()
+        assert job.errors().endswith("lost rank 0 (agent): killed by SIGKILL\n"), job.errors()
 
 
 def fails_to_learn(program, os, mark):

@@ -137,7 +137,7 @@ def test_every_gradient_of_the_tutorials_concurrent_trainers_is_right(tmp_path):
         r"checked (\d+) steps, from (\d+) versions of the weights and (\d+) images, difference (\S+)", done.stdout
     ).groups()
     assert (int(steps), int(images)) == (18, 18 * 32)
-    assert int(versions) < 15  # training steps must have overlapped for this test to show anything
+    assert int(versions) < 18  # training steps must have overlapped for this test to show anything
     assert float(difference) < 1e-6
 
 
