@@ -7,7 +7,7 @@ import pytest
 from helpers import package_on_path
 
 with package_on_path("tools"):
-    from rpctrace import cli, dumps, names, rules, sources, stacks, syntax, waits
+    from rpctrace import cli, dumps, names, rules, sources, stacks, syntax, waits, words
     from rpctrace.evidence import Call, Frame, Process, Seen, Thread, Wait
 
 pytestmark = pytest.mark.quick
@@ -82,9 +82,96 @@ def test_only_what_the_file_makes_as_a_lock_is_one(made, kinds, tmp_path):
     path = tmp_path / "program.py"
     path.write_text(f"class A:\n def __init__(self, x):\n  self.it = {made}\n def f(self):\n  with self.it:\n   pass\n")
     frame = Frame(str(path), "f", 5, names={"self": Seen("self", "A", 1)})
-    frame.facts = syntax.facts_of(frame, innermost=True)
+    frame.facts = syntax.facts_of(frame, "")
     _, wait = waits.read([frame], still=True, ran=False)
     assert [lock.type for lock in wait.locks] == kinds
+
+
+ONE_LINE = """
+def f(self, conn, q):
+    with self.lock: subprocess.run(["true"])
+    with self.cond: self.cond.notify_all()
+    with self.lock: pass
+    conn.send(self.queue.get())
+"""
+MADE = "class A:\n def __init__(self):\n  self.lock, self.cond, self.queue = Lock(), Condition(), SimpleQueue()\n"
+RESET = " def reset(self):\n  self.lock = Lock()\n"
+OWN = [{"name": "self", "repr": "<A at 0x1>", "addr": 1}]
+SUBPROCESS, THREADING = "/lib/python3.12/subprocess.py", "/lib/python3.12/threading.py"
+
+
+def dumped(source, stacks_of_threads, tmp_path):
+    """Return what is seen of a process whose threads stand in a program. Each stack begins with the innermost frame."""
+    path = tmp_path / "program.py"
+    path.write_text(source)
+    threads = []
+    for tid, stack in enumerate(stacks_of_threads, 10):
+        frames = [
+            {"filename": file or str(path), "name": name, "line": line, "locals": None if file else OWN}
+            for file, name, line in stack
+        ]
+        threads.append({"os_thread_id": tid, "thread_name": f"t{tid}", "active": False, "frames": frames})
+    seen = SEEN | {"stacks": threads, "still": [thread["os_thread_id"] for thread in threads]}
+    return stacks.processes_of([seen | {"sources": {str(path): source}}])
+
+
+@pytest.mark.parametrize(
+    ("line", "inner", "waits_for"),
+    [
+        (3, [(SUBPROCESS, "run", 1)], "other"),
+        (3, [], "lock"),
+        (4, [(THREADING, "__enter__", 1)], "lock"),
+        (4, [(THREADING, "notify_all", 1)], "signal"),
+        (5, [], "lock"),
+        (6, [], "signal"),
+        (6, [("/lib/python3.12/multiprocessing/connection.py", "send", 1)], "other"),
+    ],
+)
+def test_a_line_of_the_program_waits_only_while_its_own_c_code_runs(line, inner, waits_for, tmp_path):
+    """And two threads in the same line of `with` do not wait for each other."""
+    stack = [*inner, ("", "f", line)]
+    (process,) = dumped(ONE_LINE + MADE, [stack, stack], tmp_path)
+    assert [thread.wait.kind for thread in process.threads.values()] == [waits_for] * 2
+    assert not rules.graph_of([process]).circle()
+
+
+@pytest.mark.parametrize(("more", "kind"), [("", "lock"), (RESET, "other")])
+def test_a_lock_that_a_method_replaces_is_not_known(more, kind, tmp_path):
+    (process,) = dumped(ONE_LINE + MADE + more, [[("", "f", 5)]], tmp_path)
+    assert process.threads[10].wait.kind == kind
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_call_to_an_unknown_callee_may_be_served_by_a_worker_that_is_not_seen(world):
+    lock = Seen("lock", "lock", 1)
+    waits_for_act = Thread(1, None, main=True, holds=[lock], wait=Wait("answer", calls=[Call(None, "act")]))
+    act = Thread(2, None, serves=[Call(None, "act")], wait=Wait("lock", locks=[lock]))
+    process = Process("w0", "here", 7, rank=0, world=world, rpc=True, threads={1: waits_for_act, 2: act}, pool=4)
+    assert bool(rules.graph_of([process]).circle()) == (world == 1)
+
+
+def test_the_end_of_a_chain_is_named_even_if_it_is_only_a_call():
+    place = Frame("/program.py", "f", 1)
+    thread = Thread(1, None, place, main=True, wait=Wait("answer", calls=[Call("w1", "act", limit=5.0)]))
+    process = Process("w0", "here", 7, rank=0, world=1, rpc=True, threads={1: thread}, pool=4)
+    report = words.said_of([process]).report()
+    assert "for this the others wait.\n  w0: w1's answer to act\n" in report, report
+
+
+def test_a_process_without_a_frame_of_a_thread_is_read(tmp_path):
+    (process,) = dumped("", [[("", "_bootstrap", 1)], [(THREADING, "_bootstrap", 1)]], tmp_path)
+    assert len(process.threads) == 2
+
+
+def test_where_there_is_no_proc_there_are_no_processes(monkeypatch):
+    monkeypatch.setattr(dumps.os.path, "isdir", lambda path: False)
+    assert dumps.all_processes() == []
+
+
+def test_the_numbers_of_init_rpc_are_numbers():
+    tree = names.ast.parse("init_rpc('w0', rank='0', world_size='2')")
+    found = names.joined(tree, {})
+    assert (found["worker"], found["rank"], found["world"]) == ("w0", -1, 0)
 
 
 def test_without_torch_the_store_cannot_be_asked(monkeypatch):
@@ -93,9 +180,10 @@ def test_without_torch_the_store_cannot_be_asked(monkeypatch):
         names.by_store("localhost:29500")
 
 
-def test_a_file_that_no_dump_has_written_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize("text", ['{"traceEvents": []}', '[{"name": "f", "ph": "X"}]', "[1]"])
+def test_a_file_that_no_dump_has_written_is_refused(text, tmp_path, capsys):
     file = tmp_path / "all.json"
-    file.write_text('{"traceEvents": []}')
+    file.write_text(text)
     with pytest.raises(SystemExit):
         cli.main(["why", str(file)])
     assert "--dump has not written this" in capsys.readouterr().err

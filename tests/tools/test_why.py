@@ -85,7 +85,8 @@ def look(pid):
 def stuck(name, process):
     """Return what is said of a program, once it hangs as it should."""
     until, said = time.monotonic() + 60, words.Said("nothing")
-    while HANGS[name][2] not in said.report() and time.monotonic() < until:
+    verdict, _, contained = HANGS[name]
+    while not (verdict in said.report() and contained in said.report()) and time.monotonic() < until:
         assert process.poll() is None, process.text()
         said = look(process.pid)
     return said

@@ -163,9 +163,10 @@ def why(words):
 def contents(paths):
     """Return what the files contain that `why --dump` has written on several machines."""
     found = [json.loads(pathlib.Path(path).read_text()) for path in paths]
-    if not all(isinstance(each, list) for each in found):
+    seen = [one for each in found for one in (each if isinstance(each, list) else [each])]
+    if not all(isinstance(one, dict) and "stacks" in one for one in seen):
         raise ValueError(f"{', '.join(paths)}: --dump has not written this")
-    return [seen for each in found for seen in each]
+    return seen
 
 
 def report(folder, path):

@@ -68,6 +68,7 @@ def output_of(process):
 
 
 def dump_of(pid, before, after, text, error):
+    """Return what a file of --dump contains of a process, but for "sources" and "joined", which stacks.look() adds."""
     # To take the dump wakes each thread, always as often, and this counts. Who moved least is taken to have stood.
     both = [tid for tid in after if tid in before and before[tid][1] + after[tid][1] in ("SS", "DD")]
     by_dump = min((after[tid][2] - before[tid][2] for tid in both), default=0)
@@ -138,7 +139,8 @@ def check_rights(pid):
 
 
 def all_processes():
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    names = os.listdir("/proc") if os.path.isdir("/proc") else []  # macOS has none
+    return [int(name) for name in names if name.isdigit()]
 
 
 def related(pid):

@@ -22,7 +22,7 @@ class Seen:
 
 @dataclass
 class Frame:
-    """A function on a stack. `names`: its variables; `facts`: see sources.facts_of()."""
+    """A function on a stack. `names`: its variables; `facts`: see syntax.facts_of()."""
 
     path: str = ""
     function: str = ""

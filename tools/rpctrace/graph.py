@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from rpctrace.evidence import Frame
 
-CALL = "call"  # keys[1] of nodes that stand for a call
+CALL = "call"  # key[1] of nodes that stand for a call
 CHOICE = 1000  # a circle with one choice counts as longer than all that have none
 
 
@@ -107,6 +107,7 @@ class Graph:
                 # It is also an end if several might let it go on, but none of them must.
                 counts[key] += not (steps if key in self.alive else any(steps.values()))
         order = sorted(+counts, key=lambda key: (key in self.alive, self.nodes[key].kind == "event", -counts[key]))
+        order = [key for key in order if key[1] != CALL] or order  # of a call, who should answer it says more
         return [key for key in order if (key in self.alive) == (order[0] in self.alive)][:3]
 
     def waiting(self):

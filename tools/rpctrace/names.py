@@ -40,12 +40,14 @@ def by_source(frames, words, environ):
 
 
 def joined(tree, known):
+    """Return the same of the one init_rpc in the source of a file. `known`: the values of its variables."""
     calls = calls_made(tree, "init_rpc", known)
     name = value_of(argument(calls[0], 0, "name") or tree, known) if len(calls) == 1 else None
     if not isinstance(name, str):
         return {}
     rank, world = argument(calls[0], 2, "rank"), argument(calls[0], 3, "world_size")
     rank, world = (value_of(one, known) if one else None for one in (rank, world))
+    rank, world = rank if isinstance(rank, int) else -1, world if isinstance(world, int) else 0
     options = calls_made(tree, "TensorPipeRpcBackendOptions", known)
     limit = DEFAULT_LIMIT
     if len(options) == 1:
@@ -53,7 +55,7 @@ def joined(tree, known):
         limit = value_of(given, known) if given else DEFAULT_LIMIT
     elif options or any(word.arg == "rpc_backend_options" for word in calls[0].keywords):
         limit = None
-    return {"worker": name, "rank": -1 if rank is None else rank, "world": world or 0, "limit": limit}
+    return {"worker": name, "rank": rank, "world": world, "limit": limit}
 
 
 def calls_made(node, name, known):

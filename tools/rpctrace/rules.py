@@ -91,7 +91,8 @@ class Rules:
             title += f"; no RPC thread of {process.name} is free to take it"
             kind, needs = "pool", [*needs, Need([self.pool(process.name)])] if needs else []
         key = self.key(process, CALL, f"{call.to} {call.name} {call.limit}")
-        return self.add(key, title, kind, [] if call.goes_on() else needs)
+        needs = [] if call.goes_on() else needs
+        return self.add(key, title, kind if needs else "busy", needs)
 
     def servers(self, process, call):
         """Return what the answer to a call needs, [] if that is not known."""
@@ -112,7 +113,7 @@ class Rules:
         # Who calls somebody rarely means himself; and call_method(Agent.act, ...) runs act.
         shown = [key for key in serving if key[0] != process.name] or found
         shown = [key for key in shown if key in serving and serving[key].inner in call.mentions] or shown
-        return [Need(found + self.strangers * (len(owners) > 1 and bool(serving)), shown)]
+        return [Need(found + ([] if call.to in self.by_name else self.strangers), shown)]  # it may be a stranger's
 
     # ------------------------------------------------------------------------------------------------------- threads
 

@@ -178,10 +178,8 @@ def known_in(path, names):
     tree = syntax.parsed(path)
     places = collections.Counter(name for target, _ in pairs_in(tree) for name in names_in(target))
     found = {name: value for name, value in names.items() if value is not None}
-    for node in ast.walk(tree):
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            for one, expression in syntax.pairs(target, node.value):
-                if isinstance(one, ast.Name) and places[one.id] == 1 and one.id not in names:
-                    value = value_of(expression, found)
-                    found |= {} if value is None else {one.id: value}
+    for one, expression in syntax.assignments(tree):
+        if isinstance(one, ast.Name) and places[one.id] == 1 and one.id not in names:
+            value = value_of(expression, found)
+            found |= {} if value is None else {one.id: value}
     return found

@@ -117,7 +117,8 @@ def number_threads(stacks):
     """Give each variable that is a threading.Thread the number of this thread as its value: see Thread.join()."""
     numbers = {}  # address of a threading.Thread -> number
     for tid, frames in stacks.items():
-        numbers |= {frame.names["self"].id: tid for frame in frames if frame.function == "_bootstrap"}
+        own = [frame.names.get("self") for frame in frames if frame.library and frame.function == "_bootstrap"]
+        numbers |= {thread.id: tid for thread in own if thread}
     for seen in (seen for frames in stacks.values() for frame in frames for seen in frame.names.values()):
         seen.value = numbers.get(seen.id, seen.value)
 
@@ -126,13 +127,14 @@ def frame_of(folder, one):
     """Return the Frame of one of py-spy's."""
     path = one["filename"] if one["filename"].startswith("<") else os.path.join(folder, one["filename"])
     frame = Frame(path, one["name"].rpartition(".")[2], one["line"], bool(LIBRARY.search(path)))
-    frame.names = {each["name"]: seen(each["name"], each["repr"] or "", each["addr"]) for each in one["locals"] or ()}
+    frame.names = {each["name"]: variable(each) for each in one["locals"] or ()}
     frame.text = linecache.getline(path, one["line"]).strip()
     return frame
 
 
-def seen(name, text, address):
-    """Return what is known of a variable: py-spy writes <class at address>, or the value."""
+def variable(one):
+    """Return what is known of one of py-spy's variables: it writes <class at address>, or the value."""
+    name, text, address = one["name"], one["repr"] or "", one["addr"]
     if found := OBJECT.fullmatch(text):
         return Seen(name, found[1].rpartition(".")[2], int(found[2], 16))
     if text in ("None", "True", "False"):
@@ -146,9 +148,12 @@ def seen(name, text, address):
 
 def thread_of(one, frames, still, limit):
     """Return what is known of one of py-spy's threads. `limit`: the time limit of calls without one."""
+    calls = ""
     for frame in frames:
         if not frame.library or frame.path.endswith(LOCKING):
-            frame.facts = syntax.facts_of(frame, frame is frames[0])
+            frame.facts = syntax.facts_of(frame, calls)
+        if "/rpctrace/record/" not in frame.path:  # the recorder only passes a call on
+            calls = frame.function
     thread = Thread(one["os_thread_id"], one["thread_name"], ran=one["active"] and not still)
     thread.place, thread.wait = waits.read(frames, still, thread.ran)
     if thread.wait.kind == "answer":

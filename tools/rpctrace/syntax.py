@@ -30,20 +30,24 @@ class Fact:
     enters: bool = False  # it stands in the line in which the block is entered, and left
 
 
-def facts_of(frame, innermost):
-    """Return what is known of the line at which a function stands. `innermost`: it calls no other Python function."""
+def facts_of(frame, calls):
+    """Return what is known of the line at which a function stands. `calls`: the Python function that it calls, or "".
+
+    As long as it calls one, no C code of the line waits: it has not begun, or is over.
+    """
     facts = []
     for node in around(frame.path, frame.line) if frame.function not in ELSEWHERE else ():
         if isinstance(node, SCOPES):
             facts = []  # what is around a function is not around its lines
-        elif isinstance(node, ast.Call) and method_of(node) in WAITING:
+        elif isinstance(node, ast.Call) and method_of(node) in WAITING and not calls:
             things = [see(node.func.value, frame)] if isinstance(node.func, ast.Attribute) else []
             facts.append(Fact(node.lineno, things, method_of(node), is_limited(node)))
         elif isinstance(node, ast.With):
             first, things = node.body[0].lineno, [see(item.context_expr, frame) for item in node.items]
-            begun = first + (innermost and first == node.lineno) <= frame.line  # `with lock: f()` may be one line
-            enters = frame.line <= max(node.lineno, first - 1)
-            facts.append(Fact(node.lineno, things, inside=begun and not releases(node), enters=enters))
+            last = max(first - 1, node.items[-1].context_expr.end_lineno)  # of `with lock:`, without the block
+            enters = frame.line <= last and calls in ("", "__enter__")
+            inside = frame.line >= first and not enters  # both can be true of `with lock: f()`, which is one line
+            facts.append(Fact(node.lineno, things, inside=inside and not releases(node), enters=enters))
     return facts
 
 
@@ -66,15 +70,26 @@ def see(expression, frame):
 def class_of(path, name):
     """Return the class of a variable or an attribute, "" unless it is known of all that a file assigns to this name.
 
-    If these are locks of several kinds, it counts as an RLock, of which the least is known.
+    If these are locks of several kinds, it counts as an RLock, of which the least is known. If several methods of a
+    class assign it, it is not known which lock it is.
     """
-    found = set()
-    for node in ast.walk(parsed(path)):
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            for one, value in pairs(target, node.value):
-                if name in (getattr(one, "id", None), getattr(one, "attr", None)):
-                    found.add(CLASSES.get(method_of(value), ""))
+    methods = [node.body for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)]
+    if any(sum(bool(assigned(one, name)) for one in body) > 1 for body in methods):
+        return ""
+    found = {CLASSES.get(method_of(value), "") for value in assigned(parsed(path), name)}
     return found.pop() if len(found) == 1 else "RLock" if found and found <= LOCKS else ""
+
+
+def assigned(tree, name):
+    """Return what a piece of source assigns to variables and attributes of this name."""
+    return [value for one, value in assignments(tree) if name in (getattr(one, "id", 0), getattr(one, "attr", 0))]
+
+
+def assignments(tree):
+    """Yield (target, value) of all assignments in a piece of source."""
+    for node in ast.walk(tree):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            yield from pairs(target, node.value)
 
 
 @functools.lru_cache(64)

@@ -59,12 +59,12 @@ def said_of(processes):
     graph = graph_of(processes)
     nodes, circle = graph.nodes, graph.circle()
     waits = [nodes[key] for key in graph.waiting() if key not in circle]
-    steps = [nodes[key] for key in circle or graph.ends() if key[1] != CALL] if circle or waits else []
-    kinds = {node.kind for node in steps}
+    steps = [key for key in circle if key[1] != CALL] or (graph.ends() if waits else [])
+    kinds = {nodes[key].kind for key in steps}
     one_moment = len({process.host for process in processes}) == 1
     return Said(
         verdict="circle" if circle else "end" if waits else "nothing",
-        steps=steps,
+        steps=[nodes[key] for key in steps],
         waits=waits,
         main=[node for node in nodes.values() if node.thread == "main thread"],
         pattern=next((kind for kind in PATTERNS if kind in kinds or (kind == "call" and "guess" in kinds)), "busy"),
