@@ -82,29 +82,26 @@ def arrows(calls):
 def draw(path, events):
     from matplotlib.figure import Figure  # a second to import, so only when asked for
 
-    start, end = typical_period(events)
+    calls = [event for event in events if "to" in event.get("args", ()) and not event["name"].startswith(OF_TORCH)]
+    start, end = typical_period(events, calls)
     figure = Figure((10, 1), layout="constrained")
     axes = figure.subplots()
     draw_period(axes, events, start, end)
-    axes.set_xlabel(f"milliseconds{left_out(events, start, end)}", fontsize=8)
+    axes.set_xlabel(f"milliseconds{left_out(calls, start, end)}", fontsize=8)
     figure.set_figheight(0.28 * len(axes.get_yticks()) + 1.1)
     figure.legend(handles=legend(figure), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
     figure.savefig(path, dpi=110, format="png")
 
 
-def left_out(events, start, end):
+def left_out(calls, start, end):
     """Return what the picture does not show, for its lower edge."""
-    bars = [event for event in events if event["ph"] == "X" and not event["name"].startswith(OF_TORCH)]
-    calls = [bar["ts"] for bar in bars if "to" in bar["args"]]
-    within, all_calls = sum(start <= begin < end for begin in calls), len(calls)
-    return f" ({within:,} of the {all_calls:,} calls are shown)" if within < all_calls else ""
+    within = sum(start <= call["ts"] < end for call in calls)
+    return f" ({within:,} of the {len(calls):,} calls are shown)" if within < len(calls) else ""
 
 
-def typical_period(events):
+def typical_period(events, calls):
     """Return (start, end) of what is drawn: of all steps, the one of median length. At most MOST_CALLS calls."""
-    bars = [event for event in events if event["ph"] == "X" and not event["name"].startswith(OF_TORCH)]
-    calls = [bar for bar in bars if "to" in bar["args"]]
-    steps = sorted((bar for bar in bars if bar["cat"] == "step"), key=lambda bar: bar["dur"])
+    steps = sorted((event for event in events if event.get("cat") == "step"), key=lambda bar: bar["dur"])
     if not steps:  # some calls from the middle
         first = max(0, (len(calls) - MOST_CALLS) // 2)
         return calls[first]["ts"], max(end_of(call) for call in calls[first : first + MOST_CALLS])
