@@ -12,6 +12,7 @@ with package_on_path("tools"):
 
 pytestmark = pytest.mark.quick
 API, INTERNAL = "/site-packages/torch/distributed/rpc/api.py", "/site-packages/torch/distributed/rpc/internal.py"
+C10D = "/site-packages/torch/distributed/distributed_c10d.py"
 SEEN = {"stacks": [], "comms": [[7, "python"]], "still": [7], "alarm": False, "cwd": "/", "argv": [], "environ": {}}
 SEEN |= {"host": "here", "pid": 7, "error": "", "joined": {}, "sources": {}}
 
@@ -97,6 +98,7 @@ def f(self, conn, q):
 MADE = "class A:\n def __init__(self):\n  self.lock, self.cond, self.queue = Lock(), Condition(), SimpleQueue()\n"
 RESET = " def reset(self):\n  self.lock = Lock()\n"
 OWN = [{"name": "self", "repr": "<A at 0x1>", "addr": 1}]
+OF_GROUP = [{"name": "group", "repr": "None", "addr": 2}, {"name": "world_size", "repr": "2", "addr": 3}]
 SUBPROCESS, THREADING = "/lib/python3.12/subprocess.py", "/lib/python3.12/threading.py"
 
 
@@ -107,7 +109,12 @@ def dumped(source, stacks_of_threads, tmp_path):
     threads = []
     for tid, stack in enumerate(stacks_of_threads, 10):
         frames = [
-            {"filename": file or str(path), "name": name, "line": line, "locals": None if file else OWN}
+            {
+                "filename": file or str(path),
+                "name": name,
+                "line": line,
+                "locals": None if "python3" in file else OWN + OF_GROUP,
+            }
             for file, name, line in stack
         ]
         threads.append({"os_thread_id": tid, "thread_name": f"t{tid}", "active": False, "frames": frames})
@@ -148,6 +155,19 @@ def test_a_call_to_an_unknown_callee_may_be_served_by_a_worker_that_is_not_seen(
     act = Thread(2, None, serves=[Call(None, "act")], wait=Wait("lock", locks=[lock]))
     process = Process("w0", "here", 7, rank=0, world=world, rpc=True, threads={1: waits_for_act, 2: act}, pool=4)
     assert bool(rules.graph_of([process]).circle()) == (world == 1)
+
+
+@pytest.mark.parametrize("limit", ["", ", timeout=datetime.timedelta(seconds=10)"])
+def test_a_collective_of_a_group_with_a_time_limit_goes_on(limit, tmp_path):
+    source = f"def main():\n    dist.init_process_group('gloo'{limit})\n    dist.all_reduce(x)\n"
+    threads = [[(C10D, name, 1), ("", "main", line)] for name, line in (("init_process_group", 2), ("all_reduce", 3))]
+    (process,) = dumped(source, threads, tmp_path)
+    assert [(each.wait.kind, each.wait.timed) for each in process.threads.values()] == [
+        ("init", bool(limit)),
+        ("collective", bool(limit)),
+    ]
+    node = rules.graph_of([process]).nodes[process.name, 10, 0]
+    assert bool(node.needs) == (not limit)
 
 
 def test_the_end_of_a_chain_is_named_even_if_it_is_only_a_call():

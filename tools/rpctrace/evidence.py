@@ -69,7 +69,7 @@ class Wait:
     what: str = ""  # in words; or (collective, init) the name of the function
     calls: list[Call] = field(default_factory=list)  # answer: those it may be for, [] if that is not known
     locks: list[Seen] = field(default_factory=list)  # lock, signal
-    timed: bool = False  # lock, signal, shutdown: it ends by itself
+    timed: bool = False  # lock, signal, shutdown, collective, init: it ends by itself
     enters: bool = False  # signal: it enters a `with` of a Condition, and needs its lock
     joins: int | None = None  # signal: the thread for whose end it waits
     world: int = 0  # init: how many ranks come

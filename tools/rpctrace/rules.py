@@ -139,7 +139,7 @@ class Rules:
     def init(self, process, thread):
         """init_rpc or init_process_group. A rank that has not come is one of the processes that are not there yet."""
         name, begun, come = thread.wait.what, {}, []
-        if not thread.wait.world:
+        if thread.wait.timed or not thread.wait.world:
             return f"the other ranks, in {name}", "busy", []
         for one in self.processes:
             ranks = {one.rank} if name == "init_rpc" and one.rpc else set()
@@ -154,8 +154,8 @@ class Rules:
     def collective(self, process, thread):
         """All members of the group have to begin the same one."""
         name = thread.wait.what
-        if process.groups != 1 or not name.startswith(OF_ALL):  # or it is not known which group, or who may be ahead
-            return f"{name}: the other side", "busy", []
+        if thread.wait.timed or process.groups != 1 or not name.startswith(OF_ALL):
+            return f"{name}: the other side", "busy", []  # it is not known which group, or who may be ahead
         members = {one.name: one for one in self.processes if one.groups}
 
         def has_begun(other):

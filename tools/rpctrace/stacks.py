@@ -13,8 +13,9 @@ import socket
 
 from rpctrace import dumps, names, read, syntax, waits
 from rpctrace.evidence import Call, Frame, Process, Seen, Thread, Wait
-from rpctrace.sources import Line
+from rpctrace.sources import Line, argument
 
+GROUP = "init_process_group"
 POOL, GLOO = "pt_thread_pool", "pt_gloo_runloop"  # the names of RPC threads, and of two for each process group
 NETWORK = ("TP_UV_loop", "pt_gloo")  # threads that run when a message has come
 POLLS = {"TP_SHM_reactor", "gloo_tcp_loop"}  # these are never still
@@ -102,14 +103,17 @@ def process_of(written):
         quiet=not any(comm.startswith(NETWORK) for comm in moved),
         still=moved <= POLLS,
     )
+    groups = [call for path in written["sources"] for call in names.calls_made(syntax.parsed(path), GROUP, {})]
+    limited = any(argument(call, 2, "timeout") for call in groups)
     number_threads(stacks)
     for one in written["stacks"]:
         tid, frames = one["os_thread_id"], stacks[one["os_thread_id"]]
         if not any(frame.path.endswith(waits.NOBODY) for frame in frames):
-            process.threads[tid] = thread_of(one, frames, tid in written["still"], joined.get("limit"))
-            process.threads[tid].main = frames is main
+            thread = process.threads[tid] = thread_of(one, frames, tid in written["still"], joined.get("limit"))
+            thread.main = frames is main
+            thread.wait.timed |= limited and (thread.wait.kind == "collective" or thread.wait.what == GROUP)
             if frames is main and written["alarm"]:
-                process.threads[tid].wait = Wait(what="it waits, until an alarm at most")
+                thread.wait = Wait(what="it waits, until an alarm at most")
     return process
 
 

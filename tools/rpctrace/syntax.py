@@ -70,8 +70,7 @@ def see(expression, frame):
 def class_of(path, name):
     """Return the class of a variable or an attribute, "" unless it is known of all that a file assigns to this name.
 
-    If these are locks of several kinds, it counts as an RLock, of which the least is known. If several methods of a
-    class assign it, it is not known which lock it is.
+    Locks of several kinds count as an RLock, of which the least is known. What several methods assign is not known.
     """
     methods = [node.body for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)]
     if any(sum(bool(assigned(one, name)) for one in body) > 1 for body in methods):
