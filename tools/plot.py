@@ -41,8 +41,7 @@ CURVES = {
 def main(picture, *files):
     runs = collections.defaultdict(list)  # scenario -> [summary]
     for name in files:
-        with open(name) as file:
-            summary = json.load(file) | {"file": name}
+        summary = load(name)
         runs[summary["scenario"]].append(summary)
     alone = len(files) == 1
     panels = []  # (runs, horizontal axis, vertical axis, {curve: its text}, label of the bound, key of the bound)
@@ -55,6 +54,20 @@ def main(picture, *files):
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw(axes, *panel, title=not alone)
     figure.savefig(picture, dpi=150)
+
+
+def load(name):
+    """Return the summary in this file, and its name. Ends the program if there is none."""
+    try:
+        with open(name) as file:
+            summary = json.load(file) | {"file": name}
+        if summary["scenario"] in CURVES:
+            return summary
+        why = f"it is of {summary['scenario']!r}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = error
+    print(f"plot.py: {name} is no file of --summary_json: {why}", file=sys.stderr)
+    sys.exit(2)
 
 
 def draw(axes, runs, xlabel, ylabel, curves, bound, key, title):

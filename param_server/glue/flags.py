@@ -76,6 +76,8 @@ class Parser(argparse.ArgumentParser):
         nothing = argparse.Namespace(**dict.fromkeys(vars(args)))  # argparse sets the defaults of what is not there
         given = {name: value for name, value in vars(self.parse_args(argv, nothing)).items() if value is not None}
         args.given = {name: value for name, value in given.items() if name not in OF_A_RANK}
+        if "world_size" in given and (args.rank or 0) >= args.world_size:  # otherwise rank 0 knows the size
+            self.error(f"--rank {args.rank}: a job of --world_size {args.world_size} has no such rank")
         if args.rank in (None, 0):
             try:
                 job = scenario(args)

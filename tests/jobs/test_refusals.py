@@ -23,6 +23,7 @@ REFUSED = {
         "--rpc_timeout 3000000": "--rpc_timeout: '3000000' is not a number of seconds",
         "--rpc_timeout 0.001": "--rpc_timeout…is not a number of seconds",
         "--world_size 1": "--world_size 1 does not fit",
+        "--rank 3 --world_size 3": "--rank 3: a job of --world_size 3 has no such rank",
         "--master_port 123456": "--master_port",
         "--gamma 1.5": "--gamma",
         "--lr 0": "--lr",

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from matplotlib.figure import Figure
 
 from helpers import load_module
@@ -33,3 +34,14 @@ def test_a_picture_is_drawn_of_whatever_runs_there_are(tmp_path):
     done = run_script("tools/plot.py", tmp_path / "curve.png", tmp_path / "rl.json")
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("content", [None, "no JSON", "[]", "{}", '{"scenario": "another"}'])
+def test_what_is_no_summary_is_refused_in_one_line(content, tmp_path, capsys):
+    if content:
+        (tmp_path / "s.json").write_text(content)
+    with pytest.raises(SystemExit) as refused:
+        load_module(ROOT / "tools" / "plot.py").main(tmp_path / "x.png", tmp_path / "s.json")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert refused.value.code == 2
+    assert "s.json is no file of --summary_json" in line
