@@ -95,7 +95,7 @@ def run_worker(rank, args, job):
     servers = num_servers(args)
     # At most as many threads compute at once as there are trainers: in `remote` one RPC thread of the server for each
     # trainer, in the other modes one in each trainer.
-    share_cores(min(job.ranks_here, job.world_size - servers))
+    share_cores(among=min(job.ranks_here, job.world_size - servers))
     if rank == 0:  # it reads MNIST first, and downloads it if it is missing: so nobody else on this host needs to
         test_digits = load_digits(args.dataset, args.data_dir, args.seed, train=False, download=True)
     job.wait_for_all()
@@ -165,7 +165,7 @@ def make_server(server_class, bar, args, job):
     max_staleness = 4 if args.max_staleness is None else args.max_staleness
     chosen = vars(args) | {"num_servers": num_servers(args), "max_staleness": max_staleness}  # also by default
     plan = Plan(**{name: chosen[name] for name in Plan.__annotations__})
-    folders = [given["data_dir"] for given in job.given]
+    folders = [paths["data_dir"] for paths in job.paths]
     server = server_class(plan, job.devices, folders, bar)
     # A trainer answers when it has read its images. Until all have, no trainer may be lost.
     for trainer, rref in server.trainers.items():

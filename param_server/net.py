@@ -56,7 +56,7 @@ def get_accuracy(net, images, labels):
     device = next(net.parameters()).device
     correct = 0
     threads = torch.get_num_threads()
-    share_cores(1)  # no trainer computes now, so this may use all cores
+    share_cores(among=1)  # no trainer computes now, so this process may use all cores
     for batch, target in zip(images.split(500), labels.split(500), strict=True):
         correct += (net(normalised(batch.to(device))).argmax(dim=1).cpu() == target).sum().item()
     torch.set_num_threads(threads)

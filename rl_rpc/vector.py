@@ -88,7 +88,7 @@ class Agent(rollout.Agent):  # in the agent, on its main thread
         actions_S = torch.cat([games.actions[games.playing] for games in played])
         advantages = [advantages_of(games, self.learner.gamma)[games.playing] for games in played]
         if len(actions_S) > 4 * PIECE:  # a smaller update takes less than 0.1 s on one core
-            share_cores(1)  # use all cores, from now on: the agent computes only while the observers wait
+            share_cores(among=1)  # use all cores, from now on: the agent computes only while the observers wait
         losses = in_pieces(self.learner.policy, states_SD, actions_S, normalised(torch.cat(advantages)))
         return self.learner.update(len(actions_S), min_reward, losses)
 

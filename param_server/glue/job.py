@@ -5,7 +5,7 @@ kernel ends a connection when a process ends, and within 8 seconds if a machine 
 Coordinator notices that a rank is lost, and the others that rank 0 is. A message is a JSON object on its own line:
 
     rank -> Coordinator    {"join": 2}                      this rank wants to join
-                           {"given": {...}, "host": ...}    it joins: its own FILES (scenario.py), and host.offer()
+                           {"paths": {...}, "host": ...}    it joins: its own FILES (scenario.py), and host.offer()
                            {"at": 2}                        it waits at barrier 2
                            {"failed": "...", "status": 1}   an exception has ended it
     Coordinator -> rank    {"flags": {...}}                 the answer to "join": the flags of the job
@@ -41,7 +41,7 @@ class Job:
     rank, world_size     of this process, and of the job
     workers, names       of all ranks: the name in RPC, and the one for the user, "rank 1 (observer1)"
     devices, device      those of all ranks, as strings; that of this rank, as a torch.device
-    given                for each rank, its values of the flags in scenario.FILES
+    paths                for each rank, its values of the flags in scenario.FILES
     host, listens_on     the address of rank 0; that of this rank, with its network interface
     transport            how the messages of this rank travel: "shm", "uv" or "tcp"
     ranks_here           the number of ranks on this host
@@ -112,8 +112,8 @@ class Job:
         except UserError as error:  # the Coordinator goes on waiting for this rank, so it can be started again
             self.leave(str(error), status=2)
         uses_gpu = self.args.device == "cuda" and uses_device(self.rank, self.scenario)
-        given = {name: vars(self.args)[name] for name in FILES if name in self.args}
-        sockets.send(self.link, given=given, **host.offer(self.args, uses_gpu))
+        paths = {name: vars(self.args)[name] for name in FILES if name in self.args}
+        sockets.send(self.link, paths=paths, **host.offer(self.args, uses_gpu))
         threading.Thread(target=self._listen, args=(lines,), daemon=True).start()
         address = self.link.getsockname()[0]
         sockets.listen_only_at(address)
@@ -136,18 +136,18 @@ class Job:
         hosts = [each["host"] for each in ranks]
         if len(set(hosts)) > 1 and self.host.startswith("127."):
             raise UserError(meet.loopback_only(self.host, *hosts))
-        self.given = [each["given"] for each in ranks]
+        self.paths = [each["paths"] for each in ranks]
         self.transport, self.args.restarts = self.told["transports"][self.rank], self.told["restarts"]
         self.devices = host.devices_of(ranks)
         self.device = torch.device(self.devices[self.rank])
         torch.zeros(1, device=self.device)  # the first use of a GPU takes seconds, so do it before the work begins
         self.ranks_here = hosts.count(hosts[self.rank])
-        host.share_cores(self.ranks_here)
+        host.share_cores(among=self.ranks_here)
 
-    def _wait_until(self, true, seconds=None):
-        """Return whether true() holds, as soon as it does, or after so many seconds."""
+    def _wait_until(self, condition, seconds=None):
+        """Return whether condition() holds, as soon as it does, or after so many seconds."""
         with self.changed:
-            return self.changed.wait_for(true, seconds)
+            return self.changed.wait_for(condition, seconds)
 
     def _listen(self, lines):
         """Take in what the Coordinator tells, on a thread of its own, until the connection ends."""

@@ -117,10 +117,13 @@ def usable_cores():
     return max(1, cores)
 
 
-def share_cores(workers):
-    """Set the number of intra-op threads to this process's share of the cores, unless OMP_NUM_THREADS sets it."""
+def share_cores(among):
+    """Set the number of intra-op threads to this process's share of the cores, unless OMP_NUM_THREADS sets it.
+
+    `among`: how many ranks share the cores. With 1, this one uses all of them.
+    """
     if "OMP_NUM_THREADS" not in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun sets it to 1
-        torch.set_num_threads(max(1, usable_cores() // workers))
+        torch.set_num_threads(max(1, usable_cores() // among))
 
 
 def keep_freed_memory():
