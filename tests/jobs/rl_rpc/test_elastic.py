@@ -153,19 +153,23 @@ def test_elastic_repair_keeps_an_observer_that_joins_at_the_same_time():
     assert store.get(listed) == b"agent-0,observer2-2,observer3-3,"
     assert store.get(module.Repair.LOCK) == b"" and store.check(["rpc_prefix_0/Token_for_observer2_join"])
 
+    # At the end the members go off the list, because who joins from then on must not call them.
+    module.rpc = SimpleNamespace(rpc_sync=lambda *_: None, shutdown=lambda graceful: None)
+    answer = torch.futures.Future()
+    module.dismiss_all({"observer2": answer}, repair)
+    assert store.get(listed) == b"agent-0,observer3-3," and answer.value() == (False, None)
+
 
 @pytest.mark.quick
 def test_elastic_learns_as_reinforce_says():
-    """One step with two episodes of different lengths, beside the sum over steps written out."""
+    """One step with the first two episodes that an observer plays, beside the sum over steps written out."""
+    torch.manual_seed(1)
     module = load_module(ROOT / PATH)
-    generator = torch.Generator().manual_seed(1)
-    episodes = []
-    for steps in (3, 5):
-        states = torch.randn(steps, 4, generator=generator)
-        actions = torch.randint(2, (steps, 1), generator=generator)
-        episodes.append((states, actions))
+    module.env.reset(seed=1)
+    episodes = module.run_episodes(module.policy.state_dict())[:2]
+    lengths = [len(actions) for _, actions in episodes]
     before = [parameter.detach().clone().requires_grad_() for parameter in module.policy.parameters()]
-    returns = torch.tensor([sum(0.99**k for k in range(steps - t)) for steps in (3, 5) for t in range(steps)])
+    returns = torch.tensor([sum(0.99**k for k in range(steps - t)) for steps in lengths for t in range(steps)])
     returns = (returns - returns.mean()) / (returns.std() + 1e-7)
     states, actions = (torch.cat(part) for part in zip(*episodes, strict=True))
     scores = torch.relu(states @ before[0].T + before[1]) @ before[2].T + before[3]
@@ -173,4 +177,4 @@ def test_elastic_learns_as_reinforce_says():
     loss.backward()
     module.finish_episodes(episodes, torch.optim.SGD(module.policy.parameters(), lr=0.1))
     for parameter, old in zip(module.policy.parameters(), before, strict=True):
-        assert torch.allclose(parameter, old - 0.1 * old.grad, atol=1e-6)
+        assert torch.allclose(parameter, old - 0.1 * old.grad, atol=1e-5)

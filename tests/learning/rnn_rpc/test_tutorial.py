@@ -82,6 +82,8 @@ def test_a_program_in_one_file_equals_a_plain_loop(rpc_group, monkeypatch, name)
         assert {rref.owner_name() for rref in model.parameter_rrefs()} == {"ps", "trainer"}
     assert {data.shape for data, _ in batches} == {(T, B)}
     assert len(batches) == 10
+    table, *_, weight, bias = start
+    assert 0.09 < table.abs().max() <= 0.1 and 0.09 < weight.abs().max() <= 0.1 and not bias.any()
     after = parameters_of(model)
     assert largest_difference(after, plain_loop(start, hidden, batches)) < 1e-6
     assert largest_difference(after, start) > 1e-3
