@@ -62,7 +62,7 @@ def draw_panels(path, traces, step, milliseconds):
     panels[0].get_gridspec().set_height_ratios(lanes)
     figure.set_figheight(0.22 * sum(lanes) + 0.4 * len(panels) + 0.7)  # inches
     panels[-1].set_xlabel("milliseconds", fontsize=8)
-    figure.legend(handles=draw.legend(figure), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
+    figure.legend(handles=draw.legend(), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
     figure.savefig(path, dpi=220)
     with Image.open(path) as picture:
         picture.quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)

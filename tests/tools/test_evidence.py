@@ -1,5 +1,6 @@
 """What rpctrace takes for evidence, and what it must not: names that the program has chosen, for example."""
 
+import json
 import sys
 
 import pytest
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.quick
 API, INTERNAL = "/site-packages/torch/distributed/rpc/api.py", "/site-packages/torch/distributed/rpc/internal.py"
 C10D = "/site-packages/torch/distributed/distributed_c10d.py"
 SEEN = {"stacks": [], "comms": [[7, "python"]], "still": [7], "alarm": False, "cwd": "/", "argv": [], "environ": {}}
-SEEN |= {"host": "here", "pid": 7, "error": "", "joined": {}, "sources": {}}
+SEEN |= {"host": "here", "pid": 7, "moment": 0.0, "torch": [], "error": "", "joined": {}, "sources": {}}
 
 
 @pytest.mark.parametrize("name", ["shutdown", "wait", "to_here", "backward", "init_rpc"])
@@ -48,6 +49,49 @@ def test_a_dump_without_variables_is_read():
     assert stacks.served([Frame("", "_local_invoke", library=True), run]).name == "_local_invoke"
     (call,) = stacks.calls_awaited(Wait("answer"), [Frame(API, "rpc_sync", library=True)], 60.0)
     assert call.to is None and call.limit == 60.0
+
+
+def test_a_torch_that_was_built_from_its_source_is_recognised():
+    frames = [("/program.py", "serve"), ("/home/me/pytorch/torch/distributed/rpc/internal.py", "_run_function")]
+    frames = [{"filename": path, "name": name, "line": 1, "locals": None} for path, name in frames]
+    thread = {"os_thread_id": 8, "thread_name": None, "active": False, "frames": frames}
+    (process,) = stacks.processes_of([SEEN | {"stacks": [thread], "torch": ["/home/me/pytorch/torch/"]}])
+    assert [call.name for call in process.threads[8].serves] == ["serve"]
+
+
+def test_a_dump_has_what_was_recorded_and_only_that_environment_which_the_program_names(monkeypatch, tmp_path):
+    """Other variables may hold secrets. The time limit of calls stands in no file on the stack."""
+    (tmp_path / "program.py").write_text("MY_TOKENIZER = os.environ['RANK']\n")
+    frame = {"filename": "program.py", "name": "<module>", "line": 1, "locals": None}
+    stack = {"os_thread_id": 7, "thread_name": "MainThread", "active": False, "frames": [frame]}
+    dump = SEEN | {"stacks": [stack], "cwd": str(tmp_path), "environ": {"RANK": "0", "TOKEN": "secret"}}
+    monkeypatch.setattr(dumps, "take", lambda pids: [dump])
+    joined = {"worker": "w0", "rank": 0, "world": 1, "limit": 10.0}
+    (seen,) = stacks.look([7], recorded=[{"pid": 7, "full": False, **joined}])
+    assert seen["environ"] == {"RANK": "0"} and seen["joined"] == joined
+
+
+def test_a_process_in_two_files_is_refused(tmp_path):
+    files = [tmp_path / "a", tmp_path / "b"]
+    for file in files:
+        file.write_text(json.dumps([SEEN]))
+    with pytest.raises(dumps.NoDump, match="process 7 on here is in several of these files"):
+        cli.contents(files)
+
+
+@pytest.mark.parametrize(
+    ("moment", "verdict", "said"),
+    [(0.0, "This is", ""), (40.0, "Probably", ""), (300.0, "Probably", "But 5 minutes")],
+)
+def test_a_circle_in_files_of_several_moments_is_only_probable(moment, verdict, said):
+    threads = []
+    for tid, other in ((1, 2), (2, 1)):
+        waits_for, holds = Seen("lock", "lock", other), Seen("lock", "lock", tid)
+        threads.append(Thread(tid, f"t{tid}", wait=Wait("lock", locks=[waits_for]), holds=[holds]))
+    first = Process("w0", "here", 7, threads=dict(zip((1, 2), threads, strict=True)))
+    report = words.said_of([first, Process("w1", "here", 8, moment=moment)]).report()
+    assert report.startswith("CIRCLE") and f"{verdict}: a thread waits while it holds" in report, report
+    assert ("lie between the files" in report) == bool(said) and said in report
 
 
 @pytest.mark.parametrize("limit", [5.0, 60.0])
@@ -201,9 +245,8 @@ def test_without_torch_the_store_cannot_be_asked(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ['{"traceEvents": []}', '[{"name": "f", "ph": "X"}]', "[1]"])
-def test_a_file_that_no_dump_has_written_is_refused(text, tmp_path, capsys):
+def test_a_file_that_no_dump_has_written_is_refused(text, tmp_path):
     file = tmp_path / "all.json"
     file.write_text(text)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="--dump has not written this"):
         cli.main(["why", str(file)])
-    assert "--dump has not written this" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 
 import pytest
 
@@ -20,7 +21,7 @@ CALLS = ("sync", "async", "remote")
 run_trace = functools.partial(run_script, "tools/rpctrace")
 TOOL = ROOT / "tools" / "rpctrace"
 with package_on_path("tools"):
-    from rpctrace import cli, draw
+    from rpctrace import cli, command, draw, read, words
 
 
 def events_in(path):
@@ -177,6 +178,7 @@ def test_the_calls_of_a_killed_rank_are_in_the_file(tmp_path, pair, capsys):
     done = run_script(copy, "--into", tmp_path / "calls", "--", sys.executable, *pair, "killed", "worker0")
     assert done.returncode == 7, done.stderr
     assert [path.stat().st_size for path in (tmp_path / "calls").rglob("*.jsonl")] == [24_576] * 2
+    assert [process["limit"] for process in read.read(tmp_path / "calls", most=0)] == [60.0] * 2, "of calls, by default"
     said = drawn(tmp_path / "all.json", tmp_path / "calls", capsys)
     kept = re.findall(r"worker(\d) made too many calls; the first (\d+) bars are kept", said)
     assert [rank for rank, _ in kept] == ["0", "1"] and all(40 <= int(count) <= 200 for _, count in kept), said
@@ -184,7 +186,7 @@ def test_the_calls_of_a_killed_rank_are_in_the_file(tmp_path, pair, capsys):
     (first,) = bars(events, "async", "never (unfinished)")
     assert names_of(events)[first["pid"]] == "worker1" and bars(events, "run", "never (unfinished)")
     assert max(bar["ts"] for bar in bars(events, "sync", "increment")) > first["ts"]
-    assert re.search(r"worker1 -> worker0: never +1 +1 unanswered\n", said), said
+    assert re.search(r"worker1 -> worker0: never +1 +1 without a recorded answer\n", said), said
 
 
 def test_ranks_in_terminals_record_into_one_folder_and_one_that_is_not_recorded_works_with_them(tmp_path, pair, capsys):
@@ -198,8 +200,7 @@ def test_ranks_in_terminals_record_into_one_folder_and_one_that_is_not_recorded_
     (tmp_path / "calls" / "data.jsonl").write_text("[1]\n")  # a user's file
     said = drawn(tmp_path / "all.json", tmp_path / "calls", capsys)
     assert re.search("worker1 -> worker2: increment +5( +[0-9.]+){3}\n", said), said
-    assert re.search("worker1 -> worker0: increment +5\n", said), said
-    assert "Recorded at the caller only: 5 of these calls." in said
+    assert re.search("worker1 -> worker0: increment +5   5 without a recorded answer\n", said), said
     events = [event for event in events_in(tmp_path / "all.json") if event.get("args", {}).get("to") != "worker0"]
     assert calls_of(events) == {("worker1", "worker2", "increment"): 5}
 
@@ -215,7 +216,7 @@ def test_ranks_in_terminals_record_into_one_folder_and_one_that_is_not_recorded_
         (["no/such/folder/t.json", "--", "true"], 2, "that folder does not exist"),
         (["t.json", "no/such/folder"], 2, "there is no such folder"),
         (["why", "/proc/self/fdinfo"], 2, "there are no recordings in it"),
-        (["why", "--dump", "no/such/folder/file"], 2, "No such file or directory"),
+        (["why", "--dump", "no/such/folder/file"], 2, "that folder does not exist"),
         (["--into", "/proc/here", "--", "true"], 2, "--into /proc/here: No such file or directory"),
         (["--stalled", "1", "t.json", "--", "true"], 2, "--stalled 1: at least 2 seconds"),
         (["--end", "t.json", "--", "true"], 2, "give FILE"),
@@ -390,8 +391,8 @@ def test_awkward_programs_run_as_without_the_tool(tmp_path):
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert sorted(done.stdout.splitlines()) == ["another 3.0 3 3", "calls failed", "one 3.0 3 3"]
     for row in (
-        r"first -> second: die +1   1 failed",
-        r"first -> second: slow +1   1 failed",
+        r"first -> second: die +1   1 without a recorded answer",
+        r"first -> second: slow +1   1 without a recorded answer",
         r"first -> second: double +1 +[\d.]+ +[\d.]+ +[\d.]+",
         r"another -> another: Raises +1 +[\d.]+ +[\d.]+ +[\d.]+",
         r"one -> one: Proxy +1 +[\d.]+ +[\d.]+ +[\d.]+",
@@ -459,3 +460,29 @@ def test_a_program_runs_on_when_the_disk_is_full(tmp_path, pair):
     events = events_in(tmp_path / "all.json")
     assert 20 < len([bar for bar in events if bar["name"].startswith("increment") and bar["cat"] == "sync"]) < 200
     assert len(bars(events, "run", "increment")) == 1000
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_command_that_waits_for_something_unknown_is_ended_and_one_that_computes_is_not(runs, tmp_path, monkeypatch):
+    """As long as it computes, it is looked at again and again."""
+    looks = []
+
+    def explained(self):
+        looks.append(time.monotonic())
+        return words.Said("nothing", runs=runs and len(looks) < 3)
+
+    monkeypatch.setattr(command.Command, "explained", explained)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    assert command.Command(["sleep", "60"], tmp_path, tmp_path, 0.1, True).wait() == 3
+    assert len(looks) == (3 if runs else 1)
+
+
+@pytest.mark.quick
+def test_who_has_left_is_known_however_many_calls_there_are(tmp_path):
+    bar = '{"begin": 0, "ts": 1, "tid": 1, "cat": "sync", "name": "f", "args": {}}\n{"end": 0, "ts": 2}\n'
+    name = f"here-7-{'0' * 16}.jsonl"
+    (tmp_path / name).write_text('{"pid": 7}\n{"worker": "w0"}\n' + 10 * bar + '{"left": true}\n')
+    for most, bars_read in ((0, 0), (100, 1)):
+        (process,) = read.read(tmp_path, most)
+        assert process["worker"] == "w0" and process["left"] and len(process["bars"]) == bars_read

@@ -15,12 +15,9 @@ machines, write what is seen on each into a file.
     python tools/rpctrace why --pid 4711 --dump FILE
     python tools/rpctrace why FILE FILE
 
-If it calls the workers by the numbers of their processes, give the address of the store in which they have met
-(MASTER_ADDR:MASTER_PORT), which knows their names.
-
-Of a command behind `--`, Ctrl-\\ prints the same, and it goes on. After Ctrl-C it has 5 seconds to end. Then the same
-is printed, and a second Ctrl-C kills everything that the command has started. With --stalled 30 it is also printed when
-nothing has moved for 30 seconds; with --end the command is then killed.
+After Ctrl-C, a command behind `--` has 5 seconds to end. Then the same is printed, and a second Ctrl-C kills everything
+that the command has started. With --stalled 30 it is also printed when no call has begun or ended for 30 seconds and
+nothing computes; with --end the command is then killed.
 
 If you start the ranks one by one, let each of them record into the same folder. Other commands read the folder, also
 while it is written. If the ranks are on several hosts, copy their folders into one; their clocks must agree. Take a
@@ -41,6 +38,7 @@ recorded: built-in operators such as torch.add, functions of TorchScript, and a 
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -66,14 +64,16 @@ def main(words=None):
     if not command:
         report(args.folder, args.file)
         return
-    with tempfile.TemporaryDirectory(prefix="rpctrace-", ignore_cleanup_errors=True) as folder:
-        if args.into:
-            folder = tempfile.mkdtemp(prefix="run-", dir=args.into)
+    if args.into:
+        place = contextlib.nullcontext(tempfile.mkdtemp(prefix="run-", dir=args.into))
+    else:
+        place = tempfile.TemporaryDirectory(prefix="rpctrace-", ignore_cleanup_errors=True)
+    with place as folder:
         status = Command(command, folder, args.into or folder, args.stalled, args.end).wait()
         for number in (signal.SIGTERM, signal.SIGINT):  # from now on, end with an exception, which removes the folder
             signal.signal(number, lambda number, _: sys.exit(128 + number))
         if args.into:
-            read.is_recorded(read.read(folder, most=10_000))  # what cannot be recorded is known from the first calls on
+            read.is_recorded(read.read(folder, most=0))
         else:
             report(folder, args.file)
     sys.exit(status if status >= 0 else 128 - status)  # of a command that a signal has killed, it is as in a shell
@@ -88,7 +88,7 @@ def parse(words, command):
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("file", nargs="?", metavar="FILE", type=writable, help="what is written: .png or .json")
+    parser.add_argument("file", nargs="?", metavar="FILE", type=drawing, help="what is written: .png or .json")
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="with recordings, which are read")
     parser.add_argument("--into", metavar="FOLDER", help="record into this folder, and draw nothing")
     stalled_help = "say who waits for whom when no call has begun or ended for so many seconds, and nothing computes"
@@ -113,17 +113,19 @@ def parse(words, command):
     return args
 
 
-def writable(path):
-    """Return the name of a file that this tool can write."""
-    fault = ""
+def drawing(path):
+    """Return the name of a file that can be drawn into."""
     if not path.endswith((".png", ".json")):
-        fault = "the name must end in .png or .json"
-    elif path.endswith(".png") and not importlib.util.find_spec("matplotlib"):
-        fault = "this needs matplotlib (pip install matplotlib)"
-    elif not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
-        fault = "that folder does not exist, or this user may not write in it"
-    if fault:
-        raise argparse.ArgumentTypeError(f"{path}: {fault}")
+        raise argparse.ArgumentTypeError(f"{path}: the name must end in .png or .json")
+    if path.endswith(".png") and not importlib.util.find_spec("matplotlib"):
+        raise argparse.ArgumentTypeError(f"{path}: this needs matplotlib (pip install matplotlib)")
+    return writable(path)
+
+
+def writable(path):
+    """Return the name of a file that can be written."""
+    if not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path}: that folder does not exist, or this user may not write in it")
     return path
 
 
@@ -134,39 +136,45 @@ def why(words):
     pid_help = "processes that run. Of a single one, also all that it has started, and all that talk to these over TCP"
     parser.add_argument("--pid", nargs="+", type=int, default=[], metavar="PID", help=pid_help)
     dump_help = "write what is seen into a file, and say nothing; without --pid, of all processes with torch"
-    parser.add_argument("--dump", metavar="FILE", help=dump_help)
+    parser.add_argument("--dump", type=writable, metavar="FILE", help=dump_help)
     store_help = "the address of torch's store (MASTER_ADDR:MASTER_PORT), which tells the names of the workers"
     parser.add_argument("--store", default="", metavar="HOST:PORT", help=store_help)
     args = parser.parse_args(words)
-    if bool(args.paths) == bool(args.pid or args.dump):
-        parser.error("give a FOLDER with recordings, or --pid, or files that --dump has written")
+    folders = [path for path in args.paths if os.path.isdir(path)]
+    if bool(args.paths) == bool(args.pid or args.dump) or (folders and len(args.paths) > 1):
+        parser.error("give one FOLDER with recordings, or --pid, or files that --dump has written")
+    if folders and not read.recordings(folders[0]):
+        parser.error(f"{folders[0]}: there are no recordings in it")
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
     try:
-        if args.paths and not os.path.isdir(args.paths[0]):
-            seen = contents(args.paths)
+        if folders:
+            seen = stacks.look_into(folders[0], args.store)
         elif args.paths:
-            if len(args.paths) > 1 or not read.recordings(args.paths[0]):
-                raise ValueError(f"{args.paths[0]}: there are no recordings in it")
-            seen = stacks.look_into(args.paths[0], args.store)
+            seen = contents(args.paths)
         else:
             seen = stacks.look(dumps.chosen(args.pid), args.store)
-        if args.dump:
-            pathlib.Path(args.dump).write_text(json.dumps(seen))
-        else:
-            print(said_of(stacks.processes_of(seen)).report())
     except dumps.NoDump as error:
         sys.exit(f"rpctrace: {error}")
-    except (ValueError, OSError) as error:  # of a path
-        parser.error(str(error))
+    if args.dump:
+        pathlib.Path(args.dump).write_text(json.dumps(seen))
+    else:
+        print(said_of(stacks.processes_of(seen)).report())
 
 
 def contents(paths):
     """Return what the files contain that `why --dump` has written on several machines."""
-    found = [json.loads(pathlib.Path(path).read_text()) for path in paths]
-    seen = [one for each in found for one in (each if isinstance(each, list) else [each])]
-    if not all(isinstance(one, dict) and "stacks" in one for one in seen):
-        raise ValueError(f"{', '.join(paths)}: --dump has not written this")
-    return seen
+    found = {}  # (host, number of the process) -> what is seen of it
+    for path in paths:
+        try:
+            seen = {(one["host"], one["pid"]): one for one in json.loads(pathlib.Path(path).read_text())}
+        except OSError as error:
+            raise dumps.NoDump(f"{path}: {error.strerror}") from None
+        except (ValueError, TypeError, KeyError):
+            raise dumps.NoDump(f"{path}: --dump has not written this") from None
+        for host, pid in found.keys() & seen.keys():
+            raise dumps.NoDump(f"process {pid} on {host} is in several of these files: give one of each machine")
+        found |= seen
+    return list(found.values())
 
 
 def report(folder, path):

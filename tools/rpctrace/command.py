@@ -21,22 +21,17 @@ class Command:
         self.around, self.stalled, self.end = around, stalled, end
         self.status = None
         self.interrupted = []  # when Ctrl-C was pressed
-        self.asked = self.told = False  # whether Ctrl-\ was pressed; whether it was said that the command has stalled
+        self.told = False  # whether it was said that the command has stalled
         self.positions, self.moved = [], time.monotonic()  # of the recordings; when they, or a thread, have moved last
         self.folder = os.path.abspath(folder)
         path = os.pathsep.join(filter(None, (RECORD, os.environ.get("PYTHONPATH"))))
         environ = os.environ | {"PYTHONPATH": path, "RPCTRACE_INTO": self.folder}
-        # A terminal sends Ctrl-\ to all its processes. It is for this tool; for a command it would be the end.
-        plain = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
         try:
             self.process = subprocess.Popen(command, env=environ)
         except OSError as error:
             say(f"{command[0]}: {error.strerror}")
             sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
-        finally:
-            signal.signal(signal.SIGQUIT, plain)
         signal.signal(signal.SIGINT, lambda *_: self.interrupted.append(time.monotonic()))
-        signal.signal(signal.SIGQUIT, lambda *_: setattr(self, "asked", True))
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, _: self.process.send_signal(number))
 
@@ -61,19 +56,20 @@ class Command:
             self.interrupted[0] = float("inf")  # it is printed once
             first = f"{PATIENCE:.0f} s after Ctrl-C, the command still runs. Another Ctrl-C kills all of it."
             self.print(first, self.explained())
-        elif self.asked:
-            self.asked = False
-            self.print("The command goes on.", self.explained())
         elif self.stalled and not self.interrupted:
             self.look_whether_it_moves(now)
 
     def look_whether_it_moves(self, now):
+        """Say so if no call has begun or ended for a while and no Python thread computes, whatever it waits for.
+
+        With --end, kill the command then, unless nobody may look into it: nobody knows whether it computes.
+        """
         before, self.positions = self.positions, read.positions(self.around)
         if before != self.positions:
             self.moved, self.told = now, False
         elif now - self.moved > self.stalled and not self.told:
             said = self.explained()
-            if said and (said.runs or said.verdict == "nothing"):
+            if said and said.runs:
                 self.moved = now
                 return
             self.told = True
@@ -105,14 +101,8 @@ class Command:
 
     def living(self):
         """Return the processes of the command: they record into its folder, or one that does has started them."""
-        found = {self.process.pid}
-        for pid in sorted(dumps.all_processes()):
-            if dumps.environ(pid).get("RPCTRACE_INTO") == self.folder or state_of(pid)[1] in found:
-                found.add(pid)
-        return [pid for pid in found - {os.getpid()} if state_of(pid)[0] not in "ZX"]
-
-
-def state_of(pid):
-    """Return the state and the parent of a process."""
-    words = dumps.read(pid, "stat").rpartition(")")[2].split()
-    return (words[0], int(words[1])) if words else ("X", 0)
+        recorded = [pid for pid in dumps.all_processes() if dumps.environ(pid).get("RPCTRACE_INTO") == self.folder]
+        found = list({self.process.pid, *recorded})
+        for pid in found:  # which grows
+            found += [child for child in dumps.children(pid) if child not in found]
+        return [pid for pid in found if any(state not in "ZX" for _, state, _ in dumps.threads_of(pid).values())]

@@ -17,6 +17,7 @@ COLORS = {"waiting": "#c6dbec", "working": "#1d5b8c", "backward": "#7aa6c8"}  # 
 STATES = {"run": "working", "step": "working", "work": "working", "part": "backward"}  # by a bar's kind
 MESSAGE_COLORS = ("#000000", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # of calls and answers, by the caller
 MOST_CALLS = 60  # in one picture
+SIZE, LETTER = 6.5, 0.07  # of the letters in bars: points; and inches that one is wide, with the space around the axes
 
 
 def write(path, events):
@@ -89,7 +90,7 @@ def draw(path, events):
     draw_period(axes, events, start, end)
     axes.set_xlabel(f"milliseconds{left_out(calls, start, end)}", fontsize=8)
     figure.set_figheight(0.28 * len(axes.get_yticks()) + 1.1)
-    figure.legend(handles=legend(figure), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
+    figure.legend(handles=legend(), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
     figure.savefig(path, dpi=110, format="png")
 
 
@@ -141,7 +142,7 @@ def draw_bars(axes, bars, rows, start, end):
     """Draw the bars, with a name in each that has room for it: white letters on dark bars, black ones on pale bars."""
     from matplotlib.patheffects import withStroke
 
-    letter = 7e-5 * (end - start) / axes.figure.get_figwidth()  # about the width of a letter, in milliseconds
+    letter = LETTER * (end - start) / 1e3 / axes.figure.get_figwidth()  # its width, in milliseconds
     for bar in bars:
         left, length = (bar["ts"] - start) / 1e3, bar["dur"] / 1e3
         color = COLORS[state_of(bar)]
@@ -153,18 +154,16 @@ def draw_bars(axes, bars, rows, start, end):
         if end_of_name < right and all(end_of_name <= begin or over <= left for begin, over in taken[row]):
             taken[row].append((left, end_of_name))
             color = COLORS[state_of(bar)]
-            name = axes.text(left, row, f" {bar['name']}", fontsize=6.5, va="center", clip_on=True)
+            name = axes.text(left, row, f" {bar['name']}", fontsize=SIZE, va="center", clip_on=True)
             name.set_color("white" if color == COLORS["working"] else "black")
             name.set_path_effects([withStroke(linewidth=1.5, foreground=color)])  # it may reach over other bars
 
 
-def legend(figure):
-    """Return the handles of a legend of the states that are drawn in this figure."""
-    from matplotlib.colors import to_rgba
+def legend():
+    """Return the handles of a legend of the states."""
     from matplotlib.patches import Patch
 
-    drawn = {bar.get_facecolor() for axes in figure.axes for bar in axes.patches}
-    return [Patch(color=color, label=state) for state, color in COLORS.items() if to_rgba(color) in drawn]
+    return [Patch(color=color, label=state) for state, color in COLORS.items()]
 
 
 def lane_of(event):

@@ -47,7 +47,7 @@ def take(pids):
     command = shutil.which("py-spy") or os.path.join(os.path.dirname(sys.executable), "py-spy")
     if not os.path.exists(command):
         raise NoDump(MISSING)
-    before, began = {pid: threads_of(pid) for pid in pids}, time.monotonic()
+    moment, began, before = time.time(), time.monotonic(), {pid: threads_of(pid) for pid in pids}
     running = {}
     for pid in pids:
         if not any(state in "Tt" for _, state, _ in before[pid].values()):  # py-spy would wait for one that is stopped
@@ -55,7 +55,7 @@ def take(pids):
             running[pid] = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     outputs = {pid: output_of(process) for pid, process in running.items()}
     time.sleep(max(0.0, began + WATCHED - time.monotonic()))
-    return [dump_of(pid, before[pid], threads_of(pid), *outputs.get(pid, ("", "stopped"))) for pid in pids]
+    return [dump_of(pid, moment, before[pid], threads_of(pid), *outputs.get(pid, ("", "stopped"))) for pid in pids]
 
 
 def output_of(process):
@@ -67,19 +67,21 @@ def output_of(process):
         return "", f"no stacks within {LIMIT:.0f} s"
 
 
-def dump_of(pid, before, after, text, error):
+def dump_of(pid, moment, before, after, text, error):
     """Return what a file of --dump contains of a process, but for "sources" and "joined", which stacks.look() adds."""
-    # To take the dump wakes each thread, always as often, and this counts. Who moved least is taken to have stood.
+    # To take the dump wakes each thread, always as often, and this counts. Who moved least is taken to have stood: a
+    # process with torch always has threads that do, for example those that handle its messages.
     both = [tid for tid in after if tid in before and before[tid][1] + after[tid][1] in ("SS", "DD")]
     by_dump = min((after[tid][2] - before[tid][2] for tid in both), default=0)
-    caught = read(pid, "status").partition("SigCgt:\t")[2][:16] or "0"
     dump = {
         "host": socket.gethostname(),
         "pid": pid,
+        "moment": moment,  # the same for all processes of which the dumps were taken together
+        "torch": re.findall(r" (/.*/torch/)lib/libtorch_cpu\.so$", read(pid, "maps"), re.MULTILINE)[:1],  # its folder
         "stacks": [],  # of py-spy
         "comms": [[tid, comm] for tid, (comm, _, _) in after.items()],  # what the kernel calls each thread
         "still": [tid for tid in both if after[tid][2] - before[tid][2] == by_dump],  # those that have not moved
-        "alarm": bool(int(caught, 16) >> signal.SIGALRM - 1 & 1),  # one may end what the main thread waits for
+        "alarm": catches(pid, signal.SIGALRM),  # one may end what the main thread waits for
         "cwd": read(pid, "cwd"),
         "argv": read(pid, "cmdline").split("\0"),
         "environ": environ(pid),
@@ -105,6 +107,12 @@ def threads_of(pid):
                 known = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
                 found[int(tid)] = known["Name"], known["State"][0], int(known["voluntary_ctxt_switches"])
     return found
+
+
+def catches(pid, number):
+    """Return whether a process has a function of its own for this signal."""
+    caught = read(pid, "status").partition("SigCgt:\t")[2][:16] or "0"
+    return bool(int(caught, 16) & 1 << (number - 1))
 
 
 # ------------------------------------------------------------------------------------------------------------ processes
@@ -143,14 +151,18 @@ def all_processes():
     return [int(name) for name in names if name.isdigit()]
 
 
+def children(pid):
+    """Return the processes that a process has started."""
+    return [int(child) for task in threads_of(pid) for child in read(pid, f"task/{task}/children").split()]
+
+
 def related(pid):
     """Return the processes with torch that a process has started, or that talk to these over TCP on this machine."""
     everybody = [one for one in all_processes() if one == pid or has_torch(one)]
     ports = {one: ends_of(one, OPEN) for one in everybody}
     found = [pid]
     for one in found:  # which grows
-        started = [int(child) for task in threads_of(one) for child in read(one, f"task/{task}/children").split()]
-        found += [child for child in started if child not in found]
+        found += [child for child in children(one) if child not in found]
         ends = {(there, here) for here, there in ports.get(one, ())}
         found += [other for other in everybody if other not in found and ends.intersection(ports[other])]
     return sorted(one for one in found if has_torch(one))

@@ -111,6 +111,7 @@ class Process:
     groups: int = 0  # how many process groups of gloo it is in: the first one is that of all
     lost: str = ""  # how it was lost
     ended: bool = False
+    moment: float = 0.0  # when it was looked at, in seconds since 1970
     threads: dict[int, Thread] = field(default_factory=dict)
     pool: int = 0  # how many RPC threads it has
     free: int = 1  # how many of them are free

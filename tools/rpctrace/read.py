@@ -38,7 +38,7 @@ def is_recorded(recorded):
 def read(folder, most=MOST_LINES):
     """Return the recorded processes. The "bars" of each are {number: event of Chrome's trace format, but in ns}.
 
-    `most`: how many lines are read.
+    `most`: how many lines about bars are read, the same number of each process. Those about processes are all read.
     """
     paths = recordings(folder)
     return [read_process(path, most // len(paths)) for path in paths]
@@ -48,9 +48,9 @@ def read_process(path, most):
     bars, process = {}, {"full": False}
     with path.open("rb") as file:
         for number, text in enumerate(file):
-            if number == most:
+            if number >= most and text.startswith((b'{"begin": ', b'{"end": ')):
                 process["full"] = True
-                break
+                continue
             with contextlib.suppress(ValueError):  # it is not complete, or it is what follows the last one
                 line = json.loads(text.strip(b"\0"))
                 if "begin" in line:
@@ -140,32 +140,24 @@ def table(processes, made, calls):
     """Return a table with a line for each caller, callee and function. `made`: the callers' bars.
 
     Columns: the number of calls, and medians in milliseconds: of the whole call at the caller, of its part on the wire
-    and in queues, and of its part at the callee. If calls were not answered, or failed, their number follows.
+    and in queues, and of its part at the callee. The number of calls follows whose answer was not recorded: they have
+    failed, the caller gave up, or their callee is not recorded.
     """
     counts, times = collections.Counter(), collections.defaultdict(list)
-    lost = {"unanswered": collections.Counter(), "failed": collections.Counter()}
     answers = {call["args"]["call"]: (run, answered) for call, run, answered in calls}
-    recorded = {process.get("worker") for process in processes}
     for call in made:
         name = call["name"].removesuffix(UNFINISHED)
         title = f"{processes[call['pid']]['name']} -> {call['args']['to']}: {name}"
         counts[title] += 1
         run, answered = answers.get(call["args"]["call"], (None, None))
-        if not is_finished(call):
-            lost["unanswered"][title] += 1
-        elif run and is_answered(call, answered):
+        if run and is_answered(call, answered):
             at_callee = end_of(answered) - run["ts"]
             times[title].append((call["dur"], call["dur"] - at_callee, at_callee))
-        elif run or call["args"]["to"] in recorded:
-            lost["failed"][title] += 1
     width = max(26, *map(len, counts))
     lines = [f"{'RPCs, median milliseconds':<{width}}   calls   at caller  wire, queue   at callee"]
     for title, count in sorted(counts.items()):
         medians = [statistics.median(column) / 1e3 for column in zip(*times[title], strict=True)]
         line = f"{title:<{width}}{count:>8,}" + "".join(f"{median:>12.3f}" for median in medians)
-        line += "".join(f"   {number[title]:,} {word}" for word, number in lost.items() if number[title])
-        lines.append(line)
-    one_sided = sum(call["args"]["call"] not in answers for call in made)
-    if one_sided:
-        lines.append(f"Recorded at the caller only: {one_sided:,} of these calls.")
+        missing = count - len(times[title])
+        lines.append(line + (f"   {missing:,} without a recorded answer" if missing else ""))
     return "\n".join(lines)

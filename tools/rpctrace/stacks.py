@@ -33,12 +33,14 @@ def look(pids, address="", recorded=()):
     `address`: HOST:PORT of the store that they use. `recorded`: what a recording tells of each, see read.py.
     """
     written = dumps.take(pids)
-    told = {one["pid"]: {key: one[key] for key in ("worker", "rank", "world")} for one in recorded if "worker" in one}
+    keys = ("worker", "rank", "world", "limit")
+    told = {one["pid"]: {key: one[key] for key in keys} for one in recorded if "worker" in one}
     for one in written:
-        paths = {frame_of(one["cwd"], each).path for stack in one["stacks"] for each in stack["frames"]}
-        one["sources"] = {path: "".join(linecache.getlines(path)) for path in paths if not LIBRARY.search(path)}
-        text = "".join(one["sources"].values())
-        one["environ"] = {name: value for name, value in one["environ"].items() if name in text}  # it may hold secrets
+        frames = [frame_of(one, each) for stack in one["stacks"] for each in stack["frames"]]
+        paths = {frame.path for frame in frames if not frame.library}
+        one["sources"] = {path: "".join(linecache.getlines(path)) for path in paths}
+        words = set(re.findall(r"\w+", " ".join(one["sources"].values())))
+        one["environ"] = {name: value for name, value in one["environ"].items() if name in words}  # it may hold secrets
         one["joined"] = told.get(one["pid"], {})
     unnamed = [one.pid for one in processes_of(written) if one.rpc and not one.named]
     workers = names.by_store(address) if address else {}
@@ -47,13 +49,13 @@ def look(pids, address="", recorded=()):
             workers = names.by_store(address)
     for one in written if workers else ():
         for port in dumps.listens_on(one["pid"]) & workers.keys():
-            one["joined"] = workers[port]
+            one["joined"] |= workers[port]
     return written
 
 
 def look_into(folder, address=""):
     """Return what is seen of the processes of this machine that record into a folder, and that have not left."""
-    recorded = {one["pid"]: one for one in read.read(folder, most=10_000) if one["host"] == socket.gethostname()}
+    recorded = {one["pid"]: one for one in read.read(folder, most=0) if one["host"] == socket.gethostname()}
     living = {pid for pid in recorded if dumps.has_torch(pid)}
     if not living:
         raise dumps.NoDump(f"no process that records into {folder} runs on this machine")
@@ -79,7 +81,7 @@ def process_of(written):
     """Return the Process of a dump. Its `joined` tells more than its source, and that more than its stacks."""
     stacks = {}  # number of a thread in the kernel -> its frames
     for one in written["stacks"]:
-        stacks[one["os_thread_id"]] = [frame_of(written["cwd"], each) for each in one["frames"]]
+        stacks[one["os_thread_id"]] = [frame_of(written, each) for each in one["frames"]]
     main = stacks.get(written["pid"], [])
     joins = [frame for frame in main if frame.library and frame.function in ("init_rpc", "_all_gather")]
     known = [frame.value("name" if frame.function == "init_rpc" else "self_name", "") for frame in joins]
@@ -98,6 +100,7 @@ def process_of(written):
         groups=list(comms.values()).count(GLOO) // 2,
         lost=written["error"],
         ended=not comms,
+        moment=written["moment"],
         pool=len(pool),
         free=len(pool - stacks.keys()),
         quiet=not any(comm.startswith(NETWORK) for comm in moved),
@@ -127,10 +130,11 @@ def number_threads(stacks):
         seen.value = numbers.get(seen.id, seen.value)
 
 
-def frame_of(folder, one):
-    """Return the Frame of one of py-spy's."""
-    path = one["filename"] if one["filename"].startswith("<") else os.path.join(folder, one["filename"])
-    frame = Frame(path, one["name"].rpartition(".")[2], one["line"], bool(LIBRARY.search(path)))
+def frame_of(written, one):
+    """Return the Frame of one of py-spy's. Torch may be anywhere, if it was built from its source."""
+    path = one["filename"] if one["filename"].startswith("<") else os.path.join(written["cwd"], one["filename"])
+    library = bool(LIBRARY.search(path)) or path.startswith(tuple(written["torch"]))
+    frame = Frame(path, one["name"].rpartition(".")[2], one["line"], library)
     frame.names = {each["name"]: variable(each) for each in one["locals"] or ()}
     frame.text = linecache.getline(path, one["line"]).strip()
     return frame

@@ -31,6 +31,7 @@ class Said:
     main: list = field(default_factory=list)  # the main threads
     pattern: str = "busy"
     sure: bool = False
+    minutes: float = 0.0  # between the first and the last look into a process, at most
     runs: bool = False  # some thread computes
 
     def report(self):
@@ -51,6 +52,8 @@ class Said:
         for number, nodes in enumerate(steps, 1):
             lines += of_nodes(nodes, f"  {number}. " if len(steps) > 1 else "  ")
         lines.append(f"{'This is' if self.sure else 'Probably'}: {PATTERNS[self.pattern]}")
+        if self.minutes >= 2:
+            lines.append(f"But {self.minutes:.0f} minutes lie between the files: what waited may have gone on.")
         return "\n".join(lines)
 
 
@@ -61,14 +64,15 @@ def said_of(processes):
     waits = [nodes[key] for key in graph.waiting() if key not in circle]
     steps = [key for key in circle if key[1] != CALL] or (graph.ends() if waits else [])
     kinds = {nodes[key].kind for key in steps}
-    one_moment = len({process.host for process in processes}) == 1
+    moments = [process.moment for process in processes] or [0.0]
     return Said(
         verdict="circle" if circle else "end" if waits else "nothing",
         steps=[nodes[key] for key in steps],
         waits=waits,
         main=[node for node in nodes.values() if node.thread == "main thread"],
         pattern=next((kind for kind in PATTERNS if kind in kinds or (kind == "call" and "guess" in kinds)), "busy"),
-        sure=bool(circle) and one_moment and kinds.isdisjoint({"event", "owed", "guess"}),
+        sure=bool(circle) and len(set(moments)) == 1 and kinds.isdisjoint({"event", "owed", "guess"}),
+        minutes=(max(moments) - min(moments)) / 60,
         runs=any(thread.ran for process in processes for thread in process.threads.values()),
     )
 
@@ -84,7 +88,7 @@ def alike(nodes):
 def of_nodes(nodes, indent):
     """Return the lines of a node, or of several that wait for the same at the same place."""
     thread, what, place = nodes[0].thread, nodes[0].what, nodes[0].place
-    who, several = ", ".join(dict.fromkeys(node.worker for node in nodes)), len(nodes) > 1 and thread
+    who, several = ", ".join(dict.fromkeys(node.worker for node in nodes)), bool(thread) and len(nodes) > 1
     if several:
         who = f"{len(nodes)} threads ({who}: {thread})"
     elif thread:

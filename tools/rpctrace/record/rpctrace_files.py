@@ -8,7 +8,9 @@ import threading
 
 PIECE, MOST = 4 << 20, 40 << 20  # bytes by which the file grows, and of all of it: at least 100,000 bars
 FULL = b'{"full": true}\n'
-KEPT = []  # all mapped pieces, because closing one closes its descriptor, whatever that is by now
+# All mapped pieces. Python keeps a descriptor for each. If the program has closed all descriptors, and one of its files
+# has got the same number, then closing the piece would close this file.
+KEPT = []
 allocate = getattr(os, "posix_fallocate", lambda file, at, size: os.ftruncate(file, at + size))  # macOS has the second
 
 
@@ -47,10 +49,10 @@ class File:
         file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             allocate(file, self.size, PIECE)
-            self.piece = mmap.mmap(file, PIECE, offset=self.size)
+            piece = mmap.mmap(file, PIECE, offset=self.size)
         finally:
             os.close(file)
-        KEPT.append(self.piece)
+        KEPT.append(piece)
         first = self.who().encode() + b"\n" if self.size == 0 else b""
-        self.piece[: len(first)] = first
-        self.at, self.size = len(first), self.size + PIECE
+        piece[: len(first)] = first
+        self.piece, self.at, self.size = piece, len(first), self.size + PIECE  # all of it, as a signal may come

@@ -26,8 +26,7 @@ import time
 import rpctrace_files  # this folder is in the path, for as long as this file is executed
 import rpctrace_replaced
 
-encode = json.JSONEncoder(default=str).encode
-quoted = functools.lru_cache(1000)(encode)  # a name
+quoted = functools.lru_cache(1000)(json.JSONEncoder(default=str).encode)  # a name
 HERE = os.path.dirname(os.path.abspath(__file__))
 TAIL = b"call"  # the end of a message whose call is recorded; before it stands the call's number, 16 bytes
 PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)  # of linux/prctl.h
@@ -92,31 +91,33 @@ class Recorder:
         who = {"host": socket.gethostname(), "pid": os.getpid(), "main": threading.main_thread().ident}
         return json.dumps(who | self.worker)
 
-    # ------------------------------------------------------------------------------------------ functions of torch
-    # Each of these gets the function that it replaces as `plain`.
-
     def around(self, kind, name, about, plain, /, *args, **kwargs):
-        bar = self.begin(kind, name, encode(about))
+        """Call a function, and record it as a bar. `about`: as JSON."""
+        bar = self.begin(kind, name, about)
         try:
             return plain(*args, **kwargs)
         finally:
             self.end(bar)
 
+    # ------------------------------------------------------------------------------------------ functions of torch
+    # Each of these gets the function that it replaces as `plain`.
+
     def join(self, plain, name, backend=None, rank=-1, world_size=None, rpc_backend_options=None):
         if self.worker.get("worker", name) != name:  # from now on, it is another worker
             self.begin_recording()
-        self.around("group", "init_rpc", {}, plain, name, backend, rank, world_size, rpc_backend_options)
+        self.around("group", "init_rpc", "{}", plain, name, backend, rank, world_size, rpc_backend_options)
         with contextlib.suppress(Exception):  # the agent of another backend is not the current one
             me = self.rpc.get_worker_info()
-            self.worker = {"worker": me.name, "rank": me.id, "world": world_size}
+            limit = self.rpc.get_rpc_timeout()
+            self.worker = {"worker": me.name, "rank": me.id, "world": world_size, "limit": limit}
             self.write(json.dumps(self.worker))
 
     def leave(self, plain, /, *args, **kwargs):
-        self.around("group", "shutdown", {}, plain, *args, **kwargs)
+        self.around("group", "shutdown", "{}", plain, *args, **kwargs)
         self.write('{"left": true}')
 
     def step(self, plain, /, *args, **kwargs):
-        return self.around("work", "optimizer step", {}, plain, *args, **kwargs)
+        return self.around("work", "optimizer step", "{}", plain, *args, **kwargs)
 
     def backward(self, plain, /, *args, **kwargs):
         """The workers that take part are in the context, as far as this process knows them."""
@@ -124,7 +125,7 @@ class Recorder:
         with contextlib.suppress(Exception):
             context = kwargs["context_id"] if "context_id" in kwargs else args[0]
             workers = sorted(self.torch.distributed.autograd._retrieve_context(context)._known_worker_ids())
-        return self.around("work", "backward", {"workers": workers}, plain, *args, **kwargs)
+        return self.around("work", "backward", f'{{"workers": {workers}}}', plain, *args, **kwargs)
 
     def note_call(self, plain, should_profile, qualified_name, func, rpc_type, dst_worker_info):
         self.thread.call = rpc_type.value, dst_worker_info.name
@@ -170,10 +171,10 @@ class Recorder:
         number = getattr(message, "kwargs", {}).pop(NUMBER, None)
         if number is None:
             return plain(message)
-        name = name_of(message)
-        result = self.around("run", name, {"call": number}, plain, message)
+        name, about = name_of(message), f'{{"call": "{number}"}}'
+        result = self.around("run", name, about, plain, message)
         if isinstance(result, self.torch._C.Future):  # async_execution: the answer leaves when this Future is completed
-            held = self.begin("held", name, f'{{"call": "{number}"}}')
+            held = self.begin("held", name, about)
             result.add_done_callback(lambda _: self.end(held))
         return result
 
@@ -189,7 +190,7 @@ class Recorder:
             self.end(bar)
 
     def fetch(self, plain, rref, /, *args, **kwargs):
-        return self.around("wait", "to_here", {}, plain, rref, *args, **kwargs)
+        return self.around("wait", "to_here", "{}", plain, rref, *args, **kwargs)
 
     # torch.profiler.record_function
 
