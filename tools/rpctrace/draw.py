@@ -88,16 +88,10 @@ def draw(path, events):
     figure = Figure((10, 1), layout="constrained")
     axes = figure.subplots()
     draw_period(axes, events, start, end)
-    axes.set_xlabel(f"milliseconds{left_out(calls, start, end)}", fontsize=8)
+    axes.set_xlabel("milliseconds", fontsize=8)
     figure.set_figheight(0.28 * len(axes.get_yticks()) + 1.1)
     figure.legend(handles=legend(), loc="outside upper right", ncols=3, fontsize=8, frameon=False)
     figure.savefig(path, dpi=110, format="png")
-
-
-def left_out(calls, start, end):
-    """Return what the picture does not show, for its lower edge."""
-    within = sum(start <= call["ts"] < end for call in calls)
-    return f" ({within:,} of the {len(calls):,} calls are shown)" if within < len(calls) else ""
 
 
 def typical_period(events, calls):

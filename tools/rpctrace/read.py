@@ -54,7 +54,7 @@ def read_process(path, most):
             with contextlib.suppress(ValueError):  # it is not complete, or it is what follows the last one
                 line = json.loads(text.strip(b"\0"))
                 if "begin" in line:
-                    bars[line.pop("begin")] = {"ph": "X", **line}
+                    bars[line["begin"]] = {"ph": "X", **line}
                 elif "end" not in line:
                     process |= line  # about the process itself
                 elif line["end"] in bars:
