@@ -169,7 +169,7 @@ def test_what_why_cannot_look_at_is_one_line(capsys, monkeypatch):
         sleeps.kill()
     for words_given, status, said in (
         (["--pid", str(sleeps.pid)], f"rpctrace: process {sleeps.pid}", "there is none"),
-        ([], 2, "give a FOLDER"),
+        ([], 2, "give one FOLDER"),
         (["--pid", "1", "calls"], 2, "invalid int value"),
         (["no such file"], "rpctrace: no such file", "No such file or directory"),
     ):

@@ -71,11 +71,11 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------------- lines
 
-    def begin(self, kind, name, args="{}", start=None):
-        """Begin a bar on the current thread, and return its number. `args`: as JSON."""
+    def begin(self, kind, name, about="{}", start=None):
+        """Begin a bar on the current thread, and return its number. `about`: what else is known of it, as JSON."""
         bar, start = next(self.bars), start or time.time_ns()
         line = f'{{"begin": {bar}, "ts": {start}, "tid": {threading.get_ident()}, "cat": "{kind}", '
-        line += f'"name": {quoted(name)}, "args": {args}}}'
+        line += f'"name": {quoted(name)}, "args": {about}}}'
         self.write(line)
         return bar
 
@@ -92,7 +92,7 @@ class Recorder:
         return json.dumps(who | self.worker)
 
     def around(self, kind, name, about, plain, /, *args, **kwargs):
-        """Call a function, and record it as a bar. `about`: as JSON."""
+        """Call a function, and record it as a bar."""
         bar = self.begin(kind, name, about)
         try:
             return plain(*args, **kwargs)
