@@ -137,8 +137,8 @@ def run_server(server_class, test_digits, args, job):
         # All trainers are idle, so what is measured and saved is of one moment.
         counts.accuracy = get_accuracy(server.model, *test_digits)
         report.scalar("test accuracy", counts.accuracy, counts.updates)
-        late = counts.staleness()
-        staleness = f"staleness mean {late['staleness_mean']:.2f} max {late['staleness_max']}"
+        figures = counts.staleness()
+        staleness = f"staleness mean {figures['staleness_mean']:.2f} max {figures['staleness_max']}"
         speed = f"{counts.new_images / seconds:,.0f} images/s, {counts.updates} updates"
         report.say(f"Epoch {counts.epoch + 1}: Accuracy {counts.accuracy:.4f}, {speed}, {staleness}")
         counts.batch = end % batches

@@ -1,8 +1,8 @@
 """Mode `remote`, the tutorial's: the network and its optimizer are on the server, to which the trainers send images.
 
-Read it in this order. run_loops, at the end (in server1, rank 0), starts the trainers' loops, by one long call to each.
-In a trainer follow Trainer.run_training_loop and TrainerNet.forward, which calls ParameterServer.forward. The backward
-pass begins in the trainer and goes on in the server. Last come ServerSGD.step and ParameterServer.apply_gradients.
+A step begins at the top: run_loops (in server1, rank 0) starts the trainers' loops, by one long call to each. In a
+trainer follow Trainer.run_training_loop and TrainerNet.forward, which calls ParameterServer.forward. The backward pass
+begins in the trainer and goes on in the server. Last come ServerSGD.step and ParameterServer.apply_gradients.
 
 trainer is a trainer's rank, an int. Shapes: B images in a batch.
 """
@@ -26,6 +26,20 @@ from torch.func import functional_call
 from counts import Counts, Origin
 from data import Batches, load_digits
 from net import Net
+
+
+def run_loops(server, epoch, batches, report):
+    """Let each trainer train with its share of the batches, in turn, in a loop of its own; wait for all.
+
+    Raises the error of a trainer that fails while the others still train.
+    """
+    updates = server.counts.updates - server.counts.batch  # before the first batch of this epoch
+    for place, (trainer, rref) in enumerate(server.trainers.items()):
+        share = batches[place :: len(server.trainers)]
+        server.calls.add(trainer, rref.rpc_async(timeout=0).run_training_loop(epoch, share))  # timeout=0: no time limit
+    losses = itertools.chain(*server.calls.results().values())
+    for batch, loss in sorted(losses):
+        report.scalar("loss", loss, updates + batch + 1)  # each batch is an update, nearly in this order
 
 
 class Trainer:  # in a trainer, on the RPC thread that serves run_training_loop
@@ -175,17 +189,3 @@ class ParameterServer:  # in server1
             if param.grad is None:
                 raise RuntimeError(f"rank {trainer}'s backward pass produced no gradient for {name}")
             check_finite(param.grad.sum(), f"sum of rank {trainer}'s gradient for {name}", self.counts.updates + 1)
-
-
-def run_loops(server, epoch, batches, report):
-    """Let each trainer train with its share of the batches, in turn, in a loop of its own; wait for all.
-
-    Raises the error of a trainer that fails while the others still train.
-    """
-    updates = server.counts.updates - server.counts.batch  # before the first batch of this epoch
-    for place, (trainer, rref) in enumerate(server.trainers.items()):
-        share = batches[place :: len(server.trainers)]
-        server.calls.add(trainer, rref.rpc_async(timeout=0).run_training_loop(epoch, share))  # timeout=0: no time limit
-    losses = itertools.chain(*server.calls.results().values())
-    for batch, loss in sorted(losses):
-        report.scalar("loss", loss, updates + batch + 1)  # each batch is an update, nearly in this order

@@ -126,7 +126,7 @@ class Shard:  # in every server, on RPC threads
         self.weights_R = weights_R.to(self.device, copy=True)  # a view would keep all P weights in memory
         self.optimizer = optim.SGD([self.weights_R], lr=lr, momentum=self.momentum)
         momentum_of(self.weights_R, self.optimizer).copy_(momentum_R)
-        self.counts.updates = updates
+        self.counts.updates = updates  # in server1 this changes nothing: its Counts are those of rank 0
 
     def get_state(self):
         """Return (weights (R,), momentum (R,))."""

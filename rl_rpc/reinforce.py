@@ -88,13 +88,15 @@ class Learner:  # in the agent, on its main thread
 
     def learn(self, trajectories, loss):
         """Make one update of the policy by the loss of these episodes; return the lowest of their total rewards."""
-        env_steps = sum(len(trajectory.actions) for trajectory in trajectories)
-        return self.update(env_steps, min(sum(trajectory.rewards) for trajectory in trajectories), [loss])
+        min_reward = min(sum(trajectory.rewards) for trajectory in trajectories)
+        self.update(sum(len(trajectory.actions) for trajectory in trajectories), min_reward, [loss])
+        return min_reward
 
     def update(self, env_steps, min_reward, losses):
-        """Make one update of the policy by the sum of these losses, from so many steps; return `min_reward`.
+        """Make one update of the policy by the sum of these losses, from so many steps.
 
-        `losses` may be an iterator, which computes each loss only when the one before needs no memory any more.
+        `min_reward`: the lowest total reward of these episodes. `losses` may be an iterator, which computes each loss
+        only when the one before needs no memory any more.
         Raises UserError if training has diverged.
         """
         self.episodes += 1
@@ -108,7 +110,6 @@ class Learner:  # in the agent, on its main thread
             check_finite(loss, "policy's loss", self.episodes)
             loss.backward()  # adds to the gradients of the losses before
         self.optimizer.step()
-        return min_reward
 
     @property
     def solved(self):

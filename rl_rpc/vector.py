@@ -1,8 +1,9 @@
 """Mode `vector`: as `rollout`, but an observer plays many games together, with one matrix product for their actions.
 
-One RPC for an episode of each game. Read rollout.py first. The cost of a step in Python and numpy is now shared by all
-games. The games end at different times, so the steps after the end of a game are masked out. The learner has no loop
-over games. With several games, the mean of the games at a step is a baseline: the gradient is not that of rollout.
+One RPC for an episode of each game. Read rollout.py first: its Agent.run_episode calls Observer.run_episode below, and
+Agent.finish_episode learns from what comes back. The cost of a step in Python and numpy is now shared by all games.
+They end at different times, so the steps after the end of a game are masked out. The learner has no loop over games.
+With several games, the mean of the games at a step is a baseline: the gradient is not that of rollout.
 
 Shapes: T = steps of the longest game, N = games of an observer, D = observation features, A = actions, S = steps that
 count, of all games of all observers.
@@ -20,7 +21,6 @@ import torch.nn.functional as F
 
 import rollout
 from environment import make_env
-from policy import DTYPE
 from reinforce import normalised
 
 GAMES = 8  # of an observer, by default
@@ -33,7 +33,7 @@ class Games:
 
     states: torch.Tensor  # (T, N, D)
     actions: torch.Tensor  # (T, N)
-    rewards: torch.Tensor  # (T, N)
+    rewards: torch.Tensor  # (T, N); after its end a game has none
     playing: torch.Tensor  # (T, N), bool: the game had not ended before this step, so the step counts
 
 
@@ -53,7 +53,7 @@ class Observer(rollout.Observer):  # in an observer, on an RPC thread
         while playing_N.any():
             actions_N = draw_all(self.actor.scores(states_ND), generator)
             next_ND, rewards_N, terminated_N, truncated_N, _ = self.env.step(actions_N)
-            played.append((states_ND, actions_N, rewards_N, playing_N))
+            played.append((states_ND, actions_N, np.where(playing_N, rewards_N, 0).astype(float), playing_N))
             # A game that has ended starts again by itself, in the next step. From then on it does not count.
             playing_N = playing_N & ~(terminated_N | truncated_N)
             states_ND = next_ND
@@ -70,9 +70,10 @@ def as_numpy(generator):
 
 def draw_all(scores_NA, generator):
     """Draw an action for each game, as policy.draw does from the probabilities of one: return them, (N,)."""
+    # Instead of dividing [0, 1) by probabilities, divide [0, sum) by weights that are not normalised.
     upper_bounds_NA = np.exp(scores_NA - scores_NA.max(axis=1, keepdims=True)).cumsum(axis=1)
     drawn_N1 = generator.random_sample((len(scores_NA), 1)) * upper_bounds_NA[:, -1:]
-    return (upper_bounds_NA[:, :-1] <= drawn_N1).sum(axis=1)
+    return (upper_bounds_NA[:, :-1] <= drawn_N1).sum(axis=1)  # as many bounds are passed as the action's number
 
 
 class Agent(rollout.Agent):  # in the agent, on its main thread
@@ -81,16 +82,15 @@ class Agent(rollout.Agent):  # in the agent, on its main thread
     def finish_episode(self):
         """Learn from the games of all observers; return the lowest of their total rewards."""
         played = list(self.trajectories.values())  # the Games of each observer
-        for games in played:  # after its end a game has no reward
-            games.rewards = torch.where(games.playing, games.rewards, 0).to(DTYPE)
         min_reward = min(games.rewards.sum(dim=0).min().item() for games in played)
         states_SD = torch.cat([games.states[games.playing] for games in played])
         actions_S = torch.cat([games.actions[games.playing] for games in played])
-        advantages = [advantages_of(games, self.learner.gamma)[games.playing] for games in played]
+        advantages_S = torch.cat([advantages_of(games, self.learner.gamma)[games.playing] for games in played])
         if len(actions_S) > 4 * PIECE:  # a smaller update takes less than 0.1 s on one core
             share_cores(among=1)  # use all cores, from now on: the agent computes only while the observers wait
-        losses = in_pieces(self.learner.policy, states_SD, actions_S, normalised(torch.cat(advantages)))
-        return self.learner.update(len(actions_S), min_reward, losses)
+        losses = in_pieces(self.learner.policy, states_SD, actions_S, normalised(advantages_S))
+        self.learner.update(len(actions_S), min_reward, losses)
+        return min_reward
 
 
 def advantages_of(games, gamma):

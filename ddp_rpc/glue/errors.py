@@ -36,14 +36,15 @@ REMOTE = re.compile(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):(\n|\\n)")
 def first_cause(error):
     """Return (rank, text) of the innermost exception, such as (1, "KeyError: 'oops'"). Rank None: this process."""
     text = "".join(traceback.format_exception_only(error)).strip()
-    *_, last = [None, *REMOTE.finditer(text)]
+    marks = [*REMOTE.finditer(text)]
+    last = marks[-1] if marks else None
     text = text[last.end() :] if last else text.rpartition("when running the callback: ")[2]  # 1.
     if last and last[2] == r"\n":  # of a KeyError
         text = text.replace(r"\n", "\n").replace(r"\'", "'").rpartition("\n'")[0]
     text = text.partition("\n\nAt:\n")[0]  # 2.
     if last:  # 3.
         text = re.split(r"^  File .*\n(?:    .*\n)*", text, flags=re.MULTILINE)[-1]
-    return last and int(last[1]), text.strip()
+    return int(last[1]) if last else None, text.strip()
 
 
 class Explained:

@@ -16,7 +16,7 @@ from glue.host import usable_cores, why_no_gpu
 import torch
 import torch.distributed.rpc as rpc
 
-TRIES, SECONDS = 50, 5.0
+TRIES, RPC_TIMEOUT = 50, 5.0
 
 
 def seconds_of_dns():
@@ -39,7 +39,7 @@ def run_worker(rank, args, job):
             print(f"DNS          silent: each process waits {seconds:.1f} s for it when the job starts")
         print(f"GPUs         {gpus}; --device {args.device}: ranks on {', '.join(dict.fromkeys(job.devices))}")
         print(f"torch        {torch.__version__}")
-    args.rpc_timeout = SECONDS
+    args.rpc_timeout = RPC_TIMEOUT
     awaited = "all ranks"
     try:
         rpc.init_rpc(job.workers[rank], rank=rank, world_size=job.world_size, rpc_backend_options=job.rpc_options())
