@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from helpers import package_on_path, write_mnist
+from helpers import load_oracle, package_on_path, write_mnist
 
 # If the tests run in the background, the shell makes them ignore SIGINT, and nohup makes them ignore SIGHUP. Every job
 # that they start would inherit this.
@@ -49,23 +49,16 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def rl_run(tmp_path_factory):
     """Return a function that plays in a mode under rpctrace, once for all tests of xdist_group("rl_rpc")."""
-    from rl_runs import play  # after OMP_NUM_THREADS, because this imports torch
-
+    play = load_oracle("rl_rpc").distributed
     return functools.cache(lambda mode: play(tmp_path_factory.mktemp(mode), mode, traced=True))
 
 
 @pytest.fixture(scope="session")
-def digits(digits_of_size):
+def few_digits(digits_of_size):
     """Return a folder for --data_dir: MNIST's four files, with drawn digits.
 
     Reading them takes no time, while --dataset synthetic would take each rank a second to draw digits.
     """
-    return digits_of_size(9_600, 1_000)
-
-
-@pytest.fixture(scope="session")
-def few_digits(digits_of_size):
-    """Return a folder like that of `digits`, with a third of the images."""
     return digits_of_size(3_200)
 
 

@@ -1,15 +1,9 @@
 """How tests start a program of this repository: as a user does, in a process of its own.
 
-    with Program("rl_rpc/main.py", "--world_size", 3) as running:
-        running.wait_for_text("Episode 10")
-    with Programs(Program("rl_rpc/main.py", "--rank", rank) for rank in range(2)) as ranks:
-        ranks.wait(60)
-    done = run_script("docs/primer.py")              # to its end: done.returncode, done.stdout, done.stderr
-    done = run_main("rl_rpc", "--world_size", 1)     # the same for a package's main.py
-
-RunningJob (jobs.py) starts all ranks of a main.py in one of three ways, run_in_terminals (tutorials.py) those of a
-program in one file, as forks of one process, and TwoHosts (two_hosts.py) puts them on two hosts. All of these start
-Programs. A program that misbehaves is one that a function of the test has changed (patches.py).
+CONTRIBUTING.md has examples. RunningJob (jobs.py) starts all ranks of a main.py in one of three ways, run_in_terminals
+(tutorials.py) those of a program in one file, as forks of one process, and TwoHosts (two_hosts.py) puts them on two
+hosts. All of these start Programs. A program that misbehaves is one that a function of the test has changed
+(patches.py).
 """
 
 import contextlib

@@ -1,4 +1,6 @@
-"""Which rank uses which device. These tests need no GPU; test_cuda.py does."""
+"""Which cores and which device a rank uses. These tests need no GPU; test_cuda.py does."""
+
+import os
 
 import pytest
 import torch
@@ -10,12 +12,47 @@ with package_on_path("rl_rpc"):
     from glue.scenario import uses_device
 
 pytestmark = pytest.mark.quick
+CORES = len(os.sched_getaffinity(0))
 
-# ----------------------------------------------------------------------------------------- which rank uses which device
+
+def test_usable_cores_are_those_on_which_the_process_may_run():
+    everywhere = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(everywhere)})
+    try:
+        assert host.usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, everywhere)
 
 
-def ranks_at(*places):
-    return [{"host": host, "pid": 1, "gpus": gpus} for host, gpus in places]
+@pytest.mark.parametrize("quota, cores", [("100000 100000", 1), ("50000 100000", 1), ("max 100000", CORES)])
+def test_usable_cores_respect_the_quota_of_a_container(quota, cores, monkeypatch):
+    """As docker and Kubernetes show it to a container."""
+    files = {"/sys/fs/cgroup/cpu.max": quota}
+    monkeypatch.setattr(host.pathlib.Path, "read_text", lambda path: files[str(path)])
+    assert host.usable_cores() == cores
+
+
+@pytest.mark.parametrize(
+    "environ, workers, chosen",
+    [
+        ({}, 1, CORES),
+        ({}, CORES, 1),
+        ({}, CORES + 1, 1),
+        ({"OMP_NUM_THREADS": "5"}, CORES, 3),  # OpenMP has read it, so the number stays as it is
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 1, CORES),  # torchrun has set it
+    ],
+)
+def test_workers_share_the_cores_unless_omp_num_threads_is_set(environ, workers, chosen, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        host.share_cores(workers)
+        assert torch.get_num_threads() == chosen
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +68,7 @@ def ranks_at(*places):
     ],
 )
 def test_the_ranks_of_a_host_take_its_gpus_in_turn(places, devices):
-    assert host.devices_of(ranks_at(*places)) == devices
+    assert host.devices_of([{"host": name, "pid": 1, "gpus": gpus} for name, gpus in places]) == devices
 
 
 @pytest.mark.parametrize(
@@ -53,14 +90,6 @@ def test_only_ranks_that_compute_use_a_gpu(package, flags, ranks, monkeypatch):
         args = main.parse_args([*flags, "--device", "cuda"])
         scenario = main.scenario(args)
         assert [rank for rank in range(args.world_size) if uses_device(rank, scenario)] == ranks
-
-
-def test_a_rank_that_does_not_compute_needs_no_gpu_on_its_host(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with package_on_path("rl_rpc"):
-        import main
-
-        assert main.parse_args(["--device", "cuda", "--rank", "1"]).device == "cuda"
 
 
 def test_num_gpus_says_which_device(monkeypatch, capsys):

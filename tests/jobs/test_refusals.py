@@ -124,12 +124,20 @@ def test_a_gpu_that_is_not_there_is_refused(package, capsys, monkeypatch):
     assert_refused(package, ["--device", "cuda"], capsys, "--device cuda", "torch sees no CUDA GPU")
 
 
-@pytest.mark.parametrize("package", ["rnn_rpc", "ddp_rpc"])
-def test_only_the_rank_that_writes_a_file_needs_its_folder(package):
+@pytest.mark.parametrize(
+    "package, rank, flags",
+    [
+        ("rnn_rpc", 0, ["--checkpoint", "/nonexist/c.pt"]),
+        ("ddp_rpc", 0, ["--checkpoint", "/nonexist/c.pt"]),
+        ("rl_rpc", 1, ["--device", "cuda"]),
+    ],
+)
+def test_a_rank_is_not_refused_for_what_only_another_rank_needs(package, rank, flags, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with package_on_path(package):
         import main
 
-        assert main.parse_args(["--rank", "0", "--checkpoint", "/nonexist/c.pt"]).rank == 0
+        assert main.parse_args(["--rank", str(rank), *flags]).rank == rank
 
 
 def test_a_checkpoint_that_exists_is_not_overwritten_without_resume(tmp_path, capsys):

@@ -1,9 +1,9 @@
-"""docs/CLUSTERS.md: each package gets the arguments that it needs from the scripts and the manifest."""
+"""docs/CLUSTERS.md: each package gets the arguments that it needs from the commands and the manifest.
 
-import json
+tests/jobs/test_schedulers.py runs the page's scripts for Slurm and Open MPI.
+"""
+
 import shlex
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -13,45 +13,12 @@ from pages import Page
 
 pytestmark = pytest.mark.quick
 PAGE = Page("docs/CLUSTERS.md")
-SCRIPTS, (MANIFEST,) = PAGE.blocks("bash"), PAGE.blocks("yaml")
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "1"}
-COMMANDS = ("python", "torchrun", "srun", "mpirun", "scontrol")
 QUARTET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-LAUNCHED = {  # what sbatch gives to a script that asks for three nodes; and what srun and mpirun give to its third task
-    "SLURM_JOB_ID": "4711",
-    "SLURM_JOB_NODELIST": "node[1-3]",
-    "SLURM_JOB_NUM_NODES": "3",
-    "SLURM_CPUS_PER_TASK": "4",
-    "SLURM_PROCID": "2",
-    "SLURM_NTASKS": "3",
-    "OMPI_COMM_WORLD_RANK": "2",
-    "OMPI_COMM_WORLD_SIZE": "3",
-}
-# It records its words and variables. That of srun or mpirun starts one task, as far as this goes by a shell: `sh -c`.
-STAND_IN = """
-import json, os, sys
-words = sys.argv[2:]
-with open(sys.argv[1], "a") as log:
-    print(json.dumps((words, dict(os.environ))), file=log)
-if words[0] == "scontrol":
-    print("node1", "node2", "node3", sep="\\n")
-if "sh" in words:
-    os.execvp("sh", words[words.index("sh") :])
-"""
+TORCHRUN = dict(zip(QUARTET, ("1", "4", "node1", "1"), strict=True)) | {"TORCHELASTIC_RUN_ID": "none"}
 
 
-def run_with_stand_ins(script, folder):
-    """Run a script with stand-ins for the launchers; return the words and the variables of QUARTET of each call."""
-    log = folder / "log"
-    for name in COMMANDS:
-        program = shlex.join([sys.executable, "-c", STAND_IN, str(log), name])
-        (folder / name).write_text(f'#!/bin/sh\nexec {program} "$@"\n')  # the path in a "#!" line contains no spaces
-        (folder / name).chmod(0o755)
-    environment = LAUNCHED | {"PATH": f"{folder}:/usr/bin:/bin"}
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], capture_output=True, text=True, env=environment)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    calls = [json.loads(line) for line in log.read_text().splitlines()]
-    return [(words, {name: environ[name] for name in QUARTET if name in environ}) for words, environ in calls]
+def commands_in(script):
+    return [shlex.split(line, comments=True) for line in script.replace("\\\n", "").splitlines()]
 
 
 def parse(words, monkeypatch, environ):
@@ -59,8 +26,6 @@ def parse(words, monkeypatch, environ):
     (at,) = [number for number, word in enumerate(words) if word.endswith("main.py")]
     package, script = words[at].split("/")
     assert (ROOT / package / script).is_file()
-    for name in QUARTET:
-        monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with package_on_path(package):
@@ -69,41 +34,32 @@ def parse(words, monkeypatch, environ):
         return main.parse_args(words[at + 1 :])
 
 
-@pytest.mark.parametrize("number", range(len(SCRIPTS)))
-def test_every_command_that_a_script_leads_to_parses(number, tmp_path, monkeypatch):
-    calls = run_with_stand_ins(SCRIPTS[number], tmp_path)
-    launched = any(words[0] in ("srun", "mpirun") for words, _ in calls)
-    jobs = [(words, environ) for words, environ in calls if "sh" not in words and words[0] != "scontrol"]
-    assert jobs
-    for rank, (words, environ) in enumerate(jobs):
-        if "torchrun" in words:
-            check_torchrun(words[words.index("torchrun") + 1 :])
-            args = parse(words, monkeypatch, TORCHRUN)
-            assert args.launcher == "torchrun"
-        elif launched:
-            args = parse(words, monkeypatch, environ)
-            assert (args.rank, args.world_size, args.master_addr) == (2, 3, "node1")
-            assert args.master_port in (19711, 29500)
-        else:
-            args = parse(words, monkeypatch, {})
-            assert (args.rank, args.master_addr) == (rank, "10.0.0.1")
-            assert args.given == ({} if rank else {"world_size": len(jobs)})  # the others get it from rank 0
+def test_the_commands_for_terminals_number_the_ranks(monkeypatch):
+    (script,) = PAGE.blocks("bash", "python ")
+    commands = commands_in(script)
+    for rank, words in enumerate(commands):
+        args = parse(words, monkeypatch, {})
+        assert (args.rank, args.master_addr) == (rank, "10.0.0.1")
+        assert args.given == ({} if rank else {"world_size": len(commands)})  # the others get it from rank 0
 
 
-def check_torchrun(words):
-    """Assert that torchrun's own parser accepts these words, and that the script's variables have values."""
-    from torch.distributed.run import get_args_parser
+@pytest.mark.parametrize("script", PAGE.blocks("bash", "torchrun "))
+def test_torchruns_own_parser_accepts_its_commands(script, monkeypatch):
+    from torch.distributed.run import get_args_parser  # it takes a second
 
-    args = get_args_parser().parse_args(words)
-    assert args.training_script.endswith("main.py")
-    if args.nnodes != "1:1":
-        host, port = args.rdzv_endpoint.split(":")
-        assert host in ("10.0.0.1", "node1") and 1024 < int(port) < 65536 and args.rdzv_backend == "c10d"
+    for words in commands_in(script):
+        launcher = get_args_parser().parse_args(words[1:])
+        assert launcher.training_script.endswith("main.py")
+        if launcher.nnodes != "1:1":
+            host, port = launcher.rdzv_endpoint.split(":")
+            assert host == "10.0.0.1" and 1024 < int(port) < 65536 and launcher.rdzv_backend == "c10d"
+        assert parse(words, monkeypatch, TORCHRUN).launcher == "torchrun"
 
 
 def test_the_manifest_gives_every_pod_its_rank(monkeypatch):
     """The test sets the variables that the operator sets in its pkg/controller.v1/pytorch/envvar.go."""
-    manifest = yaml.safe_load(MANIFEST)
+    (text,) = PAGE.blocks("yaml")
+    manifest = yaml.safe_load(text)
     assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     replicas = manifest["spec"]["pytorchReplicaSpecs"]
     assert list(replicas) == ["Master", "Worker"] and replicas["Master"]["replicas"] == 1

@@ -70,18 +70,6 @@ def test_the_table_does_not_depend_on_the_number_of_servers():
 
 
 @quick
-def test_a_sparse_step_leaves_the_other_rows_alone():
-    (shard,) = make_shards(1, shard_class=pipelined.EmbeddingShard)
-    before = shard.weight.detach().clone()
-    shard.exchange(0, None, torch.tensor([3, 3, 8]), torch.tensor([0, 2]))
-    shard.exchange(0, torch.ones(2, 5), None, None)
-    change = (shard.weight.detach().clone() - before) / -0.05
-    assert change[3].tolist() == pytest.approx([2.0] * 5, abs=1e-5)  # id 3 is in its bag twice
-    assert change[8].tolist() == pytest.approx([1.0] * 5, abs=1e-5)
-    assert change.abs().sum().item() == pytest.approx(15.0, abs=1e-4)
-
-
-@quick
 def test_a_gradient_belongs_to_the_oldest_lookup_of_its_trainer():
     (shard,) = make_shards(1, shard_class=pipelined.EmbeddingShard)
     offsets = torch.tensor([0])
@@ -180,19 +168,3 @@ def test_the_learning_rate_falls_in_the_second_half_in_a_straight_line():
 @quick
 def test_a_resumed_run_has_the_same_table_and_the_same_data():
     assert {"num_embeddings", "embedding_dim", "targets", "seed"} <= set(main.RESUME_KEYS)
-
-
-@quick
-@pytest.mark.parametrize(
-    "flags, sizes",
-    [
-        ([], (2, 1, 4)),
-        (["--world_size", "5"], (3, 1, 5)),
-        (["--world_size", "6", "--num_servers", "3"], (2, 3, 6)),
-    ],
-)
-def test_how_the_ranks_are_divided(flags, sizes):
-    args = main.parse_args(flags)
-    names = main.scenario(args).workers
-    assert (main.num_trainers(args), args.num_servers, len(names)) == sizes
-    assert len(set(names)) == len(names) and names[0] == "trainer1" and names[sizes[0]] == "master"

@@ -74,13 +74,6 @@ def test_epochs_differ_and_repeat_exactly_from_the_seed():
     assert order(0, 1) != order(0, 2)
 
 
-def test_a_batch_is_the_same_whichever_others_are_asked_for():
-    whole = labels_of(batches_of(100, 7), 2, range(15))
-    batches = batches_of(100, 7)
-    assert labels_of(batches, 1, [9]) != [whole[9]]
-    assert labels_of(batches, 2, [9, 3]) == [whole[9], whole[3]]
-
-
 def test_normalised_is_torchvisions_to_tensor_and_normalize():
     images = torch.randint(0, 256, (3, 28, 28), dtype=torch.uint8)
     expected = (images.unsqueeze(1).float() / 255 - 0.1307) / 0.3081

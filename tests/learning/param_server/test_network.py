@@ -85,8 +85,3 @@ def test_ranks_must_agree_on_their_plan():
     args.given = {"data_dir": "mine", "checkpoint": "my.pt"}  # each trainer reads the images on its own host
     oracle.scenario.adopt(flags, args)
     assert (args.data_dir, args.checkpoint, args.lr) == ("mine", "my.pt", 0.03)
-
-
-def test_names_of_the_ranks():
-    args = arguments("--mode", "sharded", "--world_size", 4)
-    assert main.scenario(args).workers == ["server1", "server2", "trainer1", "trainer2"]

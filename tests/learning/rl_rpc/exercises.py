@@ -10,7 +10,6 @@ from patches import main_with
 from programs import run_script
 
 oracle = load_oracle("rl_rpc")
-EPISODES, SEED = 10, 2
 
 
 def dismisses_observer_1(os, time, step):
@@ -67,9 +66,10 @@ def refuses_reports(threading, step):
 def test_late_rewards(tmp_path):
     """Mode `late` plays and learns as one process does, and no observer reports a reward during an episode."""
     file = tmp_path / "end.pt"
-    flags = ("--max_episodes", EPISODES, "--seed", SEED, "--eval_episodes", 0, "--log_interval", 1)
+    flags = ("--max_episodes", oracle.EPISODES, "--seed", oracle.SEED, "--eval_episodes", 0, "--log_interval", 1)
     main = main_with("rl_rpc", tmp_path, refuses_reports)
     done = run_script(main, "--mode", "late", "--world_size", 3, *flags, "--checkpoint", file)
     assert (done.returncode, done.stderr) == (0, "")
+    reference = oracle.single_process_reinforce(oracle.SEED, oracle.EPISODES, observers=2)
     lines, state = oracle.EPISODE_LINE.findall(done.stdout), torch.load(file, weights_only=True)["state"]
-    oracle.assert_is_the_single_process_loop(lines, state, oracle.single_process_reinforce(SEED, EPISODES, observers=2))
+    oracle.assert_is_the_single_process_loop(lines, state, reference)

@@ -71,13 +71,6 @@ def test_observers_see_different_environments_and_draws():
     assert len(seeds) == 2 * len(places)  # (1, 11) and (11, 1) are two
 
 
-def test_returns_do_not_leak_from_one_observer_into_another():
-    """In the tutorial, the return R is computed over the joined rewards of all observers."""
-    returns = reinforce.normalised_returns([trajectory_of(2), trajectory_of(3)], 0.99)
-    expected = torch.tensor([1.99, 1.0, 2.9701, 1.99, 1.0], dtype=torch.float64)
-    torch.testing.assert_close(returns, (expected - expected.mean()) / expected.std(), rtol=1e-6, atol=1e-6)
-
-
 def test_the_threshold_is_within_reach_with_any_number_of_observers():
     learner = make_learner()
     for _ in range(80):
@@ -117,23 +110,6 @@ def test_one_row_and_many_rows_choose_the_same_actions():
     torch.testing.assert_close(one_by_one, together, rtol=0, atol=1e-14)
     torch.testing.assert_close(by_numpy, together, rtol=0, atol=1e-14)
     assert [actor.act_greedily(state) for state in states] == together.argmax(1).tolist()
-
-
-def test_an_actor_sees_what_is_written_into_its_policys_weights():
-    """An Actor reads the memory of the parameters. A copy of them would become old with the first update."""
-    torch.manual_seed(0)
-    policy, other, state = policy_module.Policy(4, 2), policy_module.Policy(4, 2), np.ones(4, dtype=np.float32)
-    actor = actor_module.Actor(policy)
-
-    def expected():
-        return pytest.approx(policy(torch.as_tensor(state).double()).tolist(), abs=1e-14)
-
-    before = actor.probs(state)
-    policy(torch.as_tensor(state).double())[0].backward()
-    torch.optim.Adam(policy.parameters(), lr=0.1).step()
-    assert actor.probs(state) == expected() and actor.probs(state) != pytest.approx(before, abs=1e-3)
-    policy.load_state_dict(other.state_dict())
-    assert actor.probs(state) == expected()
 
 
 def test_draw_follows_the_probabilities():
@@ -180,12 +156,6 @@ def test_a_vector_class_without_a_time_limit_is_refused_in_one_line(register):
         environment.make_env("Endless-v0", games=4)
     gym.registry["Endless-v0"].vector_entry_point = None
     assert environment.make_env("Endless-v0", games=4).envs[0].spec.max_episode_steps == 10_000
-
-
-def test_a_vector_environment_is_the_environments_own_where_it_has_one():
-    for env_id, own in (("CartPole-v1", True), ("Acrobot-v1", False)):
-        envs = environment.make_env(env_id, games=3)
-        assert envs.num_envs == 3 and isinstance(envs, gym.vector.SyncVectorEnv) != own
 
 
 class OffsetCorridor(gym.Env):

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from helpers import load_oracle
-from rl_runs import EPISODES, SEED, SHORT, play
 
 oracle = load_oracle("rl_rpc")
-MODES = oracle.MODES
+MODES, EPISODES, SEED, SHORT = oracle.MODES, oracle.EPISODES, oracle.SEED, oracle.SHORT
+distributed = oracle.distributed
 pytestmark = pytest.mark.xdist_group("rl_rpc")
 
 
@@ -64,7 +64,7 @@ def calls_in_steps(path, name):
 @pytest.mark.parametrize("games", [pytest.param(5, marks=pytest.mark.quick), 1])
 def test_vector_is_a_plain_loop_that_plays_one_game_after_the_other(tmp_path, games):
     """The games end at different times, by a fall and by the limit. What is stepped after the end counts nowhere."""
-    played = play(tmp_path, "vector", "--games", games, observers=2, traced=True)
+    played = distributed(tmp_path, "vector", "--games", games, observers=2, traced=True)
     rewards, parameters = oracle.single_process_reinforce(SEED, EPISODES, 2, max_steps=SHORT, games=games)
     oracle.assert_is_the_single_process_loop(played.lines, played.state, (rewards, parameters))
     assert min(rewards) < SHORT and played.summary["env_steps"] < EPISODES * 2 * games * SHORT
@@ -99,8 +99,8 @@ def test_vector_plays_each_game_to_its_end_in_the_environments_own_vector_class(
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_in_another_mode_too(tmp_path, rl_run):
-    whole, first = rl_run("rollout"), play(tmp_path, "packed", episodes=4)
-    second = play(tmp_path, "rollout", "--resume")
+    whole, first = rl_run("rollout"), distributed(tmp_path, "packed", episodes=4)
+    second = distributed(tmp_path, "rollout", "--resume")
     assert first.lines + second.lines == whole.lines
     oracle.assert_equal_to_the_bit(second.state, whole.state)
 
@@ -110,7 +110,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_in_another_mode_too(tmp_
 @pytest.mark.parametrize("mode", MODES)
 def test_cuda_plays_the_same_episodes_as_the_cpu(tmp_path, reference, mode):
     """The actions are equal, because float64 rounding does not change one. The weights are close to the CPU's."""
-    played = play(tmp_path, mode, "--device", "cuda")
+    played = distributed(tmp_path, mode, "--device", "cuda")
     oracle.assert_is_the_single_process_loop(played.lines, played.state, reference)
 
 

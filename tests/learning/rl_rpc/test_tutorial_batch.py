@@ -128,16 +128,6 @@ def test_batch_page_tells_all_observers_of_an_error():
     assert all("nan" in str(error) for (error,) in answers)
 
 
-@quick
-def test_batch_page_does_not_write_into_what_autograd_keeps():
-    """The published code writes all states into one tensor. On a GPU .cuda() copies it; on a CPU backward() fails."""
-    agent = make_agent(1, True)
-    for step in range(2):
-        agent.select_action_batch(agent.agent_rref, 0, torch.full((1, 4), float(step))).wait()
-    sum(agent.saved_log_probs).sum().backward()
-    assert agent.policy.affine1.weight.grad.isfinite().all()
-
-
 def shorter_and_says_what_it_asks(program):
     """Episodes are short, and each observer prints the method that it calls."""
     program.NUM_STEPS = 50
