@@ -24,18 +24,6 @@ def run_with_mistake(package, folder, mistake, *flags):
         return job.errors()
 
 
-def assert_traceback_printed_once(errors, package, rank):
-    """Assert that the traceback leads into the patch, and that its last line is blamed on this rank."""
-    assert errors.count("Traceback (most recent call last)") == 1, errors
-    traceback = errors.partition("Traceback")[2]
-    assert re.search(r'File ".*main.py", line \d+, in wrong', traceback), errors
-    cause = re.search(r"^ *((AttributeError|TypeError|NameError): .*)$", traceback, re.MULTILINE)[1]
-    names = JOBS[package]["names"]
-    assert f"rank {rank} ({names[rank]}): {cause}" in errors
-    for other in {*range(len(names))} - {rank}:
-        assert f"lost rank {other}" not in errors, errors
-
-
 def in_a_lookup(hogwild):
     def wrong(self, ids_I, offsets_B, with_gradient):
         return self.no
@@ -52,22 +40,6 @@ def in_one_observer(step):
     step.Observer.step = wrong
 
 
-@pytest.mark.parametrize(
-    "package, rank, mistake, flags",
-    [
-        pytest.param("ddp_rpc", 3, in_a_lookup, (), marks=pytest.mark.quick, id="ddp_rpc"),
-        pytest.param("rl_rpc", 2, in_one_observer, ("--mode", "batched", "--rpc_timeout", 600), id="rl_rpc"),
-    ],
-)
-def test_mistake_in_served_method_shows_its_traceback_once(tmp_path, package, rank, mistake, flags):
-    """In ddp_rpc a trainer calls the server, and the master has called the trainer.
-
-    In rl_rpc one observer fails while the other one waits for its question. Nobody waits for that.
-    """
-    errors = run_with_mistake(package, tmp_path, mistake, *flags)
-    assert_traceback_printed_once(errors, package, rank)
-
-
 def sends_a_function(step):
     def wrong(self):
         for ob_id, ob_rref in self.ob_rrefs.items():
@@ -77,10 +49,28 @@ def sends_a_function(step):
     step.Agent.run_episode = wrong
 
 
-def test_call_that_cannot_be_sent_is_an_error_of_its_caller(tmp_path):
-    """torch does not raise it in the call, but from its Future, where it looks like an error of the observer."""
-    errors = run_with_mistake("rl_rpc", tmp_path, sends_a_function)
-    assert_traceback_printed_once(errors, "rl_rpc", 0)
+MISTAKES = [
+    # A trainer calls the server, and the master has called the trainer.
+    pytest.param("ddp_rpc", 3, in_a_lookup, (), marks=pytest.mark.quick),
+    # One observer fails while the other one waits for its question. Nobody waits for that.
+    ("rl_rpc", 2, in_one_observer, ("--mode", "batched", "--rpc_timeout", 600)),
+    # torch raises it from the call's Future, where it looks like an error of the observer.
+    ("rl_rpc", 0, sends_a_function, ()),
+]
+
+
+@pytest.mark.parametrize("package, rank, mistake, flags", MISTAKES)
+def test_a_mistake_shows_its_traceback_once(tmp_path, package, rank, mistake, flags):
+    """The traceback leads into the patch, and its last line is blamed on the rank that has made the mistake."""
+    errors = run_with_mistake(package, tmp_path, mistake, *flags)
+    assert errors.count("Traceback (most recent call last)") == 1, errors
+    traceback = errors.partition("Traceback")[2]
+    assert re.search(r'File ".*main.py", line \d+, in wrong', traceback), errors
+    cause = re.search(r"^ *((AttributeError|TypeError|NameError): .*)$", traceback, re.MULTILINE)[1]
+    names = JOBS[package]["names"]
+    assert f"rank {rank} ({names[rank]}): {cause}" in errors
+    for other in {*range(len(names))} - {rank}:
+        assert f"lost rank {other}" not in errors, errors
 
 
 def answers_late(time, step):

@@ -12,9 +12,8 @@ import pytest
 import two_hosts
 from documented import ENTRIES, NOT_TESTED, PAGE, agrees, assert_documented, entry_of, message_of
 from helpers import ROOT, package_on_path
-from jobs import JOBS, RunningJob, free_port
+from jobs import free_port
 from pages import Page
-from patches import main_with
 from processes import wait_until
 from programs import Program, Programs
 
@@ -65,20 +64,6 @@ def test_where_rank_0_cannot_listen():
             meet.listen("192.0.2.9", 29500)
     assert_documented(f"rl_rpc: rank 0 (agent): {taken.value}", "cannot listen on 127.0.0.1")
     assert_documented(f"rl_rpc: rank 0 (agent): {elsewhere.value}", "Cannot assign requested address")
-
-
-def the_trainer_makes_a_mistake(program):
-    def train_step(*arguments):
-        raise ValueError("a mistake")
-
-    program.Trainer.train_step = train_step
-
-
-def test_an_exception_of_another_rank(tmp_path):
-    main = main_with("rnn_rpc", tmp_path, the_trainer_makes_a_mistake)
-    with RunningJob("rnn_rpc", "terminals", JOBS["rnn_rpc"]["long"], script=main) as job:
-        job.wait(60)
-        assert_documented(job.errors(), "rank 1 (trainer): ValueError")
 
 
 PLAIN = """

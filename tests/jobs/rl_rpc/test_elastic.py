@@ -1,6 +1,5 @@
 """rl_rpc/elastic.py: observers that join, leave and are killed, each a command of its own as in a terminal."""
 
-import contextlib
 import re
 import shutil
 import signal
@@ -15,7 +14,7 @@ from helpers import ROOT, load_module
 from jobs import free_port
 from patches import patched
 from processes import wait_until
-from programs import Program
+from programs import Program, Programs
 from tutorials import copied_alone
 from two_hosts import watched_host
 
@@ -23,12 +22,12 @@ PATH = "rl_rpc/elastic.py"
 LINE = re.compile(r"^Episode (\d+)\tAverage reward: ([\d.]+)\t([\d,]+) steps/s\tobservers: (\d+)$", re.M)
 
 
-class Terminals(contextlib.ExitStack):
-    """The ranks of one group, each started on its own: group[rank] is a Program. Nothing of them survives the block."""
+class Terminals(Programs):
+    """The ranks of one group, each started on its own: group[rank] is a Program."""
 
     def __init__(self, port=None, by=None):
         """`by`: see Program."""
-        super().__init__()
+        super().__init__([])
         self.port, self.by, self.ranks = port or free_port(), by, {}
 
     def __getitem__(self, rank):
@@ -37,17 +36,14 @@ class Terminals(contextlib.ExitStack):
     def start(self, rank, *flags, path=PATH):
         # Unbuffered, so that each line can be read as soon as it is printed.
         how = {"by": self.by, "env": {"PYTHONUNBUFFERED": "1"}}
-        program = Program(path, "--rank", rank, "--master_port", self.port, *flags, **how)
-        self.ranks[rank] = self.enter_context(program)
-
-    def everything(self):
-        return "".join(f"--- {rank}\n{program.text()}" for rank, program in self.ranks.items())
+        self.ranks[rank] = Program(path, "--rank", rank, "--master_port", self.port, *flags, **how)
+        self.processes.append(self.ranks[rank])
 
     def wait_for_updates(self, observers, times=2, seconds=120):
         """Return when the agent has learned a few times more from exactly so many observers."""
         line = f"observers: {observers}\n"
         enough = self[0].output().count(line) + times
-        wait_until(lambda: self[0].output().count(line) >= enough, seconds, self.everything)
+        wait_until(lambda: self[0].output().count(line) >= enough, seconds, self.text)
 
 
 def is_killed_when_it_has_joined(program):
@@ -62,22 +58,22 @@ def test_elastic_killed_observer_is_replaced(tmp_path):
     with Terminals() as group:
         for rank in (0, 1, 2):
             group.start(rank, *(("--seconds", 600) if rank == 0 else ()))
-        assert group[0].wait_for_text("observers: 2\n", 120), group.everything()
+        assert group[0].wait_for_text("observers: 2\n", 120), group.text()
         group[1].send_signal(signal.SIGKILL)
-        assert group[0].wait_for_text("observer1 was lost: ", 120), group.everything()
+        assert group[0].wait_for_text("observer1 was lost: ", 120), group.text()
         group.start(3)
         group.wait_for_updates(2)
 
         group.start(4, path=patched(copied_alone(PATH, tmp_path), is_killed_when_it_has_joined))
         assert group[4].wait() == -signal.SIGKILL
-        assert group[0].wait_for_text("observer4 was lost while it joined or left\n"), group.everything()
+        assert group[0].wait_for_text("observer4 was lost while it joined or left\n"), group.text()
         group.start(5)
         group.wait_for_updates(3)
 
         group[0].send_signal(signal.SIGKILL)
         for rank in (2, 3, 5):
             assert group[rank].wait() == 1
-            assert re.fullmatch(rf"observer{rank} has lost the agent: .+\n", group[rank].errors()), group.everything()
+            assert re.fullmatch(rf"observer{rank} has lost the agent: .+\n", group[rank].errors()), group.text()
 
 
 def fails_to_play(program):
@@ -94,15 +90,15 @@ def test_elastic_alone_in_a_folder_ends_by_ctrl_c(tmp_path):
     with watched_host(port) as by, Terminals(port, by) as group:
         for rank in (0, 1, 2, 4):
             group.start(rank, *(("--seconds", 600) if rank == 0 else ()), path=fails if rank == 4 else path)
-        assert group[0].wait_for_text("observer4 has failed: ", 120), group.everything()
-        assert group[0].wait_for_text("observers: 2\n", 120), group.everything()
+        assert group[0].wait_for_text("observer4 has failed: ", 120), group.text()
+        assert group[0].wait_for_text("observers: 2\n", 120), group.text()
         assert group[4].wait() == 1
         assert group[4].errors().endswith("observer4 ends: run_episodes has failed, see the agent\n")
         assert "\nKeyError: " in group[0].output() and "observer4 was lost" not in group[0].output()
 
-        assert group[1].wait_for_text("observer1 joined\n", 120), group.everything()
+        assert group[1].wait_for_text("observer1 joined\n", 120), group.text()
         group[1].send_signal(signal.SIGINT)
-        assert group[0].wait_for_text("observer1 left", 120), group.everything()
+        assert group[0].wait_for_text("observer1 left", 120), group.text()
         assert group[1].wait() == 0 and "lost" not in group[0].output()
         assert (group[1].output(), group[1].errors()) == ("observer1 joined\nobserver1 left\n", "")
 
@@ -110,14 +106,14 @@ def test_elastic_alone_in_a_folder_ends_by_ctrl_c(tmp_path):
             second.start(0, path=path)
             group.start(1, path=path)  # a number that has been used
             assert second[0].wait() == 1
-            assert second[0].errors().startswith("agent cannot join "), second.everything()
+            assert second[0].errors().startswith("agent cannot join "), second.text()
         assert group[1].wait() == 1
         assert group[1].errors() == "observer1 ends: its --rank has been used before; take another\n"
 
         group[0].send_signal(signal.SIGINT)
-        assert [group[rank].wait() for rank in (0, 2)] == [0, 0], group.everything()
+        assert [group[rank].wait() for rank in (0, 2)] == [0, 0], group.text()
         assert group[2].output() == "observer2 joined\nobserver2 left\n"
-        assert group[0].errors() == group[2].errors() == "" and LINE.search(group[0].output()), group.everything()
+        assert group[0].errors() == group[2].errors() == "" and LINE.search(group[0].output()), group.text()
 
 
 @pytest.mark.quick

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from documented import assert_documented
 from helpers import package_on_path
 from patches import main_with
 from programs import run_main, run_script
@@ -81,20 +82,16 @@ def test_play_obeys_its_flags(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.quick
 def test_play_refuses_what_is_not_a_policy(tmp_path):
-    damaged = tmp_path / "damaged\n \\xe4.pt"
-    damaged.write_bytes(b"not a policy")
-    foreign = tmp_path / "foreign.pt"
-    torch.save({"scenario": "rnn_rpc", "state": {}}, foreign)
-    imports = tmp_path / "imports.pt"  # gymnasium would import the module `this`
-    nameless = tmp_path / "nameless.pt"
-    unfit = tmp_path / "unfit.pt"
-    for path, names in (
-        (imports, {"env_id": "this:CartPole-v1"}),
-        (nameless, {}),
-        (unfit, {"env_id": "CartPole-v1"}),
-    ):
-        torch.save({"scenario": "rl_rpc", "settings": names, "state": {"policy": {}}}, path)
-    for path in (damaged, foreign, tmp_path / "missing.pt", imports, nameless, unfit):
+    (tmp_path / "damaged\n \\xe4.pt").write_bytes(b"not a policy")
+    torch.save({"scenario": "rnn_rpc", "state": {}}, tmp_path / "foreign.pt")
+    settings = {
+        "imports.pt": {"env_id": "this:CartPole-v1"},  # gymnasium would import the module `this`
+        "nameless.pt": {},
+        "unfit.pt": {"env_id": "CartPole-v1"},
+    }
+    for name, each in settings.items():
+        torch.save({"scenario": "rl_rpc", "settings": each, "state": {"policy": {}}}, tmp_path / name)
+    for path in (*tmp_path.iterdir(), tmp_path / "missing.pt"):
         with pytest.raises(SystemExit) as refused:
             play_module.main([str(path)])
         (line,) = refused.value.code.splitlines()  # sys.exit prints it, and exits with status 1
@@ -162,3 +159,4 @@ def test_an_episode_may_take_longer_than_the_rpc_timeout(tmp_path):
     assert "Episode 1\tLast reward: -40.00\tAverage reward: -40.00" in done.stdout  # it does not start at 0
     assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
     assert "rank 2 (observer2): ValueError: this environment is broken" in done.stderr, done.stderr
+    assert_documented(done.stderr, "rank 2 (observer2): ValueError")
