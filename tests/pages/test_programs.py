@@ -37,7 +37,7 @@ def scenes_of(program):
 # The lines of the page, in programs that end with these statuses.
 SHUTDOWN = {"where_shutdown.py start": 1, "where_shutdown.py raise": 1, "where_shutdown.py exit": 3}
 ALSO = {  # what runs together with the programs of a page
-    CONCEPTS: [*scenes_of("symptoms.py"), *scenes_of("asked.py"), *SHUTDOWN],
+    CONCEPTS: [*scenes_of("asked.py"), *SHUTDOWN],
     RECIPES: ["meeting.py", *scenes_of("errors.py"), "farms.py three_die", "farms.py all_die"],
     YOUR_OWN: ["run_pytest.py . test_pool.py", "left_alone.py"],
 }

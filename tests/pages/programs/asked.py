@@ -1,28 +1,33 @@
-"""What users of torch RPC ask about, with torch alone: python asked.py SCENE."""
+"""What docs/TROUBLESHOOTING.md and other pages say of torch, with torch alone: python asked.py SCENE."""
 
 import asyncio
 import copy
 import dataclasses
 import functools
+import gc
 import io
 import multiprocessing
 import os
 import pickle
+import signal
+import socket
 import threading
+import time
 import traceback
+import types
 
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
-from scenes import assert_documented, call, join, main, said, says, scene, stay_alone
+from scenes import assert_documented, call, join, main, said, says, scene, stay_alone, warns
 from schedule import set_lr_everywhere  # of docs/CONCEPTS.md
 from torch import nn, optim
 from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import RRef
 
 go_on, in_the_middle, two_calls = threading.Event(), threading.Event(), threading.Barrier(2)
-net, frozen, weight = nn.Linear(2, 1), nn.Linear(2, 1).requires_grad_(False), None
+net, frozen, weight = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3).requires_grad_(False), None
 
 
 class SGD(optim.SGD):
@@ -46,21 +51,130 @@ class Net(nn.Module):
         return self.layer(x)
 
 
-class Holder:
-    def __init__(self, rref):
-        self.rref = rref
-
-
 def add(x, y=1):
     return x + y
 
 
+def forward(x):
+    return net(x)
+
+
+def forward_detached(x):
+    return net(x).detach()
+
+
+def loss_from(function=forward):
+    return call(function, torch.ones(2, 3)).sum()
+
+
+def gradients(context_id):
+    return len(dist_autograd.get_gradients(context_id))
+
+
 def wait_to_go_on():
-    go_on.wait()
+    return go_on.wait()
 
 
 def let_go_on():
     go_on.set()
+
+
+def in_context(body):
+    with dist_autograd.context() as context_id:
+        return body(context_id)
+
+
+def still_waits(function, seconds=2):
+    """Return whether `function` has neither returned nor raised an exception after so many seconds."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return thread.is_alive()
+
+
+# ---------------------------------------------------------------------------------------------------- what torch says
+
+
+class Agent:
+    pass
+
+
+class OurError(Exception):
+    pass
+
+
+def only_here():
+    """Do nothing. Process b deletes this function from its main module, so that a call cannot find it."""
+
+
+def fail(error):
+    raise error
+
+
+def change_weights():
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(1.0)
+
+
+def only_b_joins(rank):
+    if rank == 1:
+        del globals()["only_here"]
+        join(rank)
+
+
+@scene(begin=only_b_joins)
+def messages():
+    says("RPC has not been initialized", lambda: call(gradients, 0))
+    says("Current RPC agent is not set", lambda: RRef(1))
+    warns("as a ProcessGroup", lambda: join(0))
+    says("RPC is already initialized", lambda: join(0))
+    says("ran for more than set timeout", lambda: call(time.sleep, 0.5, timeout=0.1))
+    says("Default RPC pickler", lambda: call(only_here))
+    says("local object '…<lambda>'", lambda: call(lambda: 1))
+    says("'_thread.lock' object", lambda: call(fail, threading.Lock()))
+    says("takes 1 positional argument", lambda: call(gradients, 0, 1))
+    says("OurError: On WorkerInfo", lambda: call(fail, OurError("a reason")))
+    says("'Agent' object has no attribute", lambda: call(copy.copy, Agent()).rpc_sync())
+    says("only supports CPU tensors", lambda: call(torch.neg, torch.ones(1, device="meta")))
+    says("destination name c", lambda: rpc.rpc_sync("c", gradients, args=(0,)))
+    rref = rpc.remote("b", Agent)
+    says("can't call localValue()", lambda: rref.local_value())
+    says("RRef creation", use_rref_of_late_object)
+    says("Failed to create", lambda: rpc.remote("b", bytes.decode, args=(b"\xff",)).to_here())
+
+
+def use_rref_of_late_object():
+    rref = rpc.remote("b", time.sleep, args=(0.3,), timeout=0.1)
+    while True:  # the first calls may still get an answer
+        rref.to_here()
+
+
+@scene()
+def messages_of_autograd():
+    def step_between(context_id):
+        loss = loss_from()
+        call(change_weights)
+        dist_autograd.backward(context_id, [loss])
+
+    def backward_twice(context_id):
+        loss = loss_from()
+        dist_autograd.backward(context_id, [loss])
+        dist_autograd.backward(context_id, [loss])
+
+    says("modified by an inplace operation", lambda: in_context(step_between))
+    says("backward through the graph a second time", lambda: in_context(backward_twice))
+    says("graphTask_", lambda: in_context(lambda _: loss_from().backward()))
+    vector = call(forward, torch.ones(2, 3))
+    says("is not a scalar", lambda: in_context(lambda context_id: dist_autograd.backward(context_id, [vector])))
+    old_loss = in_context(lambda _: loss_from())
+    says("no longer valid", lambda: in_context(lambda context_id: dist_autograd.backward(context_id, [old_loss])))
+    ended = in_context(lambda context_id: context_id)
+    says("autograd context with id", lambda: dist_autograd.get_gradients(ended))
+    parameters = list(net.parameters())
+    rrefs = [RRef(each) for each in parameters]
+    says("'Parameter' object", lambda: DistributedOptimizer(optim.SGD, parameters, lr=0.1))
+    warns("functional optimizers is deprecated", lambda: DistributedOptimizer(optim.SGD, rrefs, lr=0.1))
 
 
 # ------------------------------------------------------------------------------------------------------ RRefs and calls
@@ -88,7 +202,7 @@ def an_rref_is_used_as_if_it_were_the_object():
 
 @scene()
 def an_rref_is_refused_by_pickle_and_travels_by_rpc():
-    held = Holder(rpc.remote("b", Net))
+    held = types.SimpleNamespace(rref=rpc.remote("b", Net))
     for copied_by in (
         copy.deepcopy,
         pickle.dumps,
@@ -111,22 +225,14 @@ def after_shutdown():
     says("has been deleted", rref.to_here)
 
 
-class Late:
-    def __init__(self):
-        go_on.wait()
-
-    def name(self):
-        return "late"
-
-
 @scene()
 def a_timeout_that_is_over_before_the_constructor_spoils_the_rref():
-    late = rpc.remote("b", Late)
-    first = said(lambda: late.rpc_sync(timeout=0.2).name())
+    late = rpc.remote("b", wait_to_go_on)
+    first = said(lambda: late.rpc_sync(timeout=0.2).bit_length())
     assert "more than set timeout (200 ms)" in first
     call(let_go_on)
-    assert late.to_here().name() == "late"
-    assert said(lambda: late.rpc_sync(timeout=20).name()) == first
+    assert late.to_here() is True
+    assert said(lambda: late.rpc_sync(timeout=20).bit_length()) == first
 
 
 @scene()
@@ -148,6 +254,52 @@ def a_thread_that_waits_lets_others_use_python():
     assert rpc.rpc_async("b", ask_back).wait() == 2
     assert rpc.remote("b", ask_back).to_here() == 2
     assert torch.futures.wait_all([rpc.rpc_async("b", ask_back)]) == [2]
+
+
+def nested(depth):
+    """Call the other process, which calls this one, and so on, `depth` times. Each level blocks an RPC thread."""
+    other = "b" if rpc.get_worker_info().name == "a" else "a"
+    return rpc.rpc_sync(other, nested, args=(depth - 1,), timeout=0.5) if depth else 0
+
+
+@scene("does not even time out")
+def no_thread_left():
+    assert still_waits(lambda: call(nested, 40, timeout=0.5))
+
+
+@scene("A list behind an RRef")
+def list_behind_an_rref():
+    copied, made_there = RRef([1]), rpc.remote("b", list)
+    copied.rpc_sync().append(2)
+    made_there.rpc_sync().append(2)
+    assert (copied.to_here(), made_there.to_here()) == ([1], [2])
+
+
+class Counted:
+    alive = 0
+
+    def __init__(self):
+        Counted.alive += 1
+
+    def __del__(self):
+        Counted.alive -= 1
+
+
+def counted_alive():
+    gc.collect()
+    return Counted.alive
+
+
+@scene("memory of one process grows")
+def memory_grows():
+    held = [rpc.remote("b", Counted) for _ in range(5)]
+    for rref in held:
+        rref.to_here()  # now the object has been made; the copy is deleted immediately
+    assert call(counted_alive) == 5
+    del rref
+    held.clear()
+    while call(counted_alive):
+        time.sleep(0.02)
 
 
 # ----------------------------------------------------------------------------------------------------- what can be sent
@@ -272,17 +424,9 @@ def what_is_set_in_a_constructor():
 # --------------------------------------------------------------------------------------------------- autograd, training
 
 
-def forward(x):
-    return net(x)
-
-
 def forward_without_grad(x):
     with torch.no_grad():
         return net(x)
-
-
-def forward_detached(x):
-    return net(x).detach()
 
 
 def forward_frozen(x):
@@ -291,7 +435,7 @@ def forward_frozen(x):
 
 @scene(begin=functools.partial(join, rpc_timeout=2))
 def no_grad_in_the_caller_leaves_a_call_in_the_context():
-    x = torch.ones(1, 2)
+    x = torch.ones(1, 3)
 
     def call_without_grad(function):
         with torch.no_grad():
@@ -444,6 +588,40 @@ def optimizers():
     assert after_four_steps(2) == -0.58  # two steps of each: -0.1 -0.19 twice
 
 
+@scene("The loss does not fall")
+def another_thread():
+    def gradients_there(run_there, context_id):
+        losses, weight = [], torch.ones(1, requires_grad=True)
+        run_there(lambda: losses.append(loss_from()))
+        dist_autograd.backward(context_id, [losses[0] * weight.sum()])
+        assert weight in dist_autograd.get_gradients(context_id)
+        return call(gradients, context_id)
+
+    assert in_context(lambda now: gradients_there(lambda function: still_waits(function, 20), now)) == 0
+    assert in_context(lambda now: gradients_there(lambda function: function(), now)) == 4
+
+
+@scene("`dist_autograd.backward` does not return")
+def backward_waits():
+    def waits(make_loss, seconds=2):
+        def backward(context_id):
+            loss = make_loss()
+            return still_waits(lambda: dist_autograd.backward(context_id, [loss]), seconds)
+
+        return in_context(backward)
+
+    def loss_that_was_sent(change):
+        loss = torch.ones(3, requires_grad=True).sum()
+        call(id, change(loss))  # its answer does not depend on the loss
+        return loss
+
+    assert not waits(lambda: loss_from() + loss_from(), seconds=30)
+    assert not waits(lambda: (loss_from(), loss_from(forward_detached))[0], seconds=30)
+    assert not waits(lambda: loss_that_was_sent(torch.Tensor.detach), seconds=30)
+    assert waits(lambda: (loss_from(), loss_from())[0])
+    assert waits(lambda: loss_that_was_sent(lambda loss: loss))
+
+
 # -------------------------------------------------------------------------------------------------------------- the end
 
 
@@ -470,6 +648,44 @@ def join_with_one_thread(rank):
 def followers():
     rpc.rpc_async("b", stop_in_the_middle, args=(None,))  # takes the only thread of b
     says("Followers […]", lambda: rpc.shutdown(timeout=1))
+
+
+def kill_b():
+    victim = call(os.getpid)
+    waiting = rpc.rpc_async("b", time.sleep, args=(30,))
+    os.kill(victim, signal.SIGKILL)
+    return waiting
+
+
+@scene("`shutdown` does not return")
+def shutdown_after_a_kill():
+    says("eof (this error", kill_b().wait)
+    assert still_waits(rpc.shutdown)
+
+
+@scene()
+def shutdown_with_timeout():
+    kill_b()
+    assert "timed out in _all_gather after 1.00 seconds" in said(lambda: rpc.shutdown(timeout=1))
+
+
+@scene()
+def shutdown_that_waits_for_nobody():
+    kill_b()
+    rpc.shutdown(graceful=False)
+
+
+@scene("`init_rpc` does not return", begin=stay_alone)
+def alone():
+    assert still_waits(lambda: join(0))
+
+
+@scene(begin=stay_alone)
+def taken_port():
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        os.environ["MASTER_PORT"] = str(other.getsockname()[1])
+        says("code: -98", lambda: join(0))
 
 
 if __name__ == "__main__":

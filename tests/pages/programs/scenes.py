@@ -1,4 +1,4 @@
-"""What symptoms.py and asked.py share. Each of them runs one of its scenes: python symptoms.py SCENE.
+"""What asked.py and errors.py share. Each of them runs one of its scenes: python asked.py SCENE.
 
 A scene is an RPC group of two processes. "a" runs the scene, which asserts what the pages say, and "b" serves its
 calls.
