@@ -2,20 +2,21 @@
 
 import json
 import sys
+import types
 
 import pytest
 
 from helpers import package_on_path
 
 with package_on_path("tools"):
-    from rpctrace import cli, dumps, names, rules, sources, stacks, syntax, waits, words
+    from rpctrace import cli, dumps, facts, names, rules, sources, stacks, syntax, threads, waits, words
     from rpctrace.evidence import Call, Frame, Process, Seen, Thread, Wait
 
 pytestmark = pytest.mark.quick
 API, INTERNAL = "/site-packages/torch/distributed/rpc/api.py", "/site-packages/torch/distributed/rpc/internal.py"
 C10D = "/site-packages/torch/distributed/distributed_c10d.py"
 SEEN = {"stacks": [], "comms": [[7, "python"]], "still": [7], "alarm": False, "cwd": "/", "argv": [], "environ": {}}
-SEEN |= {"host": "here", "pid": 7, "moment": 0.0, "torch": [], "error": "", "joined": {}, "sources": {}}
+SEEN |= {"host": "here", "pid": 7, "moment": 0.0, "started": 4e9, "torch": [], "error": "", "joined": {}, "sources": {}}
 
 
 @pytest.mark.parametrize("name", ["shutdown", "wait", "to_here", "backward", "init_rpc"])
@@ -25,7 +26,7 @@ def test_the_name_of_a_served_function_tells_no_wait(name):
     thread = {"os_thread_id": 8, "thread_name": None, "active": False, "frames": frames}
     (process,) = stacks.processes_of([SEEN | {"stacks": [thread], "still": [8]}])
     (served,) = process.threads[8].serves
-    assert served.name == name and process.threads[8].wait.kind == "other" and not process.does(name)
+    assert served.name == name and process.threads[8].wait.kind == "other" and not process.is_within(name)
 
 
 def test_only_the_shutdown_of_rpc_counts():
@@ -36,7 +37,7 @@ def test_only_the_shutdown_of_rpc_counts():
 
 def test_the_lines_that_may_wait_are_those_of_the_table():
     methods = {method for row in waits.OF_C for method in row.functions.split()}
-    assert methods | {"wait_all"} == syntax.WAITING
+    assert methods | {"wait_all"} == facts.WAITING
 
 
 def test_processes_of_the_same_number_on_two_hosts_are_two():
@@ -46,8 +47,9 @@ def test_processes_of_the_same_number_on_two_hosts_are_two():
 
 def test_a_dump_without_variables_is_read():
     run = Frame(INTERNAL, "_run_function", library=True)
-    assert stacks.served([Frame("", "_local_invoke", library=True), run]).name == "_local_invoke"
-    (call,) = stacks.calls_awaited(Wait("answer"), [Frame(API, "rpc_sync", library=True)], 60.0)
+    (served,) = threads.served([Frame("", "_local_invoke", library=True), run])
+    assert served.name == "_local_invoke"
+    (call,) = threads.calls_awaited([Frame(API, "rpc_sync", library=True)], 60.0)
     assert call.to is None and call.limit == 60.0
 
 
@@ -109,6 +111,11 @@ def test_a_call_with_a_short_time_limit_goes_on_even_if_no_thread_is_free(limit)
         ("calls.extend(made())", []),
         ("calls.insert(0, made())", []),
         ("with made() as calls:", []),
+        ("calls[0].done()", ["f"]),
+        ("fill(calls)", []),
+        ("others = calls", []),
+        ("calls[0].append(made())", []),
+        ("calls.update(f=rpc_async('w1', g))", []),
         ("for calls in [rpc_async('w1', f)]:", ["f"]),
         ("for calls in [rpc_async('w1', f)]:\n        calls = made()", []),
     ],
@@ -118,7 +125,7 @@ def test_the_source_tells_all_calls_for_which_a_line_may_wait_or_none(between, e
     indent = "    " * between.count(":")
     path.write_text(f"def wait():\n    calls = [rpc_async('w1', f)]\n    {between}\n    {indent}calls[0].wait()\n")
     line = len(path.read_text().splitlines())
-    calls, _ = sources.Line([Frame(str(path), "wait", line)], 60.0).calls_awaited()
+    calls = sources.Line([Frame(str(path), "wait", line)], 60.0).calls_awaited()
     assert [call.name for call in calls] == expected
 
 
@@ -127,7 +134,7 @@ def test_only_what_the_file_makes_as_a_lock_is_one(made, kinds, tmp_path):
     path = tmp_path / "program.py"
     path.write_text(f"class A:\n def __init__(self, x):\n  self.it = {made}\n def f(self):\n  with self.it:\n   pass\n")
     frame = Frame(str(path), "f", 5, names={"self": Seen("self", "A", 1)})
-    frame.facts = syntax.facts_of(frame, "")
+    frame.facts = facts.facts_of(frame, "")
     _, wait = waits.read([frame], still=True, ran=False)
     assert [lock.type for lock in wait.locks] == kinds
 
@@ -136,7 +143,8 @@ ONE_LINE = """
 def f(self, conn, q):
     with self.lock: subprocess.run(["true"])
     with self.cond: self.cond.notify_all()
-    with self.lock: pass
+    with self.lock:
+        pass
     conn.send(self.queue.get())
 """
 MADE = "class A:\n def __init__(self):\n  self.lock, self.cond, self.queue = Lock(), Condition(), SimpleQueue()\n"
@@ -170,12 +178,12 @@ def dumped(source, stacks_of_threads, tmp_path):
     ("line", "inner", "waits_for"),
     [
         (3, [(SUBPROCESS, "run", 1)], "other"),
-        (3, [], "lock"),
-        (4, [(THREADING, "__enter__", 1)], "lock"),
+        (3, [], "other"),
+        (4, [(THREADING, "__enter__", 1)], "signal"),
         (4, [(THREADING, "notify_all", 1)], "signal"),
         (5, [], "lock"),
-        (6, [], "signal"),
-        (6, [("/lib/python3.12/multiprocessing/connection.py", "send", 1)], "other"),
+        (7, [], "signal"),
+        (7, [("/lib/python3.12/multiprocessing/connection.py", "send", 1)], "other"),
     ],
 )
 def test_a_line_of_the_program_waits_only_while_its_own_c_code_runs(line, inner, waits_for, tmp_path):
@@ -190,6 +198,102 @@ def test_a_line_of_the_program_waits_only_while_its_own_c_code_runs(line, inner,
 def test_a_lock_that_a_method_replaces_is_not_known(more, kind, tmp_path):
     (process,) = dumped(ONE_LINE + MADE + more, [[("", "f", 5)]], tmp_path)
     assert process.threads[10].wait.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "kind"),
+    [
+        ("def f(self):\n with self.lock:\n  pass\n", 2, "lock"),
+        ("def f(self):\n with self.lock:\n  self = self.next\n  with self.lock:\n   pass\n", 4, "other"),  # another one
+        ("lock = Lock()\ndef f():\n with lock:\n  pass\n", 3, "lock"),
+        ("lock = Lock()\ndef f():\n with lock:\n  pass\ndef g():\n global lock\n lock = Lock()\n", 3, "other"),
+        ("lock = Lock()\ndef g(lock):\n def f():\n  with lock:\n   pass\n", 4, "other"),
+    ],
+)
+def test_a_lock_of_which_there_may_be_several_is_not_known(source, line, kind, tmp_path):
+    made = MADE if "self" in source else ""
+    (process,) = dumped(source + made, [[("", "f", line)]], tmp_path)
+    thread = process.threads[10]
+    assert thread.wait.kind == kind and not any(lock.id and lock.type for lock in thread.holds)
+
+
+@pytest.mark.parametrize(
+    ("source", "function", "worker"),
+    [
+        ("rpc.init_rpc(f'w{rank}')", "main", "w1"),
+        ("rpc.init_rpc(f'w{rank}')\n for rank in range(2):\n  ask(rank)", "main", ""),
+        ("rpc.init_rpc(f'w{rank}')", "ask", ""),  # another function's rank is another one
+        ("if rank:\n  rpc.init_rpc('w1')\n else:\n  rpc.init_rpc('w0')", "main", "w1"),
+        ("name = f'w{rank}'\n rpc.init_rpc(name)", "main", "w1"),
+    ],
+)
+def test_a_name_is_made_of_variables_that_have_one_value(source, function, worker, tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(f"def main(rank):\n {source}\n")
+    frame = Frame(str(path), function, 2, names={"rank": Seen("rank", "number", 1, value=1)})
+    assert names.by_source([frame], [], {}).get("worker", "") == worker
+
+
+@pytest.mark.parametrize(
+    ("source", "limit"),
+    [
+        ("init_rpc('w0')", 60.0),
+        ("init_rpc('w0', rpc_backend_options=TensorPipeRpcBackendOptions(rpc_timeout=10))", 10),
+        (
+            "options = TensorPipeRpcBackendOptions()\noptions.rpc_timeout = 9\ninit_rpc('w0', None, 0, 1, options)",
+            None,
+        ),
+        ("init_rpc('w0', rpc_backend_options=TensorPipeRpcBackendOptions(**options))", None),
+        ("init_rpc('w0', None, 0, 1, options)", None),
+        ("init_rpc('w0', **options)", None),
+        ("init_rpc('w0')\nrpc._set_rpc_timeout(10)", None),
+    ],
+)
+def test_the_limit_of_calls_is_known_if_only_one_place_can_set_it(source, limit):
+    tree = syntax.ast.parse(source)
+    assert names.joined(tree, tree, {})["limit"] == limit
+
+
+@pytest.mark.parametrize(("function", "calls"), [("step", [10.0]), ("__init__", [])])
+def test_a_step_of_the_distributed_optimizer_has_the_limit_of_calls(function, calls):
+    optimizer = "/site-packages/torch/distributed/optim/optimizer.py"
+    frames = [Frame(optimizer, name, library=True) for name in ("_wait_for_all", function)]
+    assert [call.limit for call in threads.calls_awaited(frames, 10.0)] == calls
+
+
+@pytest.mark.parametrize("line", ["", "rpc_async('w1', f, timeout=10).then(done)", "signal.signal(SIGUSR1, done)"])
+def test_who_sends_a_signal_may_stand_on_no_stack(line, tmp_path):
+    source = f"def f(self):\n {line or 'pass'}\n self.queue.get()\n{MADE}"
+    (process,) = dumped(source, [[("", "f", 3)]], tmp_path)
+    process.still = True
+    node = rules.graph_of([process]).nodes[process.name, 10, 0]
+    assert node.kind == "event" and bool(node.needs) == (not line)
+
+
+@pytest.mark.parametrize("changed", [-60, 60])
+def test_a_source_that_is_younger_than_the_process_tells_nothing(changed, tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text("pass\n")
+    assert bool(stacks.source_of(str(path), path.stat().st_mtime - changed)) == (changed < 0)
+
+
+@pytest.mark.parametrize(("port", "known"), [(5, {4, 5}), (4, set())])
+def test_a_port_of_workers_on_two_hosts_tells_no_name(port, known, monkeypatch):
+    content = {"names/0": b"w0", "names/1": b"w1", "addrs/w0": b"a://10.0.0.1:4", "addrs/w1": b"a://10.0.0.2:%d" % port}
+    content = {f"rpc_prefix_0/{key}": value for key, value in content.items()}
+
+    class Store:
+        def __init__(self, prefix, *_, **kwargs):
+            self.prefix = prefix
+
+        def check(self, keys):
+            return all(f"{self.prefix}/{key}" in content for key in keys)
+
+        def get(self, key):
+            return content[f"{self.prefix}/{key}"]
+
+    monkeypatch.setitem(sys.modules, "torch.distributed", types.SimpleNamespace(TCPStore=Store, PrefixStore=Store))
+    assert names.by_store("localhost:29500").keys() == known
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -233,8 +337,8 @@ def test_where_there_is_no_proc_there_are_no_processes(monkeypatch):
 
 
 def test_the_numbers_of_init_rpc_are_numbers():
-    tree = names.ast.parse("init_rpc('w0', rank='0', world_size='2')")
-    found = names.joined(tree, {})
+    tree = syntax.ast.parse("init_rpc('w0', rank='0', world_size='2')")
+    found = names.joined(tree, tree, {})
     assert (found["worker"], found["rank"], found["world"]) == ("w0", -1, 0)
 
 

@@ -7,9 +7,9 @@ command.py     the command that is recorded: its signals, its end
 read.py        reads the calls that were recorded; draw.py draws them
 
 dumps.py       finds the processes of a program that runs, and takes py-spy's dumps of them
-stacks.py      makes evidence of a dump: threads, locks, calls, and what each thread waits for (evidence.py)
+stacks.py      makes evidence of a dump (evidence.py): processes, with their names (names.py), and threads (threads.py)
 waits.py       the table of all waits that are recognised
-syntax.py      what stands in a line of the program; sources.py: which call it waits for; names.py: the workers' names
+syntax.py      reads source: which locks stand around a line (facts.py), for which call it waits (sources.py)
 rules.py       who must go on before a thread can; graph.py: who cannot go on, the circle, the ends of the chains
 words.py       the report
 """

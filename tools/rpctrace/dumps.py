@@ -68,7 +68,7 @@ def output_of(process):
 
 
 def dump_of(pid, moment, before, after, text, error):
-    """Return what a file of --dump contains of a process, but for "sources" and "joined", which stacks.look() adds."""
+    """Return what a file of --dump contains of a process. stacks.look() fills in what is empty here."""
     # To take the dump wakes each thread, always as often, and this counts. Who moved least is taken to have stood: a
     # process with torch always has threads that do, for example those that handle its messages.
     both = [tid for tid in after if tid in before and before[tid][1] + after[tid][1] in ("SS", "DD")]
@@ -76,6 +76,7 @@ def dump_of(pid, moment, before, after, text, error):
     dump = {
         "host": socket.gethostname(),
         "pid": pid,
+        "started": started(pid),
         "moment": moment,  # the same for all processes of which the dumps were taken together
         "torch": re.findall(r" (/.*/torch/)lib/libtorch_cpu\.so$", read(pid, "maps"), re.MULTILINE)[:1],  # its folder
         "stacks": [],  # of py-spy
@@ -85,6 +86,8 @@ def dump_of(pid, moment, before, after, text, error):
         "cwd": read(pid, "cwd"),
         "argv": read(pid, "cmdline").split("\0"),
         "environ": environ(pid),
+        "sources": {},  # path of a file of the program -> its source
+        "joined": {},  # how it has joined the others, if a recording or the store tells: "worker", "rank" and so on
         "error": "",  # instead of stacks
     }
     with contextlib.suppress(ValueError):
@@ -129,6 +132,12 @@ def read(pid, name):
 def environ(pid):
     """Return the environment with which a process was started."""
     return dict(word.partition("=")[::2] for word in read(pid, "environ").split("\0"))
+
+
+def started(pid):
+    """Return when a process has started, in seconds since 1970; 0 if that is not known."""
+    words, up = read(pid, "stat").rpartition(")")[2].split(), read("", "uptime").split()
+    return time.time() - float(up[0]) + int(words[19]) / os.sysconf("SC_CLK_TCK") if words and up else 0.0
 
 
 def has_torch(pid):

@@ -22,7 +22,7 @@ class Seen:
 
 @dataclass
 class Frame:
-    """A function on a stack. `names`: its variables; `facts`: see syntax.facts_of()."""
+    """A function on a stack. `names`: its variables; `facts`: see facts.facts_of()."""
 
     path: str = ""
     function: str = ""
@@ -68,9 +68,8 @@ class Wait:
     kind: str = "other"
     what: str = ""  # in words; or (collective, init) the name of the function
     calls: list[Call] = field(default_factory=list)  # answer: those it may be for, [] if that is not known
-    locks: list[Seen] = field(default_factory=list)  # lock, signal
+    locks: list[Seen] = field(default_factory=list)  # lock
     timed: bool = False  # lock, signal, shutdown, collective, init: it ends by itself
-    enters: bool = False  # signal: it enters a `with` of a Condition, and needs its lock
     joins: int | None = None  # signal: the thread for whose end it waits
     world: int = 0  # init: how many ranks come
 
@@ -116,15 +115,16 @@ class Process:
     pool: int = 0  # how many RPC threads it has
     free: int = 1  # how many of them are free
     quiet: bool = True  # no message of it is on its way
+    unseen: bool = False  # something that no stack shows may send a signal: a handler, or a callback of a Future
     still: bool = True  # none of torch's own threads has run, so that nothing is computed, either
 
-    def does(self, what):
+    def is_within(self, what):
         """Return whether one of its threads is within init_rpc, shutdown or init_process_group."""
         return any(what in thread.does for thread in self.threads.values())
 
-    def of_torch(self):
+    def threads_of_torch(self):
         return [tid for tid, thread in self.threads.items() if thread.of_torch()]
 
     def full(self):
         """Return whether all its RPC threads are busy. Those without a stack only handle messages, for a moment."""
-        return bool(self.pool) and self.free <= 0 and len(self.of_torch()) >= self.pool
+        return bool(self.pool) and self.free <= 0 and len(self.threads_of_torch()) >= self.pool

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from rpctrace.evidence import Frame
 
-CALL = "call"  # key[1] of nodes that stand for a call
+CALL = "a call"  # key[1] of nodes that stand for a call
 CHOICE = 1000  # a circle with one choice counts as longer than all that have none
 
 
@@ -67,6 +67,7 @@ class Graph:
     def is_certain(self, node, need):
         if node.kind in ("event", "owed"):  # others might do it, even if they wait for the same now
             return len(set(need.anyone)) == 1
+        # Of callers and strangers, which are not shown, nothing is known. If one is alive, so is this node.
         return len({(self.nodes[one].what, self.nodes[one].place.place()) for one in need.shown}) == 1
 
     def circle(self):
@@ -102,13 +103,16 @@ class Graph:
         for start in self.waiting():
             keys = [start]
             for key in keys:  # which grows
-                steps = self.next[key]
-                keys += [other for other in steps if other not in keys]
-                # It is also an end if several might let it go on, but none of them must.
-                counts[key] += not (steps if key in self.alive else any(steps.values()))
+                keys += [other for other in self.next[key] if other not in keys]
+                counts[key] += self.is_end(key)
         order = sorted(+counts, key=lambda key: (key in self.alive, self.nodes[key].kind == "event", -counts[key]))
         order = [key for key in order if key[1] != CALL] or order  # of a call, who should answer it says more
         return [key for key in order if (key in self.alive) == (order[0] in self.alive)][:3]
+
+    def is_end(self, key):
+        """Return whether no step leads on. Of a node that cannot go on, one that is a choice does not count as one."""
+        steps = self.next[key]
+        return not steps if key in self.alive else not any(steps.values())
 
     def waiting(self):
         """Return the keys of the threads that wait for others."""

@@ -7,6 +7,7 @@ tried: bytes that a port of RPC does not expect end its process.
 """
 
 import ast
+import collections
 import datetime
 import itertools
 import os
@@ -14,7 +15,8 @@ import re
 import types
 
 from rpctrace import dumps, syntax
-from rpctrace.sources import argument, known_in, value_of
+from rpctrace.evidence import Seen
+from rpctrace.syntax import argument, value_of
 
 PATIENCE = datetime.timedelta(seconds=5)
 PREFIXES = ("", *(f"/worker/attempt_{number}/" for number in range(10)))  # the second ones are those of torchrun
@@ -27,35 +29,54 @@ def by_source(frames, words, environ):
     `frames`: of its main thread. `words`: its command line; `environ`: with which environment it was started.
     """
     own, found = [frame for frame in frames if not frame.library], {}
-    values = {}  # of variables: those that have the same value in all functions
-    for frame in own:
-        for name, seen in frame.names.items():
-            values[name] = seen.value if values.get(name, seen.value) == seen.value else None
     for path in dict.fromkeys(frame.path for frame in own):
         script = [number for number, word in enumerate(words) if word.endswith(os.path.basename(path))]
         started = {"sys": types.SimpleNamespace(argv=words[script[0] :] if script else [])}
         started["os"] = types.SimpleNamespace(environ=environ)
-        found |= joined(syntax.parsed(path), known_in(path, values | started))
+        calls = calls_made(syntax.parsed(path), "init_rpc", {})
+        scopes = {syntax.scope_at(path, call.lineno) for call in calls}
+        if len(scopes) == 1:
+            (scope,) = scopes
+            known = syntax.values_in(path, scope, variables(path, scope, own), started)
+            found |= joined(scope, syntax.parsed(path), known)
     return found
 
 
-def joined(tree, known):
-    """Return the same of the one init_rpc in the source of a file. `known`: the values of its variables."""
-    calls = calls_made(tree, "init_rpc", known)
-    name = value_of(argument(calls[0], 0, "name") or tree, known) if len(calls) == 1 else None
-    if not isinstance(name, str):
+def variables(path, scope, own):
+    """Return the variables of the function, or the module, that has called init_rpc, and is still on the stack.
+
+    A dump contains no global variables. For these, the functions count that have called the module, if they agree.
+    """
+    function = getattr(scope, "name", "<module>")
+    at = [number for number, frame in enumerate(own) if frame.path == path and frame.function == function]
+    found = {}
+    for frame in own[at[0] + 1 :] if len(at) == 1 and function == "<module>" else ():
+        for name, seen in frame.names.items():
+            found[name] = seen if found.get(name, seen).value == seen.value else Seen(name)
+    return found | (own[at[0]].names if len(at) == 1 else {})
+
+
+def joined(scope, tree, known):
+    """Return the same of the one init_rpc in a function. `known`: the values of its variables; `tree`: of its file."""
+    calls = calls_made(scope, "init_rpc", known)
+    if len(calls) != 1:
         return {}
-    rank, world = argument(calls[0], 2, "rank"), argument(calls[0], 3, "world_size")
-    rank, world = (value_of(one, known) if one else None for one in (rank, world))
-    rank, world = rank if isinstance(rank, int) else -1, world if isinstance(world, int) else 0
-    options = calls_made(tree, "TensorPipeRpcBackendOptions", known)
-    limit = DEFAULT_LIMIT
-    if len(options) == 1:
-        given = argument(options[0], 1, "rpc_timeout")
-        limit = value_of(given, known) if given else DEFAULT_LIMIT
-    elif options or any(word.arg == "rpc_backend_options" for word in calls[0].keywords):
-        limit = None
-    return {"worker": name, "rank": rank, "world": world, "limit": limit}
+    given = [argument(calls[0], position, word) for position, word in ((0, "name"), (2, "rank"), (3, "world_size"))]
+    name, rank, world = (value_of(one, known) if one else None for one in given)
+    found = {"rank": rank if isinstance(rank, int) else -1, "world": world if isinstance(world, int) else 0}
+    found["limit"] = limit_of(calls[0], tree, known)
+    return found | {"worker": name} if isinstance(name, str) else {}
+
+
+def limit_of(call, tree, known):
+    """Return the time limit of calls that have none of their own, None if the file may set it anywhere else."""
+    options, mentioned = calls_made(tree, "TensorPipeRpcBackendOptions", known), ast.unparse(tree).count("rpc_timeout")
+    if len(options) > 1 or any(syntax.is_spread(one) for one in (call, *options)):
+        return None
+    if options and (given := argument(options[0], 1, "rpc_timeout")):
+        return value_of(given, known) if mentioned <= 1 else None
+    elsewhere = argument(call, 4, "rpc_backend_options") and not options
+    return None if mentioned or elsewhere else DEFAULT_LIMIT
 
 
 def calls_made(node, name, known):
@@ -76,7 +97,10 @@ def store_of(pids):
 
 
 def by_store(address):
-    """Return {port on which it listens: {"worker", "rank", "world"}} of the workers that met last at this store."""
+    """Return {port on which it listens: {"worker", "rank", "world"}} of the workers that met last at this store.
+
+    A port on which two workers listen, on two hosts, tells nothing.
+    """
     try:
         from torch.distributed import PrefixStore, TCPStore  # two seconds to import, so only when asked for
     except ImportError:
@@ -86,7 +110,7 @@ def by_store(address):
         store = TCPStore(host, int(port), is_master=False, timeout=PATIENCE, wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
         raise dumps.NoDump(f"--store {address}: no store of torch answers there ({type(error).__name__})") from None
-    found = {}
+    found, workers = {}, collections.defaultdict(set)
     for prefix, number in itertools.product(PREFIXES, range(10)):  # of each call of init_rpc, the last one counts
         part = PrefixStore(f"{prefix}rpc_prefix_{number}", store)
         ranks = itertools.takewhile(lambda rank, part=part: part.check([f"names/{rank}"]), itertools.count())
@@ -94,4 +118,5 @@ def by_store(address):
         for rank, name in enumerate(names):
             for listens in re.findall(r":(\d+)", part.get(f"addrs/{name}").decode()):
                 found[int(listens)] = {"worker": name, "rank": rank, "world": len(names)}
-    return found
+                workers[int(listens)].add(name)
+    return {port: worker for port, worker in found.items() if len(workers[port]) == 1}

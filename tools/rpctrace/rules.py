@@ -55,30 +55,19 @@ class Rules:
         worlds, ranks = [one.world for one in self.workers], {one.rank for one in self.workers}
         if all(worlds) and max(worlds, default=0) <= len(worlds):
             return []
-        if not all(worlds) or -1 in ranks:  # there may be any number of them, or it is not known which
+        if not all(worlds) or -1 in ranks:  # their number, or which of them are missing, is not known
             return [self.absent("another worker")]
         return [self.absent(f"rank {rank}") for rank in range(max(worlds)) if rank not in ranks]
 
     def absent(self, who):
         return self.add((who, "absent", 0), UNKNOWN, "absent", [])
 
-    def pool(self, name):
+    def pool(self, process):
         """Return the key of the RPC threads of a worker: if all are busy, one of them has to end what it does."""
-        if name not in self.by_name:
-            return self.absent(name)
-        process = self.by_name[name]
-        key, busy = self.key(process, "pool"), [self.key(process, tid) for tid in process.of_torch()]
-        if process.lost:
-            return key
+        key, busy = self.key(process, "pool"), [self.key(process, tid) for tid in process.threads_of_torch()]
         if process.full():
             return self.add(key, f"all its {len(busy)} RPC threads are busy", "pool", [Need(busy)])
         return self.add(key, "it has a free RPC thread, and runs no Python function for this", "busy", [])
-
-    def wakers(self, process, tid=0):
-        """Whoever may complete a Future, or notify, in this process: its threads, and who calls it."""
-        ends = [tid, *(other for other, thread in process.threads.items() if "shutdown" in thread.does)]
-        found = [self.key(process, other) for other in process.threads if other not in ends]
-        return Need(found + [CALLERS] * (process.rpc and not process.full()), found)
 
     # ------------------------------------------------------------------------------------------------------- calls
 
@@ -89,66 +78,79 @@ class Rules:
         kind, needs = "call" if call.to else "guess", self.servers(process, call)
         if process.full():
             title += f"; no RPC thread of {process.name} is free to take it"
-            kind, needs = "pool", [*needs, Need([self.pool(process.name)])] if needs else []
-        key = self.key(process, CALL, f"{call.to} {call.name} {call.limit}")
+            kind, needs = "pool", [*needs, Need([self.pool(process)])] if needs else []
+        key = self.key(process, CALL, f"{call.to} {call.name} {call.limit} {call.owes}")
         needs = [] if call.goes_on() else needs
         return self.add(key, title, kind if needs else "busy", needs)
 
     def servers(self, process, call):
-        """Return what the answer to a call needs, [] if that is not known."""
-        owners = [self.by_name[call.to]] if call.to in self.by_name else []
-        owners = owners or [one for one in self.workers if not (call.to and one.named)]
+        """Return what the answer to a call of this process needs, [] if that is not known."""
+        owners = self.owners_of(call)
+        if not owners:
+            return [Need([self.absent(call.to)])] if call.to else []
         if len(owners) == 1 and owners[0].lost:
             return [Need([self.key(owners[0], "gone")])]
-        if not owners or not call.name or not all(one.quiet and not one.lost for one in self.processes):
-            return [Need([self.absent(call.to)])] if call.to and not owners else []  # or the message is on its way
-        serving = {}  # key of a thread -> what it serves
-        for one in owners:
-            for tid, thread in one.threads.items():
-                serving |= {self.key(one, tid): served for served in thread.serves if served.name == call.name}
+        if not call.name or not all(one.quiet and not one.lost for one in self.processes):
+            return []  # its message may be on its way, or be served by somebody who is lost
+        serving = self.serving(owners, call.name)
         if call.owes or any(served.owes for served in serving.values()):  # whoever completes it is not on any stack
             what = f"the Future that {call.name} has returned, which is not complete"
             return [Need([self.add((call.to or "a worker", "owed", call.name), what, "owed", [])])]
-        found = [*serving, *(self.pool(one.name) for one in owners if one.full() or not serving)]
+        # As no message is on its way, a thread serves the call, or it waits for one in a pool that is full.
+        anyone = [*serving, *(self.pool(one) for one in owners if one.full() or not serving)]
         # Who calls somebody rarely means himself; and call_method(Agent.act, ...) runs act.
-        shown = [key for key in serving if key[0] != process.name] or found
+        shown = [key for key in serving if key[0] != process.name] or anyone
         shown = [key for key in shown if key in serving and serving[key].inner in call.mentions] or shown
-        return [Need(found + ([] if call.to in self.by_name else self.strangers), shown)]  # it may be a stranger's
+        return [Need(anyone if call.to in self.by_name else anyone + self.strangers, shown)]
+
+    def owners_of(self, call):
+        """Return the workers that a call may be for: the one of this name, or all that may have it."""
+        if call.to in self.by_name:
+            return [self.by_name[call.to]]
+        return [one for one in self.workers if not (call.to and one.named)]
+
+    def serving(self, owners, name):
+        """Return {key of a thread: the Call that it serves} of all that serve this function."""
+        threads = [(self.key(one, tid), thread) for one in owners for tid, thread in one.threads.items()]
+        return {key: served for key, thread in threads for served in thread.serves if served.name == name}
 
     # ------------------------------------------------------------------------------------------------------- threads
 
     def answer(self, process, thread):
-        wait = thread.wait
-        if not wait.calls:
-            return f"{wait.what or 'a Future'}: whose is not known", "busy", []
-        keys = [self.call(process, call) for call in wait.calls]
+        what, keys = thread.wait.what, [self.call(process, call) for call in thread.wait.calls]
+        if not keys:
+            return f"{what or 'a Future'}: whose is not known", "busy", []
         first = self.nodes[keys[0]]
-        what = f"{wait.what}: {first.what}" if wait.what else first.what
+        what = f"{what}: {first.what}" if what else first.what
         return (f"one of {len(keys)} calls, for example " if len(keys) > 1 else "") + what, first.kind, [Need(keys)]
 
     def shutdown(self, process, thread):
+        """All workers have to come, and to end what they serve."""
         if thread.wait.timed or not process.world:
             return "the end of shutdown", "busy", []
         members = {one.name: one for one in self.workers if one is not process}
         members |= {key[0]: None for key in self.strangers}
-        found = self.meeting("shutdown", members, lambda one: one.does("shutdown"))
+        what, kind, needs = self.meeting("shutdown", members, lambda one: one.is_within("shutdown"))
+        if needs:
+            return what, kind, needs
         serving = [self.key(one, tid) for one in self.processes for tid, each in one.threads.items() if each.serves]
-        needs = [Need([key]) for key in serving]
-        return found if found[2] else ("the end of shutdown: calls are not answered", "call", needs)
+        return "the end of shutdown: calls are not answered", "call", [Need([key]) for key in serving]
 
     def init(self, process, thread):
-        """init_rpc or init_process_group. A rank that has not come is one of the processes that are not there yet."""
-        name, begun, come = thread.wait.what, {}, []
+        """init_rpc or init_process_group, by which a process gets its rank in a group.
+
+        If all workers are here, a rank that has not come is one of those that have not called it.
+        """
+        name, begun, away = thread.wait.what, {}, []
         if thread.wait.timed or not thread.wait.world:
             return f"the other ranks, in {name}", "busy", []
         for one in self.processes:
-            ranks = {one.rank} if name == "init_rpc" and one.rpc else set()
-            ranks |= {each.does[name] for each in one.threads.values() if name in each.does}
+            ranks = {each.does[name] for each in one.threads.values() if name in each.does}
+            ranks |= {one.rank} if name == "init_rpc" and one.rpc else set()
             begun |= dict.fromkeys(ranks - {-1}, one)
-            come += [one] * bool(ranks or (name == "init_process_group" and one.groups))
+            away += [one] * (one.rpc and not ranks and not (name == "init_process_group" and one.groups))
         members = {f"rank {number}": begun.get(number) for number in range(thread.wait.world)}
-        there = self.workers if len(self.workers) >= len(members) else self.processes
-        others = [one for one in there if one not in come] if len(there) >= len(members) else []
+        others = away if len(self.workers) >= len(members) else []
         return self.meeting(f"{name} of {len(members)} ranks", members, lambda one: True, others=others)
 
     def collective(self, process, thread):
@@ -178,28 +180,28 @@ class Rules:
             if one and not one.lost and has_come(one):
                 continue
             missing.append(who)
-            able, called = [], []
-            for process in [one] if one else others:
-                able += [self.key(process, tid) for tid in process.threads if served or tid not in process.of_torch()]
-                able += [self.key(process, "gone")] if process.lost else []
-                called += [CALLERS] if served and process.rpc and not process.lost else []
-            needs.append(Need(able + called, able) if able else Need([self.absent(who)]))
+            able, processes = [], [one] if one else others
+            for process in processes:
+                own = [tid for tid in process.threads if served or tid not in process.threads_of_torch()]
+                able += [self.key(process, tid) for tid in own] + [self.key(process, "gone")] * bool(process.lost)
+            called = served and any(process.rpc and not process.lost for process in processes)
+            needs.append(Need([*able, CALLERS] if called else able, able) if able else Need([self.absent(who)]))
         what = f"{', '.join(missing)} to begin {what}" if missing else f"the end of {what}, which all have begun"
         return what, "collective", needs
 
-    def other(self, process, thread):
-        return thread.wait.what, "busy", []
-
     def signal(self, process, thread):
-        """A thread waits in threading.py or queue.py."""
-        wait = thread.wait
+        """Any other thread of the process may send it, but one that is in shutdown, and whoever calls a function."""
+        wait, others = thread.wait, [tid for tid in process.threads if tid != thread.tid]
         if wait.timed:
             return f"a signal ({wait.what}), with a time limit", "busy", []
         if wait.joins in process.threads:
             return f"the end of {process.threads[wait.joins].title()}", "call", [Need([self.key(process, wait.joins)])]
         text = f"a signal of another thread of {process.name} ({wait.what})"
-        # Or an answer, which a dump does not show, may send it.
-        return text, "event", [self.wakers(process, thread.tid)] if self.still else []
+        if not self.still or process.unseen:  # an answer, which a dump does not show, may send it, too
+            return text, "event", []
+        shown = [self.key(process, tid) for tid in others if "shutdown" not in process.threads[tid].does]
+        called = process.rpc and not process.full()
+        return text, "event", [Need([*shown, CALLERS] if called else shown, shown)]
 
     def lock(self, process, thread):
         """Its holder is known if it tells, or if it stands in a `with` block of the same object."""
@@ -223,5 +225,5 @@ RULES = {  # by the kind of a wait
     "collective": Rules.collective,
     "signal": Rules.signal,
     "lock": Rules.lock,
-    "other": Rules.other,
+    "other": lambda rules, process, thread: (thread.wait.what, "busy", []),
 }

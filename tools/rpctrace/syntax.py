@@ -1,94 +1,22 @@
-"""What stands in a line of the program: the `with` blocks around it, and the calls of C code in it that may wait.
+"""Reads the source of the program: what stands around a line, and the values of variables, where they are sure.
 
-A dump contains neither global variables nor attributes. So a lock is known as the global variable `lock` of this file,
-or as the attribute `lock` of the object at this address, and its class by the line that makes it.
+A variable may have had another value before. So its value counts only if exactly one place of its function, or of its
+file if it is a global one, assigns it. What other files do to it is not looked for.
 """
 
 import ast
+import collections
+import contextlib
 import functools
 import linecache
-from dataclasses import dataclass
 
-from rpctrace.evidence import Seen
-
-WAITING = {"acquire", "add", "backward", "get", "local_value", "to_here", "wait", "wait_all"}  # see waits.OF_C
-LOCKS = {"lock", "RLock", "Condition"}
-CLASSES = {"Lock": "lock", "RLock": "RLock", "Condition": "Condition", "SimpleQueue": "SimpleQueue"}
-ELSEWHERE = ("<lambda>", "<genexpr>")  # such a function may run elsewhere than it stands
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-
-
-@dataclass
-class Fact:
-    """A call of `method`, or a `with` block, for which it is "". `things`: whose method it is, or what is entered."""
-
-    line: int
-    things: list[Seen]
-    method: str = ""
-    limited: bool = False  # the call may have a time limit, or does not wait at all
-    inside: bool = False  # the thread stands inside of the block
-    enters: bool = False  # it stands in the line in which the block is entered, and left
-
-
-def facts_of(frame, calls):
-    """Return what is known of the line at which a function stands. `calls`: the Python function that it calls, or "".
-
-    As long as it calls one, no C code of the line waits: it has not begun, or is over.
-    """
-    facts = []
-    for node in around(frame.path, frame.line) if frame.function not in ELSEWHERE else ():
-        if isinstance(node, SCOPES):
-            facts = []  # what is around a function is not around its lines
-        elif isinstance(node, ast.Call) and method_of(node) in WAITING and not calls:
-            things = [see(node.func.value, frame)] if isinstance(node.func, ast.Attribute) else []
-            facts.append(Fact(node.lineno, things, method_of(node), is_limited(node)))
-        elif isinstance(node, ast.With):
-            first, things = node.body[0].lineno, [see(item.context_expr, frame) for item in node.items]
-            last = max(first - 1, node.items[-1].context_expr.end_lineno)  # of `with lock:`, without the block
-            enters = frame.line <= last and calls in ("", "__enter__")
-            inside = frame.line >= first and not enters  # both can be true of `with lock: f()`, which is one line
-            facts.append(Fact(node.lineno, things, inside=inside and not releases(node), enters=enters))
-    return facts
-
-
-def see(expression, frame):
-    """Return what is known of the value of an expression."""
-    seen, known = Seen(ast.unparse(expression)), globals_of(frame.path)
-    match expression:
-        case ast.Name(id=name) if name in frame.names:
-            seen.type, seen.id = frame.names[name].type, frame.names[name].id
-        case ast.Name(id=name) if name in known:
-            seen.type, seen.id = class_of(frame.path, name), f"{frame.path}:{name}"
-        case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner in frame.names:
-            seen.type, seen.id = class_of(frame.path, name), f"{frame.names[owner].id}.{name}"
-        case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner in known:
-            seen.type, seen.id = class_of(frame.path, name), f"{frame.path}:{owner}.{name}"
-    return seen  # of anything else, a variable of an outer function for example, nothing is known
-
-
-@functools.lru_cache(256)
-def class_of(path, name):
-    """Return the class of a variable or an attribute, "" unless it is known of all that a file assigns to this name.
-
-    Locks of several kinds count as an RLock, of which the least is known. What several methods assign is not known.
-    """
-    methods = [node.body for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)]
-    if any(sum(bool(assigned(one, name)) for one in body) > 1 for body in methods):
-        return ""
-    found = {CLASSES.get(method_of(value), "") for value in assigned(parsed(path), name)}
-    return found.pop() if len(found) == 1 else "RLock" if found and found <= LOCKS else ""
-
-
-def assigned(tree, name):
-    """Return what a piece of source assigns to variables and attributes of this name."""
-    return [value for one, value in assignments(tree) if name in (getattr(one, "id", 0), getattr(one, "attr", 0))]
-
-
-def assignments(tree):
-    """Yield (target, value) of all assignments in a piece of source."""
-    for node in ast.walk(tree):
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            yield from pairs(target, node.value)
+LOOPS = (ast.For, ast.While, ast.comprehension)
+FILLS = ("append", "add", "extend", "insert")  # they put something into a list
+# Only expressions that are made of these are evaluated. Attributes and methods are those of METHODS.
+SIMPLE = (ast.Constant, ast.Name, ast.JoinedStr, ast.FormattedValue, ast.Subscript, ast.Attribute, ast.Call, ast.List)
+SIMPLE += (ast.Tuple, ast.IfExp, ast.Compare, ast.Eq, ast.BinOp, ast.Add, ast.Sub, ast.UnaryOp, ast.USub, ast.Load)
+METHODS = {"environ", "argv", "get", "format"}
 
 
 @functools.lru_cache(64)
@@ -100,28 +28,19 @@ def parsed(path):
         return ast.Module([], [])
 
 
-@functools.lru_cache(64)
-def globals_of(path):
-    """Return {name: what is assigned} of the classes and the global variables of a file that no function changes."""
-    tree, found = parsed(path), {}
-    changed = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
-    for node in tree.body:
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            found |= {one.id: value for one, value in pairs(target, node.value) if isinstance(one, ast.Name)}
-        found |= {node.name: node} if isinstance(node, ast.ClassDef) else {}
-    return {name: value for name, value in found.items() if name not in changed}
-
-
-def pairs(target, value):
-    """Return (target, value) of all that an assignment assigns: `a, b = 1, 2` are two."""
-    both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
-    return list(zip(target.elts, value.elts, strict=False)) if both else [(target, value)]
-
-
 def around(path, line):
     """Return the nodes of a file's syntax tree in which a line is. The outer ones come first."""
     nodes = [node for node in ast.walk(parsed(path)) if hasattr(node, "lineno")]
     return [node for node in nodes if node.lineno <= line <= node.end_lineno]
+
+
+def scope_at(path, line):
+    """Return the function in which a line of a file stands, or the syntax tree of the file."""
+    return [parsed(path), *(node for node in around(path, line) if isinstance(node, ast.FunctionDef))][-1]
+
+
+def calls_at(path, line):
+    return [node for node in around(path, line) if isinstance(node, ast.Call)]
 
 
 def method_of(call):
@@ -130,13 +49,131 @@ def method_of(call):
     return getattr(func, "attr", getattr(func, "id", ""))
 
 
-def is_limited(call):
-    words = call.args + [word.value for word in call.keywords]
-    return not all(isinstance(word, ast.Constant) and word.value is True for word in words)
+def argument(call, position, word):
+    """Return an argument of a call, or None if it has none, or it may come from a `*`."""
+    given = [one.value for one in call.keywords if one.arg == word] + call.args[position : position + 1]
+    starred = any(isinstance(one, ast.Starred) for one in call.args[: position + 1])
+    return given[0] if given and not starred else None
 
 
-def releases(block):
-    """Return whether a `with` block may give its lock back before its end, as a Condition does while it waits."""
-    inner = {ast.unparse(node.func) for node in ast.walk(block) if isinstance(node, ast.Call)}
-    ends = ("release", "wait", "wait_for")
-    return any(f"{ast.unparse(item.context_expr)}.{end}" in inner for item in block.items for end in ends)
+def is_spread(call):
+    """Return whether a call has arguments that its line does not show: f(*args), f(**options)."""
+    return any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords)
+
+
+def parameters(scope):
+    """Return the names of the parameters of a function. A module has none."""
+    return [node.arg for node in ast.walk(scope.args) if isinstance(node, ast.arg)] if hasattr(scope, "args") else []
+
+
+def passed(outer, inner, name):
+    """Return the expression that a frame passes for a parameter of the function that it has called, None if unknown."""
+    names = [one for one in parameters(scope_at(inner.path, inner.line)) if one != "self"]
+    # `functions[name](x)` calls something without a name.
+    calls = [node for node in calls_at(outer.path, outer.line) if method_of(node) in (inner.function, "")]
+    return argument(calls[0], names.index(name), name) if len(calls) == 1 and name in names else None
+
+
+# ----------------------------------------------------------------------------------------------------------- variables
+
+
+def bound(scope, deep=False):
+    """Return (name, value) of all that is assigned. The value is an expression, or None if it is not known.
+
+    The name is `x` of a variable, `.x` of an attribute, and `x[]` of something that is put into x. `deep`: also what
+    stands in the functions and classes within.
+    """
+    nodes = ast.walk(scope) if deep else own_nodes(scope)
+    return [pair for node in nodes for pair in assigned_by(node)]
+
+
+def own_nodes(scope):
+    """Return the nodes of a function, a class or a module, without what stands in those within."""
+    nodes = list(ast.iter_child_nodes(scope))
+    for node in nodes:  # which grows
+        nodes += [] if isinstance(node, SCOPES) else ast.iter_child_nodes(node)
+    return nodes
+
+
+def assigned_by(node):
+    match node:
+        case ast.Assign(targets=targets, value=value):
+            pairs = [pair for target in targets for pair in unpacked(target, value)]
+        case ast.For(target=target, iter=value) | ast.comprehension(target=target, iter=value):
+            pairs = [(target, value)]
+        case ast.AnnAssign(target=target, value=value) | ast.AugAssign(target=target, value=value):
+            pairs = [(target, value)]
+        case ast.NamedExpr(target=target, value=value) | ast.withitem(optional_vars=target, context_expr=value):
+            pairs = [(target, value)] if target else []
+        case ast.Call(func=ast.Attribute(value=target, attr=fills), args=[*_, value]) if fills in FILLS:
+            target = target.value if isinstance(target, ast.Subscript) else target  # futures[0].append(x)
+            return [(f"{target.id}[]", value)] if isinstance(target, ast.Name) else []
+        case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.alias(asname=str(name)):
+            return [(name, None)]
+        case ast.alias(name=name):  # of an import
+            return [(name.partition(".")[0], None)]
+        case ast.Global(names=names) | ast.Nonlocal(names=names):
+            return [(name, None) for name in names]
+        case _:
+            return []
+    return [(name, value) for target, value in pairs for name in names_in(target)]
+
+
+def unpacked(target, value):
+    """Return (target, value) of all that an assignment assigns: `a, b = 1, 2` are two."""
+    if not isinstance(target, ast.Tuple):
+        return [(target, value)]
+    both = isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts)
+    return list(zip(target.elts, value.elts, strict=True)) if both else [(target, None)]
+
+
+def names_in(target):
+    """Return the names, as bound() has them, to which a target assigns."""
+    found = []
+    for node in ast.walk(target):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()):
+                found.append(name)
+            case ast.Attribute(attr=name, ctx=ast.Store()):
+                found.append(f".{name}")
+            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store()):
+                found.append(f"{name}[]")
+    return found
+
+
+@functools.lru_cache(256)
+def places(scope, deep=False):
+    """Return {name: how many places of a scope assign it}. `global x` in a function within is one, too."""
+    found = collections.Counter(name for name, _ in bound(scope, deep))
+    for node in ast.walk(scope):
+        found.update(node.names if isinstance(node, (ast.Global, ast.Nonlocal)) else ())
+    return found
+
+
+def values_in(path, scope, names, known=()):
+    """Return {variable: value} of those that a function of a file can use, and of `known`, as far as they are sure.
+
+    `names`: the evidence.Seen of its own ones. What is assigned in a loop has several values, one after the other.
+    """
+    known, found = dict(known), {}
+    for part in dict.fromkeys((parsed(path), scope)):
+        counts, loops = places(part), [node for node in own_nodes(part) if isinstance(node, LOOPS)]
+        looped = {name for loop in loops for name, _ in bound(loop, deep=True)}
+        once = {name for name, count in counts.items() if count == 1 and name not in looped}
+        found = {name: value for name, value in found.items() if name not in counts}  # this function hides the others
+        found |= {name: seen.value for name, seen in names.items() if part is scope and name in once}
+        for name, expression in bound(part):
+            if name in once and expression and found.get(name) is None:
+                found[name] = value_of(expression, known | found)
+    return known | {name: value for name, value in found.items() if value is not None}
+
+
+def value_of(expression, known):
+    """Return what a simple expression means, or None. `known`: the values of names."""
+    for node in ast.walk(expression):
+        if not isinstance(node, SIMPLE) or (isinstance(node, ast.Attribute) and node.attr not in METHODS):
+            return None
+    with contextlib.suppress(Exception):  # a name is not known, for example
+        code = compile(ast.Expression(expression), "a line of the program", "eval")
+        return eval(code, {"__builtins__": {"int": int, "str": str}}, known)
+    return None

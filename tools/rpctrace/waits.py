@@ -3,20 +3,28 @@
 A thread waits in a frame of Python's or torch's own files, or in C code that a line of the program calls. What has no
 row counts as running, or as waiting for something outside: a sleep, input(), select, a socket, another program. Such a
 thread is alive, and nothing is claimed about it.
+
+For example, with the innermost function on the left, these stacks tell:
+
+    work (program)                                            the line, `with lock:` or `queue.get()`, which waits in C
+    __enter__ (threading.py), work (program)                  the line, `with condition:`
+    wait, wait (threading.py), work (program)                 the outer wait is that of an Event: what the program uses
+    wait (futures), rpc_sync (api.py), work (program)         the first one that has a row: an answer
+    get (store), init_rpc (rpc/__init__.py), work (program)   init_rpc: to ask the store is one of its steps
 """
 
+import itertools
 import os
 from dataclasses import replace
 from typing import NamedTuple
 
-from rpctrace import syntax
-from rpctrace.evidence import Call, Frame, Seen, Wait
+from rpctrace import facts
+from rpctrace.evidence import Frame, Wait
 
 SIGNALS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py")  # in which threads wait for each other
 ENTRY = ("start", "run", "_bootstrap", "_bootstrap_inner")  # of Thread: they do not wait for its end
 API, C10D, FUTURES = "/distributed/rpc/api.py", "/distributed/distributed_c10d.py", "/torch/futures/__init__.py"
-INIT, OPTIMIZER, GRAPH = "/distributed/rpc/__init__.py", "/distributed/optim/optimizer.py", "/torch/autograd/graph.py"
-EXECUTOR = "/concurrent/futures/thread.py"
+INIT, GRAPH, EXECUTOR = "/distributed/rpc/__init__.py", "/torch/autograd/graph.py", "/concurrent/futures/thread.py"
 NOBODY = "tqdm/_monitor.py"  # the file of a thread that wakes nobody
 OF_ALL = ("all_", "barrier", "reduce_scatter")  # so begin the collectives that nobody ends before all have begun
 MEETINGS = ("_wait_all_workers", "init_rpc", "init_process_group", "new_group")  # in which all ranks come together
@@ -31,24 +39,8 @@ class Row(NamedTuple):
         return self.wait(seen) if callable(self.wait) else replace(self.wait)
 
 
-def shutdown(frame):
-    return Wait("shutdown", timed=bool(frame.value("timeout", 0.0)))
-
-
 def begin_to_meet(frame):
     return Wait("init", frame.function, world=frame.value("world_size", 0))
-
-
-def collective(frame):
-    return Wait("collective", frame.function) if "group" in frame.names else None
-
-
-def acquire(fact):
-    return Wait("lock", locks=fact.things, timed=fact.limited)
-
-
-def simple_queue(fact):
-    return Wait("signal", "SimpleQueue", timed=fact.limited)
 
 
 def end(what):
@@ -56,24 +48,23 @@ def end(what):
     return Wait(what=what)
 
 
-ANSWER, STEP = Wait("answer"), Call(None, "torch.optim._local_optimizer_step")
+ANSWER = Wait("answer")
 OF_PYTHON_AND_TORCH = (
     Row(API, "rpc_sync", ANSWER),
     Row(FUTURES, "wait wait_all", ANSWER),
-    Row(OPTIMIZER, "_wait_for_all", Wait("answer", calls=[STEP])),
-    Row(API, "_wait_all_workers", shutdown),
+    Row(API, "_wait_all_workers", lambda frame: Wait("shutdown", timed=bool(frame.value("timeout", 0.0)))),
     Row(API, "shutdown", end("calls that are not answered")),
     Row(INIT, "init_rpc", begin_to_meet),
     Row(C10D, "init_process_group", begin_to_meet),
     Row(C10D, "new_group _new_group_with_tag split_group", end("the members of a new group")),
-    Row(C10D, "*", collective),
+    Row(C10D, "*", lambda frame: Wait("collective", frame.function) if "group" in frame.names else None),
     Row(GRAPH, "_engine_run_backward", end("a backward pass")),
     Row(EXECUTOR, "_worker", Wait("signal", "the queue of an executor")),
     # signal() reads threading.py, queue.py and concurrent/futures: Condition, Event, Queue, Thread.join and so on.
 )
 OF_C = (
-    Row("lock RLock Condition", "acquire", acquire),
-    Row("SimpleQueue", "get", simple_queue),
+    Row("lock RLock Condition", "acquire", lambda fact: Wait("lock", locks=fact.things, timed=fact.limited)),
+    Row("SimpleQueue", "get", lambda fact: Wait("signal", "SimpleQueue", timed=fact.limited)),
     Row("Work", "wait", end("a collective, or a message")),
     Row("Store TCPStore FileStore PrefixStore", "get wait add", end("a key in a store, with a time limit")),
     Row("PyRRef ?", "to_here", Wait("answer", "the value of an RRef")),
@@ -88,57 +79,57 @@ def read(frames, still, ran):
 
     `still`: it has not moved; `ran`: it has used the CPU.
     """
-    place, wait, signals = Frame(), None, True
-    for frame in frames:
-        signals = signals and frame.path.endswith(SIGNALS)
-        meets = frame.path.endswith((INIT, C10D)) and frame.function in MEETINGS  # it asks again and again
-        if still or meets:
-            wait = wait_in(frame, wait, signals)
-        if not frame.library:
-            place = frame
-            break
+    within = list(itertools.takewhile(lambda frame: frame.library, frames))
+    lines = frames[: len(within) + 1]
+    place = lines[-1] if len(lines) > len(within) else Frame()
+    meetings = [frame for frame in within if frame.function in MEETINGS and row_wait(frame)]
+    if not still:  # who joins a group asks the store again and again; everybody else has to stand still
+        meetings = [frame for frame in meetings if frame.path.endswith((INIT, C10D))]
+    wait = row_wait(meetings[-1]) if meetings else None
+    if still and not wait:
+        found = [line_wait(frame) for frame in lines] + [signal(within)] + [row_wait(frame) for frame in within]
+        wait = next(filter(None, found), None)
     if not wait or (ran and wait.kind in ("lock", "answer")):
         does = "computes" if ran else "sleeps" if "sleep(" in place.text else "runs, or waits for something outside"
         wait = Wait(what=f"it {does}")
     return place, wait
 
 
-def wait_in(frame, inner, signals):
-    """Return what a thread waits for, as this frame tells it. `inner` is what the frames within it have told."""
-    if not frame.library:  # lock.acquire(), in C; or `with condition:`, around Condition.__enter__, which tells less
-        return (own_wait(frame) or inner) if not inner or inner.enters else inner
-    if signals and frame.function not in ENTRY:  # Condition.wait, within Event.wait: the thread waits for an Event
-        return signal(frame, inner)
-    if inner and frame.function not in MEETINGS:  # rpc_sync, around Future.wait
-        return inner
-    # all_reduce, around C code; or init_rpc, around the wait for a store, which is one of its steps
+def row_wait(frame):
+    """Return what a thread waits for in a function of Python or torch, or None."""
     rows = [one for one in OF_PYTHON_AND_TORCH if frame.path.endswith(one.file)]
     rows = [one for one in rows if one.functions == "*" or frame.function in one.functions.split()]
-    return (rows and rows[0].wait_of(frame)) or own_wait(frame) or inner
+    return rows[0].wait_of(frame) if rows and frame.library else None
 
 
-def own_wait(frame):
-    """Return what a line of the program itself waits for, or None if it is not known for which of several."""
+def line_wait(frame):
+    """Return what a line waits for in C code, or None if nothing is known, or not for which of several."""
     found = []
     for fact in frame.facts:
         if fact.method:
             kind = fact.things[0].type if fact.things else ""
             rows = [row for row in OF_C if fact.method in row.functions.split()]
             found += [row.wait_of(fact) for row in rows if (kind or "?") in row.file.split()]
-        elif fact.enters and all(lock.type in syntax.LOCKS for lock in fact.things):
+        elif fact.enters and all(lock.type in facts.LOCKS for lock in fact.things):
             found.append(Wait("lock", locks=fact.things))
     return found[0] if len(found) == 1 else None
 
 
-def signal(frame, inner):
-    """A thread waits in threading.py or queue.py: the outermost class is the one that the program uses."""
-    this, limit = frame.names.get("self", Seen("self")), frame.names.get("timeout")
-    found = inner or Wait("signal", locks=[this], enters=frame.function == "__enter__")
-    found.what = this.type or found.what
-    found.timed |= bool(limit and limit.type != "NoneType" and limit.value != -1)
-    if frame.function in ("join", "_wait_for_tstate_lock"):
-        found.joins = this.value
-    return found
+def signal(within):
+    """Return the wait of a thread that stands in threading.py, queue.py or concurrent/futures, or None.
+
+    The outermost class is the one that the program uses. Any of the functions may have a time limit.
+    """
+    frames = itertools.takewhile(lambda one: one.path.endswith(SIGNALS) and one.function not in ENTRY, within)
+    wait = None
+    for frame in frames:
+        this, limit = frame.names.get("self"), frame.names.get("timeout")
+        wait = wait or Wait("signal")
+        wait.what = this.type if this and this.type else wait.what
+        wait.timed |= bool(limit and limit.type != "NoneType" and limit.value != -1)
+        if frame.function in ("join", "_wait_for_tstate_lock"):
+            wait.joins = this.value if this else None
+    return wait
 
 
 def does(frames):

@@ -1,0 +1,126 @@
+"""Makes evidence of one thread: its stack, as py-spy has written it, becomes a Thread.
+
+A dump contains the local variables of each function: numbers, texts, and of everything else the class and the address.
+It contains no global variables, no attributes and no names of functions. For these, the source is read.
+"""
+
+import itertools
+import linecache
+import os
+import re
+
+from rpctrace import facts, waits
+from rpctrace.evidence import Call, Frame, Seen, Thread
+from rpctrace.sources import Line
+
+LIBRARY = re.compile(
+    r"^<frozen|/lib/python3\.\d+/(?!site-packages/|dist-packages/)|/(site|dist)-packages/torch/|/rpctrace/record/"
+)
+OPTIMIZER = "/distributed/optim/optimizer.py"  # torch's only `with` of a lock in which a program's code runs
+OBJECT = re.compile(r"<([\w.]+) at 0x([0-9a-f]+)>")
+OF_TORCH = re.compile(r"/torch/distributed/(\w+)/(?!functions\b|rref_proxy\b)")
+
+
+def frame_of(written, one):
+    """Return the Frame of one of py-spy's. Torch may be anywhere, if it was built from its source."""
+    path = one["filename"] if one["filename"].startswith("<") else os.path.join(written["cwd"], one["filename"])
+    library = bool(LIBRARY.search(path)) or path.startswith(tuple(written["torch"]))
+    frame = Frame(path, one["name"].rpartition(".")[2], one["line"], library)
+    frame.names = {each["name"]: variable(each) for each in one["locals"] or ()}
+    frame.text = linecache.getline(path, one["line"]).strip() or "(its source cannot be read, or has been changed)"
+    return frame
+
+
+def variable(one):
+    """Return what is known of one of py-spy's variables: it writes <class at address>, or the value."""
+    name, text, address = one["name"], one["repr"] or "", one["addr"]
+    if found := OBJECT.fullmatch(text):
+        return Seen(name, found[1].rpartition(".")[2], int(found[2], 16))
+    if text in ("None", "True", "False"):
+        return Seen(name, "NoneType" if text == "None" else "bool")
+    if text.startswith('"') and not text.endswith('..."'):
+        return Seen(name, "str", address, value=text[1:-1])
+    if re.fullmatch(r"-?\d+(\.\d+)?", text):
+        return Seen(name, "number", address, value=float(text) if "." in text else int(text))
+    return Seen(name, "", address)
+
+
+def number_threads(stacks):
+    """Give each variable that is a threading.Thread the number of this thread as its value: see Thread.join()."""
+    numbers = {}  # address of a threading.Thread -> number
+    for tid, frames in stacks.items():
+        own = [frame.names.get("self") for frame in frames if frame.library and frame.function == "_bootstrap"]
+        numbers |= {thread.id: tid for thread in own if thread}
+    for seen in (seen for frames in stacks.values() for frame in frames for seen in frame.names.values()):
+        seen.value = numbers.get(seen.id, seen.value)
+
+
+def thread_of(one, frames, still, limit):
+    """Return what is known of one of py-spy's threads. `limit`: that of calls which have none of their own."""
+    calls = ""
+    for frame in frames:
+        if not frame.library or frame.path.endswith(OPTIMIZER):
+            frame.facts = facts.facts_of(frame, calls)
+        if "/rpctrace/record/" not in frame.path:  # the recorder only passes a call on
+            calls = frame.function
+    thread = Thread(one["os_thread_id"], one["thread_name"], ran=one["active"] and not still)
+    thread.place, thread.wait = waits.read(frames, still, thread.ran)
+    if thread.wait.kind == "answer":
+        thread.wait.calls = calls_awaited(frames, limit)
+    thread.serves = served(frames)
+    thread.does = waits.does(frames)
+    thread.holds = waits.held(frames)
+    return thread
+
+
+def calls_awaited(frames, default):
+    """Return the calls for the answer to one of which a thread waits, [] if that is not known."""
+    since_served = itertools.takewhile(lambda frame: not is_run(frame), frames)
+    own = [frame for frame in since_served if not frame.library]
+    for frame in itertools.takewhile(lambda frame: frame.library, frames):
+        if frame.function == "rpc_sync":  # it tells more than the line: `to`, unless the call goes through an RRef
+            call = Line(own, default).call_of_rpc_sync() if own else Call(None, None)
+            to, limit = frame.value("to"), frame.value("timeout", -1)
+            call.to = to if isinstance(to, str) else call.to
+            call.limit = limit if limit >= 0 else default
+            return [call]
+        if frame.path.endswith(OPTIMIZER) and frame.function == "step":
+            return [Call(None, "torch.optim._local_optimizer_step", default)]
+    return Line(own, default).calls_awaited() if own else []
+
+
+def is_run(frame):
+    """Return whether this is torch's function that runs a call for another worker."""
+    return frame.library and frame.function == "_run_function"
+
+
+def served(frames):
+    """Return the calls that a thread serves, the innermost last. While it waits for an answer, it may serve another.
+
+    With the innermost function on the left, a call is one of these stacks. It has the name of the one in brackets:
+
+        [act] (program), _run_function                                 rpc_sync(to, act)
+        [__init__] (program), _run_function                            remote(to, Agent): its name is Agent
+        act (program), [_local_invoke] (rref_proxy.py), _run_function  rref.rpc_sync().act(): func_name tells
+        [act] (program), wrapper (rpc/functions.py), _run_function     one that answers by a Future
+        [_local_optimizer_step] (torch/distributed/optim), ...         torch.optim._local_optimizer_step
+    """
+    found = [call_of(frames[:number]) for number, frame in enumerate(frames) if number and is_run(frame)]
+    return found[::-1]
+
+
+def call_of(frames):
+    """Return the call that is served by frames, of which torch has called the last one."""
+    first, own = frames[-1], [frame for frame in frames if not frame.library]
+    within = list(itertools.takewhile(lambda frame: frame.library, reversed(frames)))[:3]
+    call = Call(None, first.function, owes=any("/rpc/functions." in frame.path for frame in within))
+    proxy = next((frame for frame in within if frame.function.startswith("_local_invoke")), None)
+    if proxy:
+        call.name = proxy.value("func_name", call.name)
+    elif found := OF_TORCH.search(first.path):
+        call.name = f"torch.{found[1]}.{call.name}"
+    elif own:
+        of_object = own[-1].function == "__init__" and "self" in own[-1].names
+        call.name = own[-1].names["self"].type if of_object else own[-1].function
+        call.inner = own[-2].function if len(own) > 1 else ""
+    return call
