@@ -28,7 +28,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "harness"))
 
-from faults import case_id, lose_trainers, run_case  # noqa: E402
+from faults import lose_trainers, run_case  # noqa: E402
 from jobs import JOBS, RunningJob  # noqa: E402
 
 WAYS = ("spawned", "terminals", "torchrun")
@@ -54,7 +54,7 @@ def draw_kill(number, draw):
     package, way = [*JOBS][number % 4], WAYS[number // 4 % 3]
     rank, moment = draw.randrange(len(JOBS[package]["names"])), draw.choice(("start", "training", "end"))
     case = package, way, rank, moment, round(draw.uniform(0, 3), 3)
-    return (f"{way}, {moment}", case_id(case)), functools.partial(run_case, *case)
+    return (f"{way}, {moment}", "-".join(map(str, case))), functools.partial(run_case, *case)
 
 
 def end_of(job, began, limit):

@@ -23,11 +23,6 @@ JOIN_TIMEOUT = 20  # seconds
 ALL_HAVE_ENDED_AFTER = {"start": 60, "training": 15, "end": 15}  # seconds
 
 
-def case_id(case):
-    package, way, rank, moment, seconds = case
-    return f"{package}-{way}-{JOBS[package]['names'][rank]}-{moment}-{seconds}"
-
-
 def run_case(package, way, rank, moment, seconds):
     """Start the job, kill one rank, check what follows; return after how many seconds the other ranks had ended."""
     facts = JOBS[package]

@@ -106,14 +106,15 @@ class RunningJob(Programs):
         """Return the process id of a rank when all ranks are running; None if the job ends before."""
         if self.way == "terminals":
             return self.processes[rank].pid
-        wait_until(lambda: self.have_ended() or self._pids_of(rank), 60, self.text)
-        return next(iter(self._pids_of(rank)), None)
-
-    def _pids_of(self, rank):
         (process,) = self.processes
-        if self.way == "torchrun":
-            return [pid for pid in process.members() if f"RANK={rank}" in environment_of(pid)]
-        return ranks_of(process.pid, len(self.names))[rank:]
+
+        def found():
+            if self.way == "torchrun":
+                return [pid for pid in process.members() if f"RANK={rank}" in environment_of(pid)]
+            return ranks_of(process.pid, len(self.names))[rank:]
+
+        wait_until(lambda: self.have_ended() or found(), 60, self.text)
+        return next(iter(found()), None)
 
 
 def left_in(folder):

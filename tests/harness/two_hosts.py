@@ -38,7 +38,6 @@ class TwoHosts:
     """A context manager: hosts 0 and 1."""
 
     def __enter__(self):
-        self._remove()
         for name in NAMES:
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
@@ -54,9 +53,6 @@ class TwoHosts:
         return self
 
     def __exit__(self, *_):
-        self._remove()
-
-    def _remove(self):
         for name in NAMES:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
             shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)

@@ -85,8 +85,4 @@ def distributed(folder, data_dir, *flags, main="param_server/main.py", run=run_s
 
 
 def assert_same_weights(weights, expected, tolerance=1e-6):
-    assert weights.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(
-            weights[name], expected[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    torch.testing.assert_close(weights, expected, rtol=0, atol=tolerance)

@@ -43,17 +43,6 @@ def test_a_step_between_forward_and_backward_leaves_the_gradients_right_in_the_t
 
 
 @quick
-def test_a_gradient_is_not_left_for_the_next_trainers_step():
-    server = tutorial.ParameterServer()
-    params = list(server.model.parameters())
-    F.nll_loss(server.forward(batch(1)[0], True), batch(1)[1]).backward()
-    tutorial.SGD(params, lr=0.03).step()
-    after = [param.detach().clone() for param in params]
-    tutorial.SGD(params, lr=0.03).step()  # the step of another trainer, which has no gradient
-    assert all(map(torch.equal, params, after))
-
-
-@quick
 @pytest.mark.parametrize("program, network", [(tutorial, "TrainerNet"), (single, "Net")])
 def test_accuracy_is_measured_without_dropout(program, network, capsys, monkeypatch):
     """eval() of a trainer's network reaches the layers on the server, and only for the calls of this trainer.

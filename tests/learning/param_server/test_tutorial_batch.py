@@ -101,13 +101,6 @@ def test_a_trainer_waits_for_the_others_and_is_answered_when_the_lock_is_free():
 
 
 @quick
-def test_without_batching_each_gradient_is_an_update():
-    server = Server(1)
-    assert all(push(server, seed).done() for seed in range(3))
-    assert server.updates == 3
-
-
-@quick
 def test_a_trainers_batches_repeat_exactly_and_are_its_own(monkeypatch):
     def batches_of(rank):
         monkeypatch.setattr(batch_page.rpc, "get_worker_info", lambda: SimpleNamespace(id=rank))
