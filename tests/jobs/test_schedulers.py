@@ -7,13 +7,12 @@ import re
 import signal
 import subprocess
 import sysconfig
-import time
 
 import pytest
 
 from jobs import JOBS
 from own_machine import OwnMachine
-from processes import command_of, environment_of
+from processes import command_of, environment_of, wait_until
 from programs import ROOT, Program, kill
 from two_hosts import why_not
 
@@ -51,11 +50,11 @@ class Job:
         return self.program.text() + "".join(path.read_text() for path in self.folder.glob("slurm-*.out"))
 
     def wait_for_text(self, pattern, seconds=60):
-        deadline = time.monotonic() + seconds
-        while not re.search(pattern, self.text()):
-            assert time.monotonic() < deadline, f"{pattern!r} not printed within {seconds} s:\n{self.text()}"
+        def is_printed():
             assert self.program.poll() in (None, 0), self.text()
-            time.sleep(0.02)
+            return re.search(pattern, self.text())
+
+        wait_until(is_printed, seconds, self.text)
 
     def wait_until_it_trains(self):
         """Return the process of rank 1."""
@@ -74,14 +73,14 @@ class Job:
 
     def slurm_end(self, seconds=120):
         """Wait for the end of a job of Slurm; return its state and its exit status, as "STATUS:SIGNAL"."""
-        number, deadline = self.slurm_id(), time.monotonic() + seconds
-        while True:
+        number = self.slurm_id()
+
+        def end():
             shown = self.machine.output_of("scontrol", "show", "job", number)
             state, status = (re.search(rf"\b{name}=(\S+)", shown).group(1) for name in ("JobState", "ExitCode"))
-            if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
-                return state, status
-            assert time.monotonic() < deadline, f"{shown}\n{self.text()}"
-            time.sleep(0.05)
+            return state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING") and (state, status)
+
+        return wait_until(end, seconds, self.text)
 
     def assert_nothing_is_left(self):
         left = {pid: command_of(pid) for pid in self.program.left_over()}

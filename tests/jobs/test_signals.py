@@ -50,10 +50,6 @@ def test_a_working_job_ends_quietly_and_keeps_the_checkpoint(tmp_path):
     assert saved["scenario"] == "rl_rpc" and saved["state"]
 
 
-def episodes_in(job):
-    return len(re.findall(r"Episode \d+", job.output()))
-
-
 def keeps_the_gil(ctypes, step):
     reset = step.Observer.reset
 
@@ -79,7 +75,8 @@ def test_a_job_outlives_a_rank_that_keeps_the_gil_its_terminal_and_ctrl_z(tmp_pa
             os.killpg(job.pid, number)
         time.sleep(12)
         os.killpg(job.pid, signal.SIGCONT)
-        assert job.wait_for_text(rf"Episode {episodes_in(job) + 100}\b"), job.text()
+        played = len(re.findall(r"Episode \d+", job.output()))
+        assert job.wait_for_text(rf"Episode {played + 100}\b"), job.text()
         assert job.errors().removeprefix("nohup: ignoring input\n") == "", job.text()
         job.send_signal(signal.SIGTERM)
         assert status_in_a_shell(job.wait(6)) == 143, job.text()
