@@ -11,6 +11,7 @@ from helpers import package_on_path
 with package_on_path("tools"):
     from rpctrace import cli, dumps, facts, names, rules, sources, stacks, syntax, threads, waits, words
     from rpctrace.evidence import Call, Frame, Process, Seen, Thread, Wait
+    from rpctrace.graph import Graph, Need, Node
 
 pytestmark = pytest.mark.quick
 API, INTERNAL = "/site-packages/torch/distributed/rpc/api.py", "/site-packages/torch/distributed/rpc/internal.py"
@@ -354,3 +355,12 @@ def test_a_file_that_no_dump_has_written_is_refused(text, tmp_path):
     file.write_text(text)
     with pytest.raises(SystemExit, match="--dump has not written this"):
         cli.main(["why", str(file)])
+
+
+def test_a_certain_circle_is_named_rather_than_one_of_choices():
+    others = {"a": "bc", "b": "ac", "c": "ab", "y": "z", "z": "y"}  # for whom each waits
+    kinds = {name: "event" if name in "abc" else "lock" for name in others}
+    keys = {name: ("w0", name, 0) for name in others}
+    needs = {name: [Need([keys[one] for one in others[name]])] for name in others}
+    nodes = {keys[name]: Node("w0", name, name, kinds[name], needs[name]) for name in others}
+    assert sorted(Graph(nodes).circle()) == [keys["y"], keys["z"]]
