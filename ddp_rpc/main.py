@@ -99,7 +99,8 @@ def run_master(args, job):
     first_epoch, fc_state = 0, None
     if state := checkpoint.resume(args, "ddp_rpc", settings):
         first_epoch, fc_state = go_on_from(state, emb_rrefs, args, report)
-    plan = Plan(**{name: vars(args)[name] for name in Plan.__annotations__})
+    plan = Plan(**{name: vars(args)[name] for name in Plan.__annotations__})  # they have the names of the flags
+    # remote() does not wait, and must not: the constructor of DDP in one trainer waits for those in the others.
     # timeout=0: no limit, here and below. By default a call fails after 60 seconds.
     trainers = {
         rank: rpc.remote(rank, mode.Trainer, args=(plan, emb_rrefs, rank, job.devices[rank], fc_state), timeout=0)

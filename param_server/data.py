@@ -102,27 +102,28 @@ def draw_digits(count, seed):
         image = Image.new("L", (28, 28))
         ImageDraw.Draw(image).text((14, 14), str(number), fill=255, font=ImageFont.load_default(size=22), anchor="mm")
         digit_HW[:] = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(28, 28) / 255
-    random = torch.Generator().manual_seed(seed)
-    labels_N = torch.randint(0, 10, (count,), generator=random)
+    generator = torch.Generator().manual_seed(seed)
+    labels_N = torch.randint(0, 10, (count,), generator=generator)
     # In parts, to limit the memory of the sampling grid.
-    return torch.cat([_distort(digits_DHW[part_N], random) for part_N in labels_N.split(5_000)]), labels_N
+    return torch.cat([_distort(digits_DHW[part_N], generator) for part_N in labels_N.split(5_000)]), labels_N
 
 
-def _distort(digits_NHW, random):
+def _distort(digits_NHW, generator):
     """Return uint8 images (N, 28, 28): each of these pictures distorted at random, with random noise."""
     count = len(digits_NHW)
 
     def uniform(low, high):
-        return low + (high - low) * torch.rand(count, generator=random)
+        return low + (high - low) * torch.rand(count, generator=generator)
 
     angle, shear, scale = uniform(-0.35, 0.35), uniform(-0.3, 0.3), uniform(0.75, 1.3)  # angle: to 20 degrees
     shift_x, shift_y = uniform(-0.2, 0.2), uniform(-0.2, 0.2)  # in halves of the image: up to 3 pixels
     cos, sin = angle.cos() * scale, angle.sin() * scale
+    # Two rows (x, y) for each image. They map the place of a pixel to that in the picture from which it is read.
     affine_N6 = torch.stack([cos, shear * cos - sin, shift_x, sin, shear * sin + cos, shift_y], dim=1)
     # As F.affine_grid, which takes six times as long as grid_sample.
     axis_W = (2 * torch.arange(28) + 1) / 28 - 1
     plane_3P = torch.stack([*torch.meshgrid(axis_W, axis_W, indexing="xy"), torch.ones(28, 28)]).flatten(1)
     grid_N2HW = (affine_N6.view(2 * count, 3) @ plane_3P).view(count, 2, 28, 28)
     images = F.grid_sample(digits_NHW.unsqueeze(1), grid_N2HW.permute(0, 2, 3, 1), align_corners=False).squeeze(1)
-    images += torch.randn(images.shape, generator=random) * 0.12
+    images += torch.randn(images.shape, generator=generator) * 0.12
     return (images.clamp_(0, 1) * 255).to(torch.uint8)

@@ -36,7 +36,7 @@ from net import get_accuracy
 from plan import Plan
 
 # Each mode is a file with a ParameterServer, which makes the trainers and offers trainers, calls, counts, model,
-# optimizer, TRAINER_THREADS and run_batches().
+# optimizer, TRAINER_THREADS and run_batches(): see remote.py's.
 MODES = {"remote": remote, "replica": replica, "bounded": bounded, "sync": sync, "overlap": overlap, "sharded": sharded}
 RESUME_KEYS = ("seed", "mode", "dataset", "batch_size", "max_batches")  # flags that a resumed run must not change
 
@@ -164,7 +164,7 @@ def make_server(server_class, bar, args, job):
     """Make the server, which makes the trainers; return (server, the number of training images)."""
     max_staleness = 4 if args.max_staleness is None else args.max_staleness
     chosen = vars(args) | {"num_servers": num_servers(args), "max_staleness": max_staleness}  # also by default
-    plan = Plan(**{name: chosen[name] for name in Plan.__annotations__})
+    plan = Plan(**{name: chosen[name] for name in Plan.__annotations__})  # they have the names of the flags
     folders = [paths["data_dir"] for paths in job.paths]
     server = server_class(plan, job.devices, folders, bar)
     # A trainer answers when it has read its images. Until all have, no trainer may be lost.

@@ -1,8 +1,9 @@
 """Mode `remote`, the tutorial's: the network and its optimizer are on the server, to which the trainers send images.
 
-A step begins at the top: run_loops (in server1, rank 0) starts the trainers' loops, by one long call to each. In a
-trainer follow Trainer.run_training_loop and TrainerNet.forward, which calls ParameterServer.forward. The backward pass
-begins in the trainer and goes on in the server. Last come ServerSGD.step and ParameterServer.apply_gradients.
+A step begins at the top: run_loops (in server1, rank 0; main.py calls it by ParameterServer.run_batches) starts the
+trainers' loops, by one long call to each. In a trainer follow Trainer.run_training_loop and TrainerNet.forward, which
+calls ParameterServer.forward. The backward pass begins in the trainer and goes on in the server. Last come
+ServerSGD.step and ParameterServer.apply_gradients.
 
 trainer is a trainer's rank, an int. Shapes: B images in a batch.
 """

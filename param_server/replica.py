@@ -27,34 +27,6 @@ from data import Batches, load_digits
 from net import Net
 
 
-class Trainer:  # in a trainer, whose one RPC thread computes one batch at a time: so it needs no lock
-    """Computes gradients with a copy of the network."""
-
-    def __init__(self, plan, data_dir, device):
-        self.seed = plan.seed
-        self.device = torch.device(device)
-        digits = load_digits(plan.dataset, data_dir, plan.seed, train=True)
-        self.batches = Batches(*digits, plan.batch_size, plan.seed, self.device)
-        self.net = Net().to(self.device).train(not plan.no_dropout)
-
-    def count_images(self):
-        return len(self.batches.images)
-
-    def gradient(self, weights_P, epoch, batch):
-        """Return (gradient (P,), number of images, loss) of one batch, computed with these weights."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # each thread has a current device of its own
-        # The parameters become views of the tensor: no copy.
-        vector_to_parameters(weights_P.to(self.device), self.net.parameters())
-        data, target = self.batches.get(epoch, batch)
-        # With a seed for each batch, dropout is the same in every run, whoever computes it.
-        torch.manual_seed(seed_for(self.seed, "dropout", epoch, batch))
-        loss = F.nll_loss(self.net(data), target)
-        gradients = torch.autograd.grad(loss, list(self.net.parameters()))
-        # Tensors travel on the CPU: RPC's CUDA support is beta.
-        return torch.cat([gradient.reshape(-1) for gradient in gradients]).cpu(), len(target), loss.item()
-
-
 class ParameterServer:  # in server1, on its main thread: so it needs no lock
     """The weights, the SGD that updates them, and the calls to the trainers."""
 
@@ -116,6 +88,34 @@ class ParameterServer:  # in server1, on its main thread: so it needs no lock
         if self.done[trainer] % self.plan.log_interval == 0:
             report.say(f"Rank {trainer} training batch {batch} loss {loss}")
             report.scalar("loss", loss, self.counts.updates)
+
+
+class Trainer:  # in a trainer, whose one RPC thread computes one batch at a time: so it needs no lock
+    """Computes gradients with a copy of the network."""
+
+    def __init__(self, plan, data_dir, device):
+        self.seed = plan.seed
+        self.device = torch.device(device)
+        digits = load_digits(plan.dataset, data_dir, plan.seed, train=True)
+        self.batches = Batches(*digits, plan.batch_size, plan.seed, self.device)
+        self.net = Net().to(self.device).train(not plan.no_dropout)
+
+    def count_images(self):
+        return len(self.batches.images)
+
+    def gradient(self, weights_P, epoch, batch):
+        """Return (gradient (P,), number of images, loss) of one batch, computed with these weights."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # each thread has a current device of its own
+        # The parameters become views of the tensor: no copy.
+        vector_to_parameters(weights_P.to(self.device), self.net.parameters())
+        data, target = self.batches.get(epoch, batch)
+        # With a seed for each batch, dropout is the same in every run, whoever computes it.
+        torch.manual_seed(seed_for(self.seed, "dropout", epoch, batch))
+        loss = F.nll_loss(self.net(data), target)
+        gradients = torch.autograd.grad(loss, list(self.net.parameters()))
+        # Tensors travel on the CPU: RPC's CUDA support is beta.
+        return torch.cat([gradient.reshape(-1) for gradient in gradients]).cpu(), len(target), loss.item()
 
 
 def make_model(plan, device):

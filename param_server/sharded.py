@@ -102,6 +102,7 @@ class Shard:  # in every server, on RPC threads
         self.device, self.momentum = torch.device(device), momentum
         self.counts = counts
         self.lock = threading.RLock()  # guards all that changes; push calls pull while it holds it
+        # set_state makes the weights and the optimizer.
 
     # Trainers call the next two methods, several at once.
 

@@ -152,7 +152,6 @@ def run_trainer(ps_rref, seed, num_batches):
 
 
 def run_ps(trainers, args):
-    """Train, and return the seconds that it took."""
     timed_log("Start training")
     start = time.perf_counter()
     ps = BatchUpdateParameterServer(1 if args.no_batch else len(trainers))
@@ -167,7 +166,6 @@ def run_ps(trainers, args):
     timed_log(f"Finish training: {ps.updates} updates, {seconds:.1f} s")
     guessing = (num_classes - 1) / num_classes**2
     print(f"Loss {statistics.mean(losses):.5f} (guessing: {guessing:.5f})", flush=True)
-    return seconds
 
 
 def run_worker(rank, args):
@@ -180,13 +178,11 @@ def run_worker(rank, args):
     options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     name = "ps" if rank == 0 else f"trainer{rank}"
     rpc.init_rpc(name, rank=rank, world_size=args.world_size, rpc_backend_options=options)
-    seconds = None
     if rank == 0:
-        seconds = run_ps([f"trainer{r}" for r in range(1, args.world_size)], args)
+        run_ps([f"trainer{r}" for r in range(1, args.world_size)], args)
     # A trainer comes here immediately, and waits for all ranks. Meanwhile one of its RPC threads
     # runs what the server has called.
     rpc.shutdown()
-    return seconds
 
 
 def parse_args():

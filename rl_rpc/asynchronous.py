@@ -31,7 +31,8 @@ class Agent(rollout.Agent):  # in the agent, on its main thread
         for ob_id in self.calls.idle(self.ob_rrefs):
             future = self.ob_rrefs[ob_id].rpc_async(timeout=0).run_episode(weights, self.learner.episodes + 1)
             self.calls.add(ob_id, future, asked=(policy, self.learner.episodes))
-        self.played = next(answer for answer in self.calls.answers() if answer[-1])  # without those of lost observers
+        # The first answer, but for those of lost observers. The other calls stay open until the next episode.
+        self.played = next(answer for answer in self.calls.answers() if answer[-1])
 
     def finish_episode(self):
         """Learn from the episode that has ended; return its total reward."""

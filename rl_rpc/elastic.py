@@ -103,10 +103,12 @@ def run_agent(seconds, repair):
         start = time.monotonic()
         admit_newcomers(members, used, repair.gone)
         episodes, leaving = collect_episodes(members, repair.gone)
+        # In this order: out of the members, off torch's list if somebody was lost, and only then told to leave.
         answers = {name: members.pop(name) for name in leaving}
         repair.run(members, leaving)
         for name, answer in answers.items():
-            answer.set_result((not repair.gone, leaving[name]))
+            inform_others, problem = not repair.gone, leaving[name]
+            answer.set_result((inform_others, problem))
         if episodes:
             end = end or start + seconds
             finish_episodes(episodes, optimizer)

@@ -95,8 +95,10 @@ def run_agent(args, job):
     mode = MODES[args.mode]
     lr = args.lr or mode.Agent.default_lr
     learner = Learner(policy, lr, args.gamma, reward_threshold(env, args.reward_threshold))
-    observer = functools.partial(mode.Observer, games=args.games) if args.games else mode.Observer
-    agent = mode.Agent(observer, args.world_size, learner, args.env_id, args.seed)
+    observer_class = mode.Observer
+    if args.games:  # RPC sends a partial as it sends a class: by the name, with the values
+        observer_class = functools.partial(mode.Observer, games=args.games)
+    agent = mode.Agent(observer_class, args.world_size, learner, args.env_id, args.seed)
     if args.on_lost == "continue":
         job.on_lost(agent.calls.on_lost)
 

@@ -19,6 +19,17 @@ from policy import Policy, draw
 from reinforce import Trajectory
 
 
+class Agent(step.Agent):  # in the agent, on its main thread
+    def run_episode(self):
+        """Let all observers play one episode by themselves, each with a copy of the policy."""
+        weights = weights_to_send(self.learner.policy)
+        for ob_id in self.calls.idle(self.ob_rrefs):  # with --on_lost continue: without those that are lost
+            future = self.ob_rrefs[ob_id].rpc_async(timeout=0).run_episode(weights, self.learner.episodes + 1)
+            self.calls.add(ob_id, future)
+        played = self.calls.results()  # None of an observer that is lost
+        self.trajectories = {ob_id: trajectory for ob_id, trajectory in played.items() if trajectory}
+
+
 class Observer(step.Observer):  # in an observer, on an RPC thread
     def __init__(self, env_id, seed):
         super().__init__(env_id, seed)
@@ -30,7 +41,7 @@ class Observer(step.Observer):  # in an observer, on an RPC thread
 
         The actions are drawn from the same random numbers as in the other modes, where the agent draws them.
         """
-        self.policy.load_state_dict(weights)
+        self.policy.load_state_dict(weights)  # the actor, whose arrays share this memory, has them, too
         generator = random.Random(seed_for(self.seed, "actions", self.id, episode))
         trajectory = Trajectory()
         state = self.reset(episode)
@@ -43,17 +54,6 @@ class Observer(step.Observer):  # in an observer, on an RPC thread
             trajectory.rewards.append(reward)
         trajectory.states = np.stack(trajectory.states)  # one array is pickled faster than many
         return trajectory
-
-
-class Agent(step.Agent):  # in the agent, on its main thread
-    def run_episode(self):
-        """Let all observers play one episode by themselves, each with a copy of the policy."""
-        weights = weights_to_send(self.learner.policy)
-        for ob_id in self.calls.idle(self.ob_rrefs):  # with --on_lost continue: without those that are lost
-            future = self.ob_rrefs[ob_id].rpc_async(timeout=0).run_episode(weights, self.learner.episodes + 1)
-            self.calls.add(ob_id, future)
-        played = self.calls.results()  # None of an observer that is lost
-        self.trajectories = {ob_id: trajectory for ob_id, trajectory in played.items() if trajectory}
 
 
 def weights_to_send(policy):

@@ -135,8 +135,8 @@ class Agent:
         """With batching: return a Future of the action for a state (1, 4). No thread waits for the
         other observers, because RPC sends the answer as soon as the Future has a value."""
         self = agent_rref.local_value()
-        # These two lines need no lock, because each observer writes a different row, and no call of
-        # the next batch comes before all observers have the answers of this one.
+        # These two lines need no lock, because each observer writes a different row, and calls again
+        # when it has its answer. By then the rows are copied, and the Future is a new one.
         self.states[ob_id].copy_(state)
         future_action = self.future_actions.then(lambda actions: actions.wait()[ob_id].item())
 
@@ -145,7 +145,7 @@ class Agent:
             complete = self.pending_states == 0  # true for one call of each batch, the last
         # The lock is free again. set_result sends all answers, and nobody should wait for it.
         if complete:
-            self.pending_states = len(self.ob_rrefs)  # no lock: all observers wait for this batch
+            self.pending_states = len(self.ob_rrefs)  # no lock: all observers wait until set_result
             future_actions = self.future_actions
             self.future_actions = torch.futures.Future()
             try:

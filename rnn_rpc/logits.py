@@ -32,6 +32,7 @@ class RNNModel(nn.Module):  # in the trainer
         self.rnn = nn.LSTM(ninp, nhid, nlayers, dropout=dropout if nlayers > 1 else 0.0).to(self.device)
         # remote() does not wait, so both constructors may run on one server at the same time. Each layer draws its
         # weights with a seed of its own: from the server's one generator, they would draw in an order left to chance.
+        # timeout=0: there is no time limit.
         first, last = servers[0], servers[-1]
         table_args = (ntoken, ninp, dropout, seed_for(seed, "table"), devices[first])
         self.emb_table_rref = rpc.remote(first, EmbeddingTable, args=table_args, timeout=0)

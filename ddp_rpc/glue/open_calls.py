@@ -61,7 +61,7 @@ class OpenCalls:  # in the rank that leads, on its main thread
             if event in self.lost:  # a worker, from which no answer may ever come
                 for future, (worker, _) in self.open.items():
                     if worker == event:
-                        self.events.put(future)
+                        self.events.put(future)  # it is taken below, with None as its answer
             elif event in self.open:  # otherwise it was given up, and a late answer counts no more
                 worker, asked = self.open.pop(event)
                 try:

@@ -10,8 +10,8 @@ from glue import PACKAGE, UserError
 from glue.checkpoint import is_stream
 from glue.host import why_no_gpu
 
-# The flags that each rank has for itself, and those that it may have for itself: where it reads and writes.
-OF_A_RANK = ("rank", "master_addr", "master_port", "join_timeout", "device", "transport")
+OF_A_RANK = ("rank", "master_addr", "master_port", "join_timeout", "device", "transport")  # never those of the job
+# The flags, of any package, that name files or folders: each rank may have another path.
 FILES = ("data_dir", "corpus", "summary_json", "checkpoint", "resume", "save")
 
 

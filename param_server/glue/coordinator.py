@@ -49,7 +49,7 @@ class Coordinator:  # in rank 0, on threads of its own
             rank = json.loads(lines.readline(1 << 16))["join"]
             if self._has_come(rank, link):
                 return
-            sockets.send(link, flags=of_the_job(self.args))
+            sockets.send(link, flags=of_the_job(self.args))  # a rank that does not fit reads here that it does not
             offer = json.loads(lines.readline(1 << 16))
             if rank not in self.at:
                 raise ValueError

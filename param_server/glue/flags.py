@@ -73,7 +73,8 @@ class Parser(argparse.ArgumentParser):
         None) and restarts (how many times torchrun has started this job before; rank 0 finds out).
         """
         args = self.parse_args(argv)
-        nothing = argparse.Namespace(**dict.fromkeys(vars(args)))  # argparse sets the defaults of what is not there
+        # argparse sets no default of what is there already. So what is not None afterwards was given.
+        nothing = argparse.Namespace(**dict.fromkeys(vars(args)))
         given = {name: value for name, value in vars(self.parse_args(argv, nothing)).items() if value is not None}
         args.given = {name: value for name, value in given.items() if name not in OF_A_RANK}
         if "world_size" in given and (args.rank or 0) >= args.world_size:  # otherwise rank 0 knows the size

@@ -64,6 +64,7 @@ class Job:
 
     def rpc_options(self, **kwargs):
         """Return the options for init_rpc, which then uses this job's store. `kwargs` are passed to torch."""
+        # init_rpc takes no store, but an address. This one has a handler that returns the store.
         meeting_point = (self.store("rpc"), self.rank, self.world_size)
         dist.register_rendezvous_handler("job", lambda *_, **__: iter([meeting_point]))
         timeout = self.args.rpc_timeout

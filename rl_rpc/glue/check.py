@@ -39,7 +39,7 @@ def run_worker(rank, args, job):
             print(f"DNS          silent: each process waits {seconds:.1f} s for it when the job starts")
         print(f"GPUs         {gpus}; --device {args.device}: ranks on {', '.join(dict.fromkeys(job.devices))}")
         print(f"torch        {torch.__version__}")
-    args.rpc_timeout = RPC_TIMEOUT
+    args.rpc_timeout = RPC_TIMEOUT  # job.rpc_options() reads it
     awaited = "all ranks"
     try:
         rpc.init_rpc(job.workers[rank], rank=rank, world_size=job.world_size, rpc_backend_options=job.rpc_options())

@@ -139,4 +139,4 @@ def keep_freed_memory():
         if not mallopt(m_mmap_threshold, 1 << 30):
             mallopt(m_mmap_threshold, 32 << 20)
         mallopt(m_trim_threshold, 1 << 30)
-        mallopt(m_arena_max, 1)
+        mallopt(m_arena_max, 1)  # so that what one thread frees serves all

@@ -31,6 +31,8 @@ REMOTE = re.compile(r"On WorkerInfo\(id=(\d+), name=[\w:-]+\):(\n|\\n)")
 #     At:                                                         <- 2. here pybind11 has raised it again
 #
 # A KeyError arrives as the repr of such a text: RuntimeError: KeyError: 'On WorkerInfo(id=2, name=server2):\n ... \n'
+# An exception in a callback of a Future, in this process, has before it: "Got the following error when running the
+# callback: ".
 
 
 def first_cause(error):
@@ -39,7 +41,7 @@ def first_cause(error):
     marks = [*REMOTE.finditer(text)]
     last = marks[-1] if marks else None
     text = text[last.end() :] if last else text.rpartition("when running the callback: ")[2]  # 1.
-    if last and last[2] == r"\n":  # of a KeyError
+    if last and last[2] == r"\n":  # the repr of a KeyError's text: undo it
         text = text.replace(r"\n", "\n").replace(r"\'", "'").rpartition("\n'")[0]
     text = text.partition("\n\nAt:\n")[0]  # 2.
     if last:  # 3.
@@ -96,7 +98,7 @@ def mend_torch():
     if it were escaped, which it is not: umlauts become garbage, and after a backslash the decoding may fail.
     """
     internal.print = lambda *_, **__: print_mistake(sys.exc_info()[1])
-    run_function = internal._run_function  # C++ takes it from there, once
+    run_function = internal._run_function  # C++ looks it up only once, so this is called before init_rpc
 
     def run_and_escape(function):
         result = run_function(function)

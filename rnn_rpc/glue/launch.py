@@ -126,7 +126,7 @@ def wait_for(processes, on_lost, names):
         process.kill()
         process.join()
     killed = [rank for rank, code in enumerate(codes) if code < 0]
-    if killed and codes[0] <= 0:
+    if killed and codes[0] <= 0:  # with another status, rank 0 has printed why
         number = -codes[killed[0]]
         signal_name = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
         print_error(f"lost {names[killed[0]]}: killed by {signal_name}")
