@@ -73,7 +73,7 @@ def test_a_file_that_is_named_is_there():
     ours |= {name for page in PAGES for name in Page(page).programs}
     of_users = {"forty.py", "recipe.py", "hang.py", "random.py", "late.py", "squares.py"}
     of_torch_and_python = {"api.py", "internal.py", "distributed_c10d.py", "_base.py", "_monitor.py", "queue.py"}
-    of_torch_and_python |= {"threading.py", "optimizer.py"}
+    of_torch_and_python |= {"threading.py", "optimizer.py", "rref_proxy.py", "functions.py"}
     of_others = {"parameter_server.py", "rpc_parameter_server.py"}
     of_earlier_commits = {"migrating.py", "published_batch.py", "servers.py", "stale_learning.py"}
     known = ours | of_users | of_torch_and_python | of_others | of_earlier_commits
