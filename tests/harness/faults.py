@@ -59,11 +59,12 @@ def kill_and_check(job, rank, pids, moment="training"):
 def assert_named(job, victims, may_be_done=False):
     """Assert that each console has one line that names a rank of `victims`, and the status 1.
 
-    A rank that has died before it joined is one that did not come.
+    A rank that has died before it joined is one that did not come: rank 0 names it, and so do those whose own
+    --join_timeout has not passed.
     `may_be_done`: a rank may also have done its work. It prints nothing then, and its status is 0.
     """
     names = "|".join(rf"rank {victim} \({job.names[victim]}\)" for victim in victims)
-    place = "rank 0 at localhost port \\d+" if 0 in victims else "nobody"  # of a rank that has not said its name
+    missing = rf"{names}|the other ranks" + (r"|rank 0 at localhost port \d+" if 0 in victims else "")
     of_torchrun = "|".join(rf"\brank +: {victim} " for victim in victims)  # it may end the others before they notice
     for process in job.processes:
         if process.returncode == -signal.SIGKILL or (may_be_done and process.returncode == 0):
@@ -72,7 +73,7 @@ def assert_named(job, victims, may_be_done=False):
         assert job.way == "torchrun" or not re.search(NOISE, process.text()), job.text()
         lines = re.findall(rf"^{job.package}: .*\b(?:lost|did not come) .*$", process.errors(), re.M)
         named = len(lines) == 1 or (job.way == "torchrun" and re.search(of_torchrun, process.errors()))
-        named = named and all(re.search(f"lost ({names})|({names}|{place}) did not come", line) for line in lines)
+        named = named and all(re.search(f"lost ({names})|({missing}) did not come", line) for line in lines)
         assert process.returncode == 1 and named, (process.returncode, names, job.text())
 
 
