@@ -121,10 +121,11 @@ def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
         (place, name) for name, place in re.findall(r"^    (\S+) \((hang.py:\d+)\)$", PAGE, re.MULTILINE)
     }
     with package_on_path("tools"):
-        from rpctrace import stacks, words
+        from rpctrace import stacks
+        from rpctrace.report import said_of
 
     def said_of_recording():
-        return words.said_of(stacks.processes_of(stacks.look_into(tmp_path / "calls")))
+        return said_of(stacks.processes_of(stacks.look_into(tmp_path / "calls")))
 
     record = ("--into", tmp_path / "calls", "--", sys.executable, tmp_path / "hang.py")
     env = {"PYTHONUNBUFFERED": "1"}
@@ -137,7 +138,7 @@ def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
         assert ranks[1].wait_for_text(r"line \d+ in <module>", 30)
         dump = ranks[1].errors()
         wait_until(lambda: said_of_recording().verdict == "circle", 30)
-        for said in (said_of_recording(), words.said_of(stacks.processes_of(stacks.look(pids)))):
+        for said in (said_of_recording(), said_of(stacks.processes_of(stacks.look(pids)))):
             assert f"{said.report()}\n" == report
     assert sorted(re.findall(r'hang.py", line (\d+) in (\S+)', dump)) == sorted(shown)
     assert "in _run_function" in dump and "in rpc_sync" in dump

@@ -9,9 +9,10 @@ import pytest
 from helpers import package_on_path
 
 with package_on_path("tools"):
-    from rpctrace import cli, dumps, facts, names, rules, sources, stacks, syntax, threads, waits, words
+    from rpctrace import cli, dumps, facts, names, rules, sources, stacks, syntax, threads, waits
     from rpctrace.evidence import Call, Frame, Process, Seen, Thread, Wait
     from rpctrace.graph import Graph, Need, Node
+    from rpctrace.report import said_of
 
 pytestmark = pytest.mark.quick
 API, INTERNAL = "/site-packages/torch/distributed/rpc/api.py", "/site-packages/torch/distributed/rpc/internal.py"
@@ -92,7 +93,7 @@ def test_a_circle_in_files_of_several_moments_is_only_probable(moment, verdict, 
         waits_for, holds = Seen("lock", "lock", other), Seen("lock", "lock", tid)
         threads.append(Thread(tid, f"t{tid}", wait=Wait("lock", locks=[waits_for]), holds=[holds]))
     first = Process("w0", "here", 7, threads=dict(zip((1, 2), threads, strict=True)))
-    report = words.said_of([first, Process("w1", "here", 8, moment=moment)]).report()
+    report = said_of([first, Process("w1", "here", 8, moment=moment)]).report()
     assert report.startswith("CIRCLE") and f"{verdict}: a thread waits while it holds" in report, report
     assert ("lie between the files" in report) == bool(said) and said in report
 
@@ -323,7 +324,7 @@ def test_the_end_of_a_chain_is_named_even_if_it_is_only_a_call():
     place = Frame("/program.py", "f", 1)
     thread = Thread(1, None, place, main=True, wait=Wait("answer", calls=[Call("w1", "act", limit=5.0)]))
     process = Process("w0", "here", 7, rank=0, world=1, rpc=True, threads={1: thread}, pool=4)
-    report = words.said_of([process]).report()
+    report = said_of([process]).report()
     assert "for this the others wait.\n  w0: w1's answer to act\n" in report, report
 
 

@@ -20,7 +20,8 @@ CALLS = ("sync", "async", "remote")
 run_trace = functools.partial(run_script, "tools/rpctrace")
 TOOL = ROOT / "tools" / "rpctrace"
 with package_on_path("tools"):
-    from rpctrace import cli, command, draw, read, words
+    from rpctrace import cli, command, draw, read
+    from rpctrace.report import Said
 
 
 def events_in(path):
@@ -77,7 +78,7 @@ def with_files_of(folder, piece, most):
 
 def drawn(path, folder, capsys):
     """Draw a folder in this process; return what is printed."""
-    cli.report(str(folder), str(path))
+    cli.show_calls(str(folder), str(path))
     return capsys.readouterr().err
 
 
@@ -470,7 +471,7 @@ def test_a_command_that_waits_for_something_unknown_is_ended_and_one_that_comput
 
     def explained(self):
         looks.append(time.monotonic())
-        return words.Said("nothing", runs=runs and len(looks) < 3)
+        return Said("nothing", runs=runs and len(looks) < 3)
 
     monkeypatch.setattr(command.Command, "explained", explained)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)

@@ -53,7 +53,8 @@ if __name__ == "__main__":
 """
 RECORDED = {"two_locks": "sh", "killed": "python"}  # with the tool in front of the command; and what starts the ranks
 with package_on_path("tools"):
-    from rpctrace import cli, dumps, rules, stacks, words
+    from rpctrace import cli, dumps, rules, stacks
+    from rpctrace.report import PATTERNS, Said, said_of
 
 
 def may_not_look():
@@ -68,7 +69,7 @@ looks = pytest.mark.skipif(may_not_look(), reason="this user may not look into o
 def check(name, report):
     title, _, contained = HANGS[name]
     _, found, rest = report.partition(title)
-    assert found and contained in report and any(pattern in rest for pattern in words.PATTERNS.values()), report
+    assert found and contained in report and any(pattern in rest for pattern in PATTERNS.values()), report
     told = rest if title == CIRCLE else report
     lines = enumerate((HERE / "hangs.py").read_text().splitlines(), 1)
     numbers = {number for number, line in lines if line.endswith(f"# here: {name}")}
@@ -78,13 +79,13 @@ def check(name, report):
 def look(pid):
     """Return what is said of a program, with all that belongs to it: nothing, if torch is not loaded."""
     with contextlib.suppress(dumps.NoDump):
-        return words.said_of(stacks.processes_of(stacks.look(dumps.chosen([pid]))))
-    return words.Said("nothing")
+        return said_of(stacks.processes_of(stacks.look(dumps.chosen([pid]))))
+    return Said("nothing")
 
 
 def stuck(name, process):
     """Return what is said of a program, once it hangs as it should."""
-    until, said = time.monotonic() + 60, words.Said("nothing")
+    until, said = time.monotonic() + 60, Said("nothing")
     verdict, _, contained = HANGS[name]
     while not (verdict in said.report() and contained in said.report()) and time.monotonic() < until:
         assert process.poll() is None, process.text()

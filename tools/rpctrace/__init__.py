@@ -11,5 +11,5 @@ stacks.py      makes evidence of a dump (evidence.py): processes, with their nam
 waits.py       the table of all waits that are recognised
 syntax.py      reads source: which locks stand around a line (facts.py), for which call it waits (sources.py)
 rules.py       who must go on before a thread can; graph.py: who cannot go on, the circle, the ends of the chains
-words.py       the report
+report.py      the report
 """

@@ -50,19 +50,19 @@ import tempfile
 from rpctrace import draw, dumps, read, stacks
 from rpctrace.command import Command
 from rpctrace.read import say
-from rpctrace.words import said_of
+from rpctrace.report import said_of
 
 
-def main(words=None):
-    words = sys.argv[1:] if words is None else words
-    if words[:1] == ["why"]:
-        why(words[1:])
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["why"]:
+        why(argv[1:])
         return
-    at = words.index("--") if "--" in words else len(words)
-    command = words[at + 1 :]
-    args = parse(words[:at], command)
+    at = argv.index("--") if "--" in argv else len(argv)
+    command = argv[at + 1 :]
+    args = parse(argv[:at], command)
     if not command:
-        report(args.folder, args.file)
+        show_calls(args.folder, args.file)
         return
     if args.into:
         place = contextlib.nullcontext(tempfile.mkdtemp(prefix="run-", dir=args.into))
@@ -75,11 +75,11 @@ def main(words=None):
         if args.into:
             read.is_recorded(read.read(folder, most=0))
         else:
-            report(folder, args.file)
+            show_calls(folder, args.file)
     sys.exit(status if status >= 0 else 128 - status)  # of a command that a signal has killed, it is as in a shell
 
 
-def parse(words, command):
+def parse(argv, command):
     parser = argparse.ArgumentParser(
         usage="rpctrace FILE (FOLDER | [--stalled S [--end]] -- COMMAND)\n"
         "       rpctrace --into FOLDER [--stalled S [--end]] -- COMMAND\n"
@@ -94,7 +94,7 @@ def parse(words, command):
     stalled_help = "say who waits for whom when no call has begun or ended for so many seconds, and nothing computes"
     parser.add_argument("--stalled", type=float, metavar="S", help=stalled_help)
     parser.add_argument("--end", action="store_true", help="with --stalled: kill the command then; the status is 3")
-    args = parser.parse_intermixed_args(words)
+    args = parser.parse_intermixed_args(argv)
     if command:
         complete = bool(args.file) != bool(args.into) and not args.folder
     else:
@@ -129,7 +129,7 @@ def writable(path):
     return path
 
 
-def why(words):
+def why(argv):
     """Say who waits for whom, of processes that run, or of files that `why --dump` has written."""
     parser = argparse.ArgumentParser(prog="rpctrace why", allow_abbrev=False)
     parser.add_argument("paths", nargs="*", metavar="PATH", help="a folder into which they record, or files of --dump")
@@ -139,7 +139,7 @@ def why(words):
     parser.add_argument("--dump", type=writable, metavar="FILE", help=dump_help)
     store_help = "the address of torch's store (MASTER_ADDR:MASTER_PORT), which tells the names of the workers"
     parser.add_argument("--store", default="", metavar="HOST:PORT", help=store_help)
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     folders = [path for path in args.paths if os.path.isdir(path)]
     if bool(args.paths) == bool(args.pid or args.dump) or (folders and len(args.paths) > 1):
         parser.error("give one FOLDER with recordings, or --pid, or files that --dump has written")
@@ -177,7 +177,7 @@ def contents(paths):
     return list(found.values())
 
 
-def report(folder, path):
+def show_calls(folder, path):
     """Write the file, and print a table of the calls."""
     recorded = read.read(folder)
     complete = read.is_recorded(recorded)

@@ -7,8 +7,9 @@ import subprocess
 import sys
 import time
 
-from rpctrace import dumps, read, stacks, words
+from rpctrace import dumps, read, stacks
 from rpctrace.read import say
+from rpctrace.report import said_of
 
 RECORD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "record")
 PATIENCE = 5.0  # seconds that the command has to end after Ctrl-C
@@ -80,7 +81,7 @@ class Command:
     def explained(self):
         """Return what is found about who waits for whom, None if nobody may look."""
         try:
-            return words.said_of(stacks.processes_of(stacks.look_into(self.around)))
+            return said_of(stacks.processes_of(stacks.look_into(self.around)))
         except dumps.NoDump as error:
             say(f"who waits for whom cannot be said: {error}")
             return None

@@ -34,7 +34,7 @@ class Node:
     worker: str
     thread: str  # its title, or "" if it is something else
     what: str  # it waits for, or does
-    kind: str  # a key of words.PATTERNS
+    kind: str  # a key of report.PATTERNS
     needs: list[Need] = field(default_factory=list)
     place: Frame = field(default_factory=Frame)
 
