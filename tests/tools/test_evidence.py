@@ -240,7 +240,7 @@ def test_a_name_is_made_of_variables_that_have_one_value(source, function, worke
     ("source", "limit"),
     [
         ("init_rpc('w0')", 60.0),
-        ("init_rpc('w0', rpc_backend_options=TensorPipeRpcBackendOptions(rpc_timeout=10))", 10),
+        ("init_rpc('w0', rpc_backend_options=TensorPipeRpcBackendOptions(rpc_timeout=24 * 3600))", 86400),
         (
             "options = TensorPipeRpcBackendOptions()\noptions.rpc_timeout = 9\ninit_rpc('w0', None, 0, 1, options)",
             None,

@@ -15,7 +15,8 @@ LOOPS = (ast.For, ast.While, ast.comprehension)
 FILLS = ("append", "add", "extend", "insert")  # they put something into a list
 # Only expressions that are made of these are evaluated. Attributes and methods are those of METHODS.
 SIMPLE = (ast.Constant, ast.Name, ast.JoinedStr, ast.FormattedValue, ast.Subscript, ast.Attribute, ast.Call, ast.List)
-SIMPLE += (ast.Tuple, ast.IfExp, ast.Compare, ast.Eq, ast.BinOp, ast.Add, ast.Sub, ast.UnaryOp, ast.USub, ast.Load)
+SIMPLE += (ast.Tuple, ast.IfExp, ast.Compare, ast.Eq, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.UnaryOp, ast.USub)
+SIMPLE += (ast.Load,)
 METHODS = {"environ", "argv", "get", "format"}
 
 
