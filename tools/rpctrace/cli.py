@@ -124,8 +124,9 @@ def drawing(path):
 
 def writable(path):
     """Return the name of a file that can be written."""
-    if not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
-        raise argparse.ArgumentTypeError(f"{path}: that folder does not exist, or this user may not write in it")
+    place = path if os.path.exists(path) else os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path) or not os.access(place, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path}: this is a folder, or in none, or this user may not write it")
     return path
 
 
@@ -140,15 +141,15 @@ def why(argv):
     store_help = "the address of torch's store (MASTER_ADDR:MASTER_PORT), which tells the names of the workers"
     parser.add_argument("--store", default="", metavar="HOST:PORT", help=store_help)
     args = parser.parse_args(argv)
-    folders = [path for path in args.paths if os.path.isdir(path)]
-    if bool(args.paths) == bool(args.pid or args.dump) or (folders and len(args.paths) > 1):
+    folder = args.paths[0] if len(args.paths) == 1 and os.path.isdir(args.paths[0]) else ""
+    if bool(args.paths) == bool(args.pid or args.dump):
         parser.error("give one FOLDER with recordings, or --pid, or files that --dump has written")
-    if folders and not read.recordings(folders[0]):
-        parser.error(f"{folders[0]}: there are no recordings in it")
+    if args.store and args.paths and not folder:
+        parser.error("give --store where the processes are looked at, together with --dump")
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
     try:
-        if folders:
-            seen = stacks.look_into(folders[0], args.store)
+        if folder:
+            seen = stacks.look_into(folder, args.store)
         elif args.paths:
             seen = contents(args.paths)
         else:
@@ -196,4 +197,5 @@ def show_calls(folder, path):
     for process in processes:
         if process["full"]:
             say(f"{process['name']} made too many calls; the first {len(process['bars']):,} bars are kept")
-    draw.write(path, draw.lay_out(processes, bars) + draw.arrows(calls))
+    events = draw.lay_out(processes, bars)
+    draw.write(path, events + draw.arrows(calls))

@@ -22,8 +22,10 @@ class Command:
         self.around, self.stalled, self.end = around, stalled, end
         self.status = None
         self.interrupted = []  # when Ctrl-C was pressed
+        self.lives = False  # whether it was said that the command still runs after Ctrl-C
         self.told = False  # whether it was said that the command has stalled
-        self.positions, self.moved = [], time.monotonic()  # of the recordings; when they, or a thread, have moved last
+        self.positions = []  # where the recordings end
+        self.moved = time.monotonic()  # when a position has changed last, or a thread has computed
         self.folder = os.path.abspath(folder)
         path = os.pathsep.join(filter(None, (RECORD, os.environ.get("PYTHONPATH"))))
         environ = os.environ | {"PYTHONPATH": path, "RPCTRACE_INTO": self.folder}
@@ -53,8 +55,8 @@ class Command:
         now = time.monotonic()
         if len(self.interrupted) > 1:
             self.kill_all(130)
-        elif self.interrupted and now - self.interrupted[0] > PATIENCE:
-            self.interrupted[0] = float("inf")  # it is printed once
+        elif self.interrupted and not self.lives and now - self.interrupted[0] > PATIENCE:
+            self.lives = True
             first = f"{PATIENCE:.0f} s after Ctrl-C, the command still runs. Another Ctrl-C kills all of it."
             self.print(first, self.explained())
         elif self.stalled and not self.interrupted:
@@ -106,4 +108,4 @@ class Command:
         found = list({self.process.pid, *recorded})
         for pid in found:  # which grows
             found += [child for child in dumps.children(pid) if child not in found]
-        return [pid for pid in found if any(state not in "ZX" for _, state, _ in dumps.threads_of(pid).values())]
+        return [pid for pid in found if any(task.state not in "ZX" for task in dumps.threads_of(pid).values())]

@@ -68,7 +68,10 @@ def label(kind, process, lane, name):
 
 
 def arrows(calls):
-    """Return the two ends of an arrow for each call, and of one for its answer, whose number is odd."""
+    """Return the two ends of an arrow for each call, and of one for its answer, whose number is odd.
+
+    The "tid" of the bars is already a lane, see lay_out().
+    """
     events = []
     for number, (call, run, answered) in enumerate(calls):
         ends = [(call, call["ts"], "s", 0), (run, run["ts"], "f", 0)]

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
 WATCHED = 1.0  # seconds for which a thread must not move
 LIMIT = 30.0  # seconds for a dump
@@ -30,12 +31,20 @@ class NoDump(Exception):
     """Why there is no dump, in one line."""
 
 
+class Task(NamedTuple):
+    """A thread, as the kernel knows it."""
+
+    name: str
+    state: str  # a letter, see proc(5)
+    waits: int  # how often it has begun to wait
+
+
 def chosen(pids):
     """Return which processes a user means: these; or all that belong to a single one; or all with torch."""
     for pid in pids:
         check_rights(pid)
     if len(pids) > 1:
-        return pids
+        return sorted(set(pids))
     found = related(pids[0]) if pids else [pid for pid in all_processes() if has_torch(pid)]
     if not found:
         raise NoDump("no process with torch was found: neither this one, nor one that it has started or talks to")
@@ -50,7 +59,7 @@ def take(pids):
     moment, began, before = time.time(), time.monotonic(), {pid: threads_of(pid) for pid in pids}
     running = {}
     for pid in pids:
-        if not any(state in "Tt" for _, state, _ in before[pid].values()):  # py-spy would wait for one that is stopped
+        if not any(task.state in "Tt" for task in before[pid].values()):  # py-spy would wait for one that is stopped
             words = [command, "dump", "--json", "-ll", "--pid", str(pid)]
             running[pid] = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     outputs = {pid: output_of(process) for pid, process in running.items()}
@@ -71,8 +80,9 @@ def dump_of(pid, moment, before, after, text, error):
     """Return what a file of --dump contains of a process. stacks.look() fills in what is empty here."""
     # To take the dump wakes each thread, always as often, and this counts. Who moved least is taken to have stood: a
     # process with torch always has threads that do, for example those that handle its messages.
-    both = [tid for tid in after if tid in before and before[tid][1] + after[tid][1] in ("SS", "DD")]
-    by_dump = min((after[tid][2] - before[tid][2] for tid in both), default=0)
+    both = [tid for tid in after if tid in before and before[tid].state + after[tid].state in ("SS", "DD")]
+    moves = {tid: after[tid].waits - before[tid].waits for tid in both}
+    by_dump = min(moves.values(), default=0)
     dump = {
         "host": socket.gethostname(),
         "pid": pid,
@@ -80,8 +90,8 @@ def dump_of(pid, moment, before, after, text, error):
         "moment": moment,  # the same for all processes of which the dumps were taken together
         "torch": re.findall(r" (/.*/torch/)lib/libtorch_cpu\.so$", read(pid, "maps"), re.MULTILINE)[:1],  # its folder
         "stacks": [],  # of py-spy
-        "comms": [[tid, comm] for tid, (comm, _, _) in after.items()],  # what the kernel calls each thread
-        "still": [tid for tid in both if after[tid][2] - before[tid][2] == by_dump],  # those that have not moved
+        "comms": [[tid, task.name] for tid, task in after.items()],  # what the kernel calls each thread
+        "still": [tid for tid in both if moves[tid] == by_dump],  # those that have not moved
         "alarm": catches(pid, signal.SIGALRM),  # one may end what the main thread waits for
         "cwd": read(pid, "cwd"),
         "argv": read(pid, "cmdline").split("\0"),
@@ -101,14 +111,14 @@ def dump_of(pid, moment, before, after, text, error):
 
 
 def threads_of(pid):
-    """Return {number of a thread: (its name in the kernel, its state, how often it has begun to wait)}."""
+    """Return {number of a thread: Task}."""
     found = {}
     with contextlib.suppress(OSError):
         for tid in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError, KeyError):
                 lines = pathlib.Path(f"/proc/{pid}/task/{tid}/status").read_text().splitlines()
                 known = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-                found[int(tid)] = known["Name"], known["State"][0], int(known["voluntary_ctxt_switches"])
+                found[int(tid)] = Task(known["Name"], known["State"][0], int(known["voluntary_ctxt_switches"]))
     return found
 
 
@@ -136,8 +146,10 @@ def environ(pid):
 
 def started(pid):
     """Return when a process has started, in seconds since 1970; 0 if that is not known."""
-    words, up = read(pid, "stat").rpartition(")")[2].split(), read("", "uptime").split()
-    return time.time() - float(up[0]) + int(words[19]) / os.sysconf("SC_CLK_TCK") if words and up else 0.0
+    words = read(pid, "stat").rpartition(")")[2].split()
+    if not words:
+        return 0.0
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(words[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def has_torch(pid):

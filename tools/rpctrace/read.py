@@ -38,6 +38,7 @@ def is_recorded(recorded):
 def read(folder, most=MOST_LINES):
     """Return the recorded processes. The "bars" of each are {number: event of Chrome's trace format, but in ns}.
 
+    record/sitecustomize.py lists the lines, and the kinds of bars.
     `most`: how many lines about bars are read, the same number of each process. Those about processes are all read.
     """
     paths = recordings(folder)

@@ -62,6 +62,7 @@ def said_of(processes):
     graph = graph_of(processes)
     nodes, circle = graph.nodes, graph.circle()
     waits = [nodes[key] for key in graph.waiting() if key not in circle]
+    certain = all(graph.next[key][other] for key, other in zip(circle, circle[1:] + circle[:1], strict=True))
     steps = [key for key in circle if key[1] != CALL] or (graph.ends() if waits else [])
     kinds = {nodes[key].kind for key in steps}
     moments = [process.moment for process in processes] or [0.0]
@@ -70,8 +71,9 @@ def said_of(processes):
         steps=[nodes[key] for key in steps],
         waits=waits,
         main=[node for node in nodes.values() if node.thread == "main thread"],
+        # A "guess" is a call of which no stack tells whom it calls.
         pattern=next((kind for kind in PATTERNS if kind in kinds or (kind == "call" and "guess" in kinds)), "busy"),
-        sure=bool(circle) and len(set(moments)) == 1 and kinds.isdisjoint({"event", "owed", "guess"}),
+        sure=bool(circle) and certain and len(set(moments)) == 1 and kinds.isdisjoint({"event", "guess"}),
         minutes=(max(moments) - min(moments)) / 60,
         runs=any(thread.ran for process in processes for thread in process.threads.values()),
     )

@@ -1,6 +1,7 @@
 """The functions of torch that are replaced, so that every call is seen."""
 
 import functools
+import importlib.machinery
 import sys
 
 RPC, OPTIM, PROFILER = "torch.distributed.rpc", "torch.distributed.optim", "torch.autograd.profiler"
@@ -35,18 +36,15 @@ REPLACED = {
 
 
 class Finder:
-    """Finds modules as Python does without us. When one of REPLACED is executed, its functions are replaced."""
+    """Finds the modules of REPLACED. When one is executed, its functions are replaced."""
 
     def __init__(self, recorder):
         self.recorder = recorder
 
     def find_spec(self, name, path=None, target=None):
-        """Find a module as Python does without us, but let replace() execute it. Python asks this at each import."""
-        if name not in REPLACED:
-            return None
-        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
-        if spec and spec.loader:
+        """Let replace() execute the module. Python asks this at each import."""
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in REPLACED else None
+        if spec:
             spec.loader.exec_module = functools.partial(self.replace, spec.loader.exec_module)
         return spec
 
@@ -57,7 +55,7 @@ class Finder:
 
         recorder = self.recorder
         recorder.torch, recorder.rpc = sys.modules["torch"], sys.modules.get(RPC)
-        done = []
+        found = []
         try:
             for where, path, ours, parameters in REPLACED[module.__name__]:
                 *outer, name = path.split(".")
@@ -68,13 +66,12 @@ class Finder:
                 if parameters and list(inspect.signature(plain).parameters) != parameters.split():
                     raise LookupError(f"{where}.{path} has other parameters")
                 if ours:
-                    done.append((owner, name, vars(owner).get(name)))
-                    setattr(owner, name, put_around(plain, getattr(recorder, ours)))
+                    found.append((owner, name, put_around(plain, getattr(recorder, ours))))
+            for replacement in found:
+                setattr(*replacement)
             if module is recorder.rpc:
                 recorder.write("{}")  # so it is known that this process is there
         except Exception as error:  # whatever it is, the program runs on
-            for owner, name, plain in reversed(done):
-                delattr(owner, name) if plain is None else setattr(owner, name, plain)
             recorder.not_recorded(f"torch {recorder.torch.__version__}: {error}")
 
 

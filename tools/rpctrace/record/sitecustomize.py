@@ -4,10 +4,19 @@ Python imports a module of this name when it starts, if it finds one on its path
 PYTHONPATH of the command, so that this happens in every Python process that the command starts. As most of them make no
 RPC, nothing more is imported here than is needed.
 
-A recording consists of bars. A bar is a period of time on one thread: a call, from its start until its answer; the
-serving of a call; a wait; a step. A process writes a line into its .jsonl when a bar begins, and another one when it
-ends (rpctrace_files.py), by copying it into memory that is mapped to the file. So nothing is lost when the process is
-killed, and a line costs no call of the kernel.
+A recording consists of bars. A bar is a period of time on one thread. A process writes a line into its .jsonl when a
+bar begins, and another one when it ends (rpctrace_files.py), by copying it into memory that is mapped to the file. So
+nothing is lost when the process is killed, and a line costs no call of the kernel. The lines have these keys:
+
+begin, ts, tid, cat, name, args   a bar begins: its number, the time in ns, its thread, and its kind
+end, ts                           this bar ends
+host, pid, main                   of the first line: the process, and the number of its main thread
+worker, rank, world, limit        init_rpc has returned; world is its world_size, limit the time limit of calls
+left, full, cannot                shutdown has returned; the file is full; why something is not recorded
+
+The kinds (cat) are sync, async and remote, a call at the caller; run, the function at the callee, and held, until the
+Future that it has returned is complete; wait; step; and work, of an optimizer or a backward pass. In args, the key call
+is the number of the call, the same on both sides; to is the callee; and workers are those of a backward pass.
 """
 
 import contextlib
@@ -103,9 +112,7 @@ class Recorder:
     # Each of these gets the function that it replaces as `plain`.
 
     def join(self, plain, name, backend=None, rank=-1, world_size=None, rpc_backend_options=None):
-        if self.worker.get("worker", name) != name:  # from now on, it is another worker
-            self.begin_recording()
-        self.around("group", "init_rpc", "{}", plain, name, backend, rank, world_size, rpc_backend_options)
+        self.around("wait", "init_rpc", "{}", plain, name, backend, rank, world_size, rpc_backend_options)
         with contextlib.suppress(Exception):  # the agent of another backend is not the current one
             me = self.rpc.get_worker_info()
             limit = self.rpc.get_rpc_timeout()
@@ -113,7 +120,7 @@ class Recorder:
             self.write(json.dumps(self.worker))
 
     def leave(self, plain, /, *args, **kwargs):
-        self.around("group", "shutdown", "{}", plain, *args, **kwargs)
+        self.around("wait", "shutdown", "{}", plain, *args, **kwargs)
         self.write('{"left": true}')
 
     def step(self, plain, /, *args, **kwargs):
