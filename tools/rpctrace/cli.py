@@ -11,7 +11,6 @@ number of one of its processes. py-spy looks into it and all that belong to it, 
 machines, write what is seen on each into a file.
 
     python tools/rpctrace why --pid 4711
-    python tools/rpctrace why --pid 4711 --store localhost:29500
     python tools/rpctrace why --pid 4711 --dump FILE
     python tools/rpctrace why FILE FILE
 

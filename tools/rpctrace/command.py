@@ -44,8 +44,7 @@ class Command:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = self.process.wait(0.2)
                 if not self.interrupted or not self.living():  # Ctrl-C may have ended it, but not what it has started
-                    self.status = status
-                    break
+                    return status
                 time.sleep(0.2)
             self.look()
         return self.status

@@ -20,7 +20,7 @@ from typing import NamedTuple
 WATCHED = 1.0  # seconds for which a thread must not move
 LIMIT = 30.0  # seconds for a dump
 OPEN, LISTENS = "01", "0A"  # states of a socket, in /proc
-MISSING = "py-spy is not there: pip install py-spy"
+STOPPED = "it is stopped, by SIGSTOP or a debugger"
 FORBIDDEN = (
     "py-spy may not look into process {}: run this as root (sudo), in a container with --cap-add SYS_PTRACE, or after "
     "`sysctl kernel.yama.ptrace_scope=0`"
@@ -55,7 +55,7 @@ def take(pids):
     """Return a dump of each process. It can be written into a file, and read on another machine."""
     command = shutil.which("py-spy") or os.path.join(os.path.dirname(sys.executable), "py-spy")
     if not os.path.exists(command):
-        raise NoDump(MISSING)
+        raise NoDump("py-spy is not there: pip install py-spy")
     moment, began, before = time.time(), time.monotonic(), {pid: threads_of(pid) for pid in pids}
     running = {}
     for pid in pids:
@@ -64,7 +64,7 @@ def take(pids):
             running[pid] = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     outputs = {pid: output_of(process) for pid, process in running.items()}
     time.sleep(max(0.0, began + WATCHED - time.monotonic()))
-    return [dump_of(pid, moment, before[pid], threads_of(pid), *outputs.get(pid, ("", "stopped"))) for pid in pids]
+    return [dump_of(pid, moment, before[pid], threads_of(pid), *outputs.get(pid, ("", STOPPED))) for pid in pids]
 
 
 def output_of(process):
@@ -73,7 +73,7 @@ def output_of(process):
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return "", f"no stacks within {LIMIT:.0f} s"
+        return "", f"none within {LIMIT:.0f} s"
 
 
 def dump_of(pid, moment, before, after, text, error):
@@ -106,8 +106,7 @@ def dump_of(pid, moment, before, after, text, error):
         return dump | {"error": "has ended"}
     if re.search("ermission|ptrace|not permitted", error):
         raise NoDump(FORBIDDEN.format(pid))
-    stopped = "is stopped, by SIGSTOP or a debugger"
-    return dump | {"error": stopped if error == "stopped" else f"tells no stacks: {error.strip()[-200:]}"}
+    return dump | {"error": f"tells no stacks: {error.strip()[-200:]}"}
 
 
 def threads_of(pid):

@@ -17,9 +17,9 @@ allocate = getattr(os, "posix_fallocate", lambda file, at, size: os.ftruncate(fi
 class File:
     """The file of one process. A line is copied into memory that is mapped to it."""
 
-    def __init__(self, path, who):
-        """`who` returns the line with which the file begins."""
-        self.path, self.who, self.size = path, who, 0
+    def __init__(self, path, first):
+        """`first`: the line with which the file begins."""
+        self.path, self.first, self.size = path, first.encode() + b"\n", 0
         self.piece, self.at, self.ended = b"", 0, False
         self.lock = threading.RLock()  # a signal handler may make a call, while its thread is in write()
 
@@ -53,6 +53,6 @@ class File:
         finally:
             os.close(file)
         KEPT.append(piece)
-        first = self.who().encode() + b"\n" if self.size == 0 else b""
+        first = self.first if self.size == 0 else b""
         piece[: len(first)] = first
         self.piece, self.at, self.size = piece, len(first), self.size + PIECE  # all of it, as a signal may come

@@ -69,9 +69,10 @@ class Recorder:
             # Where Yama lets only a parent look into a process, as on Ubuntu, this lets py-spy do so, too.
             ctypes.CDLL(None).prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY)
         self.process = os.urandom(8)  # distinguishes this process from all others, on other hosts as well
-        name = f"{socket.gethostname()}-{os.getpid()}-{self.process.hex()}.jsonl"
-        self.write = rpctrace_files.File(os.path.join(self.folder, name), self.who).write
-        self.worker = {}  # the name and the rank of this process, once it has called init_rpc
+        host, pid = socket.gethostname(), os.getpid()
+        first = json.dumps({"host": host, "pid": pid, "main": threading.main_thread().ident})
+        path = os.path.join(self.folder, f"{host}-{pid}-{self.process.hex()}.jsonl")
+        self.write = rpctrace_files.File(path, first).write
         self.cannot = {}  # why something is not recorded: one reason is enough
         # A call passes through several of the methods below, all on the thread that makes it. They exchange these
         # attributes: `call`, its (kind, callee's name); `packed`, its (kind, callee, number, name, start); and
@@ -96,10 +97,6 @@ class Recorder:
             self.cannot = {"cannot": why}
             self.write(json.dumps(self.cannot))
 
-    def who(self):
-        who = {"host": socket.gethostname(), "pid": os.getpid(), "main": threading.main_thread().ident}
-        return json.dumps(who | self.worker)
-
     def around(self, kind, name, about, plain, /, *args, **kwargs):
         """Call a function, and record it as a bar."""
         bar = self.begin(kind, name, about)
@@ -116,8 +113,8 @@ class Recorder:
         with contextlib.suppress(Exception):  # the agent of another backend is not the current one
             me = self.rpc.get_worker_info()
             limit = self.rpc.get_rpc_timeout()
-            self.worker = {"worker": me.name, "rank": me.id, "world": world_size, "limit": limit}
-            self.write(json.dumps(self.worker))
+            joined = {"worker": me.name, "rank": me.id, "world": world_size, "limit": limit}
+            self.write(json.dumps(joined))
 
     def leave(self, plain, /, *args, **kwargs):
         self.around("wait", "shutdown", "{}", plain, *args, **kwargs)
@@ -126,13 +123,12 @@ class Recorder:
     def step(self, plain, /, *args, **kwargs):
         return self.around("work", "optimizer step", "{}", plain, *args, **kwargs)
 
-    def backward(self, plain, /, *args, **kwargs):
+    def backward(self, plain, context_id, *args, **kwargs):
         """The workers that take part are in the context, as far as this process knows them."""
         workers = []
         with contextlib.suppress(Exception):
-            context = kwargs["context_id"] if "context_id" in kwargs else args[0]
-            workers = sorted(self.torch.distributed.autograd._retrieve_context(context)._known_worker_ids())
-        return self.around("work", "backward", f'{{"workers": {workers}}}', plain, *args, **kwargs)
+            workers = sorted(self.torch.distributed.autograd._retrieve_context(context_id)._known_worker_ids())
+        return self.around("work", "backward", f'{{"workers": {workers}}}', plain, context_id, *args, **kwargs)
 
     def note_call(self, plain, should_profile, qualified_name, func, rpc_type, dst_worker_info):
         self.thread.call = rpc_type.value, dst_worker_info.name
