@@ -72,16 +72,17 @@ def run_worker(rank, args, job):
 
     A trainer or a server only joins its groups, and then serves the calls of the master and of the trainers.
     """
-    master = num_trainers(args)  # its rank; the trainers come before it
+    master = num_trainers(args)  # its rank, because the trainers come before it
     if rank < master:
         # DDP needs a process group of the trainers. All ranks, trainers included, also join one RPC group.
         dist.init_process_group("gloo", store=job.store("trainers"), rank=rank, world_size=master)
-    # One RPC thread for each trainer that may call at the same time, and some more. The default is 16.
+    # A server needs one RPC thread for each trainer that may call at the same time. A trainer's run_epoch occupies one
+    # while it waits for the answers.
     options = job.rpc_options(num_worker_threads=max(4, master + 2))
     rpc.init_rpc(job.workers[rank], rank=rank, world_size=job.world_size, rpc_backend_options=options)
     if rank == master:
         run_master(args, job)
-    job.wait_for_all()
+    job.wait_for_all()  # trainers and servers wait here, and RPC threads serve their calls
     rpc.shutdown()
     if rank < master:
         dist.destroy_process_group()

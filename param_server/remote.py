@@ -129,7 +129,7 @@ class ParameterServer:  # in server1
     never changed. Autograd records the cloning, so the backward pass continues through it to the real parameters.
     """
 
-    TRAINER_THREADS = 16  # RPC threads of a trainer: torch's default
+    TRAINER_THREADS = 16  # RPC threads of a trainer, torch's default. run_training_loop occupies one of them
 
     def __init__(self, plan, devices, folders, bar):
         """`devices`, `folders`: where each rank computes, and reads its data. `bar`: a progress bar of images."""

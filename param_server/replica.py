@@ -38,7 +38,8 @@ class ParameterServer:  # in server1, on its main thread: so it needs no lock
         self.counts = Counts(bar)
         torch.set_num_threads(1)  # its updates are short, and a second thread would take a core from the trainers
         self.model, self.weights_P, self.optimizer = make_model(plan, devices[0])
-        # remote() does not wait: all trainers read their images meanwhile. timeout=0: no time limit, here and below.
+        # remote() does not wait: all trainers read their images at the same time.
+        # timeout=0: no time limit, here and below.
         self.trainers = {
             rank: rpc.remote(rank, Trainer, args=(plan, folders[rank], devices[rank]), timeout=0)
             for rank in range(1, plan.world_size)
@@ -50,7 +51,7 @@ class ParameterServer:  # in server1, on its main thread: so it needs no lock
         """Whoever has answered gets the newest weights and the next batch. `batches`: their numbers."""
         todo = collections.deque(batches)
         self.deal(todo, epoch)
-        for trainer, (batch, version), answer in self.calls.answers():
+        for trainer, (batch, version), answer in self.calls.answers():  # also to the calls that deal() adds here
             with torch.profiler.record_function("step"):  # for torch's profiler and tools/rpctrace
                 if answer is None:  # the trainer is lost, so another one does its batch
                     todo.appendleft(batch)

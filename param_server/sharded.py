@@ -33,7 +33,7 @@ class ParameterServer:  # in server1, on its main thread
     While the trainers train, the weights are in the Shards.
     """
 
-    TRAINER_THREADS = 16  # RPC threads of a trainer: torch's default
+    TRAINER_THREADS = 16  # RPC threads of a trainer, torch's default. run_training_loop occupies one of them
 
     def __init__(self, plan, devices, folders, bar):
         self.counts = Counts(bar)
@@ -82,6 +82,7 @@ class Trainer(replica.Trainer):  # in a trainer, on the RPC thread that serves r
             with torch.profiler.record_function("step"):
                 versions, weights = zip(*wait_all(answers), strict=True)  # of each server
                 gradient_P, images, loss = self.gradient(torch.cat(weights), epoch, batch)
+                # Views: RPC copies those of at most half of the gradient. With a larger one it would send all P.
                 ranges = gradient_P.tensor_split(len(self.shards))
                 answers = [
                     shard.rpc_async().push(gradient_R, Origin(batch, self.rank, version, images))

@@ -18,12 +18,13 @@ import sys
 import threading
 import time
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warning when a connection is closed
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported: no warning
 import gymnasium as gym
 import torch
 import torch.distributed.rpc as rpc
 from torch.distributed import TCPStore
 
+# Each process has these globals, too. Functions are called by name, not through RRefs: see "Not everything" in README.
 policy = torch.nn.Sequential(  # from states (T, 4) to the probabilities (T, 2) of the two actions
     torch.nn.Linear(4, 128), torch.nn.ReLU(), torch.nn.Linear(128, 2), torch.nn.Softmax(dim=-1)
 )
@@ -140,6 +141,7 @@ def admit_newcomers(members, used, gone):
     while not newcomers.empty():
         name, answer = newcomers.get()
         if name in used:  # torch would use the broken connection to the old process
+            # If the name is gone, the repair takes it off torch's list. Another newcomer takes itself off.
             answer.set_result((name not in gone, f"{name} ends: its --rank has been used before; take another"))
         else:
             used.add(name)
@@ -173,7 +175,7 @@ def collect_episodes(members, gone):
 def what_was_raised(error):
     """Return the traceback of what the called function has raised, or "" if the call itself has failed."""
     text = str(error)
-    # torch puts one of these before an exception of a function, or of a Future's callback.
+    # torch puts one of these before an exception of a function, or of a Future's callback (as in docs/pool.py).
     if "On WorkerInfo(" not in text and "when running the callback" not in text:
         return ""
     return text.replace("\\n", "\n") if text.startswith("KeyError: ") else text  # the text of a KeyError is a repr
@@ -197,8 +199,9 @@ class Repair:
     """Mends torch's group after a kill, for which torch has no public function. (Tried with torch 2.14 and 2.15.)
 
     torch keeps a list of the members, and a lock for joining and leaving, as texts in its store. A process that joins
-    takes the lock, adds itself to the list, and calls everyone on it. If one of them is dead, init_rpc fails, and keeps
-    the lock. So the dead have to be taken off the list, and a lock that nobody will release has to be released.
+    takes the lock, adds itself to the list, and calls everyone on it. If one of them is dead, torch lets the newcomer
+    leave again. Leaving needs the lock, too, so the newcomer waits for its own lock, and nobody else can join. So the
+    dead have to be taken off the list, and a lock that nobody will release has to be released.
     """
 
     LIST = "rpc_prefix_0/names/_ALL_WORKER_INFOS"  # such as "agent-0,observer1-1,"

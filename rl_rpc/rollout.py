@@ -3,7 +3,7 @@
 One RPC for each episode. Read step.py first. Here an episode begins in Agent.run_episode. The observers need no
 autograd graph, so they compute the policy in numpy, which is faster (actor.py).
 
-Shapes: D = observation features.
+Shapes: T = steps of an episode, D = observation features.
 """
 
 import random
@@ -52,10 +52,10 @@ class Observer(step.Observer):  # in an observer, on an RPC thread
             state, reward, done = self.step(action)
             trajectory.actions.append(action)
             trajectory.rewards.append(reward)
-        trajectory.states = np.stack(trajectory.states)  # one array is pickled faster than many
+        trajectory.states = np.stack(trajectory.states)  # (T, D): one array is pickled faster than many
         return trajectory
 
 
 def weights_to_send(policy):
-    """Return the weights on the CPU: RPC's CUDA support is beta."""
+    """Return the weights on the CPU: RPC's CUDA support is beta. They must not change before all have answered."""
     return {name: weight.cpu() for name, weight in policy.state_dict().items()}

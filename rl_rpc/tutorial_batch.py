@@ -89,7 +89,7 @@ class Observer:
             rewards[step] = reward
 
             if terminated or truncated or step + 1 >= n_steps:
-                curr_rewards = rewards[start_step : (step + 1)]
+                curr_rewards = rewards[start_step : (step + 1)]  # a view, which becomes the returns
                 R = 0
                 for i in range(curr_rewards.numel() - 1, -1, -1):
                     R = curr_rewards[i] + self.gamma * R

@@ -94,11 +94,16 @@ class Agent(rollout.Agent):  # in the agent, on its main thread
 
 
 def advantages_of(games, gamma):
-    """Return (T, N): each step's return, minus the mean of the games that play it, a baseline (Williams 1992)."""
+    """Return (T, N): each step's return, minus a baseline (Williams 1992).
+
+    It is the mean of those games of this observer that still play. In the last steps of the longest game, it is that
+    game's own return.
+    """
     returns_TN = games.rewards.numpy().copy()
     for t in reversed(range(len(returns_TN) - 1)):
         returns_TN[t] += gamma * returns_TN[t + 1]
     if returns_TN.shape[1] > 1:  # a single game has no others, so it learns from its returns, as in rollout
+        # In the sum, the return of a game that has ended is 0.
         returns_TN -= returns_TN.sum(axis=1, keepdims=True) / games.playing.numpy().sum(axis=1, keepdims=True)
     return torch.from_numpy(returns_TN)
 

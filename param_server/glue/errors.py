@@ -41,7 +41,7 @@ def first_cause(error):
     marks = [*REMOTE.finditer(text)]
     last = marks[-1] if marks else None
     text = text[last.end() :] if last else text.rpartition("when running the callback: ")[2]  # 1.
-    if last and last[2] == r"\n":  # the repr of a KeyError's text: undo it
+    if last and last[2] == r"\n":  # the repr of a KeyError's text, which ends with its quote: undo it
         text = text.replace(r"\n", "\n").replace(r"\'", "'").rpartition("\n'")[0]
     text = text.partition("\n\nAt:\n")[0]  # 2.
     if last:  # 3.
@@ -67,8 +67,9 @@ class Explained:
         # What torch says has several lines, and a C++ stack behind them. A UserError names files as they are.
         short = " ".join(why.split()).partition(" Exception raised from ")[0]
         self.why = one_line(why) if self.is_of_user else short
+        # torch raises such errors as RuntimeError, DistNetworkError and so on.
         self.is_of_connection = self.kind.startswith(("RuntimeError", "Dist")) and bool(OF_CONNECTION.search(self.why))
-        known = self.is_of_user or isinstance(error, BrokenPipeError)
+        known = self.is_of_user or isinstance(error, BrokenPipeError)  # nobody reads stdout any more: main.py | head
         self.is_mistake_here = not (known or self.rank is not None or self.is_of_connection)
 
     def line(self, names, me):
