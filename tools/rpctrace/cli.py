@@ -125,7 +125,7 @@ def writable(path):
     """Return the name of a file that can be written."""
     place = path if os.path.exists(path) else os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path) or not os.access(place, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{path}: this is a folder, or in none, or this user may not write it")
+        raise argparse.ArgumentTypeError(f"{path}: its folder is missing, or it is one itself, or you may not write it")
     return path
 
 

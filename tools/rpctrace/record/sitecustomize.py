@@ -214,10 +214,8 @@ def name_of(message):
     while isinstance(func, functools.partial):
         func = func.func
     try:  # a callable may answer any attribute, with anything, or raise
-        name, module = func.__name__, str(func.__module__)
+        name, module = str(func.__name__), str(func.__module__)
     except Exception:
-        name = module = None
-    if not isinstance(name, str):
         return type(func).__name__  # never str(func), which may be slow, or raise
     if module == "torch.distributed.rpc.rref_proxy":  # rref.rpc_sync().method() is _local_invoke(rref, "method")
         return args[1]
