@@ -76,6 +76,6 @@ def test_the_diagrams_of_a_readme_are_what_runs_do(package, tmp_path, few_digits
 def assert_backward_optimizer_and_methods_have_bars(events):
     kinds = collections.Counter((event.get("cat"), event["name"]) for event in events)
     steps = sum(count for (kind, _), count in kinds.items() if kind == "step")
-    work = ("work", "backward"), ("work", "optimizer step"), ("run", "forward")
+    work = ("backward", "backward"), ("work", "optimizer step"), ("run", "forward")
     assert steps and [kinds[each] for each in work] == [steps] * 3
     assert kinds["run", "torch.optim._new_local_optimizer"] and not kinds["run", "call_method"]

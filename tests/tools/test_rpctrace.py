@@ -220,7 +220,6 @@ def test_ranks_in_terminals_record_into_one_folder_and_one_that_is_not_recorded_
         (["why", "--dump", "/proc"], 2, "or it is one itself"),
         (["why", "FILE", "--store", "localhost:29500"], 2, "together with --dump"),
         (["--into", "/proc/here", "--", "true"], 2, "--into /proc/here: No such file or directory"),
-        (["--stalled", "1", "t.json", "--", "true"], 2, "--stalled 1: at least 2 seconds"),
         (["--end", "t.json", "--", "true"], 2, "give FILE"),
         (["t.json"], 2, "give FILE"),
         (["--into", "x", "t.json", "--", "true"], 2, "give FILE"),

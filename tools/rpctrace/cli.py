@@ -100,8 +100,6 @@ def parse(argv, command):
         complete = args.file and args.folder and not (args.into or args.stalled)
     if not complete or (args.end and not args.stalled):
         parser.error("give FILE or --into, and a command after `--`; or FILE or `why`, and a FOLDER with recordings")
-    if args.stalled is not None and not 2 <= args.stalled < float("inf"):
-        parser.error(f"--stalled {args.stalled:g}: at least 2 seconds")
     if args.folder and not read.recordings(args.folder):
         parser.error(f"{args.folder}: there is no such folder, or there are no recordings in it")
     if args.into:
@@ -145,7 +143,6 @@ def why(argv):
         parser.error("give one FOLDER with recordings, or --pid, or files that --dump has written")
     if args.store and args.paths and not folder:
         parser.error("give --store where the processes are looked at, together with --dump")
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
     try:
         if folder:
             seen = stacks.look_into(folder, args.store)
@@ -167,10 +164,8 @@ def contents(paths):
     for path in paths:
         try:
             seen = {(one["host"], one["pid"]): one for one in json.loads(pathlib.Path(path).read_text())}
-        except OSError as error:
-            raise dumps.NoDump(f"{path}: {error.strerror}") from None
-        except (ValueError, TypeError, KeyError):
-            raise dumps.NoDump(f"{path}: --dump has not written this") from None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise dumps.NoDump(f"{path}: this is no file of --dump: {error}") from None
         for host, pid in found.keys() & seen.keys():
             raise dumps.NoDump(f"process {pid} on {host} is in several of these files: give one of each machine")
         found |= seen

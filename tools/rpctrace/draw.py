@@ -14,7 +14,7 @@ LANES = ("main thread", "calls in flight", "RPC thread", "answers owed", "backwa
 # Kinds of bars during which no thread waits, or of which the thread is not known.
 NO_THREAD = {"async": LANES[1], "remote": LANES[1], "held": LANES[3], "part": LANES[4]}
 COLORS = {"waiting": "#c6dbec", "working": "#1d5b8c", "backward": "#7aa6c8"}  # of bars
-STATES = {"run": "working", "step": "working", "work": "working", "part": "backward"}  # by a bar's kind
+STATES = dict.fromkeys(("run", "step", "work"), "working") | dict.fromkeys(("backward", "part"), "backward")
 MESSAGE_COLORS = ("#000000", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # of calls and answers, by the caller
 MOST_CALLS = 60  # in one picture
 SIZE, LETTER = 6.5, 0.07  # of the letters in bars: points; and inches that one is wide, with the space around the axes
@@ -170,5 +170,4 @@ def lane_of(event):
 
 def state_of(bar):
     """Return what the thread does during this bar: a key of COLORS."""
-    # The name of a call is the program's: its function may be called "backward", too.
-    return "backward" if (bar["cat"], bar["name"]) == ("work", "backward") else STATES.get(bar["cat"], "waiting")
+    return STATES.get(bar["cat"], "waiting")

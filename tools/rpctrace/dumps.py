@@ -32,9 +32,7 @@ class NoDump(Exception):
 
 
 class Task(NamedTuple):
-    """A thread, as the kernel knows it."""
-
-    name: str
+    name: str  # of a thread, in the kernel
     state: str  # a letter, see proc(5)
     waits: int  # how often it has begun to wait
 

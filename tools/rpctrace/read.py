@@ -75,9 +75,7 @@ def positions(folder):
 def arrange(processes):
     """Return the processes that have bars, in the order of their ranks. Give each its "name", and each bar its end."""
     processes = [process for process in processes if process["bars"]]
-    for process in processes:
-        process["start"] = min(bar["ts"] for bar in process["bars"].values())
-    processes.sort(key=lambda process: (process.get("rank", len(processes)), process["start"]))
+    processes.sort(key=lambda process: (process.get("rank", len(processes)), process["pid"]))
     workers = [process.get("worker") for process in processes]
     times = [end_of(bar) for process in processes for bar in process["bars"].values()] or [0]
     end = max(times) + (max(times) - min(times)) // 20  # of all unfinished bars: so nested ones are nested in the file
@@ -97,7 +95,6 @@ def backward_elsewhere(processes, bars):
     return [
         {**bar, "pid": ranks[rank], "cat": "part", "args": {"of": processes[bar["pid"]]["name"]}}
         for bar in bars
-        if (bar["cat"], bar["name"].removesuffix(UNFINISHED)) == ("work", "backward")
         for rank in bar["args"].get("workers", ())
         if rank in ranks and ranks[rank] != bar["pid"]
     ]
@@ -105,10 +102,6 @@ def backward_elsewhere(processes, bars):
 
 def end_of(bar):
     return bar["ts"] + bar.get("dur", 0)
-
-
-def is_finished(bar):
-    return not bar["name"].endswith(UNFINISHED)
 
 
 def match(bars):
@@ -127,7 +120,8 @@ def match(bars):
 
 def is_answered(call, answered):
     """Return whether the caller got the answer, before it gave up. Times are on one time axis."""
-    return is_finished(call) and is_finished(answered) and end_of(answered) <= end_of(call)
+    finished = not any(bar["name"].endswith(UNFINISHED) for bar in (call, answered))
+    return finished and end_of(answered) <= end_of(call)
 
 
 def count_from_zero(bars):

@@ -15,8 +15,8 @@ worker, rank, world, limit        init_rpc has returned; world is its world_size
 left, full, cannot                shutdown has returned; the file is full; why something is not recorded
 
 The kinds (cat) are sync, async and remote, a call at the caller; run, the function at the callee, and held, until the
-Future that it has returned is complete; wait; step; and work, of an optimizer or a backward pass. In args, the key call
-is the number of the call, the same on both sides; to is the callee; and workers are those of a backward pass.
+Future that it has returned is complete; wait; step; work, of an optimizer; and backward. In args, the key call is the
+number of the call, the same on both sides; to is the callee; and workers are those of a backward pass.
 """
 
 import contextlib
@@ -128,7 +128,7 @@ class Recorder:
         workers = []
         with contextlib.suppress(Exception):
             workers = sorted(self.torch.distributed.autograd._retrieve_context(context_id)._known_worker_ids())
-        return self.around("work", "backward", f'{{"workers": {workers}}}', plain, context_id, *args, **kwargs)
+        return self.around("backward", "backward", f'{{"workers": {workers}}}', plain, context_id, *args, **kwargs)
 
     def note_call(self, plain, should_profile, qualified_name, func, rpc_type, dst_worker_info):
         self.thread.call = rpc_type.value, dst_worker_info.name
