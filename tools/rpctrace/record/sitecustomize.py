@@ -42,18 +42,6 @@ PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)  # of linux/
 NUMBER = "number of this call in the trace"  # no program has a keyword argument of this name
 
 
-def start_recording():
-    """Called at the start of every Python process of the command."""
-    with contextlib.suppress(OSError):
-        os.makedirs(os.environ["RPCTRACE_INTO"], exist_ok=True)
-    recorder = Recorder(os.path.abspath(os.environ["RPCTRACE_INTO"]))
-    sys.meta_path.insert(0, rpctrace_replaced.Finder(recorder))
-    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != HERE]
-    if spec := importlib.machinery.PathFinder.find_spec("sitecustomize"):  # a further one, which this one hides
-        sys.modules["sitecustomize"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["sitecustomize"])
-
-
 class Recorder:
     """Records the bars of one process. A fork of this process begins a file of its own."""
 
@@ -223,4 +211,11 @@ def name_of(message):
 
 
 if __name__ == "sitecustomize" and "RPCTRACE_INTO" in os.environ:
-    start_recording()
+    with contextlib.suppress(OSError):
+        os.makedirs(os.environ["RPCTRACE_INTO"], exist_ok=True)
+    recorder = Recorder(os.path.abspath(os.environ["RPCTRACE_INTO"]))
+    sys.meta_path.insert(0, rpctrace_replaced.Finder(recorder))
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != HERE]
+    if spec := importlib.machinery.PathFinder.find_spec("sitecustomize"):  # a further one, which this one hides
+        sys.modules["sitecustomize"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["sitecustomize"])
