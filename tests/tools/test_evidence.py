@@ -98,6 +98,20 @@ def test_a_circle_in_files_of_several_moments_is_only_probable(moment, verdict, 
     assert ("lie between the files" in report) == bool(said) and said in report
 
 
+@pytest.mark.parametrize(("names", "verdict"), [("f", "This is: "), ("fg", "Probably: ")])
+def test_a_circle_in_which_a_step_is_a_choice_is_only_probable(names, verdict):
+    """w0 holds a lock while it waits for an answer. Whoever could give it waits for one of w0, which needs the lock."""
+    lock, callees = Seen("lock", "lock", 1), {"f": "w1", "g": "w2"}
+    main = Thread(1, "main", wait=Wait("answer", calls=[Call(callees[name], name) for name in names]), holds=[lock])
+    served = Thread(2, None, wait=Wait("lock", locks=[lock]), serves=[Call("w0", "h")])
+    processes = [Process("w0", "here", 1, rpc=True, world=3, threads={1: main, 2: served})]
+    for name, callee in callees.items():
+        back = Thread(3, None, wait=Wait("answer", calls=[Call("w0", "h")]), serves=[Call(callee, name)])
+        processes.append(Process(callee, "here", 2, rpc=True, world=3, threads={3: back}))
+    report = said_of(processes).report()
+    assert report.startswith("CIRCLE") and verdict in report, report
+
+
 @pytest.mark.parametrize("limit", [5.0, 60.0])
 def test_a_call_with_a_short_time_limit_goes_on_even_if_no_thread_is_free(limit):
     thread = Thread(1, None, serves=[Call(None, "f")], wait=Wait("answer", calls=[Call("w0", "f", limit)]))

@@ -158,13 +158,10 @@ def pair(tmp_path, monkeypatch):
     return [tmp_path / "pair.py", tmp_path / "meet"]
 
 
-def forty_lines():
-    return re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-
-
 @pytest.mark.quick
 def test_the_forty_lines_of_the_readme_are_drawn(tmp_path):
-    (tmp_path / "forty.py").write_text(forty_lines().replace("29500", str(free_port())))
+    program = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    (tmp_path / "forty.py").write_text(program.replace("29500", str(free_port())))
     done = run_trace("step.png", "--", sys.executable, "forty.py", cwd=tmp_path)
     assert done.returncode == 0 and "to_here:   a copy, which has counted to 2" in done.stdout
     assert re.search(r"worker0 -> worker1: increment +2 +[\d.]+ +[\d.]+ +[\d.]+\n", done.stderr), done.stderr

@@ -165,7 +165,7 @@ def contents(paths):
         try:
             seen = {(one["host"], one["pid"]): one for one in json.loads(pathlib.Path(path).read_text())}
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise dumps.NoDump(f"{path}: this is no file of --dump: {error}") from None
+            raise dumps.NoDump(f"{path}: --dump has not written this: {error}") from None
         for host, pid in found.keys() & seen.keys():
             raise dumps.NoDump(f"process {pid} on {host} is in several of these files: give one of each machine")
         found |= seen
