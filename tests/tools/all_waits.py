@@ -115,7 +115,8 @@ WAITS = {
     rpc.shutdown: "calls that are not answered",
 }
 
-if __name__ == "__main__":
+
+def main():
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=2)
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=2)
@@ -127,3 +128,7 @@ if __name__ == "__main__":
         print("all wait", flush=True)
         never()
     rpc.shutdown()
+
+
+if __name__ == "__main__":
+    main()

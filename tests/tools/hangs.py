@@ -261,7 +261,7 @@ def killed(rank):
     rpc.rpc_sync("w2", holds_its_lock)
 
 
-if __name__ == "__main__":
+def main():
     rank, world_size, name = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["HANG"]
     if name == "killed" and rank == 2 and (child := os.fork()):  # start_ranks.py does not notice that it dies
         os.waitpid(child, 0)
@@ -274,3 +274,7 @@ if __name__ == "__main__":
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
     globals()[name](rank)
     rpc.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -289,7 +289,8 @@ CASES = {
     "backward": backward,
 }
 
-if __name__ == "__main__":
+
+def main():
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=2)
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4)
@@ -300,3 +301,7 @@ if __name__ == "__main__":
             case()
         print("all done", flush=True)
     rpc.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 import json
 import sys
 import types
+from unittest import mock
 
 import pytest
 
@@ -17,18 +18,29 @@ with package_on_path("tools"):
 pytestmark = pytest.mark.quick
 API, INTERNAL = "/site-packages/torch/distributed/rpc/api.py", "/site-packages/torch/distributed/rpc/internal.py"
 C10D = "/site-packages/torch/distributed/distributed_c10d.py"
-SEEN = {"stacks": [], "comms": [[7, "python"]], "still": [7], "alarm": False, "cwd": "/", "argv": [], "environ": {}}
+SEEN = {"stacks": [], "comms": [[7, "python"]], "still": [7], "caught": [], "cwd": "/", "argv": [], "environ": {}}
 SEEN |= {"host": "here", "pid": 7, "moment": 0.0, "started": 4e9, "torch": [], "error": "", "joined": {}, "sources": {}}
+OWN = [{"name": "self", "repr": "<A at 0x1>", "addr": 1}]
+OF_GROUP = [{"name": "group", "repr": "None", "addr": 2}, {"name": "world_size", "repr": "2", "addr": 3}]
+
+
+def dumped(source, stacks_of_threads, **more):
+    """Return what is seen of a process whose threads stand in a program. Each stack begins with the innermost frame."""
+    threads = []
+    for tid, stack in enumerate(stacks_of_threads, 10):
+        frames = [{"filename": file or "/program.py", "name": name, "line": line} for file, name, line in stack]
+        for frame in frames:
+            frame["locals"] = None if "python3" in frame["filename"] else OWN + OF_GROUP
+        threads.append({"os_thread_id": tid, "thread_name": f"t{tid}", "active": False, "frames": frames})
+    seen = SEEN | {"stacks": threads, "still": [thread["os_thread_id"] for thread in threads]}
+    return stacks.processes_of([seen | {"sources": {"/program.py": source}} | more])
 
 
 @pytest.mark.parametrize("name", ["shutdown", "wait", "to_here", "backward", "init_rpc"])
 def test_the_name_of_a_served_function_tells_no_wait(name):
-    frames = [("/program.py", name), (INTERNAL, "_run_function")]
-    frames = [{"filename": path, "name": each, "line": 1, "locals": None} for path, each in frames]
-    thread = {"os_thread_id": 8, "thread_name": None, "active": False, "frames": frames}
-    (process,) = stacks.processes_of([SEEN | {"stacks": [thread], "still": [8]}])
-    (served,) = process.threads[8].serves
-    assert served.name == name and process.threads[8].wait.kind == "other" and not process.is_within(name)
+    (process,) = dumped("", [[("", name, 1), (INTERNAL, "_run_function", 1)]])
+    (served,) = process.threads[10].serves
+    assert served.name == name and process.threads[10].wait.kind == "other" and not process.is_within(name)
 
 
 def test_only_the_shutdown_of_rpc_counts():
@@ -56,11 +68,9 @@ def test_a_dump_without_variables_is_read():
 
 
 def test_a_torch_that_was_built_from_its_source_is_recognised():
-    frames = [("/program.py", "serve"), ("/home/me/pytorch/torch/distributed/rpc/internal.py", "_run_function")]
-    frames = [{"filename": path, "name": name, "line": 1, "locals": None} for path, name in frames]
-    thread = {"os_thread_id": 8, "thread_name": None, "active": False, "frames": frames}
-    (process,) = stacks.processes_of([SEEN | {"stacks": [thread], "torch": ["/home/me/pytorch/torch/"]}])
-    assert [call.name for call in process.threads[8].serves] == ["serve"]
+    stack = [("", "serve", 1), ("/home/me/pytorch/torch/distributed/rpc/internal.py", "_run_function", 1)]
+    (process,) = dumped("", [stack], torch=["/home/me/pytorch/torch/"])
+    assert [call.name for call in process.threads[10].serves] == ["serve"]
 
 
 def test_a_dump_has_what_was_recorded_and_only_that_environment_which_the_program_names(monkeypatch, tmp_path):
@@ -132,24 +142,25 @@ def test_a_call_with_a_short_time_limit_goes_on_even_if_no_thread_is_free(limit)
         ("others = calls", []),
         ("calls[0].append(made())", []),
         ("calls.update(f=rpc_async('w1', g))", []),
+        ("calls[0] = rpc_async('w1', g)", ["g", "f"]),
+        ("calls.append([rpc_async('w1', g)])", []),
+        ("calls = [[], []]\n    calls[0].append(rpc_async('w1', g))", []),
         ("for calls in [rpc_async('w1', f)]:", ["f"]),
         ("for calls in [rpc_async('w1', f)]:\n        calls = made()", []),
     ],
 )
-def test_the_source_tells_all_calls_for_which_a_line_may_wait_or_none(between, expected, tmp_path):
-    path = tmp_path / "program.py"
+def test_the_source_tells_all_calls_for_which_a_line_may_wait_or_none(between, expected):
     indent = "    " * between.count(":")
-    path.write_text(f"def wait():\n    calls = [rpc_async('w1', f)]\n    {between}\n    {indent}calls[0].wait()\n")
-    line = len(path.read_text().splitlines())
-    calls = sources.Line([Frame(str(path), "wait", line)], 60.0).calls_awaited()
+    source = f"def wait():\n    calls = [rpc_async('w1', f)]\n    {between}\n    {indent}calls[0].wait()\n"
+    frame = Frame("/program.py", "wait", source.count("\n"), tree=syntax.parsed(source))
+    calls = sources.Line([frame], 60.0).calls_awaited()
     assert [call.name for call in calls] == expected
 
 
 @pytest.mark.parametrize(("made", "kinds"), [("threading.Lock()", ["lock"]), ("sqlite3.connect(x)", []), ("x", [])])
-def test_only_what_the_file_makes_as_a_lock_is_one(made, kinds, tmp_path):
-    path = tmp_path / "program.py"
-    path.write_text(f"class A:\n def __init__(self, x):\n  self.it = {made}\n def f(self):\n  with self.it:\n   pass\n")
-    frame = Frame(str(path), "f", 5, names={"self": Seen("self", "A", 1)})
+def test_only_what_the_file_makes_as_a_lock_is_one(made, kinds):
+    source = f"class A:\n def __init__(self, x):\n  self.it = {made}\n def f(self):\n  with self.it:\n   pass\n"
+    frame = Frame("/program.py", "f", 5, tree=syntax.parsed(source), names={"self": Seen("self", "A", 1)})
     frame.facts = facts.facts_of(frame, "")
     _, wait = waits.read([frame], still=True, ran=False)
     assert [lock.type for lock in wait.locks] == kinds
@@ -162,32 +173,10 @@ def f(self, conn, q):
     with self.lock:
         pass
     conn.send(self.queue.get())
+    value = self.queue.get()
 """
 MADE = "class A:\n def __init__(self):\n  self.lock, self.cond, self.queue = Lock(), Condition(), SimpleQueue()\n"
-RESET = " def reset(self):\n  self.lock = Lock()\n"
-OWN = [{"name": "self", "repr": "<A at 0x1>", "addr": 1}]
-OF_GROUP = [{"name": "group", "repr": "None", "addr": 2}, {"name": "world_size", "repr": "2", "addr": 3}]
 SUBPROCESS, THREADING = "/lib/python3.12/subprocess.py", "/lib/python3.12/threading.py"
-
-
-def dumped(source, stacks_of_threads, tmp_path):
-    """Return what is seen of a process whose threads stand in a program. Each stack begins with the innermost frame."""
-    path = tmp_path / "program.py"
-    path.write_text(source)
-    threads = []
-    for tid, stack in enumerate(stacks_of_threads, 10):
-        frames = [
-            {
-                "filename": file or str(path),
-                "name": name,
-                "line": line,
-                "locals": None if "python3" in file else OWN + OF_GROUP,
-            }
-            for file, name, line in stack
-        ]
-        threads.append({"os_thread_id": tid, "thread_name": f"t{tid}", "active": False, "frames": frames})
-    seen = SEEN | {"stacks": threads, "still": [thread["os_thread_id"] for thread in threads]}
-    return stacks.processes_of([seen | {"sources": {str(path): source}}])
 
 
 @pytest.mark.parametrize(
@@ -198,22 +187,17 @@ def dumped(source, stacks_of_threads, tmp_path):
         (4, [(THREADING, "__enter__", 1)], "signal"),
         (4, [(THREADING, "notify_all", 1)], "signal"),
         (5, [], "lock"),
-        (7, [], "signal"),
+        (7, [], "other"),  # it is not known for which of the two
+        (8, [], "signal"),
         (7, [("/lib/python3.12/multiprocessing/connection.py", "send", 1)], "other"),
     ],
 )
-def test_a_line_of_the_program_waits_only_while_its_own_c_code_runs(line, inner, waits_for, tmp_path):
+def test_a_line_of_the_program_waits_only_while_its_own_c_code_runs(line, inner, waits_for):
     """And two threads in the same line of `with` do not wait for each other."""
     stack = [*inner, ("", "f", line)]
-    (process,) = dumped(ONE_LINE + MADE, [stack, stack], tmp_path)
+    (process,) = dumped(ONE_LINE + MADE, [stack, stack])
     assert [thread.wait.kind for thread in process.threads.values()] == [waits_for] * 2
     assert not rules.graph_of([process]).circle()
-
-
-@pytest.mark.parametrize(("more", "kind"), [("", "lock"), (RESET, "other")])
-def test_a_lock_that_a_method_replaces_is_not_known(more, kind, tmp_path):
-    (process,) = dumped(ONE_LINE + MADE + more, [[("", "f", 5)]], tmp_path)
-    assert process.threads[10].wait.kind == kind
 
 
 @pytest.mark.parametrize(
@@ -221,16 +205,25 @@ def test_a_lock_that_a_method_replaces_is_not_known(more, kind, tmp_path):
     [
         ("def f(self):\n with self.lock:\n  pass\n", 2, "lock"),
         ("def f(self):\n with self.lock:\n  self = self.next\n  with self.lock:\n   pass\n", 4, "other"),  # another one
+        ("def f(self):\n with self.lock:\n  pass\n" + MADE + " def reset(self):\n  self.lock = Lock()\n", 2, "other"),
         ("lock = Lock()\ndef f():\n with lock:\n  pass\n", 3, "lock"),
         ("lock = Lock()\ndef f():\n with lock:\n  pass\ndef g():\n global lock\n lock = Lock()\n", 3, "other"),
         ("lock = Lock()\ndef g(lock):\n def f():\n  with lock:\n   pass\n", 4, "other"),
     ],
 )
-def test_a_lock_of_which_there_may_be_several_is_not_known(source, line, kind, tmp_path):
+def test_a_lock_of_which_there_may_be_several_is_not_known(source, line, kind):
     made = MADE if "self" in source else ""
-    (process,) = dumped(source + made, [[("", "f", line)]], tmp_path)
+    (process,) = dumped(source + made, [[("", "f", line)]])
     thread = process.threads[10]
     assert thread.wait.kind == kind and not any(lock.id and lock.type for lock in thread.holds)
+
+
+@pytest.mark.parametrize(
+    "use", ["lock.locked()", "lock.release()", "Condition(lock)", "self.lock.wait_for(x)", "g(lock)"]
+)
+def test_a_lock_that_may_be_given_back_before_the_end_of_its_block_is_not_held(use):
+    (process,) = dumped(f"lock = Lock()\ndef f():\n with lock:\n  pass\ndef help():\n {use}\n", [[("", "f", 4)]])
+    assert bool(process.threads[10].holds) == (use == "lock.locked()")
 
 
 @pytest.mark.parametrize(
@@ -243,10 +236,9 @@ def test_a_lock_of_which_there_may_be_several_is_not_known(source, line, kind, t
         ("name = f'w{rank}'\n rpc.init_rpc(name)", "main", "w1"),
     ],
 )
-def test_a_name_is_made_of_variables_that_have_one_value(source, function, worker, tmp_path):
-    path = tmp_path / "program.py"
-    path.write_text(f"def main(rank):\n {source}\n")
-    frame = Frame(str(path), function, 2, names={"rank": Seen("rank", "number", 1, value=1)})
+def test_a_name_is_made_of_variables_that_have_one_value(source, function, worker):
+    tree = syntax.parsed(f"def main(rank):\n {source}\n")
+    frame = Frame("/program.py", function, 2, tree=tree, names={"rank": Seen("rank", "number", 1, value=1)})
     assert names.by_source([frame], [], {}).get("worker", "") == worker
 
 
@@ -277,13 +269,12 @@ def test_a_step_of_the_distributed_optimizer_has_the_limit_of_calls(function, ca
     assert [call.limit for call in threads.calls_awaited(frames, 10.0)] == calls
 
 
-@pytest.mark.parametrize("line", ["", "rpc_async('w1', f, timeout=10).then(done)", "signal.signal(SIGUSR1, done)"])
-def test_who_sends_a_signal_may_stand_on_no_stack(line, tmp_path):
-    source = f"def f(self):\n {line or 'pass'}\n self.queue.get()\n{MADE}"
-    (process,) = dumped(source, [[("", "f", 3)]], tmp_path)
+@pytest.mark.parametrize(("line", "caught"), [("pass", [2, 11]), ("future.then(done)", []), ("pass", [10])])
+def test_who_sends_a_signal_may_stand_on_no_stack(line, caught):
+    (process,) = dumped(f"def f(self):\n {line}\n self.queue.get()\n{MADE}", [[("", "f", 3)]], caught=caught)
     process.still = True
     node = rules.graph_of([process]).nodes[process.name, 10, 0]
-    assert node.kind == "event" and bool(node.needs) == (not line)
+    assert node.kind == "event" and bool(node.needs) == (caught == [2, 11])
 
 
 @pytest.mark.parametrize("changed", [-60, 60])
@@ -312,20 +303,37 @@ def test_a_port_of_workers_on_two_hosts_tells_no_name(port, known, monkeypatch):
     assert names.by_store("localhost:29500").keys() == known
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_call_to_an_unknown_callee_may_be_served_by_a_worker_that_is_not_seen(world):
+@pytest.mark.parametrize(
+    ("world", "ranks", "owner", "name", "circle"),
+    [
+        (1, [0], "", "t", True),
+        (2, [0], "", "t", False),  # another worker, which is not seen, may serve the call
+        (2, [0, 1], "", "t", True),
+        (2, [0, 0], "", "t", False),  # these are of two jobs
+        (1, [0], "Agent", "t", False),  # Agent.act is not Store.act
+        (1, [0], "Store", "t", True),
+        (1, [0], "", None, False),  # a thread of torch may write the answer
+    ],
+)
+def test_a_circle_is_claimed_only_if_nobody_else_may_serve_the_call(world, ranks, owner, name, circle):
     lock = Seen("lock", "lock", 1)
-    waits_for_act = Thread(1, None, main=True, holds=[lock], wait=Wait("answer", calls=[Call(None, "act")]))
-    act = Thread(2, None, serves=[Call(None, "act")], wait=Wait("lock", locks=[lock]))
-    process = Process("w0", "here", 7, rank=0, world=world, rpc=True, threads={1: waits_for_act, 2: act}, pool=4)
-    assert bool(rules.graph_of([process]).circle()) == (world == 1)
+    waits_for_act = Wait("answer", calls=[Call(None, "act", owner=owner)])
+    waits_for_lock = Wait("lock", locks=[lock])
+    threads = {
+        1: Thread(1, None, main=True, holds=[lock], wait=waits_for_act),
+        2: Thread(2, None, serves=[Call(None, "act", owner="Store")], wait=waits_for_lock),
+        3: Thread(3, name),
+    }
+    processes = [Process(f"w{number}", "here", 7, True, rank, world, rpc=True) for number, rank in enumerate(ranks)]
+    processes[0].threads = threads
+    assert bool(rules.graph_of(processes).circle()) == circle
 
 
-@pytest.mark.parametrize("limit", ["", ", timeout=datetime.timedelta(seconds=10)"])
-def test_a_collective_of_a_group_with_a_time_limit_goes_on(limit, tmp_path):
-    source = f"def main():\n    dist.init_process_group('gloo'{limit})\n    dist.all_reduce(x)\n"
+@pytest.mark.parametrize("made", ["('gloo')", "('gloo', timeout=datetime.timedelta(seconds=10))", ", in another file"])
+def test_a_collective_of_a_group_that_may_have_a_time_limit_goes_on(made):
+    source, limit = f"def main():\n    dist.init_process_group{made}\n    dist.all_reduce(x)\n", made != "('gloo')"
     threads = [[(C10D, name, 1), ("", "main", line)] for name, line in (("init_process_group", 2), ("all_reduce", 3))]
-    (process,) = dumped(source, threads, tmp_path)
+    (process,) = dumped(source, threads)
     assert [(each.wait.kind, each.wait.timed) for each in process.threads.values()] == [
         ("init", bool(limit)),
         ("collective", bool(limit)),
@@ -342,9 +350,9 @@ def test_the_end_of_a_chain_is_named_even_if_it_is_only_a_call():
     assert "for this the others wait.\n  w0: w1's answer to act\n" in report, report
 
 
-def test_a_process_without_a_frame_of_a_thread_is_read(tmp_path):
-    (process,) = dumped("", [[("", "_bootstrap", 1)], [(THREADING, "_bootstrap", 1)]], tmp_path)
-    assert len(process.threads) == 2
+def test_a_process_without_a_frame_of_a_thread_is_read():
+    (process,) = dumped("", [[("", "_bootstrap", 1)], [(THREADING, "_shutdown", 1)]])
+    assert process.threads[10].wait.kind == "other" and process.threads[11].wait.what == "the end of its threads"
 
 
 def test_where_there_is_no_proc_there_are_no_processes(monkeypatch):
@@ -358,10 +366,20 @@ def test_the_numbers_of_init_rpc_are_numbers():
     assert (found["worker"], found["rank"], found["world"]) == ("w0", -1, 0)
 
 
-def test_without_torch_the_store_cannot_be_asked(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.distributed", None)
-    with pytest.raises(dumps.NoDump, match="torch is needed"):
+DIES = mock.Mock(PrefixStore=mock.Mock(side_effect=RuntimeError))
+
+
+@pytest.mark.parametrize(("module", "said"), [(None, "torch is needed"), (DIES, "no store of torch answers")])
+def test_a_store_that_cannot_be_asked_is_one_line(module, said, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed", module)
+    with pytest.raises(dumps.NoDump, match=said):
         names.by_store("localhost:29500")
+
+
+def test_an_empty_recording_tells_of_no_process(tmp_path):
+    (tmp_path / f"here-7-{'0' * 16}.jsonl").touch()
+    with pytest.raises(dumps.NoDump, match="no process that records"):
+        stacks.look_into(tmp_path)
 
 
 @pytest.mark.parametrize("text", ['{"traceEvents": []}', '[{"name": "f", "ph": "X"}]', "[1]"])

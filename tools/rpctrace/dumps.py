@@ -10,7 +10,6 @@ import os
 import pathlib
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -90,7 +89,7 @@ def dump_of(pid, moment, before, after, text, error):
         "stacks": [],  # of py-spy
         "comms": [[tid, task.name] for tid, task in after.items()],  # what the kernel calls each thread
         "still": [tid for tid in both if moves[tid] == by_dump],  # those that have not moved
-        "alarm": catches(pid, signal.SIGALRM),  # one may end what the main thread waits for
+        "caught": caught(pid),
         "cwd": read(pid, "cwd"),
         "argv": read(pid, "cmdline").split("\0"),
         "environ": environ(pid),
@@ -119,10 +118,10 @@ def threads_of(pid):
     return found
 
 
-def catches(pid, number):
-    """Return whether a process has a function of its own for this signal."""
-    caught = read(pid, "status").partition("SigCgt:\t")[2][:16] or "0"
-    return bool(int(caught, 16) & 1 << (number - 1))
+def caught(pid):
+    """Return the numbers of the signals for which a process has a function of its own."""
+    mask = int(read(pid, "status").partition("SigCgt:\t")[2][:16] or "0", 16)
+    return [number for number in range(1, 65) if mask & 1 << (number - 1)]
 
 
 # ------------------------------------------------------------------------------------------------------------ processes

@@ -3,6 +3,7 @@
 rules.py draws the conclusions.
 """
 
+import ast
 import os
 from dataclasses import dataclass, field, replace
 
@@ -22,13 +23,15 @@ class Seen:
 
 @dataclass
 class Frame:
-    """A function on a stack. `names`: its variables; `facts`: see facts.facts_of()."""
+    """A function on a stack. `tree`: of its file; `names`: its variables; `facts`: see facts.facts_of()."""
 
     path: str = ""
     function: str = ""
     line: int = 0
     library: bool = False
     text: str = ""
+    owner: str = ""  # the class whose method it is, if the stack tells
+    tree: ast.Module = field(default_factory=lambda: ast.Module([], []))
     names: dict[str, Seen] = field(default_factory=dict)
     facts: list = field(default_factory=list)
 
@@ -48,6 +51,7 @@ class Call:
     name: str | None
     limit: float | None = 0.0  # seconds; 0: there is none; None: it is not known
     owes: bool = False  # the function answers by a Future (async_execution)
+    owner: str = ""  # the class or the module of the function, as far as it is known
     inner: str = ""  # of a served one: the function that it calls; for example act, of call_method(act, ...)
     mentions: frozenset[str] = frozenset()  # of an awaited one: the names in the function that waits
 

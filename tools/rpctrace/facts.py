@@ -7,6 +7,7 @@ may have taken its place, nothing is known of it.
 
 import ast
 import functools
+import re
 from dataclasses import dataclass
 
 from rpctrace import syntax
@@ -16,6 +17,7 @@ from rpctrace.syntax import method_of
 WAITING = {"acquire", "add", "backward", "get", "local_value", "to_here", "wait", "wait_all"}  # see waits.OF_C
 LOCKS = {"lock", "RLock", "Condition"}
 CLASSES = {"Lock": "lock", "RLock": "RLock", "Condition": "Condition", "SimpleQueue": "SimpleQueue"}
+KEEPS = ("acquire", "locked", "notify", "notify_all")  # methods of a lock that do not give it back
 ELSEWHERE = ("<lambda>", "<genexpr>")  # such a function may run elsewhere than it stands
 
 
@@ -29,35 +31,45 @@ class Fact:
     limited: bool = False  # it has arguments: it may have a time limit, or not wait at all
     inside: bool = False  # the thread stands inside of the block
     enters: bool = False  # it stands in the line in which the block is entered, and left
+    alone: bool = True  # no call around this one, and none beside it, may be what waits: f.wait(), not print(f.wait())
 
 
-def facts_of(frame, calls):
-    """Return what is known of the line at which a function stands. `calls`: the Python function that it calls, or "".
+def facts_of(frame, callee):
+    """Return what is known of the line at which a function stands. `callee`: the Python function that it calls, or "".
 
     As long as it calls one, no C code of the line waits: it has not begun, or is over.
     """
-    facts = []
-    for node in syntax.around(frame.path, frame.line) if frame.function not in ELSEWHERE else ():
+    facts, nodes = [], [] if frame.function in ELSEWHERE else syntax.around(frame.tree, frame.line)
+    for node in nodes:
         if isinstance(node, syntax.SCOPES):
             facts = []  # what is around a function is not around its lines
-        elif isinstance(node, ast.Call) and method_of(node) in WAITING and not calls:
+        elif isinstance(node, ast.Call) and method_of(node) in WAITING and not callee:
             things = [see(node.func.value, frame)] if isinstance(node.func, ast.Attribute) else []
-            facts.append(Fact(node.lineno, things, method_of(node), bool(node.args or node.keywords)))
+            others = {one for one in nodes if isinstance(one, ast.Call)} - {*ast.walk(node)}
+            others = [one for one in others if not re.match(r"torch\.|\w+\.append$", ast.unparse(one.func))]
+            limited = bool(node.args or node.keywords)
+            facts.append(Fact(node.lineno, things, method_of(node), limited, alone=not others))
         elif isinstance(node, ast.With):
             things = [see(item.context_expr, frame) for item in node.items]
             first, last = node.body[0].lineno, node.items[-1].context_expr.end_lineno
             if first > last:  # if all stands in one line, it is not known whether the block is entered or runs
-                inside = frame.line >= first and not releases(node)
-                enters = frame.line < first and calls in ("", "__enter__")  # that of a Condition is Python
+                inside = frame.line >= first and not any(escapes(frame.tree, lock.text) for lock in things)
+                enters = frame.line < first and callee in ("", "__enter__")  # that of a Condition is Python
                 facts.append(Fact(node.lineno, things, inside=inside, enters=enters))
     return facts
 
 
-def releases(block):
-    """Return whether a `with` block may give its lock back before its end, as a Condition does while it waits."""
-    inner = {ast.unparse(node.func) for node in ast.walk(block) if isinstance(node, ast.Call)}
-    ends = ("release", "wait", "wait_for")
-    return any(f"{ast.unparse(item.context_expr)}.{end}" in inner for item in block.items for end in ends)
+@functools.lru_cache(256)
+def escapes(tree, lock):
+    """Return whether a lock may be given back before the end of a `with` block, because a file does more with it.
+
+    lock.release() and condition.wait() do so, also in another function, and Condition(lock) or help(lock) might.
+    """
+    name, nodes = lock.rpartition(".")[2], list(ast.walk(tree))
+    taken = [item.context_expr for node in nodes if isinstance(node, ast.With) for item in node.items]
+    taken += [node.value for node in nodes if isinstance(node, ast.Attribute) and node.attr in KEEPS]
+    uses = [node for node in nodes if name in (getattr(node, "attr", ""), getattr(node, "id", ""))]
+    return any(isinstance(node.ctx, ast.Load) and node not in taken for node in uses)
 
 
 def see(expression, frame):
@@ -74,26 +86,26 @@ def see(expression, frame):
         case _:
             return seen
     if variable in frame.names:
-        once = syntax.places(syntax.scope_at(frame.path, frame.line))[variable] == 1
+        once = syntax.places(syntax.scope_at(frame.tree, frame.line))[variable] == 1
         address, kind = frame.names[variable].id, frame.names[variable].type
     else:
-        once = syntax.places(syntax.parsed(frame.path), deep=True)[variable] == 1
-        once = once and variable in syntax.places(syntax.parsed(frame.path))
-        address, kind = f"{frame.path}:{variable}", class_of(frame.path, variable)
+        # The one place that assigns it must be in no function: a variable of an outer function is not the global one.
+        once = syntax.places(frame.tree, deep=True)[variable] == syntax.places(frame.tree)[variable] == 1
+        address, kind = f"{frame.path}:{variable}", class_of(frame.tree, variable)
     if once:
         seen.id = f"{address}.{attribute}" if attribute else address
-        seen.type = class_of(frame.path, attribute) if attribute else kind
+        seen.type = class_of(frame.tree, attribute) if attribute else kind
     return seen
 
 
 @functools.lru_cache(256)
-def class_of(path, name):
+def class_of(tree, name):
     """Return the class of a global variable or an attribute, "" unless it is known of all to which a file assigns it.
 
     A method other than __init__ may replace it at any time. Locks of several kinds count as an RLock, of which the
     least is known.
     """
-    tree, found = syntax.parsed(path), set()
+    found = set()
     for scope in [tree, *(node for node in ast.walk(tree) if isinstance(node, syntax.SCOPES))]:
         values = [value for one, value in syntax.bound(scope) if one in (name, f".{name}")]
         begins = scope is tree or isinstance(scope, ast.ClassDef) or scope.name == "__init__"

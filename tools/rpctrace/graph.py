@@ -5,9 +5,9 @@ be met before it can go on. A need is met when one of several nodes goes on. A l
 a Condition may be notified by any other thread. A node that needs nothing is alive. And then every node is alive whose
 needs can each be met by a living one. The others cannot go on, whatever happens.
 
-Only among these is a circle looked for. A step of it goes from a node to one that meets a need. It is certain if nobody
-else could meet it, or all who could wait for the same at the same place. Otherwise it is a choice, because another one
-might do it as well. A circle with few choices says more than a short one.
+Only among these is a circle looked for. A step of it goes from a node to one that meets a need, and is shown. It is
+certain if no other one is shown, or all of them wait for the same at the same place. Otherwise it is a choice, because
+another one might do it as well. A circle with few choices says more than a short one.
 """
 
 import collections
@@ -22,11 +22,15 @@ CHOICE = 1000  # a circle with one choice counts as longer than all that have no
 
 
 class Need:
-    """One of the nodes with these keys must go on. `shown`: those of them to which a step may go."""
+    """One of the nodes with these keys must go on. `shown`: the likely ones, to which a step may go."""
 
     def __init__(self, anyone, shown=None):
         self.anyone = anyone
         self.shown = anyone if shown is None else shown
+
+    def is_choice(self):
+        """Return whether others than those who are shown may go on instead."""
+        return set(self.shown) != set(self.anyone)
 
 
 @dataclass
@@ -34,7 +38,7 @@ class Node:
     worker: str
     thread: str  # its title, or "" if it is something else
     what: str  # it waits for, or does
-    kind: str  # a key of report.PATTERNS
+    kind: str  # a key of report.PATTERNS, or "guess": a call of which it is not certain who serves it
     needs: list[Need] = field(default_factory=list)
     place: Frame = field(default_factory=Frame)
 
@@ -65,9 +69,8 @@ class Graph:
         return {} if lives and len(found) > 1 and not any(found.values()) else found
 
     def is_certain(self, node, need):
-        if node.kind in ("event", "owed"):  # others might do it, even if they wait for the same now
+        if node.kind == "event":  # others might do it, even if they wait for the same now
             return len(set(need.anyone)) == 1
-        # Of callers and strangers, which are not shown, nothing is known. If one is alive, so is this node.
         return len({(self.nodes[one].what, self.nodes[one].place.place()) for one in need.shown}) == 1
 
     def circle(self):

@@ -15,7 +15,6 @@ import re
 import types
 
 from rpctrace import dumps, syntax
-from rpctrace.evidence import Seen
 from rpctrace.syntax import argument, value_of
 
 PATIENCE = datetime.timedelta(seconds=5)
@@ -24,40 +23,28 @@ DEFAULT_LIMIT = 60.0  # seconds, of calls: torch's
 
 
 def by_source(frames, words, environ):
-    """Return {"worker", "rank", "world", "limit"} of the one init_rpc that a program has called, or {}.
+    """Return {"worker", "rank", "world", "limit"} of the one init_rpc in the files of a program, or {}.
 
-    `frames`: of its main thread. `words`: its command line; `environ`: with which environment it was started.
+    `frames`: of its main thread. `words`: its command line; `environ`: with which environment it was started. For
+    example, init_rpc(f"w{rank}") in main(rank) tells "w0" if main is still on the stack, where its `rank` is 0.
     """
-    own, found = [frame for frame in frames if not frame.library], {}
-    for path in dict.fromkeys(frame.path for frame in own):
-        script = [number for number, word in enumerate(words) if word.endswith(os.path.basename(path))]
-        started = {"sys": types.SimpleNamespace(argv=words[script[0] :] if script else [])}
-        started["os"] = types.SimpleNamespace(environ=environ)
-        calls = calls_made(syntax.parsed(path), "init_rpc", {})
-        scopes = {syntax.scope_at(path, call.lineno) for call in calls}
-        if len(scopes) == 1:
-            (scope,) = scopes
-            known = syntax.values_in(path, scope, variables(path, scope, own), started)
-            found |= joined(scope, syntax.parsed(path), known)
-    return found
-
-
-def variables(path, scope, own):
-    """Return the variables of the function, or the module, that has called init_rpc, and is still on the stack.
-
-    A dump contains no global variables. For these, the functions count that have called the module, if they agree.
-    """
-    function = getattr(scope, "name", "<module>")
-    at = [number for number, frame in enumerate(own) if frame.path == path and frame.function == function]
-    found = {}
-    for frame in own[at[0] + 1 :] if len(at) == 1 and function == "<module>" else ():
-        for name, seen in frame.names.items():
-            found[name] = seen if found.get(name, seen).value == seen.value else Seen(name)
-    return found | (own[at[0]].names if len(at) == 1 else {})
+    own, scopes = [frame for frame in frames if not frame.library], {}
+    for frame in own:
+        calls = calls_made(frame.tree, "init_rpc", {})
+        scopes |= {syntax.scope_at(frame.tree, call.lineno): frame for call in calls}
+    if len(scopes) != 1:
+        return {}
+    ((scope, frame),) = scopes.items()
+    place = frame.path, getattr(scope, "name", "<module>")
+    at = [one.names for one in own if (one.path, one.function) == place]
+    script = [number for number, word in enumerate(words) if word.endswith(os.path.basename(frame.path))]
+    started = {"sys": types.SimpleNamespace(argv=words[script[0] :] if script else [])}
+    started["os"] = types.SimpleNamespace(environ=environ)
+    return joined(scope, frame.tree, syntax.values_in(frame.tree, scope, at[0] if len(at) == 1 else {}, started))
 
 
 def joined(scope, tree, known):
-    """Return the same of the one init_rpc in a function. `known`: the values of its variables; `tree`: of its file."""
+    """Return what by_source() does, of the init_rpc in a function. `known`: its variables; `tree`: of its file."""
     calls = calls_made(scope, "init_rpc", known)
     if len(calls) != 1:
         return {}
@@ -108,11 +95,16 @@ def by_store(address):
     host, _, port = address.rpartition(":")
     try:
         store = TCPStore(host, int(port), is_master=False, timeout=PATIENCE, wait_for_workers=False)
+        return workers_in(store, PrefixStore)
     except (RuntimeError, ValueError) as error:
         raise dumps.NoDump(f"--store {address}: no store of torch answers there ({type(error).__name__})") from None
+
+
+def workers_in(store, part_of):
+    """Return what by_store() does. A prefix has the number of a call of init_rpc, of which the last one counts."""
     found, workers = {}, collections.defaultdict(set)
-    for prefix, number in itertools.product(PREFIXES, range(10)):  # of each call of init_rpc, the last one counts
-        part = PrefixStore(f"{prefix}rpc_prefix_{number}", store)
+    for prefix, number in itertools.product(PREFIXES, range(10)):
+        part = part_of(f"{prefix}rpc_prefix_{number}", store)
         ranks = itertools.takewhile(lambda rank, part=part: part.check([f"names/{rank}"]), itertools.count())
         names = [part.get(f"names/{rank}").decode() for rank in ranks]
         for rank, name in enumerate(names):

@@ -8,6 +8,7 @@ A rule returns (what a node waits for, its kind, its needs). No needs are given 
 if too little is known: then nobody is said to wait for it in a circle.
 """
 
+from rpctrace.evidence import Frame
 from rpctrace.graph import CALL, Graph, Need, Node
 from rpctrace.waits import OF_ALL
 
@@ -38,9 +39,8 @@ class Rules:
 
     def add(self, key, what, kind, needs, thread=None):
         """Add a node. `thread`: if it is one."""
-        self.nodes[key] = Node(key[0], thread.title() if thread else "", what, kind, needs)
-        if thread:
-            self.nodes[key].place = thread.place
+        title, place = (thread.title(), thread.place) if thread else ("", Frame())
+        self.nodes[key] = Node(key[0], title, what, kind, needs, place)
         return key
 
     def make_nodes(self, process):
@@ -53,11 +53,12 @@ class Rules:
     def unknown_workers(self):
         """Return the keys of the workers of which nothing is known, or an empty list if there is none."""
         worlds, ranks = [one.world for one in self.workers], {one.rank for one in self.workers}
-        if all(worlds) and max(worlds, default=0) <= len(worlds):
+        here, world = len(worlds), max(worlds, default=0)
+        if all(worlds) and here == world and (-1 in ranks or len(ranks) == world):
             return []
-        if not all(worlds) or -1 in ranks:  # their number, or which of them are missing, is not known
-            return [self.absent("another worker")]
-        return [self.absent(f"rank {rank}") for rank in range(max(worlds)) if rank not in ranks]
+        if all(worlds) and here < world and -1 not in ranks:
+            return [self.absent(f"rank {rank}") for rank in range(world) if rank not in ranks]
+        return [self.absent("another worker")]  # their number, or which of them are missing, is not known, or two jobs
 
     def absent(self, who):
         return self.add((who, "absent", 0), UNKNOWN, "absent", [])
@@ -75,11 +76,12 @@ class Rules:
         """Return the key of a call: it waits for who serves it, and for an RPC thread that takes the answer."""
         title = f"{call.to}'s answer" if call.to else "an answer"
         title += f" to {call.name}" if call.name else ""
-        kind, needs = "call" if call.to else "guess", self.servers(process, call)
+        needs = self.servers(process, call)
+        kind = "call" if call.to and not any(need.is_choice() for need in needs) else "guess"
         if process.full():
             title += f"; no RPC thread of {process.name} is free to take it"
             kind, needs = "pool", [*needs, Need([self.pool(process)])] if needs else []
-        key = self.key(process, CALL, f"{call.to} {call.name} {call.limit} {call.owes}")
+        key = self.key(process, CALL, str(call))
         needs = [] if call.goes_on() else needs
         return self.add(key, title, kind if needs else "busy", needs)
 
@@ -92,27 +94,29 @@ class Rules:
             return [Need([self.key(owners[0], "gone")])]
         if not call.name or not all(one.quiet and not one.lost for one in self.processes):
             return []  # its message may be on its way, or be served by somebody who is lost
-        serving = self.serving(owners, call.name)
+        threads = [(self.key(one, tid), thread) for one in owners for tid, thread in one.threads.items()]
+        serving = {key: served for key, thread in threads for served in thread.serves if served.name == call.name}
+        if any(served.owner and call.owner and served.owner != call.owner for served in serving.values()):
+            return []  # A.get and B.get: they may be two functions
         if call.owes or any(served.owes for served in serving.values()):  # whoever completes it is not on any stack
             what = f"the Future that {call.name} has returned, which is not complete"
             return [Need([self.add((call.to or "a worker", "owed", call.name), what, "owed", [])])]
         # As no message is on its way, a thread serves the call, or it waits for one in a pool that is full.
-        anyone = [*serving, *(self.pool(one) for one in owners if one.full() or not serving)]
+        able = [*serving, *(self.pool(one) for one in owners if one.full() or not serving)]
+        others = [] if call.to in self.by_name else [*self.strangers]
+        for one in self.workers:  # a thread of torch that serves nothing may read the arguments, or write the answer
+            if one is process or one in owners:
+                others += [self.key(one, tid) for tid in one.threads_of_torch() if not one.threads[tid].serves]
         # Who calls somebody rarely means himself; and call_method(Agent.act, ...) runs act.
-        shown = [key for key in serving if key[0] != process.name] or anyone
+        shown = [key for key in serving if key[0] != process.name] or able
         shown = [key for key in shown if key in serving and serving[key].inner in call.mentions] or shown
-        return [Need(anyone if call.to in self.by_name else anyone + self.strangers, shown)]
+        return [Need([*able, *others], shown)]
 
     def owners_of(self, call):
         """Return the workers that a call may be for: the one of this name, or all that may have it."""
         if call.to in self.by_name:
             return [self.by_name[call.to]]
         return [one for one in self.workers if not (call.to and one.named)]
-
-    def serving(self, owners, name):
-        """Return {key of a thread: the Call that it serves} of all that serve this function."""
-        threads = [(self.key(one, tid), thread) for one in owners for tid, thread in one.threads.items()]
-        return {key: served for key, thread in threads for served in thread.serves if served.name == name}
 
     # ------------------------------------------------------------------------------------------------------- threads
 
@@ -128,66 +132,64 @@ class Rules:
         """All workers have to come, and to end what they serve."""
         if thread.wait.timed or not process.world:
             return "the end of shutdown", "busy", []
-        members = {one.name: one for one in self.workers if one is not process}
-        members |= {key[0]: None for key in self.strangers}
-        what, kind, needs = self.meeting("shutdown", members, lambda one: one.is_within("shutdown"))
-        if needs:
-            return what, kind, needs
+        missing = {one.name: [one] for one in self.workers if one is not process and not one.is_within("shutdown")}
+        missing |= {key[0]: [] for key in self.strangers}
+        if missing:
+            return self.meeting("shutdown", missing)
         serving = [self.key(one, tid) for one in self.processes for tid, each in one.threads.items() if each.serves]
         return "the end of shutdown: calls are not answered", "call", [Need([key]) for key in serving]
 
     def init(self, process, thread):
-        """init_rpc or init_process_group, by which a process gets its rank in a group.
+        """init_rpc or init_process_group, by which a process gets its rank in a group. All ranks have to begin it.
 
-        If all workers are here, a rank that has not come is one of those that have not called it.
+        For example, ranks 0 and 1 of 3 are in init_process_group. If w0, w1 and w2 are here, and w2 has not begun it,
+        rank 2 is w2. If w2 is not here, nothing is known of rank 2.
         """
-        name, begun, away = thread.wait.what, {}, []
-        if thread.wait.timed or not thread.wait.world:
+        name, world, begun, others = thread.wait.what, thread.wait.world, set(), []
+        if thread.wait.timed or not world:
             return f"the other ranks, in {name}", "busy", []
         for one in self.processes:
             ranks = {each.does[name] for each in one.threads.values() if name in each.does}
-            ranks |= {one.rank} if name == "init_rpc" and one.rpc else set()
-            begun |= dict.fromkeys(ranks - {-1}, one)
-            away += [one] * (one.rpc and not ranks and not (name == "init_process_group" and one.groups))
-        members = {f"rank {number}": begun.get(number) for number in range(thread.wait.world)}
-        others = away if len(self.workers) >= len(members) else []
-        return self.meeting(f"{name} of {len(members)} ranks", members, lambda one: True, others=others)
+            if name == "init_rpc" and one.rpc and not one.lost:
+                ranks.add(one.rank)
+            begun |= ranks
+            if one.rpc and not ranks and not (name == "init_process_group" and one.groups):
+                others.append(one)
+        others = others if len(self.workers) >= world else []
+        missing = {f"rank {rank}": others for rank in range(world) if rank not in begun}
+        return self.meeting(f"{name} of {world} ranks", missing)
 
     def collective(self, process, thread):
         """All members of the group have to begin the same one."""
         name = thread.wait.what
         if thread.wait.timed or process.groups != 1 or not name.startswith(OF_ALL):
             return f"{name}: the other side", "busy", []  # it is not known which group, or who may be ahead
-        members = {one.name: one for one in self.processes if one.groups}
 
         def has_begun(other):
             return any((each.wait.kind, each.wait.what) == ("collective", name) for each in other.threads.values())
 
-        what, kind, needs = self.meeting(name, members, has_begun, served=True)
-        if needs:  # one of them has not begun it. Others may have, by async_op, and do not wait now
-            anyone = [key for need in needs for key in need.anyone]
-            needs = [Need(anyone + self.strangers, [key for need in needs for key in need.shown])]
-        return what, kind, needs
+        missing = {one.name: [one] for one in self.processes if one.groups and not has_begun(one)}
+        return self.meeting(name, missing, collective=True)
 
-    def meeting(self, what, members, has_come, served=False, others=()):
-        """Everybody has to come. `members`: {who: its process, or None if nothing is known of it}.
+    def meeting(self, what, missing, collective=False):
+        """Each of those who are missing has to come. `missing`: {who: the processes one of which it is, or none}.
 
-        `served`: a function that is served may make that call, too. Otherwise only threads do that are not torch's.
-        `others`: processes one of which each unknown member is.
+        Only threads that are not torch's come, but a function that is served may begin a collective. And of those who
+        are missing there, all but one may have begun it by async_op: so only one of them has to come.
         """
-        missing, needs = [], []
-        for who, one in members.items():
-            if one and not one.lost and has_come(one):
-                continue
-            missing.append(who)
-            able, processes = [], [one] if one else others
+        needs = []
+        for who, processes in missing.items():
+            able = [self.key(process, "gone") for process in processes if process.lost]
             for process in processes:
-                own = [tid for tid in process.threads if served or tid not in process.threads_of_torch()]
-                able += [self.key(process, tid) for tid in own] + [self.key(process, "gone")] * bool(process.lost)
-            called = served and any(process.rpc and not process.lost for process in processes)
-            needs.append(Need([*able, CALLERS] if called else able, able) if able else Need([self.absent(who)]))
-        what = f"{', '.join(missing)} to begin {what}" if missing else f"the end of {what}, which all have begun"
-        return what, "collective", needs
+                of_torch = [] if collective else process.threads_of_torch()
+                able += [self.key(process, tid) for tid in process.threads if tid not in of_torch]
+            needs.append(Need(able or [self.absent(who)]))
+        if collective and needs:
+            shown = [key for need in needs for key in need.shown]
+            called = any(one.rpc and not one.lost for processes in missing.values() for one in processes)
+            needs = [Need([*shown, *[CALLERS] * called, *self.strangers], shown)]
+        begins = f"{', '.join(missing)} to begin {what}" if missing else f"the end of {what}, which all have begun"
+        return begins, "collective", needs
 
     def signal(self, process, thread):
         """Any other thread of the process may send it, but one that is in shutdown, and whoever calls a function."""

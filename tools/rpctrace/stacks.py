@@ -2,21 +2,24 @@
 
 import collections
 import contextlib
-import linecache
 import os
 import re
+import signal
 import socket
+import tokenize
 
 from rpctrace import dumps, names, read, syntax, waits
 from rpctrace.evidence import Process, Wait
-from rpctrace.threads import frame_of, number_threads, thread_of
+from rpctrace.threads import OPTIMIZER, frame_of, number_threads, place_of, thread_of
 
 GROUP = "init_process_group"
 POOL, GLOO = "pt_thread_pool", "pt_gloo_runloop"  # the names of RPC threads, and of two for each process group
-NETWORK = ("TP_UV_loop", "pt_gloo")  # threads that run when a message has come
+NETWORK = ("TP_UV_loop", "TP_CMA_loop", "pt_gloo")  # threads that run when a message has come
 POLLS = {"TP_SHM_reactor", "gloo_tcp_loop"}  # these are never still
-# Handlers of signals, and callbacks of Futures, may send a signal, and stand on no stack before.
-UNSEEN = re.compile(r"\bsignal\.signal\(|\.then\(|\.add_done_callback\(")
+# Callbacks of Futures, and handlers of signals, may wake a thread, and stand on no stack before.
+CALLBACKS = re.compile(r"\.then\(|\.add_done_callback\(")
+# These signals have handlers of Python, of faulthandler and of the C library, which wake nobody.
+USUAL = {signal.SIGINT, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, 32, 33}
 
 
 def look(pids, address="", recorded=()):
@@ -28,8 +31,8 @@ def look(pids, address="", recorded=()):
     keys = ("worker", "rank", "world", "limit")
     told = {one["pid"]: {key: one[key] for key in keys} for one in recorded if "worker" in one}
     for one in written:
-        frames = [frame_of(one, each) for stack in one["stacks"] for each in stack["frames"]]
-        paths = {frame.path for frame in frames if not frame.library}
+        places = {place_of(one, each) for stack in one["stacks"] for each in stack["frames"]}
+        paths = [path for path, library in places if not library or path.endswith(OPTIMIZER)]
         one["sources"] = {path: source_of(path, one["started"]) for path in paths}
         words = set(re.findall(r"\w+", " ".join(one["sources"].values())))
         one["environ"] = {name: value for name, value in one["environ"].items() if name in words}  # it may hold secrets
@@ -47,15 +50,16 @@ def look(pids, address="", recorded=()):
 
 def source_of(path, started):
     """Return the source of a file, or "" if it has been changed since a process has started."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, SyntaxError, ValueError):  # it is not there, or is no text of Python
         if os.stat(path).st_mtime < started + 1:  # the kernel's clock is coarse
-            return "".join(linecache.getlines(path))
+            with tokenize.open(path) as file:
+                return file.read()
     return ""
 
 
 def look_into(folder, address=""):
     """Return what is seen of the processes of this machine that record into a folder, and that have not left."""
-    recorded = {one["pid"]: one for one in read.read(folder, most=0) if one["host"] == socket.gethostname()}
+    recorded = {one["pid"]: one for one in read.read(folder, most=0) if one.get("host") == socket.gethostname()}
     living = {pid for pid in recorded if dumps.has_torch(pid)}
     if not living:
         raise dumps.NoDump(f"no process that records into {folder} runs on this machine")
@@ -66,11 +70,7 @@ def look_into(folder, address=""):
 
 def processes_of(written):
     """Return the processes that look() has seen, in the order of their ranks."""
-    for one in written:
-        for path, text in one["sources"].items():
-            linecache.cache[path] = len(text), None, text.splitlines(keepends=True), path
-    once = {(one["host"], one["pid"]): one for one in written}  # a process may be in several files
-    processes = [process_of(one) for one in once.values()]
+    processes = [process_of(one) for one in written]
     counts = collections.Counter(one.name for one in processes)
     for one in processes:
         if counts[one.name] > 1 or not one.name:  # two that seem to have the same name have none
@@ -101,18 +101,19 @@ def process_of(written):
         pool=len(pool),
         free=len(pool - stacks.keys()),
         quiet=not any(comm.startswith(NETWORK) for comm in moved),
-        unseen=any(UNSEEN.search(text) for text in written["sources"].values()),
+        unseen=any(map(CALLBACKS.search, written["sources"].values())) or not USUAL.issuperset(written["caught"]),
         still=moved <= POLLS,
     )
-    groups = [call for path in written["sources"] for call in names.calls_made(syntax.parsed(path), GROUP, {})]
-    limited = any(syntax.argument(call, 2, "timeout") or syntax.is_spread(call) for call in groups)
+    # A process group has a time limit if the call that makes it gives one, or if that call is not seen.
+    groups = [call for text in written["sources"].values() for call in names.calls_made(syntax.parsed(text), GROUP, {})]
+    limited = not groups or any(syntax.argument(call, 2, "timeout") or syntax.is_spread(call) for call in groups)
     for one in written["stacks"]:
         tid, frames = one["os_thread_id"], stacks[one["os_thread_id"]]
         if not any(frame.path.endswith(waits.NOBODY) for frame in frames):
             thread = process.threads[tid] = thread_of(one, frames, tid in written["still"], joined["limit"])
             thread.main = frames is main
             thread.wait.timed |= limited and (thread.wait.kind == "collective" or thread.wait.what == GROUP)
-            if frames is main and written["alarm"]:
+            if frames is main and signal.SIGALRM in written["caught"]:
                 thread.wait = Wait(what="it waits, until an alarm at most")
     return process
 

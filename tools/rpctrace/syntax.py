@@ -8,7 +8,6 @@ import ast
 import collections
 import contextlib
 import functools
-import linecache
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 LOOPS = (ast.For, ast.While, ast.comprehension)
@@ -21,27 +20,27 @@ METHODS = {"environ", "argv", "get", "format"}
 
 
 @functools.lru_cache(64)
-def parsed(path):
-    """Return the syntax tree of a file, or an empty one if it cannot be read."""
+def parsed(source):
+    """Return the syntax tree of a source, or an empty one if it cannot be read."""
     try:
-        return ast.parse("".join(linecache.getlines(path)))
+        return ast.parse(source)
     except (SyntaxError, ValueError):
         return ast.Module([], [])
 
 
-def around(path, line):
+def around(tree, line):
     """Return the nodes of a file's syntax tree in which a line is. The outer ones come first."""
-    nodes = [node for node in ast.walk(parsed(path)) if hasattr(node, "lineno")]
+    nodes = [node for node in ast.walk(tree) if hasattr(node, "lineno")]
     return [node for node in nodes if node.lineno <= line <= node.end_lineno]
 
 
-def scope_at(path, line):
+def scope_at(tree, line):
     """Return the function in which a line of a file stands, or the syntax tree of the file."""
-    return [parsed(path), *(node for node in around(path, line) if isinstance(node, ast.FunctionDef))][-1]
+    return [tree, *(node for node in around(tree, line) if isinstance(node, ast.FunctionDef))][-1]
 
 
-def calls_at(path, line):
-    return [node for node in around(path, line) if isinstance(node, ast.Call)]
+def calls_at(tree, line):
+    return [node for node in around(tree, line) if isinstance(node, ast.Call)]
 
 
 def method_of(call):
@@ -69,9 +68,9 @@ def parameters(scope):
 
 def passed(outer, inner, name):
     """Return the expression that a frame passes for a parameter of the function that it has called, None if unknown."""
-    names = [one for one in parameters(scope_at(inner.path, inner.line)) if one != "self"]
-    # `functions[name](x)` calls something without a name.
-    calls = [node for node in calls_at(outer.path, outer.line) if method_of(node) in (inner.function, "")]
+    names = [one for one in parameters(scope_at(inner.tree, inner.line)) if one != "self"]
+    # `functions[name](x)` calls something without a name, for which method_of() returns "": it may be this function.
+    calls = [node for node in calls_at(outer.tree, outer.line) if method_of(node) in (inner.function, "")]
     return argument(calls[0], names.index(name), name) if len(calls) == 1 and name in names else None
 
 
@@ -107,7 +106,8 @@ def assigned_by(node):
         case ast.NamedExpr(target=target, value=value) | ast.withitem(optional_vars=target, context_expr=value):
             pairs = [(target, value)] if target else []
         case ast.Call(func=ast.Attribute(value=target, attr=fills), args=[*_, value]) if fills in FILLS:
-            target = target.value if isinstance(target, ast.Subscript) else target  # futures[0].append(x)
+            # futures[0].append(x) counts as one that puts x into `futures`.
+            target = target.value if isinstance(target, ast.Subscript) else target
             return [(f"{target.id}[]", value)] if isinstance(target, ast.Name) else []
         case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.alias(asname=str(name)):
             return [(name, None)]
@@ -151,13 +151,13 @@ def places(scope, deep=False):
     return found
 
 
-def values_in(path, scope, names, known=()):
+def values_in(tree, scope, names, known=()):
     """Return {variable: value} of those that a function of a file can use, and of `known`, as far as they are sure.
 
     `names`: the evidence.Seen of its own ones. What is assigned in a loop has several values, one after the other.
     """
     known, found = dict(known), {}
-    for part in dict.fromkeys((parsed(path), scope)):
+    for part in dict.fromkeys((tree, scope)):
         counts, loops = places(part), [node for node in own_nodes(part) if isinstance(node, LOOPS)]
         looped = {name for loop in loops for name, _ in bound(loop, deep=True)}
         once = {name for name, count in counts.items() if count == 1 and name not in looped}

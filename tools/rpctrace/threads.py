@@ -5,11 +5,10 @@ It contains no global variables, no attributes and no names of functions. For th
 """
 
 import itertools
-import linecache
 import os
 import re
 
-from rpctrace import facts, waits
+from rpctrace import facts, syntax, waits
 from rpctrace.evidence import Call, Frame, Seen, Thread
 from rpctrace.sources import Line
 
@@ -18,17 +17,25 @@ LIBRARY = re.compile(
 )
 OPTIMIZER = "/distributed/optim/optimizer.py"  # torch's only `with` of a lock in which a program's code runs
 OBJECT = re.compile(r"<([\w.]+) at 0x([0-9a-f]+)>")
+# Functions of torch that are served under its name. The two files named here run a function of the program.
 OF_TORCH = re.compile(r"/torch/distributed/(\w+)/(?!functions\b|rref_proxy\b)")
 
 
-def frame_of(written, one):
-    """Return the Frame of one of py-spy's. Torch may be anywhere, if it was built from its source."""
+def place_of(written, one):
+    """Return the path of one of py-spy's frames, and whether it is of Python or torch, which may be built anywhere."""
     path = one["filename"] if one["filename"].startswith("<") else os.path.join(written["cwd"], one["filename"])
-    library = bool(LIBRARY.search(path)) or path.startswith(tuple(written["torch"]))
-    frame = Frame(path, one["name"].rpartition(".")[2], one["line"], library)
-    frame.names = {each["name"]: variable(each) for each in one["locals"] or ()}
-    frame.text = linecache.getline(path, one["line"]).strip() or "(its source cannot be read, or has been changed)"
-    return frame
+    return path, bool(LIBRARY.search(path)) or path.startswith(tuple(written["torch"]))
+
+
+def frame_of(written, one):
+    """Return the Frame of one of py-spy's."""
+    path, library = place_of(written, one)
+    source = written["sources"].get(path, "")
+    owner, _, function = one["name"].rpartition(".")  # Agent.act, from Python 3.11 on
+    line = ["", *source.split("\n")][one["line"] :][:1]
+    text = "".join(line).strip() or "(its source cannot be read, or has been changed)"
+    names = {each["name"]: variable(each) for each in one["locals"] or ()}
+    return Frame(path, function, one["line"], library, text, owner.rpartition(".")[2], syntax.parsed(source), names)
 
 
 def variable(one):
@@ -57,12 +64,11 @@ def number_threads(stacks):
 
 def thread_of(one, frames, still, limit):
     """Return what is known of one of py-spy's threads. `limit`: that of calls which have none of their own."""
-    calls = ""
+    callee = ""
     for frame in frames:
-        if not frame.library or frame.path.endswith(OPTIMIZER):
-            frame.facts = facts.facts_of(frame, calls)
+        frame.facts = facts.facts_of(frame, callee)
         if "/rpctrace/record/" not in frame.path:  # the recorder only passes a call on
-            calls = frame.function
+            callee = frame.function
     thread = Thread(one["os_thread_id"], one["thread_name"], ran=one["active"] and not still)
     thread.place, thread.wait = waits.read(frames, still, thread.ran)
     if thread.wait.kind == "answer":
@@ -112,15 +118,17 @@ def served(frames):
 def call_of(frames):
     """Return the call that is served by frames, of which torch has called the last one."""
     first, own = frames[-1], [frame for frame in frames if not frame.library]
-    within = list(itertools.takewhile(lambda frame: frame.library, reversed(frames)))[:3]
-    call = Call(None, first.function, owes=any("/rpc/functions." in frame.path for frame in within))
+    within = list(itertools.takewhile(lambda frame: frame.library, reversed(frames)))
+    owes = any("/rpc/functions." in frame.path for frame in within)
+    call = Call(None, first.function, owes=owes, owner=first.owner)
     proxy = next((frame for frame in within if frame.function.startswith("_local_invoke")), None)
     if proxy:
         call.name = proxy.value("func_name", call.name)
     elif found := OF_TORCH.search(first.path):
         call.name = f"torch.{found[1]}.{call.name}"
+    elif own and own[-1].function == "__init__" and "self" in own[-1].names:
+        call.name, call.owner = own[-1].names["self"].type, ""
     elif own:
-        of_object = own[-1].function == "__init__" and "self" in own[-1].names
-        call.name = own[-1].names["self"].type if of_object else own[-1].function
+        call.name, call.owner = own[-1].function, own[-1].owner
         call.inner = own[-2].function if len(own) > 1 else ""
     return call

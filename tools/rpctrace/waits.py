@@ -31,7 +31,7 @@ MEETINGS = ("_wait_all_workers", "init_rpc", "init_process_group", "new_group") 
 
 
 class Row(NamedTuple):
-    file: str  # the end of its name; for C code, the class whose method is called, and "?" if it may be unknown
+    where: str  # the end of the file's name; for C code, the class whose method is called, and "?" if it may be unknown
     functions: str  # separated by blanks, "*" for all
     wait: object  # the Wait, or a function that returns it: of the frame, or for C code of the Fact
 
@@ -89,7 +89,7 @@ def read(frames, still, ran):
     if still and not wait:
         found = [line_wait(frame) for frame in lines] + [signal(within)] + [row_wait(frame) for frame in within]
         wait = next(filter(None, found), None)
-    if not wait or (ran and wait.kind in ("lock", "answer")):
+    if not wait:
         does = "computes" if ran else "sleeps" if "sleep(" in place.text else "runs, or waits for something outside"
         wait = Wait(what=f"it {does}")
     return place, wait
@@ -97,7 +97,7 @@ def read(frames, still, ran):
 
 def row_wait(frame):
     """Return what a thread waits for in a function of Python or torch, or None."""
-    rows = [one for one in OF_PYTHON_AND_TORCH if frame.path.endswith(one.file)]
+    rows = [one for one in OF_PYTHON_AND_TORCH if frame.path.endswith(one.where)]
     rows = [one for one in rows if one.functions == "*" or frame.function in one.functions.split()]
     return rows[0].wait_of(frame) if rows and frame.library else None
 
@@ -109,7 +109,8 @@ def line_wait(frame):
         if fact.method:
             kind = fact.things[0].type if fact.things else ""
             rows = [row for row in OF_C if fact.method in row.functions.split()]
-            found += [row.wait_of(fact) for row in rows if (kind or "?") in row.file.split()]
+            rows = [row for row in rows if (kind or "?") in row.where.split()]
+            found += [row.wait_of(fact) if fact.alone else None for row in rows]
         elif fact.enters and all(lock.type in facts.LOCKS for lock in fact.things):
             found.append(Wait("lock", locks=fact.things))
     return found[0] if len(found) == 1 else None
@@ -124,7 +125,7 @@ def signal(within):
     wait = None
     for frame in frames:
         this, limit = frame.names.get("self"), frame.names.get("timeout")
-        wait = wait or Wait("signal")
+        wait = wait or Wait("signal", "the end of its threads")  # of threading._shutdown(), which has no `self`
         wait.what = this.type if this and this.type else wait.what
         wait.timed |= bool(limit and limit.type != "NoneType" and limit.value != -1)
         if frame.function in ("join", "_wait_for_tstate_lock"):
