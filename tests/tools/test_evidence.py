@@ -143,6 +143,7 @@ def test_a_call_with_a_short_time_limit_goes_on_even_if_no_thread_is_free(limit)
         ("calls[0].append(made())", []),
         ("calls.update(f=rpc_async('w1', g))", []),
         ("calls[0] = rpc_async('w1', g)", ["g", "f"]),
+        ("others = [rpc_async('w1', g)]\n    calls = others.pop(0)", ["f", "g"]),
         ("calls.append([rpc_async('w1', g)])", []),
         ("calls = [[], []]\n    calls[0].append(rpc_async('w1', g))", []),
         ("for calls in [rpc_async('w1', f)]:", ["f"]),

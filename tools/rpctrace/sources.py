@@ -68,7 +68,8 @@ class Line:
     def calls_behind(self, expression):
         """Return the calls one of which completes the Future, or the RRef, that an expression means.
 
-        For example, `futures[0]` means what has been put into the list `futures`, wherever in this function.
+        A list means the calls of all its elements. For example, `futures[0]` means what has been put into `futures`,
+        wherever in this function.
         """
         found, names, todo = [], set(), [expression]
         for node in todo:  # which grows
@@ -87,7 +88,9 @@ class Line:
                     todo.append(self.element(one))
                 case ast.Subscript(value=one):
                     todo.append(one)
-                case ast.Call(args=[one]) | ast.Call(func=ast.Attribute(value=one)) if method_of(node) in PASS_ON:
+                case ast.Call(func=ast.Attribute(attr="pop" | "values", value=one), args=[] | [_]):
+                    todo.append(one)
+                case ast.Call(func=ast.Name(id=name), args=[one]) if name in PASS_ON:
                     todo.append(one)
                 case _:
                     raise Unknown
