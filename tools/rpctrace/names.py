@@ -31,6 +31,7 @@ def by_source(frames, words, environ):
     own, scopes = [frame for frame in frames if not frame.library], {}
     for frame in own:
         calls = calls_made(frame.tree, "init_rpc", {})
+        # A file has one tree, however many frames are in it, so a scope is one key.
         scopes |= {syntax.scope_at(frame.tree, call.lineno): frame for call in calls}
     if len(scopes) != 1:
         return {}
@@ -61,7 +62,7 @@ def limit_of(call, tree, known):
     if len(options) > 1 or any(syntax.is_spread(one) for one in (call, *options)):
         return None
     if options and (given := argument(options[0], 1, "rpc_timeout")):
-        return value_of(given, known) if mentioned <= 1 else None
+        return value_of(given, known) if mentioned <= 1 else None  # this keyword is the one mention
     elsewhere = argument(call, 4, "rpc_backend_options") and not options
     return None if mentioned or elsewhere else DEFAULT_LIMIT
 

@@ -45,13 +45,14 @@ class Rules:
 
     def make_nodes(self, process):
         if process.lost:
+            # A need without anyone is never met. Without needs it may go on.
             ended = ("gone", [Need([])]) if process.ended else ("silent", [])
             self.add(self.key(process, "gone"), process.lost, *ended)
         for tid, thread in process.threads.items():
             self.add(self.key(process, tid), *RULES[thread.wait.kind](self, process, thread), thread)
 
     def unknown_workers(self):
-        """Return the keys of the workers of which nothing is known, or an empty list if there is none."""
+        """Add the workers of which nothing is known; return their keys, or an empty list if there is none."""
         worlds, ranks = [one.world for one in self.workers], {one.rank for one in self.workers}
         here, world = len(worlds), max(worlds, default=0)
         if all(worlds) and here == world and (-1 in ranks or len(ranks) == world):
@@ -64,7 +65,7 @@ class Rules:
         return self.add((who, "absent", 0), UNKNOWN, "absent", [])
 
     def pool(self, process):
-        """Return the key of the RPC threads of a worker: if all are busy, one of them has to end what it does."""
+        """Add the RPC threads of a worker; return their key. If all are busy, one has to end what it does."""
         key, busy = self.key(process, "pool"), [self.key(process, tid) for tid in process.threads_of_torch()]
         if process.full():
             return self.add(key, f"all its {len(busy)} RPC threads are busy", "pool", [Need(busy)])
@@ -73,7 +74,7 @@ class Rules:
     # ------------------------------------------------------------------------------------------------------- calls
 
     def call(self, process, call):
-        """Return the key of a call: it waits for who serves it, and for an RPC thread that takes the answer."""
+        """Add a call, and return its key: it waits for who serves it, and for an RPC thread that takes the answer."""
         title = f"{call.to}'s answer" if call.to else "an answer"
         title += f" to {call.name}" if call.name else ""
         needs = self.servers(process, call)

@@ -37,6 +37,7 @@ def look(pids, address="", recorded=()):
         words = set(re.findall(r"\w+", " ".join(one["sources"].values())))
         one["environ"] = {name: value for name, value in one["environ"].items() if name in words}  # it may hold secrets
         one["joined"] = told.get(one["pid"], {})
+    # As far as the source and a recording tell. For the others the store is asked.
     unnamed = [one.pid for one in processes_of(written) if one.rpc and not one.named]
     workers = names.by_store(address) if address else {}
     if not address and (address := names.store_of(unnamed)):
@@ -64,6 +65,7 @@ def look_into(folder, address=""):
     if not living:
         raise dumps.NoDump(f"no process that records into {folder} runs on this machine")
     there = {"", *(recorded[pid].get("worker", "") for pid in living)}
+    # Those that have ended without leaving RPC, unless a living process has taken their name.
     gone = {pid for pid, one in recorded.items() if one.get("worker", "") not in there and "left" not in one}
     return look(sorted(living | gone), address, recorded.values())
 
@@ -83,7 +85,7 @@ def process_of(written):
     stacks = {}  # number of a thread in the kernel -> its frames
     for one in written["stacks"]:
         stacks[one["os_thread_id"]] = [frame_of(written, each) for each in one["frames"]]
-    number_threads(stacks)
+    number_threads(stacks)  # so that Thread.join, below, shows for which thread it waits
     main, comms = stacks.get(written["pid"], []), dict(written["comms"])
     joined, pool = joined_of(written, main), {tid for tid, comm in comms.items() if comm == POOL}
     moved = {comm for tid, comm in comms.items() if tid not in {*written["still"], *stacks}}
@@ -104,7 +106,7 @@ def process_of(written):
         unseen=any(map(CALLBACKS.search, written["sources"].values())) or not USUAL.issuperset(written["caught"]),
         still=moved <= POLLS,
     )
-    # A process group has a time limit if the call that makes it gives one, or if that call is not seen.
+    # A process group may have a short time limit if the call that makes it gives one, or if that call is not seen.
     groups = [call for text in written["sources"].values() for call in names.calls_made(syntax.parsed(text), GROUP, {})]
     limited = not groups or any(syntax.argument(call, 2, "timeout") or syntax.is_spread(call) for call in groups)
     for one in written["stacks"]:
