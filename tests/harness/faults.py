@@ -52,19 +52,20 @@ def kill_and_check(job, rank, pids, moment="training"):
         del statuses[rank]
     # At the end the work may have been done already. Under torchrun the job then fails only if the rank was the last.
     assert set(statuses) == {1} or (moment == "end" and set(statuses) == {0}), (statuses, job.text())
-    assert_named(job, [rank], may_be_done=moment == "end")
+    assert_named(job, [rank], may_be_done=moment == "end", may_be_missing=moment == "start")
     return took
 
 
-def assert_named(job, victims, may_be_done=False):
+def assert_named(job, victims, may_be_done=False, may_be_missing=False):
     """Assert that each console has one line that names a rank of `victims`, and the status 1.
 
-    A rank that has died before it joined is one that did not come: rank 0 names it, and so do those whose own
-    --join_timeout has not passed.
     `may_be_done`: a rank may also have done its work. It prints nothing then, and its status is 0.
+    `may_be_missing`: the victim may have died before it joined, as one that did not come: rank 0 names it, and so do
+    those whose own --join_timeout has not passed.
     """
     names = "|".join(rf"rank {victim} \({job.names[victim]}\)" for victim in victims)
     missing = rf"{names}|the other ranks" + (r"|rank 0 at localhost port \d+" if 0 in victims else "")
+    expected = rf"lost ({names})" + (f"|({missing}) did not come" if may_be_missing else "")
     of_torchrun = "|".join(rf"\brank +: {victim} " for victim in victims)  # it may end the others before they notice
     for process in job.processes:
         if process.returncode == -signal.SIGKILL or (may_be_done and process.returncode == 0):
@@ -73,7 +74,7 @@ def assert_named(job, victims, may_be_done=False):
         assert job.way == "torchrun" or not re.search(NOISE, process.text()), job.text()
         lines = re.findall(rf"^{job.package}: .*\b(?:lost|did not come) .*$", process.errors(), re.M)
         named = len(lines) == 1 or (job.way == "torchrun" and re.search(of_torchrun, process.errors()))
-        named = named and all(re.search(f"lost ({names})|({missing}) did not come", line) for line in lines)
+        named = named and all(re.search(expected, line) for line in lines)
         assert process.returncode == 1 and named, (process.returncode, names, job.text())
 
 
