@@ -21,8 +21,9 @@ from rpctrace.syntax import argument, method_of
 
 STARTS = ("rpc_sync", "rpc_async", "remote")
 WAITS = ("wait", "wait_all", "to_here")
-PASS_ON = ("list", "tuple", "enumerate", "reversed", "values", "pop")  # they return what they are given, or have
-READ = (*PASS_ON, *WAITS, "len")  # these functions only read a list
+PASS_ON = ("list", "tuple", "enumerate", "reversed")  # these functions return what they are given
+GIVE = ("values", "pop")  # and these methods what their list or dict has
+READ = (*PASS_ON, *GIVE, *WAITS, "len")  # all of these only read a list
 # No other method of a list, a Future or an RRef puts a call into a list in a way that bound() does not show.
 HARMLESS = (*READ, *syntax.FILLS, *STARTS, "done", "owner")
 
@@ -88,7 +89,7 @@ class Line:
                     todo.append(self.element(one))
                 case ast.Subscript(value=one):
                     todo.append(one)
-                case ast.Call(func=ast.Attribute(attr="pop" | "values", value=one), args=[] | [_]):
+                case ast.Call(func=ast.Attribute(attr=name, value=one), args=[] | [_]) if name in GIVE:
                     todo.append(one)
                 case ast.Call(func=ast.Name(id=name), args=[one]) if name in PASS_ON:
                     todo.append(one)
