@@ -35,6 +35,18 @@ def test_a_run_learns_and_reports_its_figures_and_what_crosses_the_wire(tmp_path
     assert losses[0] == sorted(losses[0]) and len(losses[0]) == 6
 
 
+@pytest.mark.quick
+def test_the_figures_of_staleness():
+    """Three gradients were computed from the newest weights, and one from weights that lacked two updates."""
+    with package_on_path("param_server"):
+        from counts import Counts
+    counts = Counts()
+    assert counts.staleness() == {"staleness_mean": 0.0, "staleness_max": 0}
+    for version in (0, 1, 0, 3):
+        counts.add_update((0, 1, version, 32))
+    assert counts.staleness() == {"staleness_mean": 0.5, "staleness_max": 2}
+
+
 # ------------------------------------------------------------------------------------------------- bad input
 
 
