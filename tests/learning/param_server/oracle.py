@@ -12,7 +12,6 @@ from helpers import package_on_path
 from programs import ROOT, run_script
 
 with package_on_path("param_server"):
-    from glue import scenario
     from glue.training import seed_for
 
     import main

@@ -1,25 +1,13 @@
 """param_server's network, its evaluation, and the flags, without RPC."""
 
-import warnings
-
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from helpers import load_oracle
+from helpers import ROOT, load_module, load_oracle
 
 oracle = load_oracle("param_server")
 main, net = oracle.main, oracle.net
 pytestmark = pytest.mark.quick
-
-
-def arguments(*flags):
-    return main.parse_args(["--dataset", "synthetic", *map(str, flags)])
-
-
-def some_images(size=4):
-    return torch.randn(size, 1, 28, 28, generator=torch.Generator().manual_seed(1))
 
 
 # ------------------------------------------------------------------------- difference 2: eval() on the trainer
@@ -40,29 +28,18 @@ def test_accuracy_is_measured_without_dropout_where_the_network_is():
     assert (with_dropout == labels).float().mean() < 0.95
 
 
-# ------------------------------------------------------------------------- differences 7 and 8: the network
+# ------------------------------------------------------------------------- differences 7 and 23: the network
 
 
 def test_one_gpu_means_one_gpu():
     assert net.DEVICES == [("cpu", "cpu"), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")]
 
 
-def test_the_networks_dropout_is_not_deprecated_and_the_tutorials_is():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        net.Net()(some_images())
-        with pytest.raises(UserWarning, match="dropout2d: Received a 2-D input"):
-            nn.Dropout2d(0.5)(torch.ones(4, 128))
-
-
 def test_the_network_is_the_tutorials():
-    torch.manual_seed(4)
-    model = net.Net().eval()
-    data = some_images()
-    x = F.max_pool2d(model.conv2(F.relu(model.conv1(data))), 2)
-    expected = F.log_softmax(model.fc2(F.relu(model.fc1(torch.flatten(x, 1)))), dim=1)
-    torch.testing.assert_close(model(data), expected)
-    assert sum(param.numel() for param in model.parameters()) == 1_199_882
+    tutorials, model = load_module(ROOT / "param_server" / "tutorial.py").Net().eval(), net.Net().eval()
+    tutorials.load_state_dict(model.state_dict())
+    images = torch.randn(4, 1, 28, 28)
+    torch.testing.assert_close(model(images), tutorials(images))
 
 
 # ------------------------------------------------------------------------- flags and names
@@ -74,14 +51,3 @@ def test_the_defaults_are_the_tutorials_but_for_two():
     assert (args.mode, args.lr, args.batch_size, args.epochs) == ("remote", 0.03, 32, 1)
     assert (args.master_addr, args.master_port, args.device) == ("localhost", 29500, "cpu")
     assert (args.world_size, args.log_interval) == (3, 100)
-
-
-def test_ranks_must_agree_on_their_plan():
-    flags, args = oracle.scenario.of_the_job(arguments()), arguments("--rank", 1)
-    for name in ["lr", "batch_size", "dataset", "max_staleness", "num_servers", "num_gpus", "seed", "mode", "on_lost"]:
-        args.given = {name: "another"}
-        with pytest.raises(ValueError, match=f"{name} another"):
-            oracle.scenario.adopt(flags, args)
-    args.given = {"data_dir": "mine", "checkpoint": "my.pt"}  # each trainer reads the images on its own host
-    oracle.scenario.adopt(flags, args)
-    assert (args.data_dir, args.checkpoint, args.lr) == ("mine", "my.pt", 0.03)

@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from helpers import ROOT, load_module, noise, package_on_path, write_mnist
 from local_rpc import RRef
@@ -18,28 +17,7 @@ single = load_module(ROOT / "param_server" / "single.py")
 quick = pytest.mark.quick
 
 
-def batch(seed, size=4):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, 1, 28, 28, generator=generator), torch.randint(0, 10, (size,), generator=generator)
-
-
 # ------------------------------------------------------------------------- the server, called in this process
-
-
-@quick
-def test_a_step_between_forward_and_backward_leaves_the_gradients_right_in_the_tutorial():
-    server = tutorial.ParameterServer()
-    (data, target), (other_data, other_target) = batch(1), batch(2)
-    params = list(server.model.parameters())
-    torch.manual_seed(1)  # the same dropout
-    expected = torch.autograd.grad(F.nll_loss(server.model(data), target), params)
-    torch.manual_seed(1)
-    loss = F.nll_loss(server.forward(data, True), target)
-    F.nll_loss(server.forward(other_data, True), other_target).backward()
-    tutorial.SGD(params, lr=0.03).step()
-    loss.backward()
-    for param, right in zip(params, expected, strict=True):
-        torch.testing.assert_close(param.grad, right)
 
 
 @quick
@@ -63,14 +41,14 @@ def test_accuracy_is_measured_without_dropout(program, network, capsys, monkeypa
 
 
 @quick
-@pytest.mark.parametrize("gpus, wanted, found", [(0, 0, "cpu"), (0, 2, "cpu"), (2, 0, "cpu"), (1, 2, "cuda:0")])
+@pytest.mark.parametrize(
+    "gpus, wanted, found", [(0, 2, "cpu"), (2, 0, "cpu"), (1, 2, "cuda:0"), (2, 1, "cuda:0"), (2, 2, "cuda:1")]
+)
 def test_the_second_device_is_the_last_gpu_that_is_there(gpus, wanted, found, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     for program in (tutorial, single):
         assert str(program.get_device(1, wanted)) == found
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    assert str(tutorial.get_device(1, 2)) == "cuda:1" and str(tutorial.get_device(1, 1)) == "cuda:0"
 
 
 # ------------------------------------------------------------------------- data and flags
