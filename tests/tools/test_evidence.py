@@ -126,7 +126,8 @@ def test_a_circle_in_which_a_step_is_a_choice_is_only_probable(names, verdict):
 def test_a_call_with_a_short_time_limit_goes_on_even_if_no_thread_is_free(limit):
     thread = Thread(1, None, serves=[Call(None, "f")], wait=Wait("answer", calls=[Call("w0", "f", limit)]))
     process = Process("w0", "here", 7, rpc=True, threads={1: thread}, pool=1, free=0)
-    assert bool(rules.graph_of([process]).circle()) == (limit > 30)
+    report = said_of([process]).report()
+    assert report.startswith("CIRCLE") == ("fails 60 s after it was made" in report) == (limit > 30), report
 
 
 @pytest.mark.parametrize(
@@ -343,12 +344,19 @@ def test_a_collective_of_a_group_that_may_have_a_time_limit_goes_on(made):
     assert bool(node.needs) == (not limit)
 
 
-def test_the_end_of_a_chain_is_named_even_if_it_is_only_a_call():
+@pytest.mark.parametrize(
+    ("call", "end", "advice"),
+    [
+        (Call("w1", "act", limit=5.0), "w1's answer to act", "has a time limit"),
+        (Call(None, None), "an answer", "Not known: who"),
+    ],
+)
+def test_the_end_of_a_chain_is_named_even_if_it_is_only_a_call(call, end, advice):
     place = Frame("/program.py", "f", 1)
-    thread = Thread(1, None, place, main=True, wait=Wait("answer", calls=[Call("w1", "act", limit=5.0)]))
+    thread = Thread(1, None, place, main=True, wait=Wait("answer", calls=[call]))
     process = Process("w0", "here", 7, rank=0, world=1, rpc=True, threads={1: thread}, pool=4)
     report = said_of([process]).report()
-    assert "for this the others wait.\n  w0: w1's answer to act\n" in report, report
+    assert f"for this the others wait.\n  w0: {end}\n" in report and advice in report, report
 
 
 def test_a_process_without_a_frame_of_a_thread_is_read():

@@ -22,7 +22,10 @@ CHOICE = 1000  # a circle with one choice counts as longer than all that have no
 
 
 class Need:
-    """One of the nodes with these keys must go on. `shown`: the likely ones, to which a step may go."""
+    """One of the nodes with these keys must go on; none ever does if there are none.
+
+    `shown`: the likely ones, to which a step may go.
+    """
 
     def __init__(self, anyone, shown=None):
         self.anyone = anyone
@@ -41,6 +44,7 @@ class Node:
     kind: str  # a key of report.PATTERNS, or "guess": a call of which it is not certain who serves it
     needs: list[Need] = field(default_factory=list)
     place: Frame = field(default_factory=Frame)
+    limit: float = 0.0  # of a call: seconds after which it fails; 0 if it never does
 
 
 class Graph:

@@ -17,7 +17,8 @@ PATTERNS = {  # what it is, and what to do; the more telling ones come first
     "owed": "nobody completes a Future that a served function has returned. Find the line that should complete it.",
     "event": "nobody sends the signal for which a thread waits. Find the line that should: often one arrives too few.",
     "call": "served functions wait for each other. Return what the caller needs, instead of calling it back.",
-    "busy": "a thread is busy, and others wait for it. If it waits for something outside, set a time limit there.",
+    "busy": "others wait for one that runs, or has a time limit. If it waits for something outside, set a limit, too.",
+    "unknown": "who should go on first. Look at the line: who should answer, release or send?",
 }
 
 
@@ -31,6 +32,7 @@ class Said:
     main: list = field(default_factory=list)  # the main threads
     pattern: str = "busy"
     sure: bool = False
+    limit: float = 0.0  # seconds after which a call of the circle fails; 0 if none does
     minutes: float = 0.0  # between the first and the last look into a process, at most
     runs: bool = False  # some thread computes
 
@@ -51,7 +53,10 @@ class Said:
         steps = [[node] for node in self.steps] if circle else alike(self.steps)
         for number, nodes in enumerate(steps, 1):
             lines += of_nodes(nodes, f"  {number}. " if len(steps) > 1 else "  ")
-        lines.append(f"{'This is' if self.sure else 'Probably'}: {PATTERNS[self.pattern]}")
+        guess = "Not known" if self.pattern == "unknown" else "Probably"
+        lines.append(f"{'This is' if self.sure else guess}: {PATTERNS[self.pattern]}")
+        if self.limit:
+            lines.append(f"The first of these calls fails {self.limit:g} s after it was made.")
         if self.minutes >= 2:
             lines.append(f"But {self.minutes:.0f} minutes lie between the files: what waited may have gone on.")
         return "\n".join(lines)
@@ -74,6 +79,7 @@ def said_of(processes):
         # A "guess" is a call of which no stack tells whom it calls.
         pattern=next((kind for kind in PATTERNS if kind in kinds or (kind == "call" and "guess" in kinds)), "busy"),
         sure=bool(circle) and certain and len(set(moments)) == 1 and kinds.isdisjoint({"event", "guess"}),
+        limit=min((nodes[key].limit for key in circle if nodes[key].limit), default=0.0),
         minutes=(max(moments) - min(moments)) / 60,
         runs=any(thread.ran for process in processes for thread in process.threads.values()),
     )

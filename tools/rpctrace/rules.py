@@ -69,7 +69,7 @@ class Rules:
         key, busy = self.key(process, "pool"), [self.key(process, tid) for tid in process.threads_of_torch()]
         if process.full():
             return self.add(key, f"all its {len(busy)} RPC threads are busy", "pool", [Need(busy)])
-        return self.add(key, "it has a free RPC thread, and runs no Python function for this", "busy", [])
+        return self.add(key, "it has a free RPC thread, and runs no Python function for this", "unknown", [])
 
     # ------------------------------------------------------------------------------------------------------- calls
 
@@ -77,14 +77,15 @@ class Rules:
         """Add a call, and return its key: it waits for who serves it, and for an RPC thread that takes the answer."""
         title = f"{call.to}'s answer" if call.to else "an answer"
         title += f" to {call.name}" if call.name else ""
-        needs = self.servers(process, call)
+        needs = [] if call.goes_on() else self.servers(process, call)
         kind = "call" if call.to and not any(need.is_choice() for need in needs) else "guess"
         if process.full():
             title += f"; no RPC thread of {process.name} is free to take it"
             kind, needs = "pool", [*needs, Need([self.pool(process)])] if needs else []
-        key = self.key(process, CALL, str(call))
-        needs = [] if call.goes_on() else needs
-        return self.add(key, title, kind if needs else "busy", needs)
+        kind = kind if needs else "busy" if call.goes_on() else "unknown"
+        key = self.add(self.key(process, CALL, str(call)), title, kind, needs)
+        self.nodes[key].limit = call.limit or 0.0
+        return key
 
     def servers(self, process, call):
         """Return what the answer to a call of this process needs, [] if that is not known."""
@@ -124,7 +125,7 @@ class Rules:
     def answer(self, process, thread):
         what, keys = thread.wait.what, [self.call(process, call) for call in thread.wait.calls]
         if not keys:
-            return f"{what or 'a Future'}: whose is not known", "busy", []
+            return f"{what or 'a Future'}: whose is not known", "unknown", []
         first = self.nodes[keys[0]]
         what = f"{what}: {first.what}" if what else first.what
         return (f"one of {len(keys)} calls, for example " if len(keys) > 1 else "") + what, first.kind, [Need(keys)]
@@ -164,7 +165,7 @@ class Rules:
         """All members of the group have to begin the same one."""
         name = thread.wait.what
         if thread.wait.timed or process.groups != 1 or not name.startswith(OF_ALL):
-            return f"{name}: the other side", "busy", []  # it is not known which group, or who may be ahead
+            return f"{name}: the other side", "unknown", []  # it is not known which group, or who may be ahead
 
         def has_begun(other):
             return any((each.wait.kind, each.wait.what) == ("collective", name) for each in other.threads.values())
@@ -218,7 +219,7 @@ class Rules:
                     who = holder.title() + (" itself" if other == tid else "")
                     what = f"`{lock.text}`, which its {who} holds since {held.place}"
                     return what, "lock", [Need([self.key(process, other)])]
-        return f"`{wait.locks[0].text}`, whose holder cannot be known", "busy", []
+        return f"`{wait.locks[0].text}`, whose holder cannot be known", "unknown", []
 
 
 RULES = {  # by the kind of a wait

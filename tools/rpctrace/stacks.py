@@ -23,30 +23,34 @@ USUAL = {signal.SIGINT, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SI
 
 
 def look(pids, address="", recorded=()):
-    """Return what is seen of processes: their dumps, with the names of the workers and the source.
+    """Return what is seen of processes: their dumps, with the source, and with the names of the workers.
 
     `address`: HOST:PORT of the store that they use. `recorded`: what a recording tells of each, see read.py.
     """
-    written = dumps.take(pids)
-    keys = ("worker", "rank", "world", "limit")
-    told = {one["pid"]: {key: one[key] for key in keys} for one in recorded if "worker" in one}
-    for one in written:
-        places = {place_of(one, each) for stack in one["stacks"] for each in stack["frames"]}
-        paths = [path for path, library in places if not library or path.endswith(OPTIMIZER)]
-        one["sources"] = {path: source_of(path, one["started"]) for path in paths}
-        words = set(re.findall(r"\w+", " ".join(one["sources"].values())))
-        one["environ"] = {name: value for name, value in one["environ"].items() if name in words}  # it may hold secrets
-        one["joined"] = told.get(one["pid"], {})
-    # As far as the source and a recording tell. For the others the store is asked.
-    unnamed = [one.pid for one in processes_of(written) if one.rpc and not one.named]
+    written, keys = dumps.take(pids), ("worker", "rank", "world", "limit")
+    told = {process["pid"]: {key: process[key] for key in keys} for process in recorded if "worker" in process}
+    for dump in written:
+        add_sources(dump)
+        dump["joined"] = told.get(dump["pid"], {})
+    # The sources and a recording name some workers. Only if others are left, the store is asked.
+    unnamed = [process.pid for process in processes_of(written) if process.rpc and not process.named]
     workers = names.by_store(address) if address else {}
     if not address and (address := names.store_of(unnamed)):
         with contextlib.suppress(dumps.NoDump):  # it may be that of something else
             workers = names.by_store(address)
-    for one in written if workers else ():
-        for port in dumps.listens_on(one["pid"]) & workers.keys():
-            one["joined"] |= workers[port]
+    for dump in written if workers else ():
+        for port in dumps.listens_on(dump["pid"]) & workers.keys():
+            dump["joined"] |= workers[port]
     return written
+
+
+def add_sources(dump):
+    """Add the sources of the program's files on the stacks. Keep only the environment that they name."""
+    places = {place_of(dump, frame) for stack in dump["stacks"] for frame in stack["frames"]}
+    paths = [path for path, library in places if not library or path.endswith(OPTIMIZER)]
+    dump["sources"] = {path: source_of(path, dump["started"]) for path in paths}
+    words = set(re.findall(r"\w+", " ".join(dump["sources"].values())))
+    dump["environ"] = {name: value for name, value in dump["environ"].items() if name in words}  # it may hold secrets
 
 
 def source_of(path, started):
@@ -66,58 +70,62 @@ def look_into(folder, address=""):
         raise dumps.NoDump(f"no process that records into {folder} runs on this machine")
     there = {"", *(recorded[pid].get("worker", "") for pid in living)}
     # Those that have ended without leaving RPC, unless a living process has taken their name.
-    gone = {pid for pid, one in recorded.items() if one.get("worker", "") not in there and "left" not in one}
+    gone = {pid for pid, one in recorded.items() if one.get("worker", "") not in there and not one.get("left")}
     return look(sorted(living | gone), address, recorded.values())
 
 
 def processes_of(written):
     """Return the processes that look() has seen, in the order of their ranks."""
-    processes = [process_of(one) for one in written]
-    counts = collections.Counter(one.name for one in processes)
-    for one in processes:
-        if counts[one.name] > 1 or not one.name:  # two that seem to have the same name have none
-            one.name, one.named, one.rank = f"process {one.pid} on {one.host}", False, -1
-    return sorted(processes, key=lambda one: (one.rank if one.rank >= 0 else 1 << 30, one.pid))
+    processes = [process_of(dump) for dump in written]
+    counts = collections.Counter(process.name for process in processes)
+    for process in processes:
+        if counts[process.name] > 1 or not process.name:  # two that seem to have the same name have none
+            process.name, process.named, process.rank = f"process {process.pid} on {process.host}", False, -1
+    return sorted(processes, key=lambda process: (process.rank if process.rank >= 0 else 1 << 30, process.pid))
 
 
-def process_of(written):
+def process_of(dump):
     """Return the Process of a dump."""
     stacks = {}  # number of a thread in the kernel -> its frames
-    for one in written["stacks"]:
-        stacks[one["os_thread_id"]] = [frame_of(written, each) for each in one["frames"]]
+    for stack in dump["stacks"]:
+        stacks[stack["os_thread_id"]] = [frame_of(dump, frame) for frame in stack["frames"]]
     number_threads(stacks)  # so that Thread.join, below, shows for which thread it waits
-    main, comms = stacks.get(written["pid"], []), dict(written["comms"])
-    joined, pool = joined_of(written, main), {tid for tid, comm in comms.items() if comm == POOL}
-    moved = {comm for tid, comm in comms.items() if tid not in {*written["still"], *stacks}}
+    main, comms = stacks.get(dump["pid"], []), dict(dump["comms"])
+    joined, pool = joined_of(dump, main), {tid for tid, comm in comms.items() if comm == POOL}
+    moved = {comm for tid, comm in comms.items() if tid not in {*dump["still"], *stacks}}
     process = Process(
         name=joined["worker"],
-        host=written["host"],
-        pid=written["pid"],
+        host=dump["host"],
+        pid=dump["pid"],
         rank=joined["rank"],
         world=joined["world"] or 0,
-        rpc=bool(pool or written["error"] or any(map(joins, main))),  # of one without stacks it is not known
+        rpc=bool(pool or dump["error"] or any(map(joins, main))),  # of one without stacks it is not known
         groups=list(comms.values()).count(GLOO) // 2,
-        lost=written["error"],
+        lost=dump["error"],
         ended=not comms,
-        moment=written["moment"],
+        moment=dump["moment"],
         pool=len(pool),
         free=len(pool - stacks.keys()),
         quiet=not any(comm.startswith(NETWORK) for comm in moved),
-        unseen=any(map(CALLBACKS.search, written["sources"].values())) or not USUAL.issuperset(written["caught"]),
+        unseen=any(map(CALLBACKS.search, dump["sources"].values())) or not USUAL.issuperset(dump["caught"]),
         still=moved <= POLLS,
     )
-    # A process group may have a short time limit if the call that makes it gives one, or if that call is not seen.
-    groups = [call for text in written["sources"].values() for call in names.calls_made(syntax.parsed(text), GROUP, {})]
-    limited = not groups or any(syntax.argument(call, 2, "timeout") or syntax.is_spread(call) for call in groups)
-    for one in written["stacks"]:
-        tid, frames = one["os_thread_id"], stacks[one["os_thread_id"]]
+    limited = may_have_limits(dump)
+    for stack in dump["stacks"]:
+        tid, frames = stack["os_thread_id"], stacks[stack["os_thread_id"]]
         if not any(frame.path.endswith(waits.NOBODY) for frame in frames):
-            thread = process.threads[tid] = thread_of(one, frames, tid in written["still"], joined["limit"])
+            thread = process.threads[tid] = thread_of(stack, frames, tid in dump["still"], joined["limit"])
             thread.main = frames is main
             thread.wait.timed |= limited and (thread.wait.kind == "collective" or thread.wait.what == GROUP)
-            if frames is main and signal.SIGALRM in written["caught"]:
+            if frames is main and signal.SIGALRM in dump["caught"]:
                 thread.wait = Wait(what="it waits, until an alarm at most")
     return process
+
+
+def may_have_limits(dump):
+    """Return whether process groups may have a short time limit: their call gives one, or it is in no file here."""
+    calls = [call for text in dump["sources"].values() for call in names.calls_made(syntax.parsed(text), GROUP, {})]
+    return not calls or any(syntax.argument(call, 2, "timeout") or syntax.is_spread(call) for call in calls)
 
 
 def joins(frame):
@@ -125,8 +133,8 @@ def joins(frame):
     return frame.library and frame.function in ("init_rpc", "_all_gather")
 
 
-def joined_of(written, main):
+def joined_of(dump, main):
     """Return {"worker", "rank", "world", "limit"}. A recording and the store know most, the stack least."""
     known = [frame.value("name" if frame.function == "init_rpc" else "self_name", "") for frame in main if joins(frame)]
     joined = {"worker": next(filter(None, known), ""), "rank": -1, "world": 0, "limit": None}
-    return joined | names.by_source(main, written["argv"], written["environ"]) | written["joined"]
+    return joined | names.by_source(main, dump["argv"], dump["environ"]) | dump["joined"]

@@ -21,21 +21,22 @@ OBJECT = re.compile(r"<([\w.]+) at 0x([0-9a-f]+)>")
 OF_TORCH = re.compile(r"/torch/distributed/(\w+)/(?!functions\b|rref_proxy\b)")
 
 
-def place_of(written, one):
+def place_of(dump, frame):
     """Return the path of one of py-spy's frames, and whether it is of Python or torch, which may be built anywhere."""
-    path = one["filename"] if one["filename"].startswith("<") else os.path.join(written["cwd"], one["filename"])
-    return path, bool(LIBRARY.search(path)) or path.startswith(tuple(written["torch"]))
+    name = frame["filename"]
+    path = name if name.startswith("<") else os.path.join(dump["cwd"], name)
+    return path, bool(LIBRARY.search(path)) or path.startswith(tuple(dump["torch"]))
 
 
-def frame_of(written, one):
+def frame_of(dump, frame):
     """Return the Frame of one of py-spy's."""
-    path, library = place_of(written, one)
-    source = written["sources"].get(path, "")
-    owner, _, function = one["name"].rpartition(".")  # Agent.act, from Python 3.11 on
-    line = ["", *source.split("\n")][one["line"] :][:1]
+    path, library = place_of(dump, frame)
+    source = dump["sources"].get(path, "")
+    owner, _, function = frame["name"].rpartition(".")  # Agent.act, from Python 3.11 on
+    line = ["", *source.split("\n")][frame["line"] :][:1]
     text = "".join(line).strip() or "(its source cannot be read, or has been changed)"
-    names = {each["name"]: variable(each) for each in one["locals"] or ()}
-    return Frame(path, function, one["line"], library, text, owner.rpartition(".")[2], syntax.parsed(source), names)
+    names = {each["name"]: variable(each) for each in frame["locals"] or ()}
+    return Frame(path, function, frame["line"], library, text, owner.rpartition(".")[2], syntax.parsed(source), names)
 
 
 def variable(one):
@@ -62,14 +63,14 @@ def number_threads(stacks):
         seen.value = numbers.get(seen.id, seen.value)
 
 
-def thread_of(one, frames, still, limit):
+def thread_of(stack, frames, still, limit):
     """Return what is known of one of py-spy's threads. `limit`: that of calls which have none of their own."""
     callee = ""
     for frame in frames:
         frame.facts = facts.facts_of(frame, callee)
         if "/rpctrace/record/" not in frame.path:  # the recorder only passes a call on
             callee = frame.function
-    thread = Thread(one["os_thread_id"], one["thread_name"], ran=one["active"] and not still)
+    thread = Thread(stack["os_thread_id"], stack["thread_name"], ran=stack["active"] and not still)
     thread.place, thread.wait = waits.read(frames, still, thread.ran)
     if thread.wait.kind == "answer":
         thread.wait.calls = calls_awaited(frames, limit)

@@ -11,7 +11,7 @@ nothing is lost when the process is killed, and a line costs no call of the kern
 begin, ts, tid, cat, name, args   a bar begins: its number, the time in ns, its thread, and its kind
 end, ts                           this bar ends
 host, pid, main                   of the first line: the process, and the number of its main thread
-worker, rank, world, limit        init_rpc has returned; world is its world_size, limit the time limit of calls
+worker, rank, world, limit, left  init_rpc has returned; world is its world_size, limit the time limit of calls
 left, full, cannot                shutdown has returned; the file is full; why something is not recorded
 
 The kinds (cat) are sync, async and remote, a call at the caller; run, the function at the callee, and held, until the
@@ -101,7 +101,7 @@ class Recorder:
         with contextlib.suppress(Exception):  # the agent of another backend is not the current one
             me = self.rpc.get_worker_info()
             limit = self.rpc.get_rpc_timeout()
-            joined = {"worker": me.name, "rank": me.id, "world": world_size, "limit": limit}
+            joined = {"worker": me.name, "rank": me.id, "world": world_size, "limit": limit, "left": False}
             self.write(json.dumps(joined))
 
     def leave(self, plain, /, *args, **kwargs):
