@@ -320,15 +320,17 @@ def test_a_port_of_workers_on_two_hosts_tells_no_name(port, known, monkeypatch):
 def test_a_circle_is_claimed_only_if_nobody_else_may_serve_the_call(world, ranks, owner, name, circle):
     lock = Seen("lock", "lock", 1)
     waits_for_act = Wait("answer", calls=[Call(None, "act", owner=owner)])
-    waits_for_lock = Wait("lock", locks=[lock])
+    waits_for_lock, place = Wait("lock", locks=[lock]), Frame("/program.py", "f", 1)
     threads = {
-        1: Thread(1, None, main=True, holds=[lock], wait=waits_for_act),
-        2: Thread(2, None, serves=[Call(None, "act", owner="Store")], wait=waits_for_lock),
+        1: Thread(1, None, place, main=True, holds=[lock], wait=waits_for_act),
+        2: Thread(2, None, place, serves=[Call(None, "act", owner="Store")], wait=waits_for_lock),
         3: Thread(3, name),
     }
     processes = [Process(f"w{number}", "here", 7, True, rank, world, rpc=True) for number, rank in enumerate(ranks)]
     processes[0].threads = threads
     assert bool(rules.graph_of(processes).circle()) == circle
+    *_, end, advice = said_of(processes).report().splitlines()
+    assert end.startswith("  ") and advice.startswith(("This is: ", "Probably: ", "Not known: "))
 
 
 @pytest.mark.parametrize("made", ["('gloo')", "('gloo', timeout=datetime.timedelta(seconds=10))", ", in another file"])

@@ -108,13 +108,22 @@ class Graph:
         """Return the nodes at the ends of the chains: those for which the most others wait come first."""
         counts = collections.Counter()
         for start in self.waiting():
-            keys = [start]
-            for key in keys:  # which grows
-                keys += [other for other in self.next[key] if other not in keys]
-                counts[key] += self.is_end(key)
+            found = self.ends_from(start, self.next.get)
+            # If the likely ones wait for each other, one goes on that is less likely.
+            counts.update(found or self.ends_from(start, self.living))
         order = sorted(+counts, key=lambda key: (key in self.alive, self.nodes[key].kind == "event", -counts[key]))
         order = [key for key in order if key[1] != CALL] or order  # of a call, who should answer it says more
         return [key for key in order if (key in self.alive) == (order[0] in self.alive)][:3]
+
+    def ends_from(self, start, others):
+        """Return the ends that are reached from a node. `others`: a function that returns to which nodes one leads."""
+        keys = [start]
+        for key in keys:  # which grows
+            keys += [other for other in others(key) if other not in keys]
+        return [key for key in keys if self.is_end(key)]
+
+    def living(self, key):
+        return [other for need in self.nodes[key].needs for other in need.anyone if other in self.alive]
 
     def is_end(self, key):
         """Return whether no step leads on. Of a node that cannot go on, one that is a choice does not count as one."""

@@ -13,7 +13,7 @@ PATTERNS = {  # what it is, and what to do; the more telling ones come first
     "lock": "a thread waits while it holds a lock that others need. Release it first, and only then call.",
     "gone": "a process has ended, and others wait for it. Find out why from its output, or from dmesg.",
     "silent": "a process does nothing any more. Wake it with kill -CONT, or see py-spy dump --native --pid ...",
-    "absent": "a rank has not come, or is not known here. Start it, or look where it runs: why --dump FILE.",
+    "absent": "a rank has not come, or is not known here. Start it, give --store, or look where it runs: --dump FILE.",
     "owed": "nobody completes a Future that a served function has returned. Find the line that should complete it.",
     "event": "nobody sends the signal for which a thread waits. Find the line that should: often one arrives too few.",
     "call": "served functions wait for each other. Return what the caller needs, instead of calling it back.",
