@@ -5,6 +5,7 @@ counts as waiting: the kernel counts how often each thread has begun to wait.
 """
 
 import contextlib
+import ipaddress
 import json
 import os
 import pathlib
@@ -185,8 +186,8 @@ def related(pid):
 
 
 def listens_on(pid):
-    """Return the ports on which a process listens."""
-    return {int(port, 16) for (_, port), _ in ends_of(pid, LISTENS)}
+    """Return each (address, port) on which a process listens."""
+    return {here for here, _ in ends_of(pid, LISTENS)}
 
 
 def ends_of(pid, state):
@@ -200,5 +201,7 @@ def ends_of(pid, state):
 
 def plain(end):
     """Return the (address, port) of an end. An address of IPv4 may be written as one of IPv6."""
-    address, _, port = end.partition(":")
-    return address[-8:] if address.startswith("0000000000000000FFFF0000") else address, port
+    digits, _, port = end.partition(":")
+    words = [int(digits[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(digits), 8)]
+    address = ipaddress.ip_address(b"".join(words))
+    return str(getattr(address, "ipv4_mapped", None) or address), int(port, 16)

@@ -1,14 +1,14 @@
 """The names of workers, of programs that were not started with this tool.
 
 The line that calls init_rpc tells the name, if it is made of the local variables of the main thread, the command line
-and the environment. Torch's store tells all of them exactly, with the port on which each worker listens. Only the store
-itself is asked, at an address that the user gives, or that stands in the environment of the processes. No port is
+and the environment. Torch's store tells all of them exactly, with the address at which each worker listens. Only the
+store itself is asked, at an address that the user gives, or that stands in the environment of the processes. No port is
 tried: bytes that a port of RPC does not expect end its process.
 """
 
 import ast
-import collections
 import datetime
+import ipaddress
 import itertools
 import os
 import re
@@ -19,6 +19,7 @@ from rpctrace.syntax import argument, value_of
 
 PATIENCE = datetime.timedelta(seconds=5)
 PREFIXES = ("", *(f"/worker/attempt_{number}/" for number in range(10)))  # the second ones are those of torchrun
+LISTENS = re.compile(r"://\[?([^\]/]+)\]?:(\d+)")  # uv://127.0.0.1:41234 and uv://[fd00::1]:41234
 DEFAULT_LIMIT = 60.0  # seconds, of calls: torch's
 
 
@@ -85,10 +86,7 @@ def store_of(pids):
 
 
 def by_store(address):
-    """Return {port on which it listens: {"worker", "rank", "world"}} of the workers that met last at this store.
-
-    A port on which two workers listen, on two hosts, tells nothing.
-    """
+    """Return {(address, port) on which it listens: {"worker", "rank", "world"}} of the workers that met last here."""
     try:
         from torch.distributed import PrefixStore, TCPStore  # two seconds to import, so only when asked for
     except ImportError:
@@ -103,13 +101,13 @@ def by_store(address):
 
 def workers_in(store, part_of):
     """Return what by_store() does. A prefix has the number of a call of init_rpc, of which the last one counts."""
-    found, workers = {}, collections.defaultdict(set)
+    found = {}
     for prefix, number in itertools.product(PREFIXES, range(10)):
         part = part_of(f"{prefix}rpc_prefix_{number}", store)
         ranks = itertools.takewhile(lambda rank, part=part: part.check([f"names/{rank}"]), itertools.count())
         names = [part.get(f"names/{rank}").decode() for rank in ranks]
         for rank, name in enumerate(names):
-            for listens in re.findall(r":(\d+)", part.get(f"addrs/{name}").decode()):
-                found[int(listens)] = {"worker": name, "rank": rank, "world": len(names)}
-                workers[int(listens)].add(name)
-    return {port: worker for port, worker in found.items() if len(workers[port]) == 1}
+            for address, port in LISTENS.findall(part.get(f"addrs/{name}").decode()):
+                end = str(ipaddress.ip_address(address)), int(port)
+                found[end] = {"worker": name, "rank": rank, "world": len(names)}
+    return found

@@ -20,6 +20,7 @@ POLLS = {"TP_SHM_reactor", "gloo_tcp_loop"}  # these are never still
 CALLBACKS = re.compile(r"\.then\(|\.add_done_callback\(")
 # These signals have handlers of Python, of faulthandler and of the C library, which wake nobody.
 USUAL = {signal.SIGINT, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, 32, 33}
+PRINTS = re.compile(r"faulthandler\.register\(signal\.(SIG\w+)")  # and so have the signals that a program gives here
 
 
 def look(pids, address="", recorded=()):
@@ -39,8 +40,8 @@ def look(pids, address="", recorded=()):
         with contextlib.suppress(dumps.NoDump):  # it may be that of something else
             workers = names.by_store(address)
     for dump in written if workers else ():
-        for port in dumps.listens_on(dump["pid"]) & workers.keys():
-            dump["joined"] |= workers[port]
+        for end in dumps.listens_on(dump["pid"]) & workers.keys():
+            dump["joined"] |= workers[end]
     return written
 
 
@@ -92,6 +93,8 @@ def process_of(dump):
     number_threads(stacks)  # so that Thread.join, below, shows for which thread it waits
     main, comms = stacks.get(dump["pid"], []), dict(dump["comms"])
     joined, pool = joined_of(dump, main), {tid for tid, comm in comms.items() if comm == POOL}
+    text = "\n".join(dump["sources"].values())
+    harmless = USUAL.union(getattr(signal, name, 0) for name in PRINTS.findall(text))
     moved = {comm for tid, comm in comms.items() if tid not in {*dump["still"], *stacks}}
     process = Process(
         name=joined["worker"],
@@ -107,7 +110,7 @@ def process_of(dump):
         pool=len(pool),
         free=len(pool - stacks.keys()),
         quiet=not any(comm.startswith(NETWORK) for comm in moved),
-        unseen=any(map(CALLBACKS.search, dump["sources"].values())) or not USUAL.issuperset(dump["caught"]),
+        unseen=bool(CALLBACKS.search(text)) or not harmless.issuperset(dump["caught"]),
         still=moved <= POLLS,
     )
     limited = may_have_limits(dump)
