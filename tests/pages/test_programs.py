@@ -14,7 +14,6 @@ import sys
 import pytest
 
 from documented import assert_documented
-from forks import run_in_forks
 from helpers import PAGES, ROOT
 from jobs import free_port
 from pages import Page, imports_of
@@ -24,14 +23,12 @@ PAGE_OF = {str(path.relative_to(ROOT)): Page(path) for path in PAGES}
 CONCEPTS, RECIPES, YOUR_OWN = "docs/CONCEPTS.md", "docs/RECIPES.md", "docs/WRITE_YOUR_OWN.md"
 FORTY_LINES = "README.md"  # see test_tutorials.py
 QUICK = (RECIPES, "recipes_2.py")  # runs as a user runs it, with "spawn"
-SHM = "asked.py the_shm_transport_does_not_use_dev_shm"  # needs a small /dev/shm
 
 
 def scenes_of(program):
     """Return a command for each scene of a program: see programs/scenes.py."""
     text = (ROOT / "tests" / "pages" / "programs" / program).read_text()
-    commands = [f"{program} {scene}" for scene in re.findall(r"^@scene\(.*\)\ndef (\w+)", text, re.MULTILINE)]
-    return [command for command in commands if command != SHM]
+    return [f"{program} {scene}" for scene in re.findall(r"^@scene\(.*\)\ndef (\w+)", text, re.MULTILINE)]
 
 
 # The lines of the page, in programs that end with these statuses.
@@ -42,7 +39,6 @@ ALSO = {  # what runs together with the programs of a page
     YOUR_OWN: ["run_pytest.py . test_pool.py", "left_alone.py"],
 }
 UNNEEDED = ("open_calls.py", "report.py", "training.py")  # files of the glue, as WRITE_YOUR_OWN says
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 IN_CONCEPTS, IN_RECIPES, IN_YOUR_OWN = map(pytest.mark.xdist_group, (CONCEPTS, RECIPES, YOUR_OWN))
 
 
@@ -59,6 +55,13 @@ def ran(tmp_path_factory):
         return PAGE_OF[path].run(folder, ALSO.get(path, ()))
 
     return functools.cache(run)
+
+
+def check_alone(path, name, folder, **how):
+    """Run one program of a page as a user runs it, and compare what it prints with the page. `how`: see Program."""
+    page, env = PAGE_OF[path], {"MASTER_PORT": free_port(), "PYTHONUNBUFFERED": "1"}
+    page.write_to(folder)
+    page.programs[name].check(run_script(folder / name, cwd=folder, env=env, **how))
 
 
 def case(path, name):
@@ -82,10 +85,7 @@ def test_a_program_that_checks_what_the_page_says(path, name, ran):
 
 @pytest.mark.quick
 def test_a_recipe_prints_what_the_page_shows_with_spawn(tmp_path):
-    path, name = QUICK
-    PAGE_OF[path].write_to(tmp_path)
-    done = run_script(tmp_path / name, cwd=tmp_path, env={"MASTER_PORT": free_port(), "PYTHONUNBUFFERED": "1"})
-    PAGE_OF[path].programs[name].check(done)
+    check_alone(*QUICK, tmp_path)
 
 
 @pytest.mark.quick
@@ -114,15 +114,6 @@ def test_where_shutdown_stands(ran):
     for command, error in zip(SHUTDOWN, ("is not unique", "ValueError: a mistake", ""), strict=True):
         done = ran(CONCEPTS)[command]
         assert error in done.stderr and "During handling" not in done.stderr, done.stderr
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
-def test_the_shm_transport_does_not_use_dev_shm(tmp_path):
-    PAGE_OF[CONCEPTS].write_to(tmp_path)
-    mount = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$0" "$@"'
-    by = ["unshare", "--mount", "sh", "-c", mount, sys.executable]
-    done = run_in_forks(tmp_path, [SHM], by=by, with_stores=True)[SHM]
-    assert done.returncode == 0, done.stderr
 
 
 # ------------------------------------------------------------------------------------------------------------- RECIPES
@@ -158,6 +149,12 @@ def test_a_worker_that_was_started_by_itself_ends_with_its_leader(ran):
 
 
 def test_a_program_can_be_started_by_torchrun(tmp_path):
-    PAGE_OF[YOUR_OWN].write_to(tmp_path)
-    done = run_script(tmp_path / "sent.py", cwd=tmp_path, by=[*TORCHRUN, "--master-port", free_port()])
-    PAGE_OF[YOUR_OWN].programs["sent.py"].check(done)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    check_alone(YOUR_OWN, "sent.py", tmp_path, by=torchrun)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_the_shm_transport_does_not_use_dev_shm(tmp_path):
+    """This program sends 100 MB over torch's default, which is shm. Here /dev/shm has room for 1 MB."""
+    mount = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$0" "$@"'
+    check_alone(YOUR_OWN, "tensors.py", tmp_path, by=["unshare", "--mount", "sh", "-c", mount, sys.executable])

@@ -26,7 +26,7 @@ from torch import nn, optim
 from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import RRef
 
-go_on, in_the_middle, two_calls = threading.Event(), threading.Event(), threading.Barrier(2)
+go_on, two_calls = threading.Event(), threading.Barrier(2)
 net, frozen, weight = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3).requires_grad_(False), None
 
 
@@ -63,8 +63,8 @@ def forward_detached(x):
     return net(x).detach()
 
 
-def loss_from(function=forward):
-    return call(function, torch.ones(2, 3)).sum()
+def loss_from():
+    return call(forward, torch.ones(2, 3)).sum()
 
 
 def gradients(context_id):
@@ -243,19 +243,6 @@ def the_largest_timeout():
     assert [call(add, 1, timeout=timeout) for timeout in (2147483, 0, -1)] == [2, 2, 2]
 
 
-def ask_back():
-    """Call a function of process a, which needs a thread and the GIL there."""
-    return rpc.rpc_sync("a", add, args=(1,))
-
-
-@scene()
-def a_thread_that_waits_lets_others_use_python():
-    assert call(ask_back) == 2
-    assert rpc.rpc_async("b", ask_back).wait() == 2
-    assert rpc.remote("b", ask_back).to_here() == 2
-    assert torch.futures.wait_all([rpc.rpc_async("b", ask_back)]) == [2]
-
-
 def nested(depth):
     """Call the other process, which calls this one, and so on, `depth` times. Each level blocks an RPC thread."""
     other = "b" if rpc.get_worker_info().name == "a" else "a"
@@ -275,30 +262,19 @@ def list_behind_an_rref():
     assert (copied.to_here(), made_there.to_here()) == ([1], [2])
 
 
-class Counted:
-    alive = 0
-
-    def __init__(self):
-        Counted.alive += 1
-
-    def __del__(self):
-        Counted.alive -= 1
-
-
-def counted_alive():
-    gc.collect()
-    return Counted.alive
+def agents_alive():
+    return sum(type(each) is Agent for each in gc.get_objects())
 
 
 @scene("memory of one process grows")
 def memory_grows():
-    held = [rpc.remote("b", Counted) for _ in range(5)]
+    held = [rpc.remote("b", Agent) for _ in range(5)]
     for rref in held:
-        rref.to_here()  # now the object has been made; the copy is deleted immediately
-    assert call(counted_alive) == 5
+        rref.to_here()  # now the object has been made
+    assert call(agents_alive) == 5
     del rref
     held.clear()
-    while call(counted_alive):
+    while call(agents_alive):
         time.sleep(0.02)
 
 
@@ -359,25 +335,15 @@ def operators_take_their_arguments_strictly_and_return_one_value():
 
 @scene()
 def under_the_profiler():
-    """What torch writes to stderr, test_torch.py reads."""
+    """What torch writes to stderr, test_programs.py reads."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         call(torch.add, torch.ones(1), 1)
-
-
-@scene(begin=functools.partial(join, _transports=["shm"], _channels=["basic"]))
-def the_shm_transport_does_not_use_dev_shm():
-    """20 MB travel over it where /dev/shm has room for 1 MB."""
-    room = os.statvfs("/dev/shm")
-    assert room.f_frsize * room.f_blocks == 1 << 20
-    assert call(torch.sum, torch.ones(5_000_000)) == 5_000_000
 
 
 # ---------------------------------------------------------------------------- what belongs to a thread, or to a process
 
 
 class Setting:
-    """Its constructor makes settings, and `settings` says which of them hold."""
-
     def __init__(self):
         torch.set_grad_enabled(False)
         torch.set_default_device("meta")
@@ -385,15 +351,16 @@ class Setting:
         torch.set_default_dtype(torch.float64)
         torch.use_deterministic_algorithms(True)
 
-    def settings(self):
-        two_calls.wait()  # so that the two calls run on two threads
-        return settings()
-
 
 def settings():
     """Return which of the settings of a thread hold, and which of those of the process."""
+    two_calls.wait()  # so that the two calls run on two threads
     thread = not torch.is_grad_enabled(), torch.get_default_device().type == "meta", torch.is_autocast_enabled("cpu")
     return thread, (torch.get_default_dtype() == torch.float64, torch.are_deterministic_algorithms_enabled())
+
+
+def settings_in_two_calls():
+    return torch.futures.wait_all([rpc.rpc_async("b", settings) for _ in range(2)])
 
 
 def number_of_threads():
@@ -408,7 +375,7 @@ def set_and_join(rank):
 
 @scene(begin=set_and_join)
 def what_is_set_before_init_rpc():
-    assert call(settings) == ((False, False, False), (True, True))
+    assert settings_in_two_calls() == [((False, False, False), (True, True))] * 2
     assert call(number_of_threads) == 2
 
 
@@ -416,7 +383,7 @@ def what_is_set_before_init_rpc():
 def what_is_set_in_a_constructor():
     rref = rpc.remote("b", Setting)
     rref.to_here()
-    both = torch.futures.wait_all([rref.rpc_async().settings() for _ in range(2)])
+    both = settings_in_two_calls()
     assert (False, False, False) in [thread for thread, _ in both]
     assert [process for _, process in both] == [(True, True)] * 2
 
@@ -445,11 +412,12 @@ def no_grad_in_the_caller_leaves_a_call_in_the_context():
         """`target` is a function, which is called in the context, or the answer of a call before it."""
         with dist_autograd.context() as context_id:
             target = target() if callable(target) else target
-            loss = (call(forward, x) - target).pow(2).sum()  # the backward pass goes through b in any case
+            # The backward pass goes through b in any case. It does not get to the target.
+            loss = (call(forward, x) - target.detach()).pow(2).sum()
             dist_autograd.backward(context_id, [loss])
 
     assert "more than set timeout" in said(lambda: step(lambda: call_without_grad(forward)))
-    assert "more than set timeout" in said(lambda: step(lambda: call(forward, x).detach()))
+    assert "more than set timeout" in said(lambda: step(lambda: call(forward, x)))
     step(lambda: call(forward_without_grad, x))
     step(lambda: call(forward_detached, x))
     step(lambda: call(forward_frozen, x))
@@ -476,45 +444,28 @@ def a_gradient_flows_through_containers():
             assert dist_autograd.get_gradients(context_id)[x].tolist() == [gradient, gradient], sent
 
 
-class Trained(nn.Module):
-    """Its backward pass stops between the layers if the batch begins with 1."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 1)
-
-    def forward(self, x):
-        hidden = self.first(x)
-        if x[0, 0] == 1:
-            hidden.register_hook(stop_in_the_middle)
-        return self.second(hidden)
-
-
-def stop_in_the_middle(_):
-    in_the_middle.set()
-    go_on.wait()
-
-
 def make_ddp():
     global ddp
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    ddp = nn.parallel.DistributedDataParallel(Trained())
+    ddp = nn.parallel.DistributedDataParallel(net)
+    net[1].register_full_backward_hook(stop_in_the_middle)  # the backward pass comes from it, and goes on to net[0]
 
 
-def train(batch):
-    ddp(batch).sum().backward()
+def stop_in_the_middle(*_):
+    rpc.rpc_sync("a", let_go_on)
+    go_on.wait()
 
 
-def wait_for_the_middle():
-    in_the_middle.wait()
+def train():
+    ddp(torch.ones(2, 3)).sum().backward()
 
 
 @scene()
 def ddp_in_two_calls():
     call(make_ddp)
-    first = rpc.rpc_async("b", train, args=(torch.ones(1, 2),))
-    call(wait_for_the_middle)
-    says("Expected to have finished reduction", lambda: call(train, torch.zeros(1, 2)))
+    first = rpc.rpc_async("b", train)
+    go_on.wait()
+    says("Expected to have finished reduction", lambda: call(train))
     call(let_go_on)
     first.wait()
 
@@ -603,23 +554,18 @@ def another_thread():
 
 @scene("`dist_autograd.backward` does not return")
 def backward_waits():
-    def waits(make_loss, seconds=2):
+    """Because the loss was sent. The scene about no_grad is about an answer that the loss does not use."""
+
+    def waits(change, seconds):
         def backward(context_id):
-            loss = make_loss()
+            loss = torch.ones(3, requires_grad=True).sum()
+            call(id, change(loss))  # its answer does not depend on the loss
             return still_waits(lambda: dist_autograd.backward(context_id, [loss]), seconds)
 
         return in_context(backward)
 
-    def loss_that_was_sent(change):
-        loss = torch.ones(3, requires_grad=True).sum()
-        call(id, change(loss))  # its answer does not depend on the loss
-        return loss
-
-    assert not waits(lambda: loss_from() + loss_from(), seconds=30)
-    assert not waits(lambda: (loss_from(), loss_from(forward_detached))[0], seconds=30)
-    assert not waits(lambda: loss_that_was_sent(torch.Tensor.detach), seconds=30)
-    assert waits(lambda: (loss_from(), loss_from())[0])
-    assert waits(lambda: loss_that_was_sent(lambda loss: loss))
+    assert waits(lambda loss: loss, seconds=2)
+    assert not waits(torch.Tensor.detach, seconds=30)
 
 
 # -------------------------------------------------------------------------------------------------------------- the end
@@ -640,13 +586,9 @@ def shutdown_in_finally():
     assert "no number" in first and "RPC has not been initialized" in last
 
 
-def join_with_one_thread(rank):
-    join(rank, num_worker_threads=1 if rank else 16)
-
-
-@scene(begin=join_with_one_thread)
+@scene(begin=functools.partial(join, num_worker_threads=1))
 def followers():
-    rpc.rpc_async("b", stop_in_the_middle, args=(None,))  # takes the only thread of b
+    rpc.rpc_async("b", wait_to_go_on)  # takes the only thread of b
     says("Followers […]", lambda: rpc.shutdown(timeout=1))
 
 
@@ -667,12 +609,6 @@ def shutdown_after_a_kill():
 def shutdown_with_timeout():
     kill_b()
     assert "timed out in _all_gather after 1.00 seconds" in said(lambda: rpc.shutdown(timeout=1))
-
-
-@scene()
-def shutdown_that_waits_for_nobody():
-    kill_b()
-    rpc.shutdown(graceful=False)
 
 
 @scene("`init_rpc` does not return", begin=stay_alone)

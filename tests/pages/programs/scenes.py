@@ -10,7 +10,6 @@ import time
 import traceback
 import warnings
 
-import torch
 import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
 
@@ -71,7 +70,6 @@ def warns(symptom, function):
 
 def run(rank, name):
     function, begin = SCENES[name]
-    torch.set_num_threads(1)
     begin(rank)
     if rank == 1:
         time.sleep(600)  # until it is killed
