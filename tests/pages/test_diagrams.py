@@ -33,13 +33,6 @@ def as_pattern(diagram):
     return pattern
 
 
-def diagrams_of(package):
-    """Yield each sequence diagram of a package's README, with the flags of main.py that its comment (`%%`) names."""
-    for diagram in Page(f"{package}/README.md").blocks("mermaid", "sequenceDiagram"):
-        comment = re.search(r"^ *%% main\.py(.*)$", diagram, re.MULTILINE)
-        yield comment[1].split() if comment else [], diagram
-
-
 def assert_drawn(diagram, events):
     drawn = {name for caller, callee, _ in CALL.findall(diagram) for name in (caller, callee)}
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -59,7 +52,8 @@ def assert_drawn(diagram, events):
 @pytest.mark.parametrize("package", [pytest.param("rl_rpc", marks=pytest.mark.xdist_group("rl_rpc")), *PACKAGES[1:]])
 def test_the_diagrams_of_a_readme_are_what_runs_do(package, tmp_path, few_digits, rl_run):
     data = ("--dataset", "mnist", "--data_dir", few_digits) if package == "param_server" else ()
-    for flags, diagram in diagrams_of(package):
+    for diagram in Page(f"{package}/README.md").blocks("mermaid", "sequenceDiagram"):
+        flags = " ".join(re.findall(r"(?m)^ *%% main\.py(.*)$", diagram)).split()  # of its comment, if it has one
         if package == "rl_rpc":
             trace = rl_run(load_oracle(package).main.parse_args(flags).mode).trace
         else:

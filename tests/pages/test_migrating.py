@@ -1,11 +1,12 @@
 """docs/MIGRATING.md: what can be seen without Ray and Monarch. No test runs the programs in docs/migrating."""
 
-import pickle
+import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import local_rpc
 from helpers import ROOT, assert_in_order
 from pages import Page
 
@@ -22,14 +23,10 @@ def test_an_excerpt_has_the_programs_lines_in_their_order(excerpt, path):
 
 
 def test_backward_in_two_calls_trains_like_one_backward():
-    def call(method, *arguments):
-        """Call `method` with copies, and return a copy of the result, as a call between processes does."""
-        return pickle.loads(pickle.dumps(method(*pickle.loads(pickle.dumps(arguments)))))
-
-    page = {"torch": torch, "F": F, "call": call}
+    page = {"torch": torch, "F": F, "call": lambda method, *arguments: local_rpc.rpc_sync(None, method, arguments)}
     exec(SPLIT, page)
     whole = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.LogSoftmax(dim=1))
-    server = page["Server"](pickle.loads(pickle.dumps(whole)), lr=0.1)
+    server = page["Server"](copy.deepcopy(whole), lr=0.1)
     before = server.model[0].weight.detach().clone()
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     for number in range(3):
