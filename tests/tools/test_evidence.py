@@ -54,6 +54,14 @@ def test_the_lines_that_may_wait_are_those_of_the_table():
     assert methods | {"wait_all"} == facts.WAITING
 
 
+def test_of_two_processes_with_the_same_name_none_has_it_unless_only_one_has_joined():
+    joined = {"joined": {"worker": "w0"}}
+    of_rpc = joined | {"comms": [[7, "python"], [8, stacks.POOL]]}
+    for pair, count in (([of_rpc, of_rpc], 0), ([of_rpc, joined], 1), ([joined, joined], 0)):
+        found = stacks.processes_of([SEEN | one | {"pid": pid} for pid, one in enumerate(pair)])
+        assert len({one.name for one in found}) == 2 and sum(one.named for one in found) == count
+
+
 def test_processes_of_the_same_number_on_two_hosts_are_two():
     found = {process.name for process in stacks.processes_of([SEEN, SEEN | {"host": "there"}])}
     assert found == {"process 7 on here", "process 7 on there"}

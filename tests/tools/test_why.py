@@ -51,6 +51,17 @@ if __name__ == "__main__":
         rpc.rpc_sync(names[1], never, timeout=0)
     rpc.shutdown()
 """
+SLOW = """
+import os, time
+import torch.distributed.rpc
+
+if os.fork() == 0:
+    until = time.monotonic() + 6
+    while time.monotonic() < until:
+        pass
+    os._exit(0)
+os.wait()
+"""
 RECORDED = {"two_locks": "sh", "killed": "python"}  # with the tool in front of the command; and what starts the ranks
 with package_on_path("tools"):
     from rpctrace import cli, dumps, rules, stacks
@@ -115,6 +126,15 @@ def test_a_command_that_stalls_is_explained_and_ended(tmp_path):
     done = run_script("tools/rpctrace", *command, env={"HANG": "killed"})
     assert done.returncode == 3, done.stderr
     check("killed", done.stderr)
+
+
+@looks
+def test_a_rank_that_computes_before_it_joins_has_not_stalled(tmp_path):
+    program = tmp_path / "slow.py"
+    program.write_text(SLOW)
+    command = (tmp_path / "t.json", "--stalled", 2, "--end", "--", sys.executable, program)
+    done = run_script("tools/rpctrace", *command)
+    assert done.returncode == 0 and "No call has begun" not in done.stderr, done.stderr
 
 
 @looks

@@ -82,7 +82,7 @@ class Command:
     def explained(self):
         """Return what is found about who waits for whom, None if nobody may look."""
         try:
-            return said_of(stacks.processes_of(stacks.look_into(self.around)))
+            return said_of(stacks.processes_of(stacks.look_into(self.around, also=self.living())))
         except dumps.NoDump as error:
             say(f"who waits for whom cannot be said: {error}")
             return None

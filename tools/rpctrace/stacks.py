@@ -63,13 +63,16 @@ def source_of(path, started):
     return ""
 
 
-def look_into(folder, address=""):
-    """Return what is seen of the processes of this machine that record into a folder, and that have not left."""
+def look_into(folder, address="", also=()):
+    """Return what is seen of the processes of this machine that record into a folder, and that have not left.
+
+    `also`: numbers of processes that may not have recorded anything yet.
+    """
     recorded = {one["pid"]: one for one in read.read(folder, most=0) if one.get("host") == socket.gethostname()}
-    living = {pid for pid in recorded if dumps.has_torch(pid)}
+    living = {pid for pid in (*recorded, *also) if dumps.has_torch(pid)}
     if not living:
         raise dumps.NoDump(f"no process that records into {folder} runs on this machine")
-    there = {"", *(recorded[pid].get("worker", "") for pid in living)}
+    there = {"", *(recorded[pid].get("worker", "") for pid in living & recorded.keys())}
     # Those that have ended without leaving RPC, unless a living process has taken their name.
     gone = {pid for pid, one in recorded.items() if one.get("worker", "") not in there and not one.get("left")}
     return look(sorted(living | gone), address, recorded.values())
@@ -78,9 +81,11 @@ def look_into(folder, address=""):
 def processes_of(written):
     """Return the processes that look() has seen, in the order of their ranks."""
     processes = [process_of(dump) for dump in written]
-    counts = collections.Counter(process.name for process in processes)
+    counts = collections.Counter((process.name, process.rpc) for process in processes)
     for process in processes:
-        if counts[process.name] > 1 or not process.name:  # two that seem to have the same name have none
+        # Two that seem to have the same name have none. But the parent of a worker, for example, has not joined.
+        taken = counts[process.name, process.rpc] > 1 or (not process.rpc and counts[process.name, True])
+        if taken or not process.name:
             process.name, process.named, process.rank = f"process {process.pid} on {process.host}", False, -1
     return sorted(processes, key=lambda process: (process.rank if process.rank >= 0 else 1 << 30, process.pid))
 
