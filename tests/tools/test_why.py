@@ -122,7 +122,7 @@ def test_a_program_that_hangs_is_explained(name, tmp_path):
 @looks
 def test_a_command_that_stalls_is_explained_and_ended(tmp_path):
     """The recording tells who has ended."""
-    command = (tmp_path / "t.json", "--stalled", 3, "--end", "--", *START, HANGS["killed"][1])
+    command = (tmp_path / "t.json", "--stalled", 6, "--end", "--", *START, HANGS["killed"][1])
     done = run_script("tools/rpctrace", *command, env={"HANG": "killed"})
     assert done.returncode == 3, done.stderr
     check("killed", done.stderr)
