@@ -18,7 +18,7 @@ from helpers import ROOT, load_module, package_on_path
 from programs import run_script
 
 with package_on_path("rl_rpc"):
-    from glue import scenario, training
+    from glue import training
 
     import actor
     import environment
@@ -151,21 +151,19 @@ def assert_is_the_single_process_loop(lines, state, reference):
 # ---- without RPC -----------------------------------------------------------------------------------------------------
 
 
-def trajectory_of(steps, reward=1.0, features=4):
-    states = np.random.default_rng(0).normal(size=(steps, features)).astype(np.float32)
-    return reinforce.Trajectory(states, [0, 1] * (steps // 2) + [0] * (steps % 2), [reward] * steps)
+def trajectory_of(steps):
+    states = np.random.default_rng(0).normal(size=(steps, 4)).astype(np.float32)
+    return reinforce.Trajectory(states, [0, 1] * (steps // 2) + [0] * (steps % 2), [1.0] * steps)
 
 
 def learn(learner, trajectories):
     return learner.learn(trajectories, reinforce.reinforce_loss(learner.policy, trajectories, learner.gamma))
 
 
-def make_learner(env_id="CartPole-v1", seed=1, lr=5e-3, gamma=0.99):
+def make_learner(seed=1, lr=5e-3):
     """Return the learner that run_agent in main.py makes."""
-    env = environment.make_env(env_id)
     torch.manual_seed(training.seed_for(seed, 0))
-    net = policy.Policy(*environment.sizes(env))
-    return reinforce.Learner(net, lr, gamma, environment.reward_threshold(env))
+    return reinforce.Learner(policy.Policy(4, 2), lr, gamma=0.99, reward_threshold=475)
 
 
 def tutorial_agent(path, world_size, *settings, in_turn=False):

@@ -1,6 +1,5 @@
 """rl_rpc/tutorial.py computes what single.py does, and their commands are run."""
 
-import re
 import sys
 
 import gymnasium as gym
@@ -12,7 +11,6 @@ from tutorials import copied_alone, run_in_terminals, run_spawned
 
 oracle = load_oracle("rl_rpc")
 PATH = "rl_rpc/tutorial.py"
-LINE = re.compile(r"^Episode (\d+)\tLast reward: ([\d.]+)\tAverage reward: ([\d.]+)$", re.M)
 
 
 def rewards_of(agent):
@@ -65,7 +63,7 @@ def assert_plays(done, episodes):
     lines = done.stdout.splitlines()
     assert lines[0] == "This will run until reward threshold of 475.0 is reached. Ctrl+C to exit."
     assert lines[-1] == f"Not solved after {episodes} episodes."
-    rewards = [float(reward) for _, reward, _ in LINE.findall(done.stdout)]
+    rewards = [float(reward) for _, reward, _ in oracle.EPISODE_LINE.findall(done.stdout)]
     assert len(rewards) == episodes and min(rewards) > 0
     return rewards
 
@@ -76,8 +74,8 @@ def test_tutorial_in_terminals_prints_what_single_prints_and_learns(tmp_path, ru
     agent, observer = run_in_terminals(copied_alone(PATH, tmp_path), 2, *short)
     assert (observer.returncode, observer.stdout, observer.stderr) == (0, "", "")
     assert_plays(agent, 5)
-    single = run_here(ROOT / "rl_rpc/single.py", *long)
-    assert LINE.findall(agent.stdout) == LINE.findall(single)[:5] and float(LINE.findall(single)[-1][2]) > 40
+    single = oracle.EPISODE_LINE.findall(run_here(ROOT / "rl_rpc/single.py", *long))
+    assert oracle.EPISODE_LINE.findall(agent.stdout) == single[:5] and float(single[-1][2]) > 40
 
 
 @pytest.mark.quick

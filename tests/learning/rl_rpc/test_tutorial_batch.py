@@ -13,9 +13,7 @@ from tutorials import copied_alone, run_in_terminals, run_spawned
 
 oracle = load_oracle("rl_rpc")
 PATH = "rl_rpc/tutorial_batch.py"
-LINE = re.compile(r"^Episode (\d+)\tLast reward: [\d.]+\tAverage reward: [\d.]+$", re.M)
 TIMES = re.compile(r"^(\d+), [\d.]+, [\d.]+$", re.M)
-NUM_STEPS = 500
 quick = pytest.mark.quick
 
 
@@ -24,69 +22,48 @@ def make_agent(observers, batch):
     return oracle.tutorial_agent(PATH, observers + 1, batch, 1.0, 1, in_turn=not batch)
 
 
-def reinforce(episodes, steps):
-    """Run the page's REINFORCE with one observer, in one process, so many steps an episode; return the parameters."""
+def reinforce(observers, episodes, steps):
+    """Run the page's REINFORCE in one process, so many steps of each observer an episode; return the parameters."""
     torch.manual_seed(1)
     layers = torch.nn.Linear(4, 128), torch.nn.Dropout(0.6), torch.nn.ReLU(), torch.nn.Linear(128, 2)
     policy = torch.nn.Sequential(*layers)
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
-    env = gym.make("CartPole-v1")
-    env.reset(seed=1)
+    envs = [gym.make("CartPole-v1") for _ in range(observers)]
+    for seed, env in enumerate(envs, start=1):
+        env.reset(seed=seed)
     for _ in range(episodes):
-        state, _ = env.reset()
-        log_probs, lengths = [], [0]  # the lengths of the games
-        for step in range(1, steps + 1):
-            scores = policy(torch.from_numpy(state).unsqueeze(0))
-            distribution = torch.distributions.Categorical(torch.softmax(scores, dim=1))
-            action = distribution.sample()
-            log_probs.append(distribution.log_prob(action))
-            state, _, terminated, truncated, _ = env.step(action.item())  # the reward is 1
-            lengths[-1] += 1
-            if terminated or truncated or step == steps:
-                state, _ = env.reset()
-                lengths.append(0)
+        log_probs, lengths = [], []  # the lengths of the games
+        for env in envs:
+            state, _ = env.reset()
+            lengths.append(0)
+            for step in range(1, steps + 1):
+                scores = policy(torch.from_numpy(state).unsqueeze(0))
+                distribution = torch.distributions.Categorical(torch.softmax(scores, dim=1))
+                action = distribution.sample()
+                log_probs.append(distribution.log_prob(action))
+                state, _, terminated, truncated, _ = env.step(action.item())  # the reward is 1
+                lengths[-1] += 1
+                if terminated or truncated or step == steps:
+                    state, _ = env.reset()
+                    lengths.append(0)
         returns = torch.tensor([float(left) for length in lengths for left in range(length, 0, -1)])
         optimizer.zero_grad()
-        (-torch.cat(log_probs) * returns).sum().backward()
+        (-torch.cat(log_probs) * returns / observers).sum().backward()
         optimizer.step()
     return list(policy.parameters())
 
 
 @quick
-@pytest.mark.parametrize("batch", [True, False])
-def test_batch_page_is_the_plain_loop(batch):
-    agent = make_agent(1, batch)
-    for _ in range(2):
-        agent.run_episode(100)
-    assert largest_difference(agent.policy.parameters(), reinforce(2, steps=100)) < 1e-4
-    one, other = (rref.value.env.reset()[0].tolist() for rref in make_agent(2, batch).ob_rrefs)
-    assert one != other  # each observer has its own seed
-
-
-@quick
-def test_batch_page_credits_each_observer_with_its_own_rewards():
-    """One observer gets rewards and the other none. Steps of the second must not change the policy.
+@pytest.mark.parametrize("batch, observers", [(True, 1), (False, 2)])
+def test_batch_page_is_the_plain_loop(batch, observers):
+    """Each observer has its own seed, and is credited with its own rewards.
 
     Without batching, the published code multiplies (N, T, 1) by (T, N): each step by all observers' rewards.
     """
-    agent = make_agent(2, False)
-    agent.ob_rrefs = [type(agent.agent_rref)(Player(number, number == 0)) for number in range(2)]
-    agent.run_episode(NUM_STEPS)
-    assert agent.kept[0].grad.item() == pytest.approx(-500 / 2) and agent.kept[1].grad.item() == 0
-
-
-class Player:
-    """An observer with one made-up log-probability for each step, and a reward of 1 in each step, or of 0."""
-
-    def __init__(self, number, earns):
-        self.number, self.reward = number, float(earns)
-
-    def run_episode(self, agent_rref, n_steps):
-        agent = agent_rref.value
-        if not hasattr(agent, "kept"):
-            agent.kept = [torch.zeros(1, requires_grad=True) for _ in range(2)]
-        agent.saved_log_probs[self.number] = [agent.kept[self.number] * 1 for _ in range(n_steps)]
-        return [torch.full((n_steps,), self.reward), n_steps]
+    agent = make_agent(observers, batch)
+    for _ in range(2):
+        agent.run_episode(100)
+    assert largest_difference(agent.policy.parameters(), reinforce(observers, episodes=2, steps=100)) < 1e-4
 
 
 def ask_together(agent, states, rounds=1):
@@ -146,13 +123,14 @@ def test_batch_page_alone_in_a_folder_with_a_space_runs_both_jobs(tmp_path):
     done = run_spawned(program, "--world_size", 2, "--num_episode", 2, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert TIMES.findall(done.stdout) == ["2"]
-    assert LINE.findall(done.stdout) == ["0", "1"] * 2  # with and without batching
+    episodes = [number for number, _, _ in oracle.EPISODE_LINE.findall(done.stdout)]
+    assert episodes == ["0", "1"] * 2  # with and without batching
     assert re.findall("^select_action.*", done.stdout, re.M) == ["select_action_batch", "select_action"]
 
 
 def test_batch_page_in_terminals(tmp_path):
     program = patched(copied_alone(PATH, tmp_path), shorter_and_says_what_it_asks)
     agent, *observers = run_in_terminals(program, 3, "--num_episode", 1)
-    assert (agent.returncode, agent.stderr) == (0, "") and LINE.fullmatch(agent.stdout.strip())
+    assert (agent.returncode, agent.stderr) == (0, "") and oracle.EPISODE_LINE.fullmatch(agent.stdout.strip())
     for done in observers:
         assert (done.returncode, done.stdout, done.stderr) == (0, "select_action_batch\n", "")
