@@ -27,13 +27,6 @@ def exercises_of(package):
         yield diff, shlex.split(check), git_apply(ROOT, "--check", "-R", diff).returncode == 0
 
 
-def copy_to(folder):
-    for name in (*PACKAGES, "bench", "docs", "tests", "tools"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "pictures"))
-    shutil.copy(ROOT / "pyproject.toml", folder)
-    return folder
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("package", PACKAGES)
 def test_each_solution_fits_the_code(package):
@@ -53,7 +46,10 @@ def test_a_check_passes_with_the_solution(packages, tmp_path):
         exercises = [(diff, check) for diff, check, is_published in exercises_of(package) if not is_published]
         assert exercises, f"nothing would be checked of {package}"
         for diff, check in exercises:
-            root = copy_to(tmp_path / str(len(commands)))
+            root = tmp_path / str(len(commands))
+            for name in (*PACKAGES, "bench", "docs", "tests", "tools"):
+                shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "pictures"))
+            shutil.copy(ROOT / "pyproject.toml", root)
             assert git_apply(root, diff).returncode == 0
             commands.append(shlex.join(["run_pytest.py", root.name, *check]))
     done = run_in_forks(tmp_path, commands, seconds=280)

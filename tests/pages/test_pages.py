@@ -38,13 +38,10 @@ def test_which_rank_is_what():
 
 def names_in(path):
     """Return the names of all functions and classes of a file, and of methods as Class.name."""
-    found = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-            inner = node.body if isinstance(node, ast.ClassDef) else ()
-            found |= {f"{node.name}.{each.name}" for each in inner if isinstance(each, ast.FunctionDef)}
-    return found
+    kinds = ast.FunctionDef | ast.ClassDef
+    found = [node for node in ast.parse(path.read_text()).body if isinstance(node, kinds)]
+    methods = {f"{node.name}.{each.name}" for node in found for each in node.body if isinstance(each, kinds)}
+    return methods | {node.name for node in found}
 
 
 @pytest.mark.quick
@@ -71,11 +68,11 @@ def test_a_file_that_is_named_is_there():
     code = [path for folder in (*PACKAGES, "bench", "docs", "tools") for path in (ROOT / folder).glob("**/*.py")]
     ours = {path.name for path in [*code, *(ROOT / "tests").glob("**/*.py")]}
     ours |= {name for page in PAGES for name in Page(page).programs}
-    of_users = {"forty.py", "recipe.py", "hang.py", "random.py", "late.py", "squares.py"}
+    of_users = {"forty.py", "recipe.py", "hang.py", "late.py", "squares.py"}
     of_torch_and_python = {"api.py", "internal.py", "distributed_c10d.py", "_base.py", "_monitor.py", "queue.py"}
     of_torch_and_python |= {"threading.py", "optimizer.py", "rref_proxy.py", "functions.py"}
     of_others = {"parameter_server.py", "rpc_parameter_server.py"}
-    of_earlier_commits = {"migrating.py", "published_batch.py", "servers.py", "stale_learning.py"}
+    of_earlier_commits = {"servers.py", "stale_learning.py"}
     known = ours | of_users | of_torch_and_python | of_others | of_earlier_commits
     for path in [*PAGES, *code]:
         assert set(re.findall(r"\b\w+\.py\b", path.read_text())) <= known, path
@@ -83,18 +80,12 @@ def test_a_file_that_is_named_is_there():
 
 def commands_in(page):
     """Yield (package, script, words) of every command of this repository in the page's code blocks."""
-    for line in page.read_text().replace("\\\n", " ").splitlines():
-        line = line.strip().strip("`").removeprefix("$ ")
-        if not line.startswith(("python ", "torchrun ")):
-            continue
-        words = shlex.split(line, comments=True)
-        for number, word in enumerate(words):
-            if word.endswith(".py"):
-                path = pathlib.PurePath(word)
-                package = path.parts[0] if len(path.parts) > 1 else page.parent.name
-                if package in PACKAGES:
-                    yield package, path.name, words[number + 1 :]
-                break
+    text = page.read_text().replace("\\\n", " ")
+    for path, flags in re.findall(r"(?m)^[ $`]*(?:python|torchrun) (?:.*? )??(\S+\.py)\b(.*)$", text):
+        path = pathlib.PurePath(path)
+        package = path.parts[0] if len(path.parts) > 1 else page.parent.name
+        if package in PACKAGES:
+            yield package, path.name, shlex.split(flags.rstrip("`"), comments=True)
 
 
 @pytest.mark.quick

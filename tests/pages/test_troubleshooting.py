@@ -116,7 +116,6 @@ def test_what_can_be_seen_of_the_program_that_hangs(tmp_path):
     (init,) = [line for line in program.splitlines() if "rpc.init_rpc" in line]
     (tmp_path / "hang.py").write_text(program.replace(init, f"{init}; {timer.strip()}"))
     shown = re.findall(r'^  File "hang.py", line (\d+) in (\S+)$', PAGE, re.MULTILINE)
-    assert shown and all(name in ("add", "<module>") for _, name in shown)
     assert {(f"hang.py:{number}", name) for number, name in shown} == {
         (place, name) for name, place in re.findall(r"^    (\S+) \((hang.py:\d+)\)$", PAGE, re.MULTILINE)
     }

@@ -9,6 +9,7 @@ from helpers import load_module
 from programs import ROOT, run_script
 
 CURVE = [1, 2, 3], [9.0, 20.0, 31.0]
+plot = load_module(ROOT / "tools" / "plot.py")
 
 
 def summary(path, mode):
@@ -20,7 +21,6 @@ def summary(path, mode):
 
 def test_runs_of_one_mode_are_told_apart_by_their_files(tmp_path):
     runs = [summary(tmp_path / name, "rollout") for name in ("a.json", "b.json")]
-    plot = load_module(ROOT / "tools" / "plot.py")
     axes = Figure().subplots()
     plot.draw(axes, runs, "episode", "reward", {"reward/running": "running reward"}, "solved", "reward_threshold", True)
     legend = axes.get_legend()
@@ -41,7 +41,7 @@ def test_what_is_no_summary_is_refused_in_one_line(content, tmp_path, capsys):
     if content:
         (tmp_path / "s.json").write_text(content)
     with pytest.raises(SystemExit) as refused:
-        load_module(ROOT / "tools" / "plot.py").main(tmp_path / "x.png", tmp_path / "s.json")
+        plot.main(tmp_path / "x.png", tmp_path / "s.json")
     (line,) = capsys.readouterr().err.splitlines()
     assert refused.value.code == 2
     assert "s.json is no file of --summary_json" in line
