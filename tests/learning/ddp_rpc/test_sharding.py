@@ -87,24 +87,23 @@ def test_a_gradient_belongs_to_the_oldest_lookup_of_its_trainer():
 
 @quick
 @pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("num_trainers", [2, 3, 4])
-def test_averaging_does_not_depend_on_the_order_of_arrival(num_trainers, sparse):
+def test_averaging_does_not_depend_on_the_order_of_arrival(sparse):
     """The result is the same to the last bit, although a floating-point sum depends on the order of its terms."""
     generator = torch.Generator().manual_seed(1)
     gradients = []
-    for _ in range(num_trainers):
+    for _ in range(3):
         (shard,) = make_shards(1, sparse=sparse)
         sums = shard(torch.randint(30, (200,), generator=generator), torch.arange(0, 200, 5))
         sums.backward(torch.randn(40, 5, generator=generator))
         gradients.append(shard.weight.grad)
     means = []
-    for arrivals in itertools.permutations(range(num_trainers)):
+    for arrivals in itertools.permutations(range(3)):
         mean = sync.mean_of({number: gradients[number] for number in arrivals})
         # Otherwise the optimizer would add up the entries of a row, on a GPU in no fixed order.
         assert not sparse or mean.is_coalesced()
         means.append(mean.to_dense())
     assert all(torch.equal(mean, means[0]) for mean in means)
-    torch.testing.assert_close(means[0], sum(gradient.to_dense() for gradient in gradients) / num_trainers)
+    torch.testing.assert_close(means[0], sum(gradient.to_dense() for gradient in gradients) / 3)
 
 
 def test_concurrent_exchanges_lose_no_gradient():
@@ -138,20 +137,11 @@ def test_every_batch_has_the_same_number_of_bags():
 
 
 @quick
-def test_the_log_repeats_and_trainers_draw_different_parts():
-    log, again = ClickLog(100, 16, seed=1), ClickLog(100, 16, seed=1)
-    one, two, other = log.batches(3, 8, seed=5), again.batches(3, 8, seed=5), log.batches(3, 8, seed=6)
-    assert all(torch.equal(a, b) for x, y in zip(one, two, strict=True) for a, b in zip(x, y, strict=True))
-    assert not torch.equal(torch.cat([x[2] for x in one]), torch.cat([x[2] for x in other]))
-
-
-@quick
-@pytest.mark.parametrize("targets, low, high", [("teacher", 0.6, 0.9), ("random", 0.10, 0.15)])
-def test_the_teacher_knows_most_of_its_own_labels_and_nobody_knows_random_ones(targets, low, high):
-    log = ClickLog(100, 16, seed=1, targets=targets)
+def test_the_teacher_knows_most_of_its_own_labels():
+    log = ClickLog(100, 16, seed=1)
     ((ids, offsets, target),) = log.batches(1, 8192, seed=2)
     accuracy = (log.teacher_logits(ids, offsets).argmax(dim=1) == target).float().mean()
-    assert low < accuracy < high
+    assert 0.6 < accuracy < 0.9
 
 
 # ------------------------------------------------------------------------------------------------- the run's checks
