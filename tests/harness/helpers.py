@@ -32,10 +32,8 @@ def assert_one_line_error(done, status, *words):
 
 def assert_refused(package, flags, capsys, *words):
     """Assert that parse_args of main.py refuses these flags with status 2 and one line that contains all `words`."""
-    with package_on_path(package), pytest.raises(SystemExit) as refused:
-        import main
-
-        main.parse_args([str(flag) for flag in flags])
+    with pytest.raises(SystemExit) as refused:
+        parse_args(package, *flags)
     (complaint,) = capsys.readouterr().err.splitlines()
     assert refused.value.code == 2 and all(word in complaint for word in words), complaint
 
@@ -60,6 +58,14 @@ def noise(count):
     """Return noise instead of digits: images (count, 28, 28) and labels (count,)."""
     random = np.random.default_rng(count)
     return random.integers(256, size=(count, 28, 28)), random.integers(10, size=count)
+
+
+def parse_args(package, *flags):
+    """Return the arguments that the package's main.py parses from these flags."""
+    with package_on_path(package):
+        import main
+
+        return main.parse_args([str(flag) for flag in flags])
 
 
 @contextlib.contextmanager

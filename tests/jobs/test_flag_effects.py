@@ -5,13 +5,14 @@ one job with values that are not the defaults, FLAGS. Most of these flags decide
 compared with one process. ELSEWHERE has the flags whose effects other tests show.
 """
 
+import functools
 import json
 import re
 
 import pytest
 import torch
 
-from helpers import PACKAGES, load_oracle, package_on_path
+from helpers import PACKAGES, load_oracle, parse_args
 from programs import run_main
 
 FILES = "--summary_json summary.json --checkpoint checkpoint.pt"
@@ -54,13 +55,7 @@ class Run:
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory, few_digits):
     """Return a function of a package that returns the Run of its job."""
-    runs = {}
-
-    def run(package):
-        runs[package] = runs.get(package) or Run(package, tmp_path_factory.mktemp(package), few_digits)
-        return runs[package]
-
-    return run
+    return functools.cache(lambda package: Run(package, tmp_path_factory.mktemp(package), few_digits))
 
 
 def jobs_of(*packages):
@@ -138,11 +133,8 @@ def test_to_resume_a_finished_run_is_no_failure(package, run_of):
 
 @pytest.mark.quick
 def test_flags_are_understood_with_hyphens_too():
-    with package_on_path("param_server"):
-        import main
-
-        args = main.parse_args(["--world-size=5", "--max-batches", "2", "--mode", "replica", "--rpc_timeout", "5"])
-        dropped = [main.parse_args(words).no_dropout for words in (["--no-dropout"], ["--no_dropout"], [])]
+    args = parse_args("param_server", "--world-size=5", "--max-batches", 2, "--mode", "replica", "--rpc_timeout", 5)
+    dropped = [parse_args("param_server", *words).no_dropout for words in (["--no-dropout"], ["--no_dropout"], [])]
     assert (args.world_size, args.max_batches, args.rpc_timeout) == (5, 2, 5) and dropped == [True, True, False]
 
 
@@ -150,9 +142,7 @@ def test_flags_are_understood_with_hyphens_too():
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_flag_is_forgotten(package, capsys):
     """argparse lists each flag on a line of its own, with other spellings behind it."""
-    with package_on_path(package), pytest.raises(SystemExit):
-        import main
-
-        main.parse_args(["--help"])
+    with pytest.raises(SystemExit):
+        parse_args(package, "--help")
     tested = re.findall(r"--\w+", f"{GLUE} {FILES} {FLAGS[package]} {ELSEWHERE[package]}")
     assert sorted(tested) == sorted(re.findall(r"^  (--\w+)", capsys.readouterr().out, re.M))

@@ -94,7 +94,6 @@ def test_a_rank_raises_its_own_limit_of_open_files():
         (2, {"files": 200}, "shm"),
         (20, {"files": 1024, "transport": "shm"}, "shm"),
         (30, {"files": 1024, "transport": "shm"}, None),
-        (12, {"files": 40}, None),
     ],
 )
 def test_auto_takes_shared_memory_only_where_it_fits(ranks, change, transport):
