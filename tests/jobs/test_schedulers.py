@@ -1,6 +1,5 @@
 """The scripts of docs/CLUSTERS.md for Slurm and Open MPI, under a real Slurm of three nodes and a real mpirun."""
 
-import contextlib
 import os
 import pathlib
 import re
@@ -21,11 +20,10 @@ PAGE = (ROOT / "docs" / "CLUSTERS.md").read_text()
 SCRIPTS = {name: script for name, script in re.findall(r"^## ([^\n]+)\n.*?^```bash\n(.*?)^```", PAGE, re.S | re.M)}
 # Instead of ssh, with which mpirun starts a daemon on another host: it gives the daemon that host's name.
 ON_HOST = '#!/bin/sh\nhost=$1\nshift\nexec unshare --uts sh -c "hostname $host && $*"\n'
-SLURM = ("slurmctld", "slurmd", "srun", "munged")  # the commands of a Slurm
 MPI = {"OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1}
 
 
-class Job:
+class Job(Program):
     """A script of the page with some more flags, started on a machine in a folder as the page asks for it."""
 
     def __init__(self, machine, section, flags, folder, *by):
@@ -38,38 +36,30 @@ class Job:
         (folder / "script").write_text(script)
         path = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]
         environ = MPI | {"OMPI_MCA_plm_rsh_agent": folder / "on_host", "PATH": path, "PYTHONUNBUFFERED": 1}
-        self.program = Program(folder / "script", by=machine.on(*by, cwd=folder), env=environ)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.program.kill()
+        super().__init__(folder / "script", by=machine.on(*by, cwd=folder), env=environ)
 
     def text(self):
-        return self.program.text() + "".join(path.read_text() for path in self.folder.glob("slurm-*.out"))
-
-    def wait_for_text(self, pattern, seconds=60):
-        def is_printed():
-            assert self.program.poll() in (None, 0), self.text()
-            return re.search(pattern, self.text())
-
-        wait_until(is_printed, seconds, self.text)
+        return super().text() + "".join(path.read_text() for path in self.folder.glob("slurm-*.out"))
 
     def wait_until_it_trains(self):
         """Return the process of rank 1."""
-        self.wait_for_text(JOBS["rl_rpc"]["training"])
+
+        def trains():  # sbatch ends at once, and its job goes on
+            assert self.poll() in (None, 0), self.text()
+            return re.search(JOBS["rl_rpc"]["training"], self.text())
+
+        wait_until(trains, 60, self.text)
         return self.pid_of("python rl_rpc/main.py", "RANK=1")
 
     def pid_of(self, command, *variables):
         """Return the process of this job whose command line begins so, and whose environment has these variables."""
-        found = [pid for pid in self.program.members() if command_of(pid).startswith(command)]
+        found = [pid for pid in self.members() if command_of(pid).startswith(command)]
         (pid,) = [pid for pid in found if set(variables) <= set(environment_of(pid))]
         return pid
 
     def slurm_id(self):
-        assert self.program.wait() == 0, self.text()
-        return re.fullmatch(r"Submitted batch job (\d+)\n", self.program.output()).group(1)
+        assert self.wait() == 0, self.text()
+        return re.fullmatch(r"Submitted batch job (\d+)\n", self.output()).group(1)
 
     def slurm_end(self, seconds=120):
         """Wait for the end of a job of Slurm; return its state and its exit status, as "STATUS:SIGNAL"."""
@@ -82,10 +72,6 @@ class Job:
 
         return wait_until(end, seconds, self.text)
 
-    def assert_nothing_is_left(self):
-        left = {pid: command_of(pid) for pid in self.program.left_over()}
-        assert not left, self.text()
-
     def assert_the_others_name_rank_1(self):
         for other in ("rank 0 (agent)", "rank 2 (observer2)"):
             assert f"rl_rpc: {other}: lost rank 1 (observer1): its process has ended\n" in self.text(), self.text()
@@ -93,11 +79,14 @@ class Job:
 
 @pytest.fixture(scope="module")
 def slurm():
-    if reason := why_not(*SLURM):
+    """Yield a machine with a Slurm. Afterwards, check that the names of this machine are what they were."""
+    if reason := why_not("slurmctld", "slurmd", "srun", "munged"):
         pytest.skip(reason)
+    names = pathlib.Path("/etc/hosts").read_text(), os.uname().nodename, os.listdir("/sys/class/net")
     with OwnMachine() as machine:
         machine.start_slurm()
-        yield machine
+        yield machine  # when it ends, it waits for the end of its daemons
+    assert names == (pathlib.Path("/etc/hosts").read_text(), os.uname().nodename, os.listdir("/sys/class/net"))
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +101,7 @@ def test_slurm_a_job_trains_to_its_end(slurm, tmp_path):
     with Job(slurm, "Slurm", JOBS["rl_rpc"]["short"], tmp_path, "sbatch") as job:
         assert job.slurm_end() == ("COMPLETED", "0:0"), job.text()
         assert re.search(JOBS["rl_rpc"]["done"], job.text()), job.text()
-        job.assert_nothing_is_left()
+        assert not job.left_over(), job.text()
 
 
 def test_slurm_a_killed_rank_is_named_and_the_status_is_137(slurm, tmp_path):
@@ -120,7 +109,7 @@ def test_slurm_a_killed_rank_is_named_and_the_status_is_137(slurm, tmp_path):
         kill([job.wait_until_it_trains()])
         assert job.slurm_end() == ("FAILED", "137:0"), job.text()
         job.assert_the_others_name_rank_1()
-        job.assert_nothing_is_left()
+        assert not job.left_over(), job.text()
 
 
 def test_scancel_leaves_nothing_but_the_checkpoint(slurm, tmp_path):
@@ -128,51 +117,28 @@ def test_scancel_leaves_nothing_but_the_checkpoint(slurm, tmp_path):
         job.wait_until_it_trains()
         subprocess.run(slurm.on("scancel", job.slurm_id()), check=True)
         assert job.slurm_end() == ("CANCELLED", "0:15"), job.text()
-        job.assert_nothing_is_left()
+        assert not job.left_over(), job.text()
         assert (tmp_path / "rl.pt").exists()
 
 
 def test_mpirun_a_job_trains_to_its_end(mpi, tmp_path):
     with Job(mpi, "Open MPI", JOBS["rl_rpc"]["short"], tmp_path, "bash") as job:
-        assert job.program.wait() == 0, job.text()
+        assert job.wait() == 0, job.text()
         assert re.search(JOBS["rl_rpc"]["done"], job.text()), job.text()
-        job.assert_nothing_is_left()
+        assert not job.left_over(), job.text()
 
 
 def test_mpirun_a_killed_rank_is_named_and_the_status_is_137(mpi, tmp_path):
     with Job(mpi, "Open MPI", JOBS["rl_rpc"]["long"], tmp_path, "bash") as job:
         kill([job.wait_until_it_trains()])
-        assert job.program.wait() == 137, job.text()
+        assert job.wait() == 137, job.text()
         job.assert_the_others_name_rank_1()
-        job.assert_nothing_is_left()
+        assert not job.left_over(), job.text()
 
 
 def test_ctrl_c_to_mpirun_leaves_nothing(mpi, tmp_path):
     with Job(mpi, "Open MPI", JOBS["rl_rpc"]["long"], tmp_path, "bash") as job:
         job.wait_until_it_trains()
         os.kill(job.pid_of("mpirun"), signal.SIGINT)
-        assert job.program.wait() == 1, job.text()
-        job.assert_nothing_is_left()
-
-
-def test_nothing_of_slurm_is_left_if_a_test_fails():
-    if reason := why_not(*SLURM):
-        pytest.skip(reason)
-    hosts = pathlib.Path("/etc/hosts").read_text(), os.uname().nodename, os.listdir("/sys/class/net")
-    with contextlib.suppress(ZeroDivisionError), OwnMachine() as machine:
-        machine.start_slurm()
-        same = os.stat(f"/proc/{machine.first}/ns/pid").st_ino
-        assert len(processes_in(same)) >= 6  # bash, munged, slurmctld, three of slurmd
-        1 / 0  # noqa: B018
-    assert not processes_in(same) and not machine.folder.exists()
-    assert hosts == (pathlib.Path("/etc/hosts").read_text(), os.uname().nodename, os.listdir("/sys/class/net"))
-
-
-def processes_in(namespace):
-    """Return the living processes of this namespace of process ids."""
-    found = []
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            if os.stat(f"/proc/{entry}/ns/pid").st_ino == namespace:
-                found.append(int(entry))
-    return found
+        assert job.wait() == 1, job.text()
+        assert not job.left_over(), job.text()
