@@ -52,30 +52,30 @@ def kill_and_check(job, rank, pids, moment="training"):
         del statuses[rank]
     # At the end the work may have been done already. Under torchrun the job then fails only if the rank was the last.
     assert set(statuses) == {1} or (moment == "end" and set(statuses) == {0}), (statuses, job.text())
-    assert_named(job, [rank], may_be_done=moment == "end", may_be_missing=moment == "start")
+    assert_named(job, rank, moment)
     return took
 
 
-def assert_named(job, victims, may_be_done=False, may_be_missing=False):
-    """Assert that each console has one line that names a rank of `victims`, and the status 1.
+def assert_named(job, victim, moment="training"):
+    """Assert that each console has one line that names a rank that was killed, and the status 1.
 
-    `may_be_done`: a rank may also have done its work. It prints nothing then, and its status is 0.
-    `may_be_missing`: the victim may have died before it joined, as one that did not come: rank 0 names it, and so do
-    those whose own --join_timeout has not passed.
+    At the "end" a rank may also have done its work. It prints nothing then, and its status is 0. At the "start" the
+    victim may have died before it joined, as one that did not come: rank 0 names it, and so do those whose own
+    --join_timeout has not passed.
     """
-    names = "|".join(rf"rank {victim} \({job.names[victim]}\)" for victim in victims)
-    missing = rf"{names}|the other ranks" + (r"|rank 0 at localhost port \d+" if 0 in victims else "")
-    expected = rf"lost ({names})" + (f"|({missing}) did not come" if may_be_missing else "")
-    of_torchrun = "|".join(rf"\brank +: {victim} " for victim in victims)  # it may end the others before they notice
+    name = rf"rank {victim} \({job.names[victim]}\)"
+    missing = rf"{name}|the other ranks" + (r"|rank 0 at localhost port \d+" if victim == 0 else "")
+    expected = f"lost {name}" + (f"|({missing}) did not come" if moment == "start" else "")
+    of_torchrun = rf"\brank +: {victim} "  # it may end the others before they notice
     for process in job.processes:
-        if process.returncode == -signal.SIGKILL or (may_be_done and process.returncode == 0):
+        if process.returncode == -signal.SIGKILL or (moment == "end" and process.returncode == 0):
             continue
         # torchrun's own report has a traceback.
         assert job.way == "torchrun" or not re.search(NOISE, process.text()), job.text()
         lines = re.findall(rf"^{job.package}: .*\b(?:lost|did not come) .*$", process.errors(), re.M)
         named = len(lines) == 1 or (job.way == "torchrun" and re.search(of_torchrun, process.errors()))
         named = named and all(re.search(expected, line) for line in lines)
-        assert process.returncode == 1 and named, (process.returncode, names, job.text())
+        assert process.returncode == 1 and named, (process.returncode, name, job.text())
 
 
 def lose_trainers(folder, mode, kills, flags=(), trainers=4):

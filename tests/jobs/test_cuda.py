@@ -123,9 +123,7 @@ DIGITS = ["--dataset", "synthetic", "--max_batches", 5]
 @pytest.mark.parametrize(
     "package, mode, world_size, flags",
     [
-        ("ddp_rpc", "sync", 4, ["--epochs", 2, "--batches", 20]),
         ("ddp_rpc", "pipelined", 5, ["--epochs", 2, "--batches", 20, "--num_servers", 2]),
-        ("param_server", "sync", 4, DIGITS),
         ("param_server", "bounded", 3, DIGITS),
         ("param_server", "overlap", 3, DIGITS),
         ("param_server", "sharded", 4, DIGITS),

@@ -16,16 +16,11 @@ from processes import ranks_of, wait_until
 from programs import Program
 
 
-def status_in_a_shell(status):
-    """Return what a shell shows for this status of a process. It shows 130 for one that SIGINT has killed."""
-    return 128 - status if status < 0 else status
-
-
 def end_by_ctrl_c(job):
     """Send SIGINT to a spawned job's group of processes, and check that it ends quietly."""
     (process,) = job.processes
     os.killpg(process.pid, signal.SIGINT)
-    assert status_in_a_shell(process.wait(6)) == 130, job.text()
+    assert process.wait(6) == -signal.SIGINT, job.text()
     assert not job.left_over(2), job.text()
     assert job.errors() == "" and "Traceback" not in job.text(), job.text()
 
@@ -79,7 +74,7 @@ def test_a_job_outlives_a_rank_that_keeps_the_gil_its_terminal_and_ctrl_z(tmp_pa
         assert job.wait_for_text(rf"Episode {played + 100}\b"), job.text()
         assert job.errors().removeprefix("nohup: ignoring input\n") == "", job.text()
         job.send_signal(signal.SIGTERM)
-        assert status_in_a_shell(job.wait(6)) == 143, job.text()
+        assert job.wait(6) == -signal.SIGTERM, job.text()
         assert not job.left_over(2) and "lost" not in job.errors(), job.text()
 
 

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import textwrap
 import threading
-import time
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from documented import PAGE, assert_documented
 from forks import run_in_forks
 from helpers import assert_one_line_error
 from jobs import JOBS, RunningJob, folder_of_traps, free_port, left_in
+from processes import wait_until
 from programs import ROOT, Program, Programs, run_main
 from two_hosts import DEVICES, watched_host
 
@@ -46,10 +46,7 @@ def a_users_machine(tmp_path):
     shutil.rmtree(temporary)
     new = {name for name in set(os.listdir("/dev/shm")) - shared if name.startswith(("torch_", "sem."))}
     # A program that another test runs at this moment may have files there. They go away when it ends.
-    deadline = time.monotonic() + 60
-    while new & set(os.listdir("/dev/shm")) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not new & set(os.listdir("/dev/shm"))
+    wait_until(lambda: not new & set(os.listdir("/dev/shm")), 60)
 
 
 def assert_quiet(programs):

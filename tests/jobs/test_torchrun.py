@@ -8,9 +8,9 @@ import signal
 import sys
 
 from jobs import JOBS, RunningJob, folder_of_traps, free_port
-from processes import children_of, command_of, environment_of, wait_until
+from processes import children_of, command_of, wait_until
 from programs import Program, Programs
-from two_hosts import ADDRESSES, DEVICES, TwoHosts, why_not
+from two_hosts import ADDRESSES, TwoHosts, why_not
 
 
 def test_torchrun_starts_a_job_again_from_its_checkpoint_and_ends_it_by_sigterm(tmp_path):
@@ -48,10 +48,6 @@ def test_a_loss_on_one_of_two_nodes_is_one_restart(tmp_path):
             nodes.processes.append(Program("ddp_rpc/main.py", *flags, by=this, env=env))
         assert nodes.wait_for_text("epoch +1/", 120)
         victim = next(pid for pid in children_of(nodes.processes[1].pid) if "main.py" in command_of(pid))
-        assert any(each.startswith("RANK=") for each in environment_of(victim))
         os.kill(victim, signal.SIGKILL)
         assert nodes.wait() == [0, 0], nodes.text()
-        texts = [node.text() for node in nodes.processes]
         assert json.loads(summary.read_text())["restarts"] == 1
-        for text, address, device in zip(texts, ADDRESSES, DEVICES, strict=True):
-            assert not hosts or f"Listening on {address} ({device})." in text, texts

@@ -10,8 +10,6 @@ from helpers import assert_one_line_error, load_bench
 from patches import main_with
 from programs import run_main, run_script
 
-BYTES = load_bench("bytes_per_step")
-
 SMALL = ("--batches", 20, "--epochs", 2)
 
 
@@ -87,4 +85,4 @@ def test_what_travels_has_the_size_of_a_batch():
     assert done.returncode == 0, done.stderr
     # Page faults: malloc keeps the memory of a gradient for the next one. Otherwise there are 1.4 million, not 360,000.
     assert getrusage(RUSAGE_CHILDREN).ru_minflt - before < 700_000
-    assert 1_000 < BYTES.per_step(done.stdout) < 30_000
+    assert 1_000 < load_bench("bytes_per_step").per_step(done.stdout) < 30_000

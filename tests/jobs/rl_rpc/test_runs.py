@@ -13,8 +13,6 @@ from helpers import package_on_path
 from patches import main_with
 from programs import run_main, run_script
 
-SOLVED_LINE = re.compile(r"^Solved! Running reward is now ([\d.]+)!$", re.M)
-
 with package_on_path("rl_rpc"):
     import play as play_module
 
@@ -24,7 +22,7 @@ def test_solves_cartpole_saves_and_plays(tmp_path, capsys):
     summary_path, policy = tmp_path / "summary.json", tmp_path / "policy.pt"
     done = run_main("rl_rpc", "--mode", "rollout", "--save", policy, "--summary_json", summary_path, timeout=280)
     assert (done.returncode, done.stderr) == (0, "")
-    assert float(SOLVED_LINE.search(done.stdout)[1]) > 475
+    assert float(re.search(r"^Solved! Running reward is now ([\d.]+)!$", done.stdout, re.M)[1]) > 475
     assert "Greedy policy over 100 episodes: " in done.stdout
     summary = json.loads(summary_path.read_text())
     assert summary["solved"] is True and summary["eval_mean_reward"] >= 475 and summary["env_steps_per_second"] > 0
@@ -83,7 +81,6 @@ def test_play_obeys_its_flags(tmp_path, capsys, monkeypatch):
 @pytest.mark.quick
 def test_play_refuses_what_is_not_a_policy(tmp_path):
     (tmp_path / "damaged\n \\xe4.pt").write_bytes(b"not a policy")
-    torch.save({"scenario": "rnn_rpc", "state": {}}, tmp_path / "foreign.pt")
     settings = {
         "imports.pt": {"env_id": "this:CartPole-v1"},  # gymnasium would import the module `this`
         "nameless.pt": {},
