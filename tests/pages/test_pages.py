@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from helpers import PACKAGES, PAGES, ROOT, package_on_path
+from helpers import PACKAGES, PAGES, ROOT, package_on_path, parse_args
 from pages import Page
 from programs import run_script
 
@@ -98,13 +98,10 @@ def test_the_commands_in_the_pages_parse(page):
             continue
         words = [re.sub(r"^(HOST|10\.0\.0\.1)$", "localhost", word) for word in words]
         assert "--checkpoint" in words or "--resume" not in words, words
-        with package_on_path(package):
-            import main
-
-            try:
-                main.parse_args(words)
-            except SystemExit as ended:  # of --help
-                assert ended.code == 0, words
+        try:
+            parse_args(package, *words)
+        except SystemExit as ended:  # of --help
+            assert ended.code == 0, words
         count += 1
     assert count >= (3 if page.parent.name in PACKAGES or page.name == "RUNNING.md" else 0)
 
