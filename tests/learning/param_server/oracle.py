@@ -19,7 +19,6 @@ with package_on_path("param_server"):
     from data import Batches, load_digits
 
 STEPS = 20
-SEED = 1
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +39,7 @@ def updates_of_one_process(steps, epochs=1, late=0):
     ]
 
 
-def train(updates, data_dir, batch_size, momentum=0.0, lr=0.03, dtype=torch.float32, seed=SEED):
+def train(updates, data_dir, batch_size, momentum=0.0, lr=0.03, dtype=torch.float32, seed=1):
     """Make these updates in a loop; return (the loss of each batch, weights by name).
 
     `data_dir`: of MNIST's files. The learning rate falls to a tenth in each epoch. There is no dropout.

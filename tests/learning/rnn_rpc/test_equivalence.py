@@ -181,11 +181,10 @@ def test_a_step_leaves_nothing_behind(mode):
 
 
 def test_a_text_of_yours(tmp_path, capsys):
-    path = tmp_path / "book.txt"
+    path, summary = tmp_path / "book.txt", tmp_path / "summary.json"
     path.write_text("the cat sat on the mat and the dog sat on the log\n" * 200)
     flags = ["--corpus", path, "--optimizer", "adam", "--lr", 0.01, "--mode", "loss", "--generate", 30]
-    for tokens, bound in (("char", 2.0), ("word", 3.0)):
-        summary = train(*flags, "--tokens", tokens, "--summary_json", tmp_path / "summary.json")
-        assert summary["heldout_perplexity"] < bound and summary["floor_perplexity"] is None
-        written = capsys.readouterr().out.partition("epoch   6")[2]
-        assert "cat" in written or "dog" in written or "sat" in written
+    figures = train(*flags, "--summary_json", summary)
+    assert figures["heldout_perplexity"] < 3 and figures["floor_perplexity"] is None
+    written = capsys.readouterr().out.partition("epoch   6")[2]
+    assert "cat" in written or "dog" in written or "sat" in written
