@@ -66,7 +66,7 @@ REFUSED = {
         "--mode sharded --num_servers 3 --world_size 3": "--world_size 3…at least 4…trainer",
         "--num_servers 2": "--num_servers…--mode sharded",
         "--mode replica --max_staleness 2": "--max_staleness…bounded",
-        "--on_lost continue": "--on_lost continue…replica, bounded, sync, overlap",
+        "--on_lost continue": "--on_lost continue is for the modes replica, bounded, sync, overlap (",
         "--lr -1": "--lr",
         "--batch_size 0": "--batch_size",
         "0 0": "unrecognized arguments: 0 0",  # difference 6: --rank and --num_gpus are flags
@@ -121,7 +121,8 @@ def test_a_gpu_that_is_not_there_is_refused(capsys, monkeypatch):
 
 def test_a_rank_is_not_refused_for_what_only_another_rank_needs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert parse_args("rnn_rpc", "--rank", 0, "--checkpoint", "/nonexist/c.pt").rank == 0
+    for package in ("rnn_rpc", "ddp_rpc"):
+        assert parse_args(package, "--rank", 0, "--checkpoint", "/nonexist/c.pt").rank == 0
     assert parse_args("rl_rpc", "--rank", 1, "--device", "cuda").rank == 1
 
 
