@@ -1,6 +1,7 @@
 """What rpctrace takes for evidence, and what it must not: names that the program has chosen, for example."""
 
 import json
+import os
 import sys
 import types
 from unittest import mock
@@ -21,7 +22,8 @@ C10D = "/site-packages/torch/distributed/distributed_c10d.py"
 SEEN = {"stacks": [], "comms": [[7, "python"]], "still": [7], "caught": [], "cwd": "/", "argv": [], "environ": {}}
 SEEN |= {"host": "here", "pid": 7, "moment": 0.0, "started": 4e9, "torch": [], "error": "", "joined": {}, "sources": {}}
 OWN = [{"name": "self", "repr": "<A at 0x1>", "addr": 1}]
-OF_GROUP = [{"name": "group", "repr": "None", "addr": 2}, {"name": "world_size", "repr": "2", "addr": 3}]
+OF_GROUP = [{"name": name, "repr": value, "addr": 2} for name, value in (("group", "None"), ("world_size", "2"))]
+OF_GROUP.append({"name": "rank", "repr": "0", "addr": 2})
 
 
 def dumped(source, stacks_of_threads, **more):
@@ -55,11 +57,12 @@ def test_the_lines_that_may_wait_are_those_of_the_table():
 
 
 def test_of_two_processes_with_the_same_name_none_has_it_unless_only_one_has_joined():
-    joined = {"joined": {"worker": "w0"}}
+    joined = {"joined": {"worker": "w0", "world": 2}}
     of_rpc = joined | {"comms": [[7, "python"], [8, stacks.POOL]]}
     for pair, count in (([of_rpc, of_rpc], 0), ([of_rpc, joined], 1), ([joined, joined], 0)):
         found = stacks.processes_of([SEEN | one | {"pid": pid} for pid, one in enumerate(pair)])
-        assert len({one.name for one in found}) == 2 and sum(one.named for one in found) == count
+        assert len({one.name for one in found}) == 2
+        assert sum(one.named for one in found) == sum(bool(one.world) for one in found) == count
 
 
 def test_processes_of_the_same_number_on_two_hosts_are_two():
@@ -85,11 +88,12 @@ def test_a_dump_has_what_was_recorded_and_only_that_environment_which_the_progra
     """Other variables may hold secrets. The time limit of calls stands in no file on the stack."""
     (tmp_path / "program.py").write_text("MY_TOKENIZER = os.environ['RANK']\n")
     frame = {"filename": "program.py", "name": "<module>", "line": 1, "locals": None}
-    stack = {"os_thread_id": 7, "thread_name": "MainThread", "active": False, "frames": [frame]}
-    dump = SEEN | {"stacks": [stack], "cwd": str(tmp_path), "environ": {"RANK": "0", "TOKEN": "secret"}}
+    pid = os.getpid()  # its files are read as the process sees them
+    stack = {"os_thread_id": pid, "thread_name": "MainThread", "active": False, "frames": [frame]}
+    dump = SEEN | {"pid": pid, "stacks": [stack], "cwd": str(tmp_path), "environ": {"RANK": "0", "TOKEN": "secret"}}
     monkeypatch.setattr(dumps, "take", lambda pids: [dump])
     joined = {"worker": "w0", "rank": 0, "world": 1, "limit": 10.0}
-    (seen,) = stacks.look([7], recorded=[{"pid": 7, "full": False, **joined}])
+    (seen,) = stacks.look([pid], recorded=[{"pid": pid, "full": False, **joined}])
     assert seen["environ"] == {"RANK": "0"} and seen["joined"] == joined
 
 
@@ -274,9 +278,59 @@ def test_the_limit_of_calls_is_known_if_only_one_place_can_set_it(source, limit)
 
 @pytest.mark.parametrize(("function", "calls"), [("step", [10.0]), ("__init__", [])])
 def test_a_step_of_the_distributed_optimizer_has_the_limit_of_calls(function, calls):
+    """And its __init__ does not wait for `future`."""
     optimizer = "/site-packages/torch/distributed/optim/optimizer.py"
     frames = [Frame(optimizer, name, library=True) for name in ("_wait_for_all", function)]
+    source = "def f():\n future = rpc_async('w1', g)\n DistributedOptimizer(SGD, future.wait())\n"
+    frames.append(Frame("/program.py", "f", 3, tree=syntax.parsed(source)))
     assert [call.limit for call in threads.calls_awaited(frames, 10.0)] == calls
+
+
+def test_a_thread_that_still_prepares_its_call_waits_for_no_answer():
+    frames = [Frame(INTERNAL, "serialize", library=True), Frame(API, "rpc_sync", library=True)]
+    assert threads.calls_awaited(frames, 60.0) == [] != threads.calls_awaited(frames[1:], 60.0)
+
+
+@pytest.mark.parametrize(("to", "known"), [("'w1'", "w1"), ("1", None), ("name", None)])
+def test_only_a_text_is_the_name_of_a_worker(to, known):
+    frame = Frame("/program.py", "f", 2, tree=syntax.parsed(f"def f():\n rpc_async({to}, g).wait()\n"))
+    assert [call.to for call in sources.Line([frame], 60.0).calls_awaited()] == [known]
+
+
+@pytest.mark.parametrize(
+    ("inner", "said"),
+    [({"rank": 0, "world_size": 2}, "rank 1 to begin init_process_group of 2 ranks"), ({}, "the other ranks")],
+)
+def test_rank_and_world_of_a_group_may_stand_in_the_environment(inner, said):
+    inner = {name: Seen(name, "number", 1, value) for name, value in inner.items()}
+    outer = {name: Seen(name, "number", 1, -1) for name in ("rank", "world_size")}
+    rendezvous = Frame("/site-packages/torch/distributed/rendezvous.py", "_env", library=True, names=inner)
+    group = Frame(C10D, "init_process_group", library=True, names=outer)
+    frames = [rendezvous, group, Frame("/program.py", "main", 1)]
+    place, wait = waits.read(frames, still=False, ran=False)
+    thread = Thread(1, "main", place, wait, main=True, does=waits.does(frames))
+    report = said_of([Process("w0", "here", 7, threads={1: thread})]).report()
+    assert said in report, report
+
+
+def test_a_lock_that_two_threads_hold_is_two_locks():
+    lock = Seen("lock", "lock", 1)
+    threads = {tid: Thread(tid, "t", holds=[lock], wait=Wait("answer", calls=[Call("w0", "f")])) for tid in (1, 2)}
+    threads[3] = Thread(3, None, wait=Wait("lock", locks=[lock]), serves=[Call(None, "f")])
+    process = Process("w0", "here", 7, world=1, rank=0, rpc=True, threads=threads)
+    assert not rules.graph_of([process]).circle()
+    threads.pop(2)
+    assert rules.graph_of([process]).circle()
+
+
+@pytest.mark.parametrize("owes", [False, None, True])
+def test_a_call_that_no_thread_serves_may_have_returned_a_future(owes):
+    """The one RPC thread of w1 is busy: if the call has to wait for it, this is a circle."""
+    main = Thread(1, "main", wait=Wait("answer", calls=[Call("w1", "f", owes=owes)]))
+    busy = Thread(2, None, wait=Wait("collective", "all_reduce"), serves=[Call(None, "g")])
+    w0 = Process("w0", "here", 7, rank=0, world=2, rpc=True, groups=1, threads={1: main})
+    w1 = Process("w1", "here", 8, rank=1, world=2, rpc=True, groups=1, threads={2: busy}, pool=1, free=0)
+    assert bool(rules.graph_of([w0, w1]).circle()) == (owes is False)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +353,8 @@ def test_who_sends_a_signal_may_stand_on_no_stack(line, caught, known):
 def test_a_source_that_is_younger_than_the_process_tells_nothing(changed, tmp_path):
     path = tmp_path / "program.py"
     path.write_text("pass\n")
-    assert bool(stacks.source_of(str(path), path.stat().st_mtime - changed)) == (changed < 0)
+    os.utime(path, (0, 0))  # a copy may have the time of its original
+    assert bool(stacks.source_of(str(path), path.stat().st_ctime - changed)) == (changed < 0)
 
 
 def test_workers_that_listen_at_the_same_port_of_two_hosts_are_two(monkeypatch):
@@ -331,6 +386,7 @@ def test_workers_that_listen_at_the_same_port_of_two_hosts_are_two(monkeypatch):
     ("world", "ranks", "owner", "name", "circle"),
     [
         (1, [0], "", "t", True),
+        (1, [0], "", "asks", False),  # torch asks for the class of an RRef before it makes the call
         (2, [0], "", "t", False),  # another worker, which is not seen, may serve the call
         (2, [0, 1], "", "t", True),
         (2, [0, 0], "", "t", False),  # these are of two jobs
@@ -346,7 +402,7 @@ def test_a_circle_is_claimed_only_if_nobody_else_may_serve_the_call(world, ranks
     threads = {
         1: Thread(1, None, place, main=True, holds=[lock], wait=waits_for_act),
         2: Thread(2, None, place, serves=[Call(None, "act", owner="Store")], wait=waits_for_lock),
-        3: Thread(3, name),
+        3: Thread(3, name, serves=[Call(None, "torch.rpc._rref_typeof_on_owner")] if name == "asks" else []),
     }
     processes = [Process(f"w{number}", "here", 7, True, rank, world, rpc=True) for number, rank in enumerate(ranks)]
     processes[0].threads = threads

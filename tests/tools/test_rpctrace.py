@@ -195,7 +195,7 @@ def test_ranks_in_terminals_record_into_one_folder_and_one_that_is_not_recorded_
         rank1 = run_script(*recorded, env={"RANK": 1})
         assert (rank1.returncode, rank1.stdout) == (0, "rank 1 is done\n"), rank1.stderr
         assert (rank0.wait(60), rank2.wait(60)) == (0, 0), rank0.text() + rank2.text()
-    assert all(one["left"] and one["full"] for one in read.read(tmp_path / "calls", most=0))
+    assert all(one["left"] for one in read.read(tmp_path / "calls", most=0))
     (tmp_path / "calls" / "data.jsonl").write_text("[1]\n")  # a user's file
     said = drawn(tmp_path / "all.json", tmp_path / "calls", capsys)
     assert re.search("worker1 -> worker2: increment +5( +[0-9.]+){3}\n", said), said
@@ -219,6 +219,7 @@ def test_ranks_in_terminals_record_into_one_folder_and_one_that_is_not_recorded_
         (["--into", "/proc/here", "--", "true"], 2, "--into /proc/here: No such file or directory"),
         (["--end", "t.json", "--", "true"], 2, "give FILE"),
         (["t.json"], 2, "give FILE"),
+        (["--into", "x", "--stalled", "0", "--", "true"], 2, "--stalled 0.0: give a number of seconds"),
         (["--into", "x", "t.json", "--", "true"], 2, "give FILE"),
         (["t.json", "--", "no-such-command"], 127, "rpctrace: no-such-command: No such file or directory"),
         (["t.json", "--", "/etc/passwd"], 126, "rpctrace: /etc/passwd: Permission denied"),

@@ -137,6 +137,12 @@ def test_a_rank_that_computes_before_it_joins_has_not_stalled(tmp_path):
     assert done.returncode == 0 and "No call has begun" not in done.stderr, done.stderr
 
 
+def test_a_command_of_which_not_all_is_recorded_is_not_ended(tmp_path):
+    (tmp_path / f"here-7-{'0' * 16}.jsonl").write_bytes(b'{"host": "here", "pid": 7}\n{"full": true}\n')
+    done = run_script("tools/rpctrace", "--into", tmp_path, "--stalled", 1, "--end", "--", "sleep", 4)
+    assert done.returncode == 0 and "nobody knows whether the command has stalled" in done.stderr, done.stderr
+
+
 @looks
 def test_ctrl_c_explains_and_a_second_one_ends_everything(tmp_path):
     ranks, folder = HANGS["two_locks"][1], tmp_path / "calls"

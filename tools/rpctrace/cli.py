@@ -98,6 +98,8 @@ def parse(argv, command):
         complete = bool(args.file) != bool(args.into) and not args.folder
     else:
         complete = args.file and args.folder and not (args.into or args.stalled)
+    if args.stalled is not None and not args.stalled > 0:
+        parser.error(f"--stalled {args.stalled}: give a number of seconds")
     if not complete or (args.end and not args.stalled):
         parser.error("give FILE or --into, and a command after `--`; or FILE or `why`, and a FOLDER with recordings")
     if args.folder and not read.recordings(args.folder):

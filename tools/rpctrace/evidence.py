@@ -50,7 +50,7 @@ class Call:
     to: str | None
     name: str | None
     limit: float | None = 0.0  # seconds; 0: there is none; None: it is not known
-    owes: bool = False  # the function answers by a Future (async_execution)
+    owes: bool | None = False  # the function answers by a Future (async_execution); None: it is not known
     owner: str = ""  # the class or the module of the function, as far as it is known
     inner: str = ""  # of a served one: the function that it calls; for example act, of call_method(act, ...)
     mentions: frozenset[str] = frozenset()  # of an awaited one: the names in the function that waits
@@ -93,6 +93,10 @@ class Thread:
     def of_torch(self):
         """Return whether torch has started this thread: it serves a call, or runs a callback or a hook."""
         return bool(self.serves) or ((self.name or "Dummy").startswith("Dummy") and not self.main)
+
+    def prepares(self):
+        """Return whether it may read a call or write an answer, or prepares a call: torch asks for an RRef's class."""
+        return not self.serves or str(self.serves[-1].name).startswith("torch.")
 
     def title(self):
         if self.main:

@@ -50,7 +50,7 @@ def read_process(path, most):
     with path.open("rb") as file:
         for number, text in enumerate(file):
             if number >= most and text.startswith((b'{"begin": ', b'{"end": ')):
-                process["full"] = True
+                process["full"] |= most > 0
                 continue
             with contextlib.suppress(ValueError):  # it is not complete, or it is what follows the last one
                 line = json.loads(text.strip(b"\0"))

@@ -103,12 +103,14 @@ class Rules:
         if call.owes or any(served.owes for served in serving.values()):  # whoever completes it is not on any stack
             what = f"the Future that {call.name} has returned, which is not complete"
             return [Need([self.add((call.to or "a worker", "owed", call.name), what, "owed", [])])]
+        if call.owes is None and not serving:
+            return []  # it may have returned a Future
         # As no message is on its way, a thread serves the call, or it waits for one in a pool that is full.
         able = [*serving, *(self.pool(one) for one in owners if one.full() or not serving)]
         others = [] if call.to in self.by_name else [*self.strangers]
-        for one in self.workers:  # a thread of torch that serves nothing may read the arguments, or write the answer
+        for one in self.workers:
             if one is process or one in owners:
-                others += [self.key(one, tid) for tid in one.threads_of_torch() if not one.threads[tid].serves]
+                others += [self.key(one, tid) for tid in one.threads_of_torch() if one.threads[tid].prepares()]
         # Who calls somebody rarely means himself; and call_method(Agent.act, ...) runs act.
         shown = [key for key in serving if key[0] != process.name] or able
         shown = [key for key in shown if key in serving and serving[key].inner in call.mentions] or shown
@@ -157,6 +159,8 @@ class Rules:
             begun |= ranks
             if one.rpc and not ranks and not (name == "init_process_group" and one.groups):
                 others.append(one)
+        if -1 in begun:  # of one, its rank is not known
+            return f"the other ranks, in {name}", "unknown", []
         others = others if len(self.workers) >= world else []
         missing = {f"rank {rank}": others for rank in range(world) if rank not in begun}
         return self.meeting(f"{name} of {world} ranks", missing)
@@ -213,13 +217,21 @@ class Rules:
         if wait.timed:
             return f"`{wait.locks[0].text}`, with a time limit", "busy", []
         for lock in wait.locks:
-            for other, holder in process.threads.items():
-                held = next((one for one in holder.holds if one.id == lock.id and lock.id), None)
-                if held and (other != tid or lock.type == "lock"):  # a thread may enter its own RLock again
-                    who = holder.title() + (" itself" if other == tid else "")
-                    what = f"`{lock.text}`, which its {who} holds since {held.place}"
-                    return what, "lock", [Need([self.key(process, other)])]
+            holders = holders_of(lock, process)
+            if lock.type != "lock":  # a thread may enter its own RLock again
+                holders.pop(tid, None)
+            if len(holders) == 1:  # if there are two, they hold two locks that only seem to be the same
+                ((other, held),) = holders.items()
+                who = process.threads[other].title() + (" itself" if other == tid else "")
+                what = f"`{lock.text}`, which its {who} holds since {held.place}"
+                return what, "lock", [Need([self.key(process, other)])]
         return f"`{wait.locks[0].text}`, whose holder cannot be known", "unknown", []
+
+
+def holders_of(lock, process):
+    """Return {number of a thread: the lock as it holds it}. With several `with` blocks, the innermost counts."""
+    pairs = [(tid, held) for tid, thread in process.threads.items() for held in reversed(thread.holds)]
+    return {tid: held for tid, held in pairs if held.id == lock.id and lock.id}
 
 
 RULES = {  # by the kind of a wait

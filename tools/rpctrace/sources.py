@@ -129,16 +129,20 @@ class Line:
         if method_of(before) in starts and not argument(before, 1, "func"):
             return self.call(None, ast.Name(node.func.attr), self.limit_of(before, 0))
         if method_of(node) in starts and (func := argument(node, 1, "func")):
-            to = argument(node, 0, "to")  # a variable may have changed since the call was made
-            to = to.value if isinstance(to, ast.Constant) else None
+            to = argument(node, 0, "to")  # a variable may have changed since the call was made, and a rank is no name
+            to = to.value if isinstance(to, ast.Constant) and isinstance(to.value, str) else None
             return self.call(to, self.resolved(func), self.limit_of(node, 4))
         return None
 
     def call(self, to, func, limit):
-        """Return a Call. `func`: the expression that names its function, or None. The file tells whether it `owes`."""
+        """Return a Call. `func`: the expression that names its function, or None.
+
+        The file tells whether it `owes`, if the function stands in it.
+        """
         name, owner = getattr(func, "attr", getattr(func, "id", None)), getattr(func, "value", None)
         own = [node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef) and node.name == name]
         owes = any("async_execution" in ast.unparse(each) for node in own for each in node.decorator_list)
+        owes = owes if own else None
         mentions = frozenset(getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(self.scope))
         return Call(to, name, limit, owes, getattr(owner, "id", ""), mentions=mentions)
 

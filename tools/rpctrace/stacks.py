@@ -49,7 +49,8 @@ def add_sources(dump):
     """Add the sources of the program's files on the stacks. Keep only the environment that they name."""
     places = {place_of(dump, frame) for stack in dump["stacks"] for frame in stack["frames"]}
     paths = [path for path, library in places if not library or path.endswith(OPTIMIZER)]
-    dump["sources"] = {path: source_of(path, dump["started"]) for path in paths}
+    # By its own root, because a process in a container has other files under the same names.
+    dump["sources"] = {path: source_of(f"/proc/{dump['pid']}/root{path}", dump["started"]) for path in paths}
     words = set(re.findall(r"\w+", " ".join(dump["sources"].values())))
     dump["environ"] = {name: value for name, value in dump["environ"].items() if name in words}  # it may hold secrets
 
@@ -57,7 +58,7 @@ def add_sources(dump):
 def source_of(path, started):
     """Return the source of a file, or "" if it has been changed since a process has started."""
     with contextlib.suppress(OSError, SyntaxError, ValueError):  # it is not there, or is no text of Python
-        if os.stat(path).st_mtime < started + 1:  # the kernel's clock is coarse
+        if os.stat(path).st_ctime < started + 1:  # the kernel's clock is coarse
             with tokenize.open(path) as file:
                 return file.read()
     return ""
@@ -86,7 +87,8 @@ def processes_of(written):
         # Two that seem to have the same name have none. But the parent of a worker, for example, has not joined.
         taken = counts[process.name, process.rpc] > 1 or (not process.rpc and counts[process.name, True])
         if taken or not process.name:
-            process.name, process.named, process.rank = f"process {process.pid} on {process.host}", False, -1
+            process.name, process.named = f"process {process.pid} on {process.host}", False
+            process.rank, process.world = -1, 0
     return sorted(processes, key=lambda process: (process.rank if process.rank >= 0 else 1 << 30, process.pid))
 
 
@@ -142,7 +144,9 @@ def joins(frame):
 
 
 def joined_of(dump, main):
-    """Return {"worker", "rank", "world", "limit"}. A recording and the store know most, the stack least."""
+    """Return {"worker", "rank", "world", "limit"}. A recording and the store know most, then torch's own variables."""
     known = [frame.value("name" if frame.function == "init_rpc" else "self_name", "") for frame in main if joins(frame)]
-    joined = {"worker": next(filter(None, known), ""), "rank": -1, "world": 0, "limit": None}
-    return joined | names.by_source(main, dump["argv"], dump["environ"]) | dump["joined"]
+    joined = {"worker": "", "rank": -1, "world": 0, "limit": None}
+    joined |= names.by_source(main, dump["argv"], dump["environ"])
+    joined["worker"] = next(filter(None, known), joined["worker"])
+    return joined | dump["joined"]

@@ -111,6 +111,8 @@ def assigned_by(node):
             return [(f"{target.id}[]", value)] if isinstance(target, ast.Name) else []
         case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.alias(asname=str(name)):
             return [(name, None)]
+        case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            return [(name, None)]
         case ast.alias(name=name):  # of an import
             return [(name.partition(".")[0], None)]
         case ast.Global(names=names) | ast.Nonlocal(names=names):

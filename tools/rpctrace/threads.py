@@ -15,6 +15,7 @@ from rpctrace.sources import Line
 LIBRARY = re.compile(
     r"^<frozen|/lib/python3\.\d+/(?!site-packages/|dist-packages/)|/(site|dist)-packages/torch/|/rpctrace/record/"
 )
+RECORDER = "/rpctrace/record/"
 OPTIMIZER = "/distributed/optim/optimizer.py"  # torch's only `with` of a lock in which a program's code runs
 OBJECT = re.compile(r"<([\w.]+) at 0x([0-9a-f]+)>")
 # Functions of torch that are served under its name. The two files named here run a function of the program.
@@ -68,7 +69,7 @@ def thread_of(stack, frames, still, limit):
     callee = ""
     for frame in frames:
         frame.facts = facts.facts_of(frame, callee)
-        if "/rpctrace/record/" not in frame.path:  # the recorder only passes a call on
+        if RECORDER not in frame.path:  # the recorder only passes a call on
             callee = frame.function
     thread = Thread(stack["os_thread_id"], stack["thread_name"], ran=stack["active"] and not still)
     thread.place, thread.wait = waits.read(frames, still, thread.ran)
@@ -85,14 +86,17 @@ def calls_awaited(frames, default):
     since_served = itertools.takewhile(lambda frame: not is_run(frame), frames)
     own = [frame for frame in since_served if not frame.library]
     for frame in itertools.takewhile(lambda frame: frame.library, frames):
+        if not frame.path.endswith((waits.FUTURES, waits.API, OPTIMIZER)) and RECORDER not in frame.path:
+            return []  # it prepares the call, for example
         if frame.function == "rpc_sync":  # it tells more than the line: `to`, unless the call goes through an RRef
             call = Line(own, default).call_of_rpc_sync() if own else Call(None, None)
             to, limit = frame.value("to"), frame.value("timeout", -1)
             call.to = to if isinstance(to, str) else call.to
             call.limit = limit if limit >= 0 else default
             return [call]
-        if frame.path.endswith(OPTIMIZER) and frame.function == "step":
-            return [Call(None, "torch.optim._local_optimizer_step", default)]
+        if frame.path.endswith(OPTIMIZER) and frame.function != "_wait_for_all":
+            call = Call(None, "torch.optim._local_optimizer_step", default, owes=None)  # torch may have compiled it
+            return [call] if frame.function == "step" else []
     return Line(own, default).calls_awaited() if own else []
 
 

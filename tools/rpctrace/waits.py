@@ -39,10 +39,6 @@ class Row(NamedTuple):
         return self.wait(seen) if callable(self.wait) else replace(self.wait)
 
 
-def begin_to_meet(frame):
-    return Wait("init", frame.function, world=frame.value("world_size", 0))
-
-
 def end(what):
     """Return a wait of which it is not known who ends it: it can only be the end of a chain."""
     return Wait(what=what)
@@ -54,8 +50,8 @@ OF_PYTHON_AND_TORCH = (
     Row(FUTURES, "wait wait_all", ANSWER),
     Row(API, "_wait_all_workers", lambda frame: Wait("shutdown", timed=bool(frame.value("timeout", 0.0)))),
     Row(API, "shutdown", end("calls that are not answered")),
-    Row(INIT, "init_rpc", begin_to_meet),
-    Row(C10D, "init_process_group", begin_to_meet),
+    Row(INIT, "init_rpc", lambda frame: Wait("init", frame.function)),
+    Row(C10D, "init_process_group", lambda frame: Wait("init", frame.function)),
     Row(C10D, "new_group _new_group_with_tag split_group", end("the members of a new group")),
     Row(C10D, "*", lambda frame: Wait("collective", frame.function) if "group" in frame.names else None),
     Row(GRAPH, "_engine_run_backward", end("a backward pass")),
@@ -86,6 +82,8 @@ def read(frames, still, ran):
     if not still:  # who joins a group asks the store again and again; everybody else has to stand still
         meetings = [frame for frame in meetings if frame.path.endswith((INIT, C10D))]
     wait = row_wait(meetings[-1]) if meetings else None
+    if wait and wait.kind == "init":
+        wait.world = max(0, number(within[: within.index(meetings[-1]) + 1], "world_size"))
     if still and not wait:
         found = [line_wait(frame) for frame in lines] + [signal(within)] + [row_wait(frame) for frame in within]
         wait = next(filter(None, found), None)
@@ -135,8 +133,17 @@ def signal(within):
 
 def does(frames):
     """Return what a thread is within, with its rank there if it tells."""
-    found = [frame for frame in frames if frame.path.endswith((API, INIT, C10D))]
-    return {one.function: one.value("rank", -1) for one in found if one.function in (*MEETINGS, "shutdown")}
+    found = [one for one in frames if one.path.endswith((API, INIT, C10D)) and one.function in (*MEETINGS, "shutdown")]
+    return {one.function: number(frames[: frames.index(one) + 1], "rank") for one in found}
+
+
+def number(frames, variable):
+    """Return a number that torch's functions have as a variable, -1 if it is not known.
+
+    The function that the program calls has it, or one within, if it stands in the environment.
+    """
+    values = [frame.value(variable, -1) for frame in reversed(frames)]
+    return next((value for value in values if value >= 0), -1)
 
 
 def held(frames):
