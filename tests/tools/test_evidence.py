@@ -175,7 +175,7 @@ def test_the_source_tells_all_calls_for_which_a_line_may_wait_or_none(between, e
 def test_only_what_the_file_makes_as_a_lock_is_one(made, kinds):
     source = f"class A:\n def __init__(self, x):\n  self.it = {made}\n def f(self):\n  with self.it:\n   pass\n"
     frame = Frame("/program.py", "f", 5, tree=syntax.parsed(source), names={"self": Seen("self", "A", 1)})
-    frame.facts = facts.facts_of(frame, "")
+    frame.blocks = facts.blocks_of(frame, "")
     _, wait = waits.read([frame], still=True, ran=False)
     assert [lock.type for lock in wait.locks] == kinds
 
@@ -273,7 +273,7 @@ def test_a_name_is_made_of_variables_that_have_one_value(source, function, worke
 )
 def test_the_limit_of_calls_is_known_if_only_one_place_can_set_it(source, limit):
     tree = syntax.ast.parse(source)
-    assert names.joined(tree, tree, {})["limit"] == limit
+    assert names.told_by(tree, tree, {})["limit"] == limit
 
 
 @pytest.mark.parametrize(("function", "calls"), [("step", [10.0]), ("__init__", [])])
@@ -451,7 +451,7 @@ def test_where_there_is_no_proc_there_are_no_processes(monkeypatch):
 
 def test_the_numbers_of_init_rpc_are_numbers():
     tree = syntax.ast.parse("init_rpc('w0', rank='0', world_size='2')")
-    found = names.joined(tree, tree, {})
+    found = names.told_by(tree, tree, {})
     assert (found["worker"], found["rank"], found["world"]) == ("w0", -1, 0)
 
 

@@ -17,13 +17,13 @@ class Seen:
     text: str
     type: str = ""  # the name of its class, or "" if it is not known
     id: object = 0  # the same for the same object of a process
-    value: object = None  # of a number or a text
+    value: object = None  # of a number or a text; of a threading.Thread its number in the kernel
     place: str = ""  # of a lock: where it was taken
 
 
 @dataclass
 class Frame:
-    """A function on a stack. `tree`: of its file; `names`: its variables; `facts`: see facts.facts_of()."""
+    """A function on a stack. `tree`: of its file; `names`: its variables; `blocks`, `waits`: see facts.py."""
 
     path: str = ""
     function: str = ""
@@ -33,7 +33,8 @@ class Frame:
     owner: str = ""  # the class whose method it is, if the stack tells
     tree: ast.Module = field(default_factory=lambda: ast.Module([], []))
     names: dict[str, Seen] = field(default_factory=dict)
-    facts: list = field(default_factory=list)
+    blocks: list = field(default_factory=list)
+    waits: list = field(default_factory=list)
 
     def value(self, name, default=None):
         value = self.names[name].value if name in self.names else None

@@ -1,4 +1,4 @@
-"""What stands in a line of the program: the `with` blocks around it, and the calls of C code in it that may wait.
+"""What stands in a line of the program: the `with` blocks around it, and the calls in it that may wait in C code.
 
 A dump contains neither global variables nor attributes. So a lock is known as the global variable `lock` of this file,
 or as the attribute `lock` of the object at this address, and its class by the line that makes it. Where another lock
@@ -18,45 +18,62 @@ WAITING = {"acquire", "add", "backward", "get", "local_value", "to_here", "wait"
 LOCKS = {"lock", "RLock", "Condition"}
 CLASSES = {"Lock": "lock", "RLock": "RLock", "Condition": "Condition", "SimpleQueue": "SimpleQueue"}
 KEEPS = ("acquire", "locked", "notify", "notify_all")  # methods of a lock that do not give it back
+NEVER_WAITS = re.compile(r"torch\.|\w+\.append$")  # torch.stack(f.wait()), results.append(f.wait())
 ELSEWHERE = ("<lambda>", "<genexpr>")  # such a function may run elsewhere than it stands
 
 
 @dataclass
-class Fact:
-    """A call of `method`, or a `with` block, for which it is "". `things`: whose method it is, or what is entered."""
+class MayWait:
+    """A call of a method of C code in the line, in which the thread may wait. `things`: the object, if it is one."""
+
+    method: str
+    things: list[Seen]
+    limited: bool  # it has arguments: it may have a time limit, or not wait at all
+    alone: bool  # no call around this one, and none beside it, may be what waits: f.wait(), not print(f.wait())
+
+
+@dataclass
+class Block:
+    """A `with` block around the line."""
 
     line: int
-    things: list[Seen]
-    method: str = ""
-    limited: bool = False  # it has arguments: it may have a time limit, or not wait at all
-    inside: bool = False  # the thread stands inside of the block
-    enters: bool = False  # it stands in the line in which the block is entered, and left
-    alone: bool = True  # no call around this one, and none beside it, may be what waits: f.wait(), not print(f.wait())
+    locks: list[Seen]
+    inside: bool  # the thread is in the block, and holds the locks
+    enters: bool  # it is in the line that enters the block, and also leaves it
 
 
-def facts_of(frame, callee):
-    """Return what is known of the line at which a function stands. `callee`: the Python function that it calls, or "".
-
-    As long as it calls one, no C code of the line waits: it has not begun, or is over.
-    """
-    facts, nodes = [], [] if frame.function in ELSEWHERE else syntax.around(frame.tree, frame.line)
-    for node in nodes:
-        if isinstance(node, syntax.SCOPES):
-            facts = []  # what is around a function is not around its lines
-        elif isinstance(node, ast.Call) and method_of(node) in WAITING and not callee:
-            things = [see(node.func.value, frame)] if isinstance(node.func, ast.Attribute) else []
-            others = {one for one in nodes if isinstance(one, ast.Call)} - {*ast.walk(node)}
-            others = [one for one in others if not re.match(r"torch\.|\w+\.append$", ast.unparse(one.func))]
-            limited = bool(node.args or node.keywords)
-            facts.append(Fact(node.lineno, things, method_of(node), limited, alone=not others))
-        elif isinstance(node, ast.With):
-            things = [see(item.context_expr, frame) for item in node.items]
+def blocks_of(frame, callee):
+    """Return the blocks around the line at which a function stands. `callee`: the Python function that it calls."""
+    found = []
+    for node in nodes_of(frame):
+        if isinstance(node, ast.With):
+            locks = [see(item.context_expr, frame) for item in node.items]
             first, last = node.body[0].lineno, node.items[-1].context_expr.end_lineno
             if first > last:  # if all stands in one line, it is not known whether the block is entered or runs
-                inside = frame.line >= first and not any(escapes(frame.tree, lock.text) for lock in things)
+                inside = frame.line >= first and not any(escapes(frame.tree, lock.text) for lock in locks)
                 enters = frame.line < first and callee in ("", "__enter__")  # that of a Condition is Python
-                facts.append(Fact(node.lineno, things, inside=inside, enters=enters))
-    return facts
+                found.append(Block(node.lineno, locks, inside, enters))
+    return found
+
+
+def waits_of(frame, callee):
+    """Return the calls of the line that may wait in C code, but none while it calls a function of Python, `callee`."""
+    calls = [] if callee else [node for node in nodes_of(frame) if isinstance(node, ast.Call)]
+    found = []
+    for node in calls:
+        if method_of(node) in WAITING:
+            things = [see(node.func.value, frame)] if isinstance(node.func, ast.Attribute) else []
+            others = {*calls} - {*ast.walk(node)}
+            others = [one for one in others if not NEVER_WAITS.match(ast.unparse(one.func))]
+            found.append(MayWait(method_of(node), things, bool(node.args or node.keywords), not others))
+    return found
+
+
+def nodes_of(frame):
+    """Return the nodes around the line of a function, without those that are around the function itself."""
+    nodes = [] if frame.function in ELSEWHERE else syntax.around(frame.tree, frame.line)
+    scopes = [number for number, node in enumerate(nodes, 1) if isinstance(node, syntax.SCOPES)]
+    return nodes[scopes[-1] :] if scopes else nodes
 
 
 @functools.lru_cache(256)
@@ -107,7 +124,7 @@ def class_of(tree, name):
     """
     found = set()
     for scope in [tree, *(node for node in ast.walk(tree) if isinstance(node, syntax.SCOPES))]:
-        values = [value for one, value in syntax.bound(scope) if one in (name, f".{name}")]
+        values = [one.value for one in syntax.bound(scope) if one.name == name and one.kind != syntax.ITEM]
         begins = scope is tree or isinstance(scope, ast.ClassDef) or scope.name == "__init__"
         if len(values) > 1 or (values and not begins):
             return ""

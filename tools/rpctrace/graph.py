@@ -7,7 +7,12 @@ needs can each be met by a living one. The others cannot go on, whatever happens
 
 Only among these is a circle looked for. A step of it goes from a node to one that meets a need, and is shown. It is
 certain if no other one is shown, or all of them wait for the same at the same place. Otherwise it is a choice, because
-another one might do it as well. A circle with few choices says more than a short one.
+another one might do it as well. A circle with few choices says more than a short one. If all of its steps are choices,
+it says nothing.
+
+For example, a thread waits for a call on w1, and two threads of w1 serve calls of this name. Both are shown, because
+either may send the answer. If both wait for the same lock at the same line, the step is certain. If they wait for
+different things, it is a choice.
 """
 
 import collections
@@ -18,7 +23,6 @@ from dataclasses import dataclass, field
 from rpctrace.evidence import Frame
 
 CALL = "a call"  # key[1] of nodes that stand for a call
-CHOICE = 1000  # a circle with one choice counts as longer than all that have none
 
 
 class Need:
@@ -62,14 +66,14 @@ class Graph:
     def steps(self, key):
         """Return {node to which a step may go: whether it is certain}.
 
-        From a node that cannot go on, these are the ones that do not meet its needs; from a living one, the living
-        ones that will, unless there are several of which nothing more is known.
+        From a node that cannot go on, these are the ones that do not meet its needs. From a living one, they are the
+        living ones that will, but none if there are several of which nothing more is known: then it is an end itself.
         """
         found, node, lives = {}, self.nodes[key], key in self.alive
-        for need in node.needs:
-            if lives or not self.can_be_met(need):
-                shown = [one for one in need.shown if (one in self.alive) == lives]
-                found |= dict.fromkeys(shown, self.is_certain(node, need))
+        needs = node.needs if lives else [need for need in node.needs if not self.can_be_met(need)]
+        for need in needs:
+            shown = [one for one in need.shown if (one in self.alive) == lives]
+            found |= dict.fromkeys(shown, self.is_certain(node, need))
         return {} if lives and len(found) > 1 and not any(found.values()) else found
 
     def is_certain(self, node, need):
@@ -81,27 +85,26 @@ class Graph:
         """Return the keys of a circle of nodes that cannot go on, or []. At least one of its steps is certain."""
         starts = [key for key, node in self.nodes.items() if key not in self.alive and node.thread]
         found = filter(None, map(self.way_back, starts))
-        length, circle = min(found, default=(0, []), key=lambda one: one[0])
-        if length >= CHOICE * len(circle):  # all are choices
+        choices, circle = min(found, default=(0, []), key=lambda one: (one[0], len(one[1])))
+        if choices == len(circle):
             return []
         first = min(circle, key=lambda key: (self.nodes[key].thread != "main thread", key[0]))
         return circle[circle.index(first) :] + circle[: circle.index(first)]
 
     def way_back(self, start):
-        """Return (length, keys) of the shortest way from a node back to itself, or None."""
-        ways, numbers, seen = [(0, 0, [start])], itertools.count(1), set()
+        """Return (number of choices, keys) of the way from a node back to itself with the fewest, or None."""
+        ways, numbers, seen = [(0, 1, 0, [start])], itertools.count(1), set()
         while ways:
-            length, _, way = heapq.heappop(ways)
+            choices, length, _, way = heapq.heappop(ways)
             here = way[-1]
-            if here == start and len(way) > 1:
-                return length, way[:-1]
+            if here == start and length > 1:
+                return choices, way[:-1]
             if here in seen:
                 continue
             seen.add(here)
             for other, certain in self.next[here].items():
                 if certain or here[1] != CALL:  # a call has one callee, even if it is not known which
-                    longer = length + (1 if certain else CHOICE)
-                    heapq.heappush(ways, (longer, next(numbers), [*way, other]))
+                    heapq.heappush(ways, (choices + (not certain), length + 1, next(numbers), [*way, other]))
         return None
 
     def ends(self):

@@ -42,10 +42,10 @@ def by_source(frames, words, environ):
     script = [number for number, word in enumerate(words) if word.endswith(os.path.basename(frame.path))]
     started = {"sys": types.SimpleNamespace(argv=words[script[0] :] if script else [])}
     started["os"] = types.SimpleNamespace(environ=environ)
-    return joined(scope, frame.tree, syntax.values_in(frame.tree, scope, at[0] if len(at) == 1 else {}, started))
+    return told_by(scope, frame.tree, syntax.values_in(frame.tree, scope, at[0] if len(at) == 1 else {}, started))
 
 
-def joined(scope, tree, known):
+def told_by(scope, tree, known):
     """Return what by_source() does, of the init_rpc in a function. `known`: its variables; `tree`: of its file."""
     calls = calls_made(scope, "init_rpc", known)
     if len(calls) != 1:
@@ -54,7 +54,9 @@ def joined(scope, tree, known):
     name, rank, world = (value_of(one, known) if one else None for one in given)
     found = {"rank": rank if isinstance(rank, int) else -1, "world": world if isinstance(world, int) else 0}
     found["limit"] = limit_of(calls[0], tree, known)
-    return found | {"worker": name} if isinstance(name, str) else {}
+    if isinstance(name, str):
+        found["worker"] = name
+    return found
 
 
 def limit_of(call, tree, known):

@@ -53,13 +53,14 @@ class Rules:
 
     def unknown_workers(self):
         """Add the workers of which nothing is known; return their keys, or an empty list if there is none."""
-        worlds, ranks = [one.world for one in self.workers], {one.rank for one in self.workers}
-        here, world = len(worlds), max(worlds, default=0)
-        if all(worlds) and here == world and (-1 in ranks or len(ranks) == world):
-            return []
-        if all(worlds) and here < world and -1 not in ranks:
-            return [self.absent(f"rank {rank}") for rank in range(world) if rank not in ranks]
-        return [self.absent("another worker")]  # their number, or which of them are missing, is not known, or two jobs
+        worlds, ranks = {one.world for one in self.workers}, [one.rank for one in self.workers]
+        world, known = max(worlds, default=0), [rank for rank in ranks if rank >= 0]
+        of_two_jobs = len(worlds) > 1 or len(set(known)) < len(known) or len(ranks) > world
+        if 0 in worlds or of_two_jobs:
+            return [self.absent("another worker")]
+        if len(known) < len(ranks) < world:  # some are missing, and it is not known which
+            return [self.absent("another worker")]
+        return [self.absent(f"rank {rank}") for rank in range(world) if rank not in known] if len(ranks) < world else []
 
     def absent(self, who):
         return self.add((who, "absent", 0), UNKNOWN, "absent", [])
@@ -149,17 +150,18 @@ class Rules:
         For example, ranks 0 and 1 of 3 are in init_process_group. If w0, w1 and w2 are here, and w2 has not begun it,
         rank 2 is w2. If w2 is not here, nothing is known of rank 2.
         """
-        name, world, begun, others = thread.wait.what, thread.wait.world, set(), []
+        name, world = thread.wait.what, thread.wait.world
         if thread.wait.timed or not world:
-            return f"the other ranks, in {name}", "busy", []
+            return f"the other ranks, in {name}", "unknown", []
+        begun, others = set(), []  # the ranks that have begun it, and the workers that have not
         for one in self.processes:
             ranks = {each.does[name] for each in one.threads.values() if name in each.does}
             if name == "init_rpc" and one.rpc and not one.lost:
                 ranks.add(one.rank)
             begun |= ranks
-            if one.rpc and not ranks and not (name == "init_process_group" and one.groups):
+            if one.rpc and not ranks and not one.groups:
                 others.append(one)
-        if -1 in begun:  # of one, its rank is not known
+        if -1 in begun:  # the rank of one is not known
             return f"the other ranks, in {name}", "unknown", []
         others = others if len(self.workers) >= world else []
         missing = {f"rank {rank}": others for rank in range(world) if rank not in begun}
@@ -175,25 +177,26 @@ class Rules:
             return any((each.wait.kind, each.wait.what) == ("collective", name) for each in other.threads.values())
 
         missing = {one.name: [one] for one in self.processes if one.groups and not has_begun(one)}
-        return self.meeting(name, missing, collective=True)
+        what, kind, needs = self.meeting(name, missing, served=True)
+        if needs:
+            # Of those who are missing, all but one may have begun it by async_op. So only one of them has to come.
+            shown = [key for need in needs for key in need.shown]
+            called = [CALLERS] if any(one.rpc and not one.lost for (one,) in missing.values()) else []
+            needs = [Need([*shown, *called, *self.strangers], shown)]
+        return what, kind, needs
 
-    def meeting(self, what, missing, collective=False):
+    def meeting(self, what, missing, served=False):
         """Each of those who are missing has to come. `missing`: {who: the processes one of which it is, or none}.
 
-        Only threads that are not torch's come, but a function that is served may begin a collective. And of those who
-        are missing there, all but one may have begun it by async_op: so only one of them has to come.
+        `served`: also a thread of torch may come, because a function that is served begins it.
         """
         needs = []
         for who, processes in missing.items():
             able = [self.key(process, "gone") for process in processes if process.lost]
             for process in processes:
-                of_torch = [] if collective else process.threads_of_torch()
-                able += [self.key(process, tid) for tid in process.threads if tid not in of_torch]
+                of_torch = process.threads_of_torch()
+                able += [self.key(process, tid) for tid in process.threads if served or tid not in of_torch]
             needs.append(Need(able or [self.absent(who)]))
-        if collective and needs:
-            shown = [key for need in needs for key in need.shown]
-            called = any(one.rpc and not one.lost for processes in missing.values() for one in processes)
-            needs = [Need([*shown, *[CALLERS] * called, *self.strangers], shown)]
         begins = f"{', '.join(missing)} to begin {what}" if missing else f"the end of {what}, which all have begun"
         return begins, "collective", needs
 

@@ -23,9 +23,9 @@ STARTS = ("rpc_sync", "rpc_async", "remote")
 WAITS = ("wait", "wait_all", "to_here")
 PASS_ON = ("list", "tuple", "enumerate", "reversed")  # these functions return what they are given
 GIVE = ("values", "pop")  # and these methods what their list or dict has
-READ = (*PASS_ON, *GIVE, *WAITS, "len")  # all of these only read a list
-# No other method of a list, a Future or an RRef puts a call into a list in a way that bound() does not show.
-HARMLESS = (*READ, *syntax.FILLS, *STARTS, "done", "owner")
+ONLY_READ = (*PASS_ON, "len", "wait_all")  # functions that do nothing else with a list
+# Methods of a list, a Future or an RRef, by which nobody gets the list. What FILLS put into it, bound() shows.
+HARMLESS = (*GIVE, *syntax.FILLS, *STARTS, "wait", "to_here", "done", "owner")
 
 
 class Unknown(Exception):
@@ -110,13 +110,14 @@ class Line:
         with it by which somebody else could fill it. `others = futures`, `fill(futures)` and `[futures]` are escapes.
         """
         # In a loop, its variable has only what the loop gives it.
-        scope = [self.scope, *(loop for loop in self.loops if name in syntax.names_in(loop.target))][-1]
+        variable = (syntax.VARIABLE, name)
+        scope = [self.scope, *(loop for loop in self.loops if variable in syntax.targets_in(loop.target))][-1]
         nodes = list(ast.walk(scope))
         uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
         stays = [part for node in nodes for part in only_used(node)]
-        bound = syntax.bound(scope, deep=True)
-        values = [value for one, value in bound if one == name]
-        values += [value and self.element(value) for one, value in bound if one == f"{name}[]"]
+        bound = [one for one in syntax.bound(scope, deep=True) if one.name == name]
+        values = [one.value for one in bound if one.kind == syntax.VARIABLE]
+        values += [one.value and self.element(one.value) for one in bound if one.kind == syntax.ITEM]
         if not all(values) or any(isinstance(use.ctx, ast.Load) and use not in stays for use in uses) or not values:
             raise Unknown
         return values
@@ -166,8 +167,8 @@ def only_used(node):
     match node:
         case ast.Subscript(value=one) | ast.For(iter=one) | ast.comprehension(iter=one):
             return [one]
-        case ast.Call(args=[one]) if method_of(node) in READ:  # also torch.futures.wait_all(futures)
-            return [one, getattr(node.func, "value", None)]
+        case ast.Call(args=[one]) if method_of(node) in ONLY_READ:  # also torch.futures.wait_all(futures)
+            return [one]
         case ast.Call(func=ast.Attribute(value=one, attr=does)) if does in HARMLESS:
             return [one]
     return []

@@ -13,14 +13,16 @@ from rpctrace.evidence import Process, Wait
 from rpctrace.threads import OPTIMIZER, frame_of, number_threads, place_of, thread_of
 
 GROUP = "init_process_group"
-POOL, GLOO = "pt_thread_pool", "pt_gloo_runloop"  # the names of RPC threads, and of two for each process group
-NETWORK = ("TP_UV_loop", "TP_CMA_loop", "pt_gloo")  # threads that run when a message has come
-POLLS = {"TP_SHM_reactor", "gloo_tcp_loop"}  # these are never still
-# Callbacks of Futures, and handlers of signals, may wake a thread, and stand on no stack before.
+# Names of threads of torch: RPC threads; two of each process group; those that run when a message has come; and those
+# that look for messages all the time, and are never still.
+POOL, GLOO, NETWORK = "pt_thread_pool", "pt_gloo_runloop", ("TP_UV_loop", "TP_CMA_loop", "pt_gloo")
+POLLS = {"TP_SHM_reactor", "gloo_tcp_loop"}
+# What may wake a thread, and stands on no stack before: a callback of a Future, or the handler of a signal. But these
+# signals have handlers of Python, of faulthandler and of the C library, and those that a program gives to faulthandler.
 CALLBACKS = re.compile(r"\.then\(|\.add_done_callback\(")
-# These signals have handlers of Python, of faulthandler and of the C library, which wake nobody.
 USUAL = {signal.SIGINT, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, 32, 33}
-PRINTS = re.compile(r"faulthandler\.register\(signal\.(SIG\w+)")  # and so have the signals that a program gives here
+PRINTS = re.compile(r"faulthandler\.register\(signal\.(SIG\w+)")
+TOLD = ("worker", "rank", "world", "limit")  # what a recording tells of a process that has joined
 
 
 def look(pids, address="", recorded=()):
@@ -28,8 +30,8 @@ def look(pids, address="", recorded=()):
 
     `address`: HOST:PORT of the store that they use. `recorded`: what a recording tells of each, see read.py.
     """
-    written, keys = dumps.take(pids), ("worker", "rank", "world", "limit")
-    told = {process["pid"]: {key: process[key] for key in keys} for process in recorded if "worker" in process}
+    written = dumps.take(pids)
+    told = {process["pid"]: {key: process[key] for key in TOLD} for process in recorded if "worker" in process}
     for dump in written:
         add_sources(dump)
         dump["joined"] = told.get(dump["pid"], {})
@@ -97,13 +99,10 @@ def process_of(dump):
     stacks = {}  # number of a thread in the kernel -> its frames
     for stack in dump["stacks"]:
         stacks[stack["os_thread_id"]] = [frame_of(dump, frame) for frame in stack["frames"]]
-    number_threads(stacks)  # so that Thread.join, below, shows for which thread it waits
+    number_threads(stacks)  # so that Thread.join shows for which thread it waits
     main, comms = stacks.get(dump["pid"], []), dict(dump["comms"])
     joined, pool = joined_of(dump, main), {tid for tid, comm in comms.items() if comm == POOL}
-    text = "\n".join(dump["sources"].values())
-    harmless = USUAL.union(getattr(signal, name, 0) for name in PRINTS.findall(text))
-    moved = {comm for tid, comm in comms.items() if tid not in {*dump["still"], *stacks}}
-    process = Process(
+    return Process(
         name=joined["worker"],
         host=dump["host"],
         pid=dump["pid"],
@@ -114,22 +113,39 @@ def process_of(dump):
         lost=dump["error"],
         ended=not comms,
         moment=dump["moment"],
+        threads=threads_of(dump, stacks, joined["limit"]),
         pool=len(pool),
         free=len(pool - stacks.keys()),
-        quiet=not any(comm.startswith(NETWORK) for comm in moved),
-        unseen=bool(CALLBACKS.search(text)) or not harmless.issuperset(dump["caught"]),
-        still=moved <= POLLS,
+        **without_stacks(dump, {comm for tid, comm in comms.items() if tid not in {*dump["still"], *stacks}}),
     )
-    limited = may_have_limits(dump)
+
+
+def without_stacks(dump, moved):
+    """Return what is known of those who may let a thread go on, and have no stack: `quiet`, `unseen`, `still`.
+
+    `moved`: the names of the threads without a stack that have moved.
+    """
+    text = "\n".join(dump["sources"].values())
+    harmless = USUAL.union(getattr(signal, name, 0) for name in PRINTS.findall(text))
+    return {
+        "quiet": not any(comm.startswith(NETWORK) for comm in moved),
+        "unseen": bool(CALLBACKS.search(text)) or not harmless.issuperset(dump["caught"]),
+        "still": moved <= POLLS,
+    }
+
+
+def threads_of(dump, stacks, limit):
+    """Return {number: Thread} of a process. `limit`: that of calls which have none of their own."""
+    found, limited = {}, may_have_limits(dump)
     for stack in dump["stacks"]:
         tid, frames = stack["os_thread_id"], stacks[stack["os_thread_id"]]
         if not any(frame.path.endswith(waits.NOBODY) for frame in frames):
-            thread = process.threads[tid] = thread_of(stack, frames, tid in dump["still"], joined["limit"])
-            thread.main = frames is main
+            thread = found[tid] = thread_of(stack, frames, tid in dump["still"], limit)
+            thread.main = tid == dump["pid"]
             thread.wait.timed |= limited and (thread.wait.kind == "collective" or thread.wait.what == GROUP)
-            if frames is main and signal.SIGALRM in dump["caught"]:
+            if thread.main and signal.SIGALRM in dump["caught"]:
                 thread.wait = Wait(what="it waits, until an alarm at most")
-    return process
+    return found
 
 
 def may_have_limits(dump):

@@ -8,9 +8,11 @@ import ast
 import collections
 import contextlib
 import functools
+from typing import NamedTuple
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 LOOPS = (ast.For, ast.While, ast.comprehension)
+VARIABLE, ATTRIBUTE, ITEM = "variable", "attribute", "item"
 FILLS = ("append", "add", "extend", "insert")  # they put something into a list
 # Only expressions that are made of these are evaluated. Attributes and methods are those of METHODS.
 SIMPLE = (ast.Constant, ast.Name, ast.JoinedStr, ast.FormattedValue, ast.Subscript, ast.Attribute, ast.Call, ast.List)
@@ -77,14 +79,18 @@ def passed(outer, inner, name):
 # ----------------------------------------------------------------------------------------------------------- variables
 
 
-def bound(scope, deep=False):
-    """Return (name, value) of all that is assigned. The value is an expression, or None if it is not known.
+class Bound(NamedTuple):
+    """An assignment. What is assigned to is a variable, an attribute of any object, or an item of a list or dict."""
 
-    The name is `x` of a variable, `.x` of an attribute, and `x[]` of something that is put into x. `deep`: also what
-    stands in the functions and classes within.
-    """
+    kind: str  # VARIABLE, ATTRIBUTE or ITEM
+    name: str  # of the variable, of the attribute, or of the variable that has the list
+    value: ast.expr | None  # None: it is not known
+
+
+def bound(scope, deep=False):
+    """Return a Bound for each assignment in a scope. `deep`: also for those in the functions and classes within."""
     nodes = ast.walk(scope) if deep else own_nodes(scope)
-    return [pair for node in nodes for pair in assigned_by(node)]
+    return [one for node in nodes for one in assigned_by(node)]
 
 
 def own_nodes(scope):
@@ -108,18 +114,18 @@ def assigned_by(node):
         case ast.Call(func=ast.Attribute(value=target, attr=fills), args=[*_, value]) if fills in FILLS:
             # futures[0].append(x) counts as one that puts x into `futures`.
             target = target.value if isinstance(target, ast.Subscript) else target
-            return [(f"{target.id}[]", value)] if isinstance(target, ast.Name) else []
+            return [Bound(ITEM, target.id, value)] if isinstance(target, ast.Name) else []
         case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.alias(asname=str(name)):
-            return [(name, None)]
+            return [Bound(VARIABLE, name, None)]
         case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
-            return [(name, None)]
+            return [Bound(VARIABLE, name, None)]
         case ast.alias(name=name):  # of an import
-            return [(name.partition(".")[0], None)]
+            return [Bound(VARIABLE, name.partition(".")[0], None)]
         case ast.Global(names=names) | ast.Nonlocal(names=names):
-            return [(name, None) for name in names]
+            return [Bound(VARIABLE, name, None) for name in names]
         case _:
             return []
-    return [(name, value) for target, value in pairs for name in names_in(target)]
+    return [Bound(kind, name, value) for target, value in pairs for kind, name in targets_in(target)]
 
 
 def unpacked(target, value):
@@ -130,24 +136,24 @@ def unpacked(target, value):
     return list(zip(target.elts, value.elts, strict=True)) if both else [(target, None)]
 
 
-def names_in(target):
-    """Return the names, as bound() has them, to which a target assigns."""
+def targets_in(target):
+    """Return the (kind, name) to which the left side of an assignment assigns: two, if it is `a, self.b`."""
     found = []
     for node in ast.walk(target):
         match node:
             case ast.Name(id=name, ctx=ast.Store()):
-                found.append(name)
+                found.append((VARIABLE, name))
             case ast.Attribute(attr=name, ctx=ast.Store()):
-                found.append(f".{name}")
+                found.append((ATTRIBUTE, name))
             case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store()):
-                found.append(f"{name}[]")
+                found.append((ITEM, name))
     return found
 
 
 @functools.lru_cache(256)
 def places(scope, deep=False):
-    """Return {name: how many places of a scope assign it}. `global x` in a function within is one, too."""
-    found = collections.Counter(name for name, _ in bound(scope, deep))
+    """Return {variable: how many places of a scope assign it}. `global x` in a function within is one, too."""
+    found = collections.Counter(one.name for one in bound(scope, deep) if one.kind == VARIABLE)
     for node in ast.walk(scope):
         found.update(node.names if isinstance(node, (ast.Global, ast.Nonlocal)) else ())
     return found
@@ -161,12 +167,12 @@ def values_in(tree, scope, names, known=()):
     known, found = dict(known), {}
     for part in dict.fromkeys((tree, scope)):
         counts, loops = places(part), [node for node in own_nodes(part) if isinstance(node, LOOPS)]
-        looped = {name for loop in loops for name, _ in bound(loop, deep=True)}
+        looped = {one.name for loop in loops for one in bound(loop, deep=True) if one.kind == VARIABLE}
         once = {name for name, count in counts.items() if count == 1 and name not in looped}
         found = {name: value for name, value in found.items() if name not in counts}  # this function hides the others
         found |= {name: seen.value for name, seen in names.items() if part is scope and name in once}
-        for name, expression in bound(part):
-            if name in once and expression and found.get(name) is None:
+        for kind, name, expression in bound(part):
+            if kind == VARIABLE and name in once and expression and found.get(name) is None:
                 found[name] = value_of(expression, known | found)
     return known | {name: value for name, value in found.items() if value is not None}
 

@@ -68,7 +68,7 @@ def thread_of(stack, frames, still, limit):
     """Return what is known of one of py-spy's threads. `limit`: that of calls which have none of their own."""
     callee = ""
     for frame in frames:
-        frame.facts = facts.facts_of(frame, callee)
+        frame.blocks, frame.waits = facts.blocks_of(frame, callee), facts.waits_of(frame, callee)
         if RECORDER not in frame.path:  # the recorder only passes a call on
             callee = frame.function
     thread = Thread(stack["os_thread_id"], stack["thread_name"], ran=stack["active"] and not still)

@@ -33,7 +33,7 @@ MEETINGS = ("_wait_all_workers", "init_rpc", "init_process_group", "new_group") 
 class Row(NamedTuple):
     where: str  # the end of the file's name; for C code, the class whose method is called, and "?" if it may be unknown
     functions: str  # separated by blanks, "*" for all
-    wait: object  # the Wait, or a function that returns it: of the frame, or for C code of the Fact
+    wait: object  # the Wait, or a function that returns it: of the frame, or for C code of the MayWait
 
     def wait_of(self, seen):
         return self.wait(seen) if callable(self.wait) else replace(self.wait)
@@ -59,8 +59,8 @@ OF_PYTHON_AND_TORCH = (
     # signal() reads threading.py, queue.py and concurrent/futures: Condition, Event, Queue, Thread.join and so on.
 )
 OF_C = (
-    Row("lock RLock Condition", "acquire", lambda fact: Wait("lock", locks=fact.things, timed=fact.limited)),
-    Row("SimpleQueue", "get", lambda fact: Wait("signal", "SimpleQueue", timed=fact.limited)),
+    Row("lock RLock Condition", "acquire", lambda one: Wait("lock", locks=one.things, timed=one.limited)),
+    Row("SimpleQueue", "get", lambda one: Wait("signal", "SimpleQueue", timed=one.limited)),
     Row("Work", "wait", end("a collective, or a message")),
     Row("Store TCPStore FileStore PrefixStore", "get wait add", end("a key in a store, with a time limit")),
     Row("PyRRef ?", "to_here", Wait("answer", "the value of an RRef")),
@@ -102,16 +102,19 @@ def row_wait(frame):
 
 def line_wait(frame):
     """Return what a line waits for in C code, or None if nothing is known, or not for which of several."""
-    found = []
-    for fact in frame.facts:
-        if fact.method:
-            kind = fact.things[0].type if fact.things else ""
-            rows = [row for row in OF_C if fact.method in row.functions.split()]
-            rows = [row for row in rows if (kind or "?") in row.where.split()]
-            found += [row.wait_of(fact) if fact.alone else None for row in rows]
-        elif fact.enters and all(lock.type in facts.LOCKS for lock in fact.things):
-            found.append(Wait("lock", locks=fact.things))
+    found = [
+        Wait("lock", locks=block.locks) for block in frame.blocks if block.enters and all(map(is_lock, block.locks))
+    ]
+    for one in frame.waits:
+        kind = one.things[0].type if one.things else ""
+        rows = [row for row in OF_C if one.method in row.functions.split()]
+        rows = [row for row in rows if (kind or "?") in row.where.split()]
+        found += [row.wait_of(one) if one.alone else None for row in rows]
     return found[0] if len(found) == 1 else None
+
+
+def is_lock(thing):
+    return thing.type in facts.LOCKS
 
 
 def signal(within):
@@ -150,8 +153,8 @@ def held(frames):
     """Return the locks in whose `with` blocks a thread stands. The innermost come first."""
     found = []
     for frame in frames:
-        for fact in frame.facts:
-            if fact.inside:
-                place = f"{os.path.basename(frame.path)}:{fact.line}"
-                found += [replace(lock, place=place) for lock in fact.things]
+        for block in frame.blocks:
+            if block.inside:
+                place = f"{os.path.basename(frame.path)}:{block.line}"
+                found += [replace(lock, place=place) for lock in block.locks]
     return found
