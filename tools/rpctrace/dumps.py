@@ -20,6 +20,7 @@ from typing import NamedTuple
 WATCHED = 1.0  # seconds for which a thread must not move
 LIMIT = 30.0  # seconds for a dump
 OPEN, LISTENS = "01", "0A"  # states of a socket, in /proc
+UNREADABLE = "tells no stacks"  # of a process that starts, for example
 STOPPED = "it is stopped, by SIGSTOP or a debugger"
 FORBIDDEN = (
     "py-spy may not look into process {}: run this as root (sudo), in a container with --cap-add SYS_PTRACE, or after "
@@ -104,7 +105,8 @@ def dump_of(pid, moment, before, after, text, error):
         return dump | {"error": "has ended"}
     if re.search("ermission|ptrace|not permitted", error):
         raise NoDump(FORBIDDEN.format(pid))
-    return dump | {"error": f"tells no stacks: {error.strip()[-200:]}"}
+    reason = error.partition("\n\n")[0].strip()[:200]  # what follows is a traceback of py-spy
+    return dump | {"error": STOPPED if error == STOPPED else f"{UNREADABLE}: {reason}"}
 
 
 def threads_of(pid):

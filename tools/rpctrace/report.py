@@ -3,6 +3,7 @@
 import collections
 from dataclasses import dataclass, field
 
+from rpctrace.dumps import UNREADABLE
 from rpctrace.graph import CALL
 from rpctrace.rules import graph_of
 
@@ -29,12 +30,12 @@ class Said:
     verdict: str
     steps: list = field(default_factory=list)  # nodes: the circle, or the ends of the chains
     waits: list = field(default_factory=list)  # the other nodes that wait for somebody
-    main: list = field(default_factory=list)  # the main threads
+    main: list = field(default_factory=list)  # the main threads, and the processes that are lost
     pattern: str = "busy"
     sure: bool = False
     limit: float = 0.0  # seconds after which a call of the circle fails; 0 if none does
     minutes: float = 0.0  # between the first and the last look into a process, at most
-    runs: bool = False  # some thread computes
+    runs: bool = False  # some thread computes, or may do so
 
     def report(self):
         """Return the text that is printed."""
@@ -75,13 +76,16 @@ def said_of(processes):
         verdict="circle" if circle else "end" if waits else "nothing",
         steps=[nodes[key] for key in steps],
         waits=waits,
-        main=[node for node in nodes.values() if node.thread == "main thread"],
+        main=[node for node in nodes.values() if node.thread == "main thread" or node.kind in ("silent", "gone")],
         # A "guess" is a call of which no stack tells whom it calls.
         pattern=next((kind for kind in PATTERNS if kind in kinds or (kind == "call" and "guess" in kinds)), "busy"),
         sure=bool(circle) and certain and len(set(moments)) == 1 and kinds.isdisjoint({"event", "guess"}),
         limit=min((nodes[key].limit for key in circle if nodes[key].limit), default=0.0),
         minutes=(max(moments) - min(moments)) / 60,
-        runs=any(thread.ran for process in processes for thread in process.threads.values()),
+        runs=any(
+            process.lost.startswith(UNREADABLE) or any(thread.ran for thread in process.threads.values())
+            for process in processes
+        ),
     )
 
 
