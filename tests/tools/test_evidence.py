@@ -53,7 +53,7 @@ def test_only_the_shutdown_of_rpc_counts():
 
 def test_the_lines_that_may_wait_are_those_of_the_table():
     methods = {method for row in waits.OF_C for method in row.functions.split()}
-    assert methods | {"wait_all"} == facts.WAITING
+    assert methods == facts.WAITING
 
 
 def test_of_two_processes_with_the_same_name_none_has_it_unless_only_one_has_joined():
@@ -116,7 +116,7 @@ def test_a_circle_in_files_of_several_moments_is_only_probable(moment, verdict, 
         threads.append(Thread(tid, f"t{tid}", wait=Wait("lock", locks=[waits_for]), holds=[holds]))
     first = Process("w0", "here", 7, threads=dict(zip((1, 2), threads, strict=True)))
     report = said_of([first, Process("w1", "here", 8, moment=moment)]).report()
-    assert report.startswith("CIRCLE") and f"{verdict}: a thread waits while it holds" in report, report
+    assert "CIRCLE: each" in report and f"{verdict}: a thread waits while it holds" in report, report
     assert ("lie between the files" in report) == bool(said) and said in report
 
 
@@ -131,7 +131,7 @@ def test_a_circle_in_which_a_step_is_a_choice_is_only_probable(names, verdict):
         back = Thread(3, None, wait=Wait("answer", calls=[Call("w0", "h")]), serves=[Call(callee, name)])
         processes.append(Process(callee, "here", 2, rpc=True, world=3, threads={3: back}))
     report = said_of(processes).report()
-    assert report.startswith("CIRCLE") and verdict in report, report
+    assert report.startswith("CIRCLE" if names == "f" else "PROBABLY A CIRCLE") and verdict in report, report
 
 
 @pytest.mark.parametrize("limit", [5.0, 60.0])
@@ -139,7 +139,7 @@ def test_a_call_with_a_short_time_limit_goes_on_even_if_no_thread_is_free(limit)
     thread = Thread(1, None, serves=[Call(None, "f")], wait=Wait("answer", calls=[Call("w0", "f", limit)]))
     process = Process("w0", "here", 7, rpc=True, threads={1: thread}, pool=1, free=0)
     report = said_of([process]).report()
-    assert report.startswith("CIRCLE") == ("fails 60 s after it was made" in report) == (limit > 30), report
+    assert ("CIRCLE" in report) == ("fails 60 s after it was made" in report) == (limit > 30), report
 
 
 @pytest.mark.parametrize(
@@ -171,13 +171,19 @@ def test_the_source_tells_all_calls_for_which_a_line_may_wait_or_none(between, e
     assert [call.name for call in calls] == expected
 
 
-@pytest.mark.parametrize(("made", "kinds"), [("threading.Lock()", ["lock"]), ("sqlite3.connect(x)", []), ("x", [])])
-def test_only_what_the_file_makes_as_a_lock_is_one(made, kinds):
+@pytest.mark.parametrize(("made", "kind"), [("threading.Lock()", "lock"), ("sqlite3.connect(x)", ""), ("x", "")])
+def test_only_what_the_file_makes_as_a_lock_is_one(made, kind):
     source = f"class A:\n def __init__(self, x):\n  self.it = {made}\n def f(self):\n  with self.it:\n   pass\n"
     frame = Frame("/program.py", "f", 5, tree=syntax.parsed(source), names={"self": Seen("self", "A", 1)})
     frame.blocks = facts.blocks_of(frame, "")
     _, wait = waits.read([frame], still=True, ran=False)
-    assert [lock.type for lock in wait.locks] == kinds
+    (lock,) = wait.locks
+    assert lock.type == kind
+    holder = Thread(2, "holder", holds=[lock])
+    node = rules.graph_of([Process("w0", "here", 7, threads={1: Thread(1, "t", wait=wait), 2: holder})]).nodes[
+        "w0", 1, 0
+    ]
+    assert bool(node.needs) == bool(kind)
 
 
 ONE_LINE = """
@@ -215,21 +221,22 @@ def test_a_line_of_the_program_waits_only_while_its_own_c_code_runs(line, inner,
 
 
 @pytest.mark.parametrize(
-    ("source", "line", "kind"),
+    ("source", "line", "known"),
     [
-        ("def f(self):\n with self.lock:\n  pass\n", 2, "lock"),
-        ("def f(self):\n with self.lock:\n  self = self.next\n  with self.lock:\n   pass\n", 4, "other"),  # another one
-        ("def f(self):\n with self.lock:\n  pass\n" + MADE + " def reset(self):\n  self.lock = Lock()\n", 2, "other"),
-        ("lock = Lock()\ndef f():\n with lock:\n  pass\n", 3, "lock"),
-        ("lock = Lock()\ndef f():\n with lock:\n  pass\ndef g():\n global lock\n lock = Lock()\n", 3, "other"),
-        ("lock = Lock()\ndef g(lock):\n def f():\n  with lock:\n   pass\n", 4, "other"),
+        ("def f(self):\n with self.lock:\n  pass\n", 2, True),
+        ("def f(self):\n with self.lock:\n  self = self.next\n  with self.lock:\n   pass\n", 4, False),  # another one
+        ("def f(self):\n with self.lock:\n  pass\n" + MADE + " def reset(self):\n  self.lock = Lock()\n", 2, False),
+        ("lock = Lock()\ndef f():\n with lock:\n  pass\n", 3, True),
+        ("lock = Lock()\ndef f():\n with lock:\n  pass\ndef g():\n global lock\n lock = Lock()\n", 3, False),
+        ("lock = Lock()\ndef g(lock):\n def f():\n  with lock:\n   pass\n", 4, False),
     ],
 )
-def test_a_lock_of_which_there_may_be_several_is_not_known(source, line, kind):
+def test_a_lock_of_which_there_may_be_several_is_not_known(source, line, known):
     made = MADE if "self" in source else ""
     (process,) = dumped(source + made, [[("", "f", line)]])
     thread = process.threads[10]
-    assert thread.wait.kind == kind and not any(lock.id and lock.type for lock in thread.holds)
+    (lock,) = thread.wait.locks
+    assert bool(lock.id and lock.type) == known and not any(one.id and one.type for one in thread.holds)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +365,8 @@ def test_a_source_that_is_younger_than_the_process_tells_nothing(changed, tmp_pa
 
 
 def test_workers_that_listen_at_the_same_port_of_two_hosts_are_two(monkeypatch):
-    content = {"names/0": b"w0", "names/1": b"w1", "addrs/w0": b"uv://10.0.0.1:4", "addrs/w1": b"uv://[fd00::2]:4"}
+    content = {"names/2": b"w2"}  # it still waits for a rank, and listens nowhere
+    content |= {"names/0": b"w0", "names/1": b"w1", "addrs/w0": b"uv://10.0.0.1:4", "addrs/w1": b"uv://[fd00::2]:4"}
     content = {f"rpc_prefix_0/{key}": value for key, value in content.items()}
 
     class Store:
@@ -486,3 +494,78 @@ def test_a_certain_circle_is_named_rather_than_one_of_choices():
     needs = {name: [Need([keys[one] for one in others[name]])] for name in others}
     nodes = {keys[name]: Node("w0", name, name, kinds[name], needs[name]) for name in others}
     assert sorted(Graph(nodes).circle()) == [keys["y"], keys["z"]]
+
+
+WRAPPED = """
+def timed(function):
+    def wrapper(*args):
+        return function(*args)
+    return wrapper
+
+@timed
+def lookup(key):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("stack", "name", "title"),
+    [
+        ([("", "lookup", 9), ("", "wrapper", 4)], "lookup", "lookup"),
+        ([("", "wrapper", 4)], None, "wrapper"),
+    ],
+)
+def test_a_function_with_a_decorator_is_served_under_its_own_name(stack, name, title):
+    """Before the decorator has called it, its name is not known: then this may be the thread that a call needs."""
+    (process,) = dumped(WRAPPED, [[*stack, (INTERNAL, "_run_function", 1)]])
+    (thread,) = process.threads.values()
+    assert thread.serves[-1].name == name and thread.title() == f"RPC thread that runs {title}"
+    process.rpc, process.pool, process.free = True, 2, 1
+    process.threads[1] = Thread(1, "main", main=True, wait=Wait("answer", calls=[Call(None, "lookup")]))
+    (call,) = [node for key, node in rules.graph_of([process]).nodes.items() if key[1] == "a call"]
+    assert call.needs[0].shown == [(process.name, 10, 0)]
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_what_a_file_imports_from_its_folder_may_wake_a_thread(changed, monkeypatch, tmp_path):
+    """A callback may stand in a file that is on no stack. What was changed since the start cannot be read."""
+    (tmp_path / "program.py").write_text("from package import hedge\nimport os, missing\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "hedge.py").write_text("pass\n" if changed else "rpc_async(to, f).then(done)\n")
+    frame = {"filename": "program.py", "name": "main", "line": 1, "locals": None}
+    stack = {"os_thread_id": 7, "thread_name": "MainThread", "active": False, "frames": [frame]}
+    dump = SEEN | {"pid": os.getpid(), "stacks": [stack], "cwd": str(tmp_path), "sources": {}}
+    dump |= {"started": 0.0} if changed else {}
+    monkeypatch.setattr(dumps, "take", lambda pids: [dump])
+    (seen,) = stacks.look([os.getpid()])
+    names = {os.path.relpath(path, tmp_path) for path in seen["sources"]}
+    assert names == ({"program.py"} if changed else {"program.py", "package/__init__.py", "package/hedge.py"})
+    assert stacks.process_of(seen).unseen
+
+
+def test_a_signal_for_which_all_rpc_threads_wait_needs_a_free_one():
+    place = Frame("/program.py", "report", 3)
+    threads = {
+        tid: Thread(tid, None, place, Wait("signal", "Barrier"), serves=[Call(None, "report")]) for tid in (1, 2)
+    }
+    process = Process("w0", "here", 7, rank=0, world=1, rpc=True, threads=threads, pool=2, free=0)
+    report = said_of([process]).report()
+    assert "CIRCLE" in report and "2. w0: all its 2 RPC threads are busy" in report, report
+
+
+def test_who_is_missed_in_shutdown_is_followed_to_where_its_main_thread_waits():
+    place, late = Frame("/program.py", "main", 9), Frame("/program.py", "late", 7)
+    waits_for_all = Thread(1, "MainThread", place, Wait("shutdown"), main=True)
+    threads = {2: Thread(2, "MainThread", late, Wait(what="it sleeps"), main=True), 3: Thread(3, "helper", late)}
+    w0 = Process("w0", "here", 7, rank=0, world=2, rpc=True, threads={1: waits_for_all})
+    report = said_of([w0, Process("w1", "here", 8, rank=1, world=2, rpc=True, threads=threads)]).report()
+    assert "for this the others wait.\n  w1's main thread: it sleeps\n" in report, report
+
+
+def test_a_lock_of_which_nothing_is_known_is_listed():
+    wait = Wait("lock", locks=[Seen("locks[name]")])
+    thread = Thread(1, None, Frame("/program.py", "f", 1), wait, serves=[Call(None, "f")])
+    report = said_of([Process("w0", "here", 7, rpc=True, threads={1: thread})]).report()
+    assert "w0's RPC thread that runs f waits for `locks[name]`, whose holder cannot be known" in report, report
+    assert "Not known: who should go on first" in report, report

@@ -61,7 +61,8 @@ def main(argv=None):
     command = argv[at + 1 :]
     args = parse(argv[:at], command)
     if not command:
-        show_calls(args.folder, args.file)
+        if not show_calls(args.folder, args.file):
+            sys.exit(1)
         return
     if args.into:
         place = contextlib.nullcontext(tempfile.mkdtemp(prefix="run-", dir=args.into))
@@ -175,7 +176,7 @@ def contents(paths):
 
 
 def show_calls(folder, path):
-    """Write the file, and print a table of the calls."""
+    """Write the file, and print a table of the calls. Return whether there are any: without one, nothing is written."""
     recorded = read.read(folder)
     complete = read.is_recorded(recorded)
     processes = read.arrange(recorded)
@@ -186,7 +187,7 @@ def show_calls(folder, path):
     if not made:
         if complete:
             say("no call of a Python function was recorded")
-        return
+        return False
     read.count_from_zero(bars)
     calls = read.match(bars)
     print(read.table(processes, made, calls), file=sys.stderr)
@@ -195,3 +196,4 @@ def show_calls(folder, path):
             say(f"{process['name']} made too many calls; the first {len(process['bars']):,} bars are kept")
     events = draw.lay_out(processes, bars)
     draw.write(path, events + draw.arrows(calls))
+    return True

@@ -22,8 +22,8 @@ class Command:
         self.around, self.stalled, self.end = around, stalled, end
         self.status = None
         self.interrupted = []  # when Ctrl-C was pressed
-        self.lives = False  # whether it was said that the command still runs after Ctrl-C
-        self.told = False  # whether it was said that the command has stalled
+        self.said_alive = False  # that the command still runs after Ctrl-C
+        self.said_stalled = False  # that it has stalled
         self.positions = []  # where the recordings end
         self.moved = time.monotonic()  # when a position has changed last, or a thread has computed
         self.folder = os.path.abspath(folder)
@@ -54,8 +54,8 @@ class Command:
         now = time.monotonic()
         if len(self.interrupted) > 1:
             self.kill_all(130)
-        elif self.interrupted and not self.lives and now - self.interrupted[0] > PATIENCE:
-            self.lives = True
+        elif self.interrupted and not self.said_alive and now - self.interrupted[0] > PATIENCE:
+            self.said_alive = True
             first = f"{PATIENCE:.0f} s after Ctrl-C, the command still runs. Another Ctrl-C kills all of it."
             self.print(first, self.explained())
         elif self.stalled and not self.interrupted:
@@ -68,17 +68,17 @@ class Command:
         """
         before, self.positions = self.positions, read.positions(self.around)
         if before != self.positions:
-            self.moved, self.told = now, False
-        elif now - self.moved > self.stalled and not self.told:
+            self.moved, self.said_stalled = now, False
+        elif now - self.moved > self.stalled and not self.said_stalled:
             if any(one["full"] or "cannot" in one for one in read.read(self.around, most=0)):
                 say("--stalled: not all calls are recorded any more, so nobody knows whether the command has stalled")
-                self.told = True
+                self.said_stalled = True
                 return
             said = self.explained()
             if said and said.runs:
                 self.moved = now
                 return
-            self.told = True
+            self.said_stalled = True
             self.print(f"No call has begun or ended for {self.stalled:g} s.", said)
             if self.end and said:
                 self.kill_all(3)
@@ -111,4 +111,4 @@ class Command:
         found = list({self.process.pid, *recorded})
         for pid in found:  # which grows
             found += [child for child in dumps.children(pid) if child not in found]
-        return [pid for pid in found if any(task.state not in "ZX" for task in dumps.threads_of(pid).values())]
+        return [pid for pid in found if dumps.threads_of(pid)]

@@ -117,7 +117,8 @@ def threads_of(pid):
             with contextlib.suppress(OSError, KeyError):
                 lines = pathlib.Path(f"/proc/{pid}/task/{tid}/status").read_text().splitlines()
                 known = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-                found[int(tid)] = Task(known["Name"], known["State"][0], int(known["voluntary_ctxt_switches"]))
+                if known["State"][0] not in "ZX":  # it has ended
+                    found[int(tid)] = Task(known["Name"], known["State"][0], int(known["voluntary_ctxt_switches"]))
     return found
 
 

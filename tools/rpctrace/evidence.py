@@ -53,7 +53,9 @@ class Call:
     limit: float | None = 0.0  # seconds; 0: there is none; None: it is not known
     owes: bool | None = False  # the function answers by a Future (async_execution); None: it is not known
     owner: str = ""  # the class or the module of the function, as far as it is known
-    inner: str = ""  # of a served one: the function that it calls; for example act, of call_method(act, ...)
+    inner: str = (
+        ""  # of a served one: what it runs; for example act, of call_method(act, ...), or a decorator's wrapper
+    )
     mentions: frozenset[str] = frozenset()  # of an awaited one: the names in the function that waits
 
     def within(self, limit):
@@ -97,13 +99,13 @@ class Thread:
 
     def prepares(self):
         """Return whether it may read a call or write an answer, or prepares a call: torch asks for an RRef's class."""
-        return not self.serves or str(self.serves[-1].name).startswith("torch.")
+        return not self.serves or (self.serves[-1].name or "torch.").startswith("torch.")
 
     def title(self):
         if self.main:
             return "main thread"
         if self.serves:
-            return f"RPC thread that runs {self.serves[-1].name}"
+            return f"RPC thread that runs {self.serves[-1].name or self.serves[-1].inner}"
         return "thread of torch" if self.of_torch() else f"thread {self.name}"
 
 

@@ -14,7 +14,7 @@ from rpctrace import syntax
 from rpctrace.evidence import Seen
 from rpctrace.syntax import method_of
 
-WAITING = {"acquire", "add", "backward", "get", "local_value", "to_here", "wait", "wait_all"}  # see waits.OF_C
+WAITING = {"acquire", "add", "backward", "get", "local_value", "to_here", "wait"}  # the methods of waits.OF_C
 LOCKS = {"lock", "RLock", "Condition"}
 CLASSES = {"Lock": "lock", "RLock": "RLock", "Condition": "Condition", "SimpleQueue": "SimpleQueue"}
 KEEPS = ("acquire", "locked", "notify", "notify_all")  # methods of a lock that do not give it back

@@ -136,3 +136,8 @@ class Graph:
     def waiting(self):
         """Return the keys of the threads that wait for others."""
         return [key for key, node in self.nodes.items() if node.thread and node.needs and node.place.path]
+
+    def unknown(self):
+        """Return the keys of the threads that wait, it is not known for whom."""
+        kinds = ("unknown", "event")
+        return [key for key, node in self.nodes.items() if node.thread and not node.needs and node.kind in kinds]

@@ -19,7 +19,7 @@ from rpctrace.syntax import argument, value_of
 
 PATIENCE = datetime.timedelta(seconds=5)
 PREFIXES = ("", *(f"/worker/attempt_{number}/" for number in range(10)))  # the second ones are those of torchrun
-LISTENS = re.compile(r"://\[?([^\]/]+)\]?:(\d+)")  # uv://127.0.0.1:41234 and uv://[fd00::1]:41234
+ADDRESS = re.compile(r"://\[?([^\]/]+)\]?:(\d+)")  # uv://127.0.0.1:41234 and uv://[fd00::1]:41234
 DEFAULT_LIMIT = 60.0  # seconds, of calls: torch's
 
 
@@ -109,7 +109,9 @@ def workers_in(store, part_of):
         ranks = itertools.takewhile(lambda rank, part=part: part.check([f"names/{rank}"]), itertools.count())
         names = [part.get(f"names/{rank}").decode() for rank in ranks]
         for rank, name in enumerate(names):
-            for address, port in LISTENS.findall(part.get(f"addrs/{name}").decode()):
+            if not part.check([f"addrs/{name}"]):  # it waits for the others in init_rpc
+                continue
+            for address, port in ADDRESS.findall(part.get(f"addrs/{name}").decode()):
                 end = str(ipaddress.ip_address(address)), int(port)
                 found[end] = {"worker": name, "rank": rank, "world": len(names)}
     return found

@@ -149,7 +149,7 @@ def table(processes, made, calls):
             at_callee = end_of(answered) - run["ts"]
             times[title].append((call["dur"], call["dur"] - at_callee, at_callee))
     width = max(26, *map(len, counts))
-    lines = [f"{'RPCs, median milliseconds':<{width}}   calls   at caller  wire, queue   at callee"]
+    lines = [f"{'RPCs, median milliseconds':<{width}}   calls   at caller wire, queue   at callee"]
     for title, count in sorted(counts.items()):
         medians = [statistics.median(column) / 1e3 for column in zip(*times[title], strict=True)]
         line = f"{title:<{width}}{count:>8,}" + "".join(f"{median:>12.3f}" for median in medians)

@@ -8,6 +8,7 @@ from rpctrace.graph import CALL
 from rpctrace.rules import graph_of
 
 CIRCLE = "CIRCLE: each of these waits for the next one, and the last one for the first."
+END = "END OF A CHAIN: for this the others wait."
 PATTERNS = {  # what it is, and what to do; the more telling ones come first
     "pool": "all RPC threads of a process are busy. Return a Future (async_execution), or set num_worker_threads.",
     "collective": "a collective waits for its other members. All begin the same ones, before they wait for an RPC.",
@@ -17,6 +18,7 @@ PATTERNS = {  # what it is, and what to do; the more telling ones come first
     "absent": "a rank has not come, or is not known here. Start it, give --store, or look where it runs: --dump FILE.",
     "owed": "nobody completes a Future that a served function has returned. Find the line that should complete it.",
     "event": "nobody sends the signal for which a thread waits. Find the line that should: often one arrives too few.",
+    "meeting": "not all have come to the line at which they meet. Look what the others do instead.",
     "call": "served functions wait for each other. Return what the caller needs, instead of calling it back.",
     "busy": "others wait for one that runs, or has a time limit. If it waits for something outside, set a limit, too.",
     "unknown": "who should go on first. Look at the line: who should answer, release or send?",
@@ -50,7 +52,7 @@ class Said:
         if len(groups) > 12:
             lines.append(f"  and {len(groups) - 12} more")
         circle = self.verdict == "circle"
-        lines.append(CIRCLE if circle else "END OF A CHAIN: for this the others wait.")
+        lines.append(("" if self.sure else "PROBABLY A ") + CIRCLE if circle else END)
         steps = [[node] for node in self.steps] if circle else alike(self.steps)
         for number, nodes in enumerate(steps, 1):
             lines += of_nodes(nodes, f"  {number}. " if len(steps) > 1 else "  ")
@@ -67,15 +69,16 @@ def said_of(processes):
     """Return what is found about who waits for whom."""
     graph = graph_of(processes)
     nodes, circle = graph.nodes, graph.circle()
-    waits = [nodes[key] for key in graph.waiting() if key not in circle]
     certain = all(graph.next[key][other] for key, other in zip(circle, circle[1:] + circle[:1], strict=True))
-    steps = [key for key in circle if key[1] != CALL] or (graph.ends() if waits else [])
-    kinds = {nodes[key].kind for key in steps}
+    waiting, unknown = graph.waiting(), graph.unknown()
+    steps = [key for key in circle if key[1] != CALL] or (graph.ends() if waiting else unknown[:3])
+    # Somebody may still send the signal for which a living thread waits.
+    kinds = {"unknown" if nodes[key].kind == "event" and key in graph.alive else nodes[key].kind for key in steps}
     moments = [process.moment for process in processes] or [0.0]
     return Said(
-        verdict="circle" if circle else "end" if waits else "nothing",
+        verdict="circle" if circle else "end" if steps else "nothing",
         steps=[nodes[key] for key in steps],
-        waits=waits,
+        waits=[nodes[key] for key in waiting + unknown if key not in steps],
         main=[node for node in nodes.values() if node.thread == "main thread" or node.kind in ("silent", "gone")],
         # A "guess" is a call of which no stack tells whom it calls.
         pattern=next((kind for kind in PATTERNS if kind in kinds or (kind == "call" and "guess" in kinds)), "busy"),

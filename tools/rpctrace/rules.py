@@ -4,6 +4,9 @@ The key of a node is (name of a process, what, number). `what` is the number of 
 that a served function has returned; "pool", for the RPC threads; "gone", for all of a process that is lost; "callers",
 for whoever may call a function; or "absent", for somebody of whom nothing is known, and who may do anything.
 
+The kinds are the keys of report.PATTERNS, and "guess" (see graph.Node). evidence.py explains what is known of a process
+(`quiet`, `still`, `unseen`, `full()`) and of a call (`owes`, `inner`, `mentions`).
+
 A rule returns (what a node waits for, its kind, its needs). No needs are given if the thread may go on by itself, or
 if too little is known: then nobody is said to wait for it in a circle.
 """
@@ -79,11 +82,14 @@ class Rules:
         title = f"{call.to}'s answer" if call.to else "an answer"
         title += f" to {call.name}" if call.name else ""
         needs = [] if call.goes_on() else self.servers(process, call)
-        kind = "call" if call.to and not any(need.is_choice() for need in needs) else "guess"
         if process.full():
             title += f"; no RPC thread of {process.name} is free to take it"
-            kind, needs = "pool", [*needs, Need([self.pool(process)])] if needs else []
-        kind = kind if needs else "busy" if call.goes_on() else "unknown"
+        if not needs:  # it goes on by itself, or too little is known
+            kind = "busy" if call.goes_on() else "unknown"
+        elif process.full():
+            kind, needs = "pool", [*needs, Need([self.pool(process)])]
+        else:
+            kind = "call" if call.to and not any(need.is_choice() for need in needs) else "guess"
         key = self.add(self.key(process, CALL, str(call)), title, kind, needs)
         self.nodes[key].limit = call.limit or 0.0
         return key
@@ -107,12 +113,15 @@ class Rules:
         if call.owes is None and not serving:
             return []  # it may have returned a Future
         # As no message is on its way, a thread serves the call, or it waits for one in a pool that is full.
-        able = [*serving, *(self.pool(one) for one in owners if one.full() or not serving)]
+        unnamed = [key for key, thread in threads if any(served.name is None for served in thread.serves)]
+        able = [*(serving or unnamed)]
+        able += [self.pool(one) for one in owners if one.full() or not able]
         others = [] if call.to in self.by_name else [*self.strangers]
         for one in self.workers:
             if one is process or one in owners:
                 others += [self.key(one, tid) for tid in one.threads_of_torch() if one.threads[tid].prepares()]
-        # Who calls somebody rarely means himself; and call_method(Agent.act, ...) runs act.
+        # Two hints at the likely one. Who calls somebody rarely means himself. And a helper like call_method(Agent.act)
+        # runs a function (`inner`) that the caller's source `mentions`.
         shown = [key for key in serving if key[0] != process.name] or able
         shown = [key for key in shown if key in serving and serving[key].inner in call.mentions] or shown
         return [Need([*able, *others], shown)]
@@ -163,6 +172,7 @@ class Rules:
                 others.append(one)
         if -1 in begun:  # the rank of one is not known
             return f"the other ranks, in {name}", "unknown", []
+        # With fewer workers than ranks, a missing rank may be a process that is not known here.
         others = others if len(self.workers) >= world else []
         missing = {f"rank {rank}": others for rank in range(world) if rank not in begun}
         return self.meeting(f"{name} of {world} ranks", missing)
@@ -196,12 +206,22 @@ class Rules:
             for process in processes:
                 of_torch = process.threads_of_torch()
                 able += [self.key(process, tid) for tid in process.threads if served or tid not in of_torch]
-            needs.append(Need(able or [self.absent(who)]))
-        begins = f"{', '.join(missing)} to begin {what}" if missing else f"the end of {what}, which all have begun"
-        return begins, "collective", needs
+            mains = [self.key(one, tid) for one in processes for tid, each in one.threads.items() if each.main]
+            able = able or [self.absent(who)]
+            needs.append(Need(able, able if served else mains or able))
+        kind = "collective" if served or what.startswith("init_process_group") else "meeting"
+        begins = (
+            f"{', '.join(missing)} to begin {what}"
+            if missing
+            else f"the end of {what}, which all that are seen have begun"
+        )
+        return begins, kind, needs
 
     def signal(self, process, thread):
-        """Any other thread of the process may send it, but one that is in shutdown, and whoever calls a function."""
+        """Any other thread of the process may send it, and whoever calls a function.
+
+        A thread in shutdown may do so afterwards, but shutdown ends only when all functions that are served have ended.
+        """
         wait, others = thread.wait, [tid for tid in process.threads if tid != thread.tid]
         if wait.timed:
             return f"a signal ({wait.what}), with a time limit", "busy", []
@@ -210,9 +230,11 @@ class Rules:
         text = f"a signal of another thread of {process.name} ({wait.what})"
         if not self.still or process.unseen:  # an answer, which a dump does not show, may send it, too
             return text, "event", []
-        shown = [self.key(process, tid) for tid in others if "shutdown" not in process.threads[tid].does]
-        called = process.rpc and not process.full()
-        return text, "event", [Need([*shown, CALLERS] if called else shown, shown)]
+        able = [tid for tid in others if not (thread.serves and "shutdown" in process.threads[tid].does)]
+        shown = [self.key(process, tid) for tid in able]
+        if process.full():  # who calls a function that sends it, waits for a thread that is free
+            shown.append(self.pool(process))
+        return text, "event", [Need([*shown, CALLERS] if process.rpc and not process.full() else shown, shown)]
 
     def lock(self, process, thread):
         """Its holder is known if it tells, or if it stands in a `with` block of the same object."""
@@ -234,7 +256,7 @@ class Rules:
 def holders_of(lock, process):
     """Return {number of a thread: the lock as it holds it}. With several `with` blocks, the innermost counts."""
     pairs = [(tid, held) for tid, thread in process.threads.items() for held in reversed(thread.holds)]
-    return {tid: held for tid, held in pairs if held.id == lock.id and lock.id}
+    return {tid: held for tid, held in pairs if held.id == lock.id and lock.id and lock.type}
 
 
 RULES = {  # by the kind of a wait

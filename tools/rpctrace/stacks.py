@@ -1,5 +1,9 @@
-"""Makes evidence of the dumps of processes. threads.py reads the stacks, and names.py finds the workers' names."""
+"""Makes evidence of the dumps of processes. threads.py reads the stacks, and names.py finds the workers' names.
 
+dumps.dump_of() lists the keys of a dump. evidence.Process explains what is made of them.
+"""
+
+import ast
 import collections
 import contextlib
 import os
@@ -17,11 +21,13 @@ GROUP = "init_process_group"
 # that look for messages all the time, and are never still.
 POOL, GLOO, NETWORK = "pt_thread_pool", "pt_gloo_runloop", ("TP_UV_loop", "TP_CMA_loop", "pt_gloo")
 POLLS = {"TP_SHM_reactor", "gloo_tcp_loop"}
-# What may wake a thread, and stands on no stack before: a callback of a Future, or the handler of a signal. But these
-# signals have handlers of Python, of faulthandler and of the C library, and those that a program gives to faulthandler.
+# Two things may wake a thread and stand on no stack before: a callback of a Future, and the handler of a signal. Not
+# counted are the signals that Python, faulthandler and the C library always handle (USUAL), and those that a program
+# gives to faulthandler (PRINTS).
 CALLBACKS = re.compile(r"\.then\(|\.add_done_callback\(")
 USUAL = {signal.SIGINT, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, 32, 33}
 PRINTS = re.compile(r"faulthandler\.register\(signal\.(SIG\w+)")
+MOST_FILES = 200  # whose source is read, of one process
 TOLD = ("worker", "rank", "world", "limit")  # what a recording tells of a process that has joined
 
 
@@ -48,21 +54,42 @@ def look(pids, address="", recorded=()):
 
 
 def add_sources(dump):
-    """Add the sources of the program's files on the stacks. Keep only the environment that they name."""
+    """Add the sources of the program's files on the stacks, and of those beside them that they import.
+
+    Keep only the environment that they name.
+    """
     places = {place_of(dump, frame) for stack in dump["stacks"] for frame in stack["frames"]}
     paths = [path for path, library in places if not library or path.endswith(OPTIMIZER)]
+    folders = {os.path.dirname(path) for path in paths if not path.endswith(OPTIMIZER)}
     # By its own root, because a process in a container has other files under the same names.
-    dump["sources"] = {path: source_of(f"/proc/{dump['pid']}/root{path}", dump["started"]) for path in paths}
+    root = f"/proc/{dump['pid']}/root"
+    for path in paths:  # which grows
+        if path not in dump["sources"] and len(dump["sources"]) < MOST_FILES:
+            dump["sources"][path] = source_of(root + path, dump["started"])
+            modules = [module for folder in folders for module in imported_by(dump["sources"][path], folder)]
+            paths += [module for module in modules if os.path.exists(root + module)]
     words = set(re.findall(r"\w+", " ".join(dump["sources"].values())))
     dump["environ"] = {name: value for name, value in dump["environ"].items() if name in words}  # it may hold secrets
 
 
+def imported_by(source, folder):
+    """Return the paths of the modules that a source imports, if they are in this folder."""
+    found = []
+    for node in ast.walk(syntax.parsed(source)):
+        names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        base = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        # `from package import name`: the name may be a module.
+        found += [name for one in names for name in (*base, ".".join([*base, one]))]
+    places = [os.path.join(folder, *name.split(".")) for name in dict.fromkeys(found)]
+    return [path for place in places for path in (f"{place}.py", f"{place}/__init__.py")]
+
+
 def source_of(path, started):
-    """Return the source of a file, or "" if it has been changed since a process has started."""
+    """Return the source of a file, or "" if it cannot be read, or has been changed since a process has started."""
     with contextlib.suppress(OSError, SyntaxError, ValueError):  # it is not there, or is no text of Python
         if os.stat(path).st_ctime < started + 1:  # the kernel's clock is coarse
             with tokenize.open(path) as file:
-                return file.read()
+                return file.read() or "\n"
     return ""
 
 
@@ -115,13 +142,13 @@ def process_of(dump):
         moment=dump["moment"],
         threads=threads_of(dump, stacks, joined["limit"]),
         pool=len(pool),
-        free=len(pool - stacks.keys()),
+        free=len(pool - stacks.keys()),  # an RPC thread that runs Python has a stack
         **without_stacks(dump, {comm for tid, comm in comms.items() if tid not in {*dump["still"], *stacks}}),
     )
 
 
 def without_stacks(dump, moved):
-    """Return what is known of those who may let a thread go on, and have no stack: `quiet`, `unseen`, `still`.
+    """Return what is known of threads without a stack, which may wake others: evidence's `quiet`, `unseen`, `still`.
 
     `moved`: the names of the threads without a stack that have moved.
     """
@@ -129,7 +156,9 @@ def without_stacks(dump, moved):
     harmless = USUAL.union(getattr(signal, name, 0) for name in PRINTS.findall(text))
     return {
         "quiet": not any(comm.startswith(NETWORK) for comm in moved),
-        "unseen": bool(CALLBACKS.search(text)) or not harmless.issuperset(dump["caught"]),
+        "unseen": bool(
+            CALLBACKS.search(text) or not all(dump["sources"].values()) or not harmless.issuperset(dump["caught"])
+        ),
         "still": moved <= POLLS,
     }
 
@@ -142,6 +171,7 @@ def threads_of(dump, stacks, limit):
         if not any(frame.path.endswith(waits.NOBODY) for frame in frames):
             thread = found[tid] = thread_of(stack, frames, tid in dump["still"], limit)
             thread.main = tid == dump["pid"]
+            # A process group may have a short time limit. Then its waits end by themselves.
             thread.wait.timed |= limited and (thread.wait.kind == "collective" or thread.wait.what == GROUP)
             if thread.main and signal.SIGALRM in dump["caught"]:
                 thread.wait = Wait(what="it waits, until an alarm at most")

@@ -41,6 +41,11 @@ def scope_at(tree, line):
     return [tree, *(node for node in around(tree, line) if isinstance(node, ast.FunctionDef))][-1]
 
 
+def is_nested(tree, line):
+    """Return whether the function in which a line stands is within another one."""
+    return sum(isinstance(node, ast.FunctionDef) for node in around(tree, line)) > 1
+
+
 def calls_at(tree, line):
     return [node for node in around(tree, line) if isinstance(node, ast.Call)]
 

@@ -12,10 +12,10 @@ from rpctrace import facts, syntax, waits
 from rpctrace.evidence import Call, Frame, Seen, Thread
 from rpctrace.sources import Line
 
-LIBRARY = re.compile(
-    r"^<frozen|/lib/python3\.\d+/(?!site-packages/|dist-packages/)|/(site|dist)-packages/torch/|/rpctrace/record/"
-)
 RECORDER = "/rpctrace/record/"
+LIBRARY = re.compile(
+    rf"^<frozen|/lib/python3\.\d+/(?!site-packages/|dist-packages/)|/(site|dist)-packages/torch/|{RECORDER}"
+)
 OPTIMIZER = "/distributed/optim/optimizer.py"  # torch's only `with` of a lock in which a program's code runs
 OBJECT = re.compile(r"<([\w.]+) at 0x([0-9a-f]+)>")
 # Functions of torch that are served under its name. The two files named here run a function of the program.
@@ -134,6 +134,9 @@ def call_of(frames):
     elif own and own[-1].function == "__init__" and "self" in own[-1].names:
         call.name, call.owner = own[-1].names["self"].type, ""
     elif own:
-        call.name, call.owner = own[-1].function, own[-1].owner
-        call.inner = own[-2].function if len(own) > 1 else ""
+        # torch can only call a function within another one if it is the wrapper of a decorator, under another's name.
+        plain = [number for number, frame in enumerate(own) if not syntax.is_nested(frame.tree, frame.line)]
+        number = plain[-1] if plain else None
+        call.name, call.owner = (own[number].function, own[number].owner) if plain else (None, "")
+        call.inner = (own[number - 1].function if number else "") if plain else own[-1].function
     return call

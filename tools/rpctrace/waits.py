@@ -114,7 +114,8 @@ def line_wait(frame):
 
 
 def is_lock(thing):
-    return thing.type in facts.LOCKS
+    """Return whether this is a lock, or may be one: `locks[name]`, but not `open(path)`."""
+    return thing.type in facts.LOCKS or not (thing.type or thing.text.startswith("open("))
 
 
 def signal(within):
