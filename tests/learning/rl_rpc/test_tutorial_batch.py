@@ -23,7 +23,10 @@ def make_agent(observers, batch):
 
 
 def reinforce(observers, episodes, steps):
-    """Run the page's REINFORCE in one process, so many steps of each observer an episode; return the parameters."""
+    """Run the page's REINFORCE in one process, so many steps of each observer an episode.
+
+    Return the parameters, and the mean length of the first games of each episode.
+    """
     torch.manual_seed(1)
     layers = torch.nn.Linear(4, 128), torch.nn.Dropout(0.6), torch.nn.ReLU(), torch.nn.Linear(128, 2)
     policy = torch.nn.Sequential(*layers)
@@ -31,10 +34,12 @@ def reinforce(observers, episodes, steps):
     envs = [gym.make("CartPole-v1") for _ in range(observers)]
     for seed, env in enumerate(envs, start=1):
         env.reset(seed=seed)
+    means = []
     for _ in range(episodes):
-        log_probs, lengths = [], []  # the lengths of the games
+        log_probs, lengths, firsts = [], [], []  # the lengths of the games
         for env in envs:
             state, _ = env.reset()
+            firsts.append(len(lengths))
             lengths.append(0)
             for step in range(1, steps + 1):
                 scores = policy(torch.from_numpy(state).unsqueeze(0))
@@ -50,7 +55,8 @@ def reinforce(observers, episodes, steps):
         optimizer.zero_grad()
         (-torch.cat(log_probs) * returns / observers).sum().backward()
         optimizer.step()
-    return list(policy.parameters())
+        means.append(sum(lengths[first] for first in firsts) / observers)
+    return list(policy.parameters()), means
 
 
 @quick
@@ -61,9 +67,10 @@ def test_batch_page_is_the_plain_loop(batch, observers):
     Without batching, the published code multiplies (N, T, 1) by (T, N): each step by all observers' rewards.
     """
     agent = make_agent(observers, batch)
-    for _ in range(2):
-        agent.run_episode(100)
-    assert largest_difference(agent.policy.parameters(), reinforce(observers, episodes=2, steps=100)) < 1e-4
+    reported = [agent.run_episode(100)[0] for _ in range(2)]
+    parameters, means = reinforce(observers, episodes=2, steps=100)
+    assert largest_difference(agent.policy.parameters(), parameters) < 1e-4
+    assert reported == means
 
 
 def ask_together(agent, states, rounds=1):
