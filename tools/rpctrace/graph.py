@@ -67,14 +67,14 @@ class Graph:
         """Return {node to which a step may go: whether it is certain}.
 
         From a node that cannot go on, these are the ones that do not meet its needs. From a living one, they are the
-        living ones that will, but none if there are several of which nothing more is known: then it is an end itself.
+        living ones that will. A living thread of which several may go on, and nothing more is known, is an end itself.
         """
         found, node, lives = {}, self.nodes[key], key in self.alive
         needs = node.needs if lives else [need for need in node.needs if not self.can_be_met(need)]
         for need in needs:
             shown = [one for one in need.shown if (one in self.alive) == lives]
             found |= dict.fromkeys(shown, self.is_certain(node, need))
-        return {} if lives and len(found) > 1 and not any(found.values()) else found
+        return {} if lives and node.thread and len(found) > 1 and not any(found.values()) else found
 
     def is_certain(self, node, need):
         if node.kind == "event":  # others might do it, even if they wait for the same now

@@ -59,7 +59,8 @@ def add_sources(dump):
     Keep only the environment that they name.
     """
     places = {place_of(dump, frame) for stack in dump["stacks"] for frame in stack["frames"]}
-    paths = [path for path, library in places if not library or path.endswith(OPTIMIZER)]
+    files = [(path, library) for path, library in places if not path.startswith("<")]  # <string>, of a spawned process
+    paths = [path for path, library in files if not library or path.endswith(OPTIMIZER)]
     folders = {os.path.dirname(path) for path in paths if not path.endswith(OPTIMIZER)}
     # By its own root, because a process in a container has other files under the same names.
     root = f"/proc/{dump['pid']}/root"
