@@ -51,6 +51,14 @@ def test_only_the_shutdown_of_rpc_counts():
     assert waits.does([executor]) == {} and waits.does([of_rpc]) == {"shutdown": -1}
 
 
+@pytest.mark.parametrize(("limit", "timed"), [("NoneType", False), ("number", True)])
+def test_a_wait_for_a_signal_that_has_a_time_limit_ends_by_itself(limit, timed):
+    get = Frame("/lib/python3.12/queue.py", "get", library=True, names={"timeout": Seen("timeout", limit)})
+    _, wait = waits.read([get, Frame("/program.py", "f", 1)], still=True, ran=False)
+    process = Process("w0", "here", 7, threads={1: Thread(1, "t", wait=wait)})
+    assert wait.kind == "signal" and bool(rules.graph_of([process]).nodes["w0", 1, 0].needs) != timed
+
+
 def test_the_lines_that_may_wait_are_those_of_the_table():
     methods = {method for row in waits.OF_C for method in row.functions.split()}
     assert methods == facts.WAITING
