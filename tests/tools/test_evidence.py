@@ -24,6 +24,11 @@ SEEN |= {"host": "here", "pid": 7, "moment": 0.0, "started": 4e9, "torch": [], "
 OWN = [{"name": "self", "repr": "<A at 0x1>", "addr": 1}]
 OF_GROUP = [{"name": name, "repr": value, "addr": 2} for name, value in (("group", "None"), ("world_size", "2"))]
 OF_GROUP.append({"name": "rank", "repr": "0", "addr": 2})
+PLACE = Frame("/program.py", "f", 1)
+
+
+def worker(*threads, name="w0", **more):
+    return Process(name, "here", 7, rpc=True, threads={thread.tid: thread for thread in threads}, **more)
 
 
 def dumped(source, stacks_of_threads, **more):
@@ -54,9 +59,9 @@ def test_only_the_shutdown_of_rpc_counts():
 @pytest.mark.parametrize(("limit", "timed"), [("NoneType", False), ("number", True)])
 def test_a_wait_for_a_signal_that_has_a_time_limit_ends_by_itself(limit, timed):
     get = Frame("/lib/python3.12/queue.py", "get", library=True, names={"timeout": Seen("timeout", limit)})
-    _, wait = waits.read([get, Frame("/program.py", "f", 1)], still=True, ran=False)
-    process = Process("w0", "here", 7, threads={1: Thread(1, "t", wait=wait)})
-    assert wait.kind == "signal" and bool(rules.graph_of([process]).nodes["w0", 1, 0].needs) != timed
+    _, wait = waits.read([get, PLACE], still=True, ran=False)
+    node = rules.graph_of([worker(Thread(1, "t", wait=wait))]).nodes["w0", 1, 0]
+    assert wait.kind == "signal" and bool(node.needs) != timed
 
 
 def test_the_lines_that_may_wait_are_those_of_the_table():
@@ -134,10 +139,10 @@ def test_a_circle_in_which_a_step_is_a_choice_is_only_probable(names, verdict):
     lock, callees = Seen("lock", "lock", 1), {"f": "w1", "g": "w2"}
     main = Thread(1, "main", wait=Wait("answer", calls=[Call(callees[name], name) for name in names]), holds=[lock])
     served = Thread(2, None, wait=Wait("lock", locks=[lock]), serves=[Call("w0", "h")])
-    processes = [Process("w0", "here", 1, rpc=True, world=3, threads={1: main, 2: served})]
+    processes = [worker(main, served, world=3)]
     for name, callee in callees.items():
         back = Thread(3, None, wait=Wait("answer", calls=[Call("w0", "h")]), serves=[Call(callee, name)])
-        processes.append(Process(callee, "here", 2, rpc=True, world=3, threads={3: back}))
+        processes.append(worker(back, name=callee, world=3))
     report = said_of(processes).report()
     assert report.startswith("CIRCLE" if names == "f" else "PROBABLY A CIRCLE") and verdict in report, report
 
@@ -145,8 +150,7 @@ def test_a_circle_in_which_a_step_is_a_choice_is_only_probable(names, verdict):
 @pytest.mark.parametrize("limit", [5.0, 60.0])
 def test_a_call_with_a_short_time_limit_goes_on_even_if_no_thread_is_free(limit):
     thread = Thread(1, None, serves=[Call(None, "f")], wait=Wait("answer", calls=[Call("w0", "f", limit)]))
-    process = Process("w0", "here", 7, rpc=True, threads={1: thread}, pool=1, free=0)
-    report = said_of([process]).report()
+    report = said_of([worker(thread, pool=1, free=0)]).report()
     assert ("CIRCLE" in report) == ("fails 60 s after it was made" in report) == (limit > 30), report
 
 
@@ -187,11 +191,8 @@ def test_only_what_the_file_makes_as_a_lock_is_one(made, kind):
     _, wait = waits.read([frame], still=True, ran=False)
     (lock,) = wait.locks
     assert lock.type == kind
-    holder = Thread(2, "holder", holds=[lock])
-    node = rules.graph_of([Process("w0", "here", 7, threads={1: Thread(1, "t", wait=wait), 2: holder})]).nodes[
-        "w0", 1, 0
-    ]
-    assert bool(node.needs) == bool(kind)
+    process = worker(Thread(1, "t", wait=wait), Thread(2, "holder", holds=[lock]))
+    assert bool(rules.graph_of([process]).nodes["w0", 1, 0].needs) == bool(kind)
 
 
 ONE_LINE = """
@@ -321,7 +322,7 @@ def test_rank_and_world_of_a_group_may_stand_in_the_environment(inner, said):
     outer = {name: Seen(name, "number", 1, -1) for name in ("rank", "world_size")}
     rendezvous = Frame("/site-packages/torch/distributed/rendezvous.py", "_env", library=True, names=inner)
     group = Frame(C10D, "init_process_group", library=True, names=outer)
-    frames = [rendezvous, group, Frame("/program.py", "main", 1)]
+    frames = [rendezvous, group, PLACE]
     place, wait = waits.read(frames, still=False, ran=False)
     thread = Thread(1, "main", place, wait, main=True, does=waits.does(frames))
     report = said_of([Process("w0", "here", 7, threads={1: thread})]).report()
@@ -330,12 +331,10 @@ def test_rank_and_world_of_a_group_may_stand_in_the_environment(inner, said):
 
 def test_a_lock_that_two_threads_hold_is_two_locks():
     lock = Seen("lock", "lock", 1)
-    threads = {tid: Thread(tid, "t", holds=[lock], wait=Wait("answer", calls=[Call("w0", "f")])) for tid in (1, 2)}
-    threads[3] = Thread(3, None, wait=Wait("lock", locks=[lock]), serves=[Call(None, "f")])
-    process = Process("w0", "here", 7, world=1, rank=0, rpc=True, threads=threads)
-    assert not rules.graph_of([process]).circle()
-    threads.pop(2)
-    assert rules.graph_of([process]).circle()
+    one, other = (Thread(n, "t", holds=[lock], wait=Wait("answer", calls=[Call("w0", "f")])) for n in (1, 2))
+    served = Thread(3, None, wait=Wait("lock", locks=[lock]), serves=[Call(None, "f")])
+    assert not rules.graph_of([worker(one, other, served, world=1, rank=0)]).circle()
+    assert rules.graph_of([worker(one, served, world=1, rank=0)]).circle()
 
 
 @pytest.mark.parametrize("owes", [False, None, True])
@@ -343,8 +342,8 @@ def test_a_call_that_no_thread_serves_may_have_returned_a_future(owes):
     """The one RPC thread of w1 is busy: if the call has to wait for it, this is a circle."""
     main = Thread(1, "main", wait=Wait("answer", calls=[Call("w1", "f", owes=owes)]))
     busy = Thread(2, None, wait=Wait("collective", "all_reduce"), serves=[Call(None, "g")])
-    w0 = Process("w0", "here", 7, rank=0, world=2, rpc=True, groups=1, threads={1: main})
-    w1 = Process("w1", "here", 8, rank=1, world=2, rpc=True, groups=1, threads={2: busy}, pool=1, free=0)
+    w0 = worker(main, rank=0, world=2, groups=1)
+    w1 = worker(busy, name="w1", rank=1, world=2, groups=1, pool=1, free=0)
     assert bool(rules.graph_of([w0, w1]).circle()) == (owes is False)
 
 
@@ -414,14 +413,13 @@ def test_workers_that_listen_at_the_same_port_of_two_hosts_are_two(monkeypatch):
 def test_a_circle_is_claimed_only_if_nobody_else_may_serve_the_call(world, ranks, owner, name, circle):
     lock = Seen("lock", "lock", 1)
     waits_for_act = Wait("answer", calls=[Call(None, "act", owner=owner)])
-    waits_for_lock, place = Wait("lock", locks=[lock]), Frame("/program.py", "f", 1)
-    threads = {
-        1: Thread(1, None, place, main=True, holds=[lock], wait=waits_for_act),
-        2: Thread(2, None, place, serves=[Call(None, "act", owner="Store")], wait=waits_for_lock),
-        3: Thread(3, name, serves=[Call(None, "torch.rpc._rref_typeof_on_owner")] if name == "asks" else []),
-    }
-    processes = [Process(f"w{number}", "here", 7, True, rank, world, rpc=True) for number, rank in enumerate(ranks)]
-    processes[0].threads = threads
+    threads = [
+        Thread(1, None, PLACE, main=True, holds=[lock], wait=waits_for_act),
+        Thread(2, None, PLACE, serves=[Call(None, "act", owner="Store")], wait=Wait("lock", locks=[lock])),
+        Thread(3, name, serves=[Call(None, "torch.rpc._rref_typeof_on_owner")] if name == "asks" else []),
+    ]
+    processes = [worker(*threads, rank=0, world=world)]
+    processes += [worker(name="w1", rank=rank, world=world) for rank in ranks[1:]]
     assert bool(rules.graph_of(processes).circle()) == circle
     *_, end, advice = said_of(processes).report().splitlines()
     assert end.startswith("  ") and advice.startswith(("This is: ", "Probably: ", "Not known: "))
@@ -448,10 +446,8 @@ def test_a_collective_of_a_group_that_may_have_a_time_limit_goes_on(made):
     ],
 )
 def test_the_end_of_a_chain_is_named_even_if_it_is_only_a_call(call, end, advice):
-    place = Frame("/program.py", "f", 1)
-    thread = Thread(1, None, place, main=True, wait=Wait("answer", calls=[call]))
-    process = Process("w0", "here", 7, rank=0, world=1, rpc=True, threads={1: thread}, pool=4)
-    report = said_of([process]).report()
+    thread = Thread(1, None, PLACE, main=True, wait=Wait("answer", calls=[call]))
+    report = said_of([worker(thread, rank=0, world=1, pool=4)]).report()
     assert f"for this the others wait.\n  w0: {end}\n" in report and advice in report, report
 
 
@@ -553,27 +549,21 @@ def test_what_a_file_imports_from_its_folder_may_wake_a_thread(changed, monkeypa
 
 
 def test_a_signal_for_which_all_rpc_threads_wait_needs_a_free_one():
-    place = Frame("/program.py", "report", 3)
-    threads = {
-        tid: Thread(tid, None, place, Wait("signal", "Barrier"), serves=[Call(None, "report")]) for tid in (1, 2)
-    }
-    process = Process("w0", "here", 7, rank=0, world=1, rpc=True, threads=threads, pool=2, free=0)
-    report = said_of([process]).report()
+    threads = [Thread(tid, None, PLACE, Wait("signal", "Barrier"), serves=[Call(None, "f")]) for tid in (1, 2)]
+    report = said_of([worker(*threads, rank=0, world=1, pool=2, free=0)]).report()
     assert "CIRCLE" in report and "2. w0: all its 2 RPC threads are busy" in report, report
 
 
 def test_who_is_missed_in_shutdown_is_followed_to_where_its_main_thread_waits():
-    place, late = Frame("/program.py", "main", 9), Frame("/program.py", "late", 7)
-    waits_for_all = Thread(1, "MainThread", place, Wait("shutdown"), main=True)
-    threads = {2: Thread(2, "MainThread", late, Wait(what="it sleeps"), main=True), 3: Thread(3, "helper", late)}
-    w0 = Process("w0", "here", 7, rank=0, world=2, rpc=True, threads={1: waits_for_all})
-    report = said_of([w0, Process("w1", "here", 8, rank=1, world=2, rpc=True, threads=threads)]).report()
+    waits_for_all = Thread(1, "MainThread", PLACE, Wait("shutdown"), main=True)
+    late = Thread(2, "MainThread", PLACE, Wait(what="it sleeps"), main=True)
+    w0, w1 = worker(waits_for_all, rank=0, world=2), worker(late, Thread(3, "helper"), name="w1", rank=1, world=2)
+    report = said_of([w0, w1]).report()
     assert "for this the others wait.\n  w1's main thread: it sleeps\n" in report, report
 
 
 def test_a_lock_of_which_nothing_is_known_is_listed():
     wait = Wait("lock", locks=[Seen("locks[name]")])
-    thread = Thread(1, None, Frame("/program.py", "f", 1), wait, serves=[Call(None, "f")])
-    report = said_of([Process("w0", "here", 7, rpc=True, threads={1: thread})]).report()
+    report = said_of([worker(Thread(1, None, PLACE, wait, serves=[Call(None, "f")]))]).report()
     assert "w0's RPC thread that runs f waits for `locks[name]`, whose holder cannot be known" in report, report
     assert "Not known: who should go on first" in report, report

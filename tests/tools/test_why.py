@@ -62,7 +62,7 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 """
-RECORDED = {"two_locks": "sh", "killed": "python"}  # with the tool in front of the command; and what starts the ranks
+RECORDED = {"two_locks", "killed"}  # with the tool in front of the command
 with package_on_path("tools"):
     from rpctrace import cli, dumps, rules, stacks
     from rpctrace.report import PATTERNS, Said, said_of
