@@ -389,11 +389,7 @@ def test_workers_that_listen_at_the_same_port_of_two_hosts_are_two(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.distributed", types.SimpleNamespace(TCPStore=Store, PrefixStore=Store))
     found = names.by_store("localhost:29500")
     assert {end: worker["worker"] for end, worker in found.items()} == {("10.0.0.1", 4): "w0", ("fd00::2", 4): "w1"}
-    ends = (
-        "0100000A:0004",
-        "0000000000000000FFFF00000100000A:0004",
-        "000000FD000000000000000002000000:0004",
-    )
+    ends = "0100000A:0004", "0000000000000000FFFF00000100000A:0004", "000000FD000000000000000002000000:0004"
     assert [found[dumps.plain(end)]["rank"] for end in ends] == [0, 0, 1]
 
 
@@ -430,10 +426,8 @@ def test_a_collective_of_a_group_that_may_have_a_time_limit_goes_on(made):
     source, limit = f"def main():\n    dist.init_process_group{made}\n    dist.all_reduce(x)\n", made != "('gloo')"
     threads = [[(C10D, name, 1), ("", "main", line)] for name, line in (("init_process_group", 2), ("all_reduce", 3))]
     (process,) = dumped(source, threads)
-    assert [(each.wait.kind, each.wait.timed) for each in process.threads.values()] == [
-        ("init", bool(limit)),
-        ("collective", bool(limit)),
-    ]
+    found = [(thread.wait.kind, thread.wait.timed) for thread in process.threads.values()]
+    assert found == [("init", limit), ("collective", limit)]
     node = rules.graph_of([process]).nodes[process.name, 10, 0]
     assert bool(node.needs) == (not limit)
 
@@ -512,18 +506,12 @@ def lookup(key):
 """
 
 
-@pytest.mark.parametrize(
-    ("stack", "name", "title"),
-    [
-        ([("", "lookup", 9), ("", "wrapper", 4)], "lookup", "lookup"),
-        ([("", "wrapper", 4)], None, "wrapper"),
-    ],
-)
-def test_a_function_with_a_decorator_is_served_under_its_own_name(stack, name, title):
+@pytest.mark.parametrize(("inner", "name"), [([("", "lookup", 9)], "lookup"), ([], None)])
+def test_a_function_with_a_decorator_is_served_under_its_own_name(inner, name):
     """Before the decorator has called it, its name is not known: then this may be the thread that a call needs."""
-    (process,) = dumped(WRAPPED, [[*stack, (INTERNAL, "_run_function", 1)]])
+    (process,) = dumped(WRAPPED, [[*inner, ("", "wrapper", 4), (INTERNAL, "_run_function", 1)]])
     (thread,) = process.threads.values()
-    assert thread.serves[-1].name == name and thread.title() == f"RPC thread that runs {title}"
+    assert thread.serves[-1].name == name and thread.title() == f"RPC thread that runs {name or 'wrapper'}"
     process.rpc, process.pool, process.free = True, 2, 1
     process.threads[1] = Thread(1, "main", main=True, wait=Wait("answer", calls=[Call(None, "lookup")]))
     (call,) = [node for key, node in rules.graph_of([process]).nodes.items() if key[1] == "a call"]
