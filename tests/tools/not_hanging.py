@@ -5,6 +5,7 @@ Rank 0 runs one after the other, and prints the name of each.
 
 import contextlib
 import os
+import queue
 import signal
 import subprocess
 import threading
@@ -12,14 +13,72 @@ import time
 
 import torch
 import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 
 SECONDS = 2.5
-lock, mine, event = threading.Lock(), threading.RLock(), threading.Event()
+lock, condition, event, items = threading.Lock(), threading.Condition(), threading.Event(), queue.Queue()
+mine = threading.RLock()
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(SECONDS)
+        return gradient * 2
+
+
+class Counter:
+    def __init__(self, seconds=0):
+        time.sleep(seconds)
+
+    def count(self):
+        time.sleep(SECONDS)
+        return 1
 
 
 def nap(seconds=SECONDS):
     time.sleep(seconds)
+
+
+class Named:
+    """Functions of the program with the names of waits."""
+
+    @staticmethod
+    def shutdown():
+        nap()
+
+    @staticmethod
+    def wait():
+        nap()
+
+    @staticmethod
+    def to_here():
+        nap()
+
+    @staticmethod
+    def backward():
+        nap()
+
+
+def compute():
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        pass
+
+
+def wait_for_condition():
+    with condition:
+        condition.wait_for(lambda: False, SECONDS)
+
+
+def get_with_limit():
+    with contextlib.suppress(queue.Empty):
+        items.get(timeout=SECONDS)
 
 
 def acquire_with_limit():
@@ -43,10 +102,26 @@ def back_and_forth(depth):
     return rpc.rpc_sync(f"w{depth % 2}", back_and_forth, args=(depth - 1,)) if depth else nap()
 
 
-def join_a_thread_of_c():
-    thread = threading.Thread(target=time.sleep, args=(SECONDS,))  # no line of this program is on its stack
+@rpc.functions.async_execution
+def later():
+    future = torch.futures.Future()
+    threading.Timer(SECONDS, future.set_result, (None,)).start()
+    return future
+
+
+def program():
+    subprocess.run(["sleep", str(SECONDS)], check=True)
+
+
+def join_thread(target=nap):
+    thread = threading.Thread(target=target, args=(SECONDS,))
     thread.start()
     thread.join()
+
+
+def wait_for_signal():
+    event.wait()
+    event.clear()
 
 
 def send_signal():
@@ -54,7 +129,21 @@ def send_signal():
     event.set()
 
 
-def reduce():
+def pass_on():
+    """Two threads hand something to each other, and one of them is slow."""
+    there, back = queue.Queue(), queue.Queue()
+
+    def answer():
+        time.sleep(SECONDS)
+        back.put(there.get())
+
+    threading.Thread(target=answer).start()
+    there.put(1)
+    back.get()
+
+
+def reduce(seconds):
+    time.sleep(seconds)
     dist.all_reduce(torch.ones(1))
 
 
@@ -64,6 +153,12 @@ def sync(function, *args):
 
 def several(function, count):
     return lambda: torch.futures.wait_all(tuple(rpc.rpc_async("w1", function) for _ in range(count)))
+
+
+def retry():
+    for _ in range(3):
+        with contextlib.suppress(RuntimeError):
+            rpc.rpc_sync("w1", nap, timeout=1)
 
 
 def signal_behind_a_lock():
@@ -81,10 +176,15 @@ def signalled_among_many_calls():
     torch.futures.wait_all(waiting)
 
 
-def collective(function, seconds=0):
-    other = rpc.rpc_async("w1", function)
-    time.sleep(seconds)
-    reduce()
+def signalled_by_a_call():
+    waiting = rpc.rpc_async("w1", wait_for_signal)
+    rpc.rpc_sync("w1", send_signal)
+    waiting.wait()
+
+
+def collective(here, there, function=reduce):
+    other = rpc.rpc_async("w1", function, args=(there,))
+    reduce(here)
     other.wait()
 
 
@@ -143,24 +243,47 @@ def train():
     y.sum().backward()  # in C++
 
 
-def reduce_after_training():
+def reduce_after_training(seconds):
     rpc.rpc_sync("w0", train)
-    reduce()
+    reduce(seconds)
+
+
+def backward():
+    with dist_autograd.context() as context:
+        answer = rpc.rpc_sync("w1", Slow.apply, args=(torch.ones(2, requires_grad=True),))
+        dist_autograd.backward(context, [answer.sum()])
 
 
 CASES = {
+    "shutdown of the program": sync(Named.shutdown),
+    "wait of the program": sync(Named.wait),
+    "to_here of the program": sync(Named.to_here),
+    "backward of the program": sync(Named.backward),
+    "compute": sync(compute),
+    "condition with a limit": sync(wait_for_condition),
+    "queue with a limit": sync(get_with_limit),
     "lock with a limit": sync(acquire_with_limit),
     "three behind a lock": several(behind_a_lock, 2),
     "a program in the line of a lock": sync(in_the_line_of_a_lock),
     "nested calls": sync(back_and_forth, 3),
     "more calls than RPC threads": several(nap, 6),
-    "a thread of C": sync(join_a_thread_of_c),
+    "a Future that is completed later": sync(later),
+    "a slow constructor": lambda: rpc.remote("w1", Counter, args=(SECONDS,)).to_here(),
+    "a slow method of an RRef": lambda: rpc.remote("w1", Counter).rpc_async().count().wait(),
+    "another program": sync(program),
+    "join": sync(join_thread),
+    "two threads": sync(pass_on),
+    "retried": retry,
+    "a thread of C": sync(join_thread, time.sleep),  # no line of this program is on its stack
     "the first error of several calls": first_error,
     "an operator that nobody sees": operator_that_nobody_sees,
-    "a collective after training": lambda: collective(reduce_after_training),
+    "a collective after training": lambda: collective(0, 0, reduce_after_training),
+    "a signal that comes": signalled_by_a_call,
     "many calls": signalled_among_many_calls,
     "the value of an RRef with a limit": value_with_limit,
-    "a collective that w0 begins late": lambda: collective(reduce, SECONDS),
+    "a collective that w0 begins late": lambda: collective(SECONDS, 0),
+    "a collective that a call begins late": lambda: collective(0, SECONDS),
+    "backward": backward,
     "an alarm": until_an_alarm,  # the last one: nothing is claimed of a main thread that has a handler of SIGALRM
 }
 
