@@ -109,10 +109,6 @@ def later():
     return future
 
 
-def program():
-    subprocess.run(["sleep", str(SECONDS)], check=True)
-
-
 def join_thread(target=nap):
     thread = threading.Thread(target=target, args=(SECONDS,))
     thread.start()
@@ -127,19 +123,6 @@ def wait_for_signal():
 def send_signal():
     time.sleep(SECONDS)
     event.set()
-
-
-def pass_on():
-    """Two threads hand something to each other, and one of them is slow."""
-    there, back = queue.Queue(), queue.Queue()
-
-    def answer():
-        time.sleep(SECONDS)
-        back.put(there.get())
-
-    threading.Thread(target=answer).start()
-    there.put(1)
-    back.get()
 
 
 def reduce(seconds):
@@ -270,9 +253,7 @@ CASES = {
     "a Future that is completed later": sync(later),
     "a slow constructor": lambda: rpc.remote("w1", Counter, args=(SECONDS,)).to_here(),
     "a slow method of an RRef": lambda: rpc.remote("w1", Counter).rpc_async().count().wait(),
-    "another program": sync(program),
     "join": sync(join_thread),
-    "two threads": sync(pass_on),
     "retried": retry,
     "a thread of C": sync(join_thread, time.sleep),  # no line of this program is on its stack
     "the first error of several calls": first_error,

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import sys
-import time
 
 import pytest
 
@@ -20,8 +19,7 @@ CALLS = ("sync", "async", "remote")
 run_trace = functools.partial(run_script, "tools/rpctrace")
 TOOL = ROOT / "tools" / "rpctrace"
 with package_on_path("tools"):
-    from rpctrace import cli, command, draw, read
-    from rpctrace.report import Said
+    from rpctrace import cli, draw, read
 
 
 def events_in(path):
@@ -218,7 +216,6 @@ def test_ranks_in_terminals_record_into_one_folder_and_one_that_is_not_recorded_
         (["why", "FILE", "--store", "localhost:29500"], 2, "together with --dump"),
         (["--into", "/proc/here", "--", "true"], 2, "--into /proc/here: No such file or directory"),
         (["--end", "t.json", "--", "true"], 2, "give FILE"),
-        (["t.json"], 2, "give FILE"),
         (["--into", "x", "--stalled", "0", "--", "true"], 2, "--stalled 0.0: give a number of seconds"),
         (["--into", "x", "t.json", "--", "true"], 2, "give FILE"),
         (["t.json", "--", "no-such-command"], 127, "rpctrace: no-such-command: No such file or directory"),
@@ -438,19 +435,3 @@ def test_a_program_runs_on_when_the_disk_is_full(tmp_path, pair):
     events = events_in(tmp_path / "all.json")
     assert 20 < len([bar for bar in events if bar["name"].startswith("increment") and bar["cat"] == "sync"]) < 200
     assert len(bars(events, "run", "increment")) == 1000
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("runs", [False, True])
-def test_a_command_that_waits_for_something_unknown_is_ended_and_one_that_computes_is_not(runs, tmp_path, monkeypatch):
-    """As long as it computes, it is looked at again and again."""
-    looks = []
-
-    def explained(self):
-        looks.append(time.monotonic())
-        return Said("nothing", runs=runs and len(looks) < 3)
-
-    monkeypatch.setattr(command.Command, "explained", explained)
-    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
-    assert command.Command(["sleep", "60"], tmp_path, tmp_path, 0.1, True).wait() == 3
-    assert len(looks) == (3 if runs else 1)
