@@ -83,7 +83,7 @@ def parse(argv, command):
     parser = argparse.ArgumentParser(
         usage="rpctrace FILE (FOLDER | [--stalled S [--end]] -- COMMAND)\n"
         "       rpctrace --into FOLDER [--stalled S [--end]] -- COMMAND\n"
-        "       rpctrace why (FOLDER | --pid PID ... [--dump FILE] | FILE ...)",
+        "       rpctrace why (FOLDER | [--pid PID ...] [--dump FILE] | FILE ...)",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -167,6 +167,7 @@ def contents(paths):
     for path in paths:
         try:
             seen = {(one["host"], one["pid"]): one for one in json.loads(pathlib.Path(path).read_text())}
+            stacks.processes_of(seen.values())  # all that it needs is there
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise dumps.NoDump(f"{path}: --dump has not written this: {error}") from None
         for host, pid in found.keys() & seen.keys():

@@ -46,7 +46,8 @@ def chosen(pids):
         return sorted(set(pids))
     found = related(pids[0]) if pids else [pid for pid in all_processes() if has_torch(pid)]
     if not found:
-        raise NoDump("no process with torch was found: neither this one, nor one that it has started or talks to")
+        which = ": neither this one, nor one that it has started or talks to" if pids else ""
+        raise NoDump(f"no process with torch was found{which}")
     return found
 
 
@@ -76,7 +77,7 @@ def output_of(process):
 
 
 def dump_of(pid, moment, before, after, text, error):
-    """Return what a file of --dump contains of a process. stacks.look() fills in what is empty here."""
+    """Return what a file of --dump contains of a process. stacks.look() adds `sources` and `joined`."""
     # To take the dump wakes each thread, always as often, and this counts. Who moved least is taken to have stood: a
     # process with torch always has threads that do, for example those that handle its messages.
     both = [tid for tid in after if tid in before and before[tid].state + after[tid].state in ("SS", "DD")]

@@ -30,7 +30,7 @@ class Frame:
     line: int = 0
     library: bool = False
     text: str = ""
-    owner: str = ""  # the class whose method it is, if the stack tells
+    owner: str = ""  # the class whose method it is, if the stack tells; "<locals>" of a function within another one
     tree: ast.Module = field(default_factory=lambda: ast.Module([], []))
     names: dict[str, Seen] = field(default_factory=dict)
     blocks: list = field(default_factory=list)
@@ -73,7 +73,7 @@ class Wait:
     """What a thread waits for. `kind` is one of those of rules.RULES, to some of which the other fields belong."""
 
     kind: str = "other"
-    what: str = ""  # in words; or (collective, init) the name of the function
+    what: str = ""  # in words; or the name of the function (collective, init), or of the class (signal)
     calls: list[Call] = field(default_factory=list)  # answer: those it may be for, [] if that is not known
     locks: list[Seen] = field(default_factory=list)  # lock
     timed: bool = False  # lock, signal, shutdown, collective, init: it ends by itself
@@ -117,7 +117,7 @@ class Process:
     named: bool = True  # its name is known
     rank: int = -1  # in the RPC group
     world: int = 0  # its size, or 0 if processes may join and leave, or it is not known
-    rpc: bool = False  # it has called init_rpc
+    rpc: bool = False  # it has called init_rpc, or is lost, and that is not known
     groups: int = 0  # how many process groups of gloo it is in: the first one is that of all
     lost: str = ""  # how it was lost
     ended: bool = False

@@ -1,14 +1,16 @@
 """The graph of who waits for whom: who cannot go on, a circle among them, and the ends of the chains.
 
-A node is a thread, or something else that somebody waits for: a call, for example. It has needs, and all of them must
-be met before it can go on. A need is met when one of several nodes goes on. A lock needs the one thread that holds it;
-a Condition may be notified by any other thread. A node that needs nothing is alive. And then every node is alive whose
-needs can each be met by a living one. The others cannot go on, whatever happens.
+A node is a thread, or something for which threads wait, a call for example. It has needs, and goes on when all of them
+are met. A need is met when any one of several nodes goes on. For example, who waits for a lock needs the one thread
+that holds it, and who waits for a Condition needs any other thread of the process.
 
-Only among these is a circle looked for. A step of it goes from a node to one that meets a need, and is shown. It is
-certain if no other one is shown, or all of them wait for the same at the same place. Otherwise it is a choice, because
-another one might do it as well. A circle with few choices says more than a short one. If all of its steps are choices,
-it says nothing.
+A node without needs is alive, and so is one each of whose needs can be met by a living node. All others are stuck,
+whatever happens, and only among them a circle is looked for.
+
+rules.py marks the likely nodes of each need (Need.shown), and a step goes from a node to one of these. It is certain if
+there is only one, or if all of them wait for the same at the same place. Otherwise it is a choice. (For a signal, the
+kind "event", it is certain only if nobody else could send it.) The circle with the fewest choices is reported. If all
+of its steps are choices, it says nothing.
 
 For example, a thread waits for a call on w1, and two threads of w1 serve calls of this name. Both are shown, because
 either may send the answer. If both wait for the same lock at the same line, the step is certain. If they wait for
@@ -35,8 +37,8 @@ class Need:
         self.anyone = anyone
         self.shown = anyone if shown is None else shown
 
-    def is_choice(self):
-        """Return whether others than those who are shown may go on instead."""
+    def has_others(self):
+        """Return whether somebody who is not shown may meet the need, too."""
         return set(self.shown) != set(self.anyone)
 
 
@@ -44,7 +46,7 @@ class Need:
 class Node:
     worker: str
     thread: str  # its title, or "" if it is something else
-    what: str  # it waits for, or does
+    what: str  # as it is printed after "waits for"; or what it does, which begins with "it "
     kind: str  # a key of report.PATTERNS, or "guess": a call of which it is not certain who serves it
     needs: list[Need] = field(default_factory=list)
     place: Frame = field(default_factory=Frame)
@@ -53,7 +55,7 @@ class Node:
 
 class Graph:
     def __init__(self, nodes):
-        """`nodes`: {key: Node}. A key is (worker, what, number)."""
+        """`nodes`: {key: Node}. rules.py explains a key."""
         self.nodes, self.alive, before = nodes, set(), None
         while self.alive != before:
             before = self.alive
@@ -66,8 +68,8 @@ class Graph:
     def steps(self, key):
         """Return {node to which a step may go: whether it is certain}.
 
-        From a node that cannot go on, these are the ones that do not meet its needs. From a living one, they are the
-        living ones that will. A living thread of which several may go on, and nothing more is known, is an end itself.
+        From a stuck node, these are the likely nodes of the needs that cannot be met. From a living node, they are the
+        likely ones that are alive. If a living thread has several, and none is certain, it has no steps: it is an end.
         """
         found, node, lives = {}, self.nodes[key], key in self.alive
         needs = node.needs if lives else [need for need in node.needs if not self.can_be_met(need)]
@@ -82,7 +84,7 @@ class Graph:
         return len({(self.nodes[one].what, self.nodes[one].place.place()) for one in need.shown}) == 1
 
     def circle(self):
-        """Return the keys of a circle of nodes that cannot go on, or []. At least one of its steps is certain."""
+        """Return the keys of a circle of stuck nodes, or []. At least one of its steps is certain."""
         starts = [key for key, node in self.nodes.items() if key not in self.alive and node.thread]
         found = filter(None, map(self.way_back, starts))
         choices, circle = min(found, default=(0, []), key=lambda one: (one[0], len(one[1])))
@@ -114,7 +116,7 @@ class Graph:
             found = self.ends_from(start, self.next.get)
             # If the likely ones wait for each other, one goes on that is less likely.
             counts.update(found or self.ends_from(start, self.living))
-        order = sorted(+counts, key=lambda key: (key in self.alive, self.nodes[key].kind == "event", -counts[key]))
+        order = sorted(counts, key=lambda key: (key in self.alive, self.nodes[key].kind == "event", -counts[key]))
         order = [key for key in order if key[1] != CALL] or order  # of a call, who should answer it says more
         return [key for key in order if (key in self.alive) == (order[0] in self.alive)][:3]
 
@@ -129,7 +131,7 @@ class Graph:
         return [other for need in self.nodes[key].needs for other in need.anyone if other in self.alive]
 
     def is_end(self, key):
-        """Return whether no step leads on. Of a node that cannot go on, one that is a choice does not count as one."""
+        """Return whether no step leads on. A stuck node is also an end if all its steps are choices."""
         steps = self.next[key]
         return not steps if key in self.alive else not any(steps.values())
 

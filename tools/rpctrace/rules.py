@@ -1,14 +1,22 @@
 """The rules: who must go on before a thread can. They turn the evidence into the nodes of the graph.
 
-The key of a node is (name of a process, what, number). `what` is the number of a thread; CALL; "owed", for a Future
-that a served function has returned; "pool", for the RPC threads; "gone", for all of a process that is lost; "callers",
-for whoever may call a function; or "absent", for somebody of whom nothing is known, and who may do anything.
+A key of a node is (name, what, which). `name` is that of a process, or words such as "rank 2". `what` says what the
+node stands for, and `which` tells several of these apart:
 
-The kinds are the keys of report.PATTERNS, and "guess" (see graph.Node). evidence.py explains what is known of a process
-(`quiet`, `still`, `unseen`, `full()`) and of a call (`owes`, `inner`, `mentions`).
+    number of a thread, 0   a thread
+    CALL, str(call)         a call that is not answered
+    "owed", function        a Future that a served function has returned
+    "pool", 0               the RPC threads of a process
+    "gone", 0               all of a process that is lost
+    "callers", 0            whoever may call a function
+    "absent", 0             somebody of whom nothing is known, and who may do anything
 
-A rule returns (what a node waits for, its kind, its needs). No needs are given if the thread may go on by itself, or
-if too little is known: then nobody is said to wait for it in a circle.
+A rule is a method of Rules for one kind of evidence.Wait (RULES, at the end of this file). It returns the text for the
+report, the kind of the node (a key of report.PATTERNS, or "guess"), and the needs (graph.Need). It gives no needs if
+the thread may go on by itself, or if too little is known: then nobody is said to wait for it in a circle. Need.anyone
+contains everybody who may help, or a circle might be claimed that is none; Need.shown the likely ones.
+
+evidence.py explains what is known of a process (`quiet`, `still`, `unseen`, `full()`) and of a call (`owes`, `inner`).
 """
 
 from rpctrace.evidence import Frame
@@ -24,6 +32,8 @@ def graph_of(processes):
 
 
 class Rules:
+    """Makes all nodes. The methods under "threads" are the rules."""
+
     def __init__(self, processes):
         self.processes, self.nodes = processes, {}
         self.workers = [one for one in processes if one.rpc]
@@ -37,13 +47,13 @@ class Rules:
 
     # ------------------------------------------------------------------------------------------------------- nodes
 
-    def key(self, process, what, number=0):
-        return (process.name, "gone", 0) if process.lost else (process.name, what, number)
+    def key(self, process, what, which=0):
+        return (process.name, "gone", 0) if process.lost else (process.name, what, which)
 
-    def add(self, key, what, kind, needs, thread=None):
-        """Add a node. `thread`: if it is one."""
+    def add(self, key, text, kind, needs, thread=None):
+        """Add a node; return its key. `thread`: if it is one."""
         title, place = (thread.title(), thread.place) if thread else ("", Frame())
-        self.nodes[key] = Node(key[0], title, what, kind, needs, place)
+        self.nodes[key] = Node(key[0], title, text, kind, needs, place)
         return key
 
     def make_nodes(self, process):
@@ -89,7 +99,7 @@ class Rules:
         elif process.full():
             kind, needs = "pool", [*needs, Need([self.pool(process)])]
         else:
-            kind = "call" if call.to and not any(need.is_choice() for need in needs) else "guess"
+            kind = "call" if call.to and not any(need.has_others() for need in needs) else "guess"
         key = self.add(self.key(process, CALL, str(call)), title, kind, needs)
         self.nodes[key].limit = call.limit or 0.0
         return key
@@ -116,6 +126,7 @@ class Rules:
         unnamed = [key for key, thread in threads if any(served.name is None for served in thread.serves)]
         able = [*(serving or unnamed)]
         able += [self.pool(one) for one in owners if one.full() or not able]
+        # Who else may go on: a worker that is not known here, or a thread of torch that is between two calls.
         others = [] if call.to in self.by_name else [*self.strangers]
         for one in self.workers:
             if one is process or one in owners:
@@ -237,7 +248,7 @@ class Rules:
         return text, "event", [Need([*shown, CALLERS] if process.rpc and not process.full() else shown, shown)]
 
     def lock(self, process, thread):
-        """Its holder is known if it tells, or if it stands in a `with` block of the same object."""
+        """Its holder is known only if it stands in a `with` block of the same object."""
         tid, wait = thread.tid, thread.wait
         if wait.timed:
             return f"`{wait.locks[0].text}`, with a time limit", "busy", []

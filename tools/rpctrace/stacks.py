@@ -41,15 +41,16 @@ def look(pids, address="", recorded=()):
     for dump in written:
         add_sources(dump)
         dump["joined"] = told.get(dump["pid"], {})
-    # The sources and a recording name some workers. Only if others are left, the store is asked.
+    # The sources and a recording name some workers. If others are left, the store is asked, too.
     unnamed = [process.pid for process in processes_of(written) if process.rpc and not process.named]
     workers = names.by_store(address) if address else {}
     if not address and (address := names.store_of(unnamed)):
         with contextlib.suppress(dumps.NoDump):  # it may be that of something else
             workers = names.by_store(address)
-    for dump in written if workers else ():
-        for end in dumps.listens_on(dump["pid"]) & workers.keys():
-            dump["joined"] |= workers[end]
+    if workers:
+        for dump in written:
+            for end in dumps.listens_on(dump["pid"]) & workers.keys():
+                dump["joined"] |= workers[end]
     return written
 
 
@@ -77,10 +78,10 @@ def imported_by(source, folder):
     """Return the paths of the modules that a source imports, if they are in this folder."""
     found = []
     for node in ast.walk(syntax.parsed(source)):
-        names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        imported = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         base = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
         # `from package import name`: the name may be a module.
-        found += [name for one in names for name in (*base, ".".join([*base, one]))]
+        found += [name for one in imported for name in (*base, ".".join([*base, one]))]
     places = [os.path.join(folder, *name.split(".")) for name in dict.fromkeys(found)]
     return [path for place in places for path in (f"{place}.py", f"{place}/__init__.py")]
 
@@ -95,7 +96,8 @@ def source_of(path, started):
 
 
 def look_into(folder, address="", also=()):
-    """Return what is seen of the processes of this machine that record into a folder, and that have not left.
+    """Return what is seen of the processes of this machine that record into a folder: of all that live, and of those
+    that have ended without leaving RPC.
 
     `also`: numbers of processes that may not have recorded anything yet.
     """
@@ -104,7 +106,7 @@ def look_into(folder, address="", also=()):
     if not living:
         raise dumps.NoDump(f"no process that records into {folder} runs on this machine")
     there = {"", *(recorded[pid].get("worker", "") for pid in living & recorded.keys())}
-    # Those that have ended without leaving RPC, unless a living process has taken their name.
+    # Unless a living process has taken their name.
     gone = {pid for pid, one in recorded.items() if one.get("worker", "") not in there and not one.get("left")}
     return look(sorted(living | gone), address, recorded.values())
 
@@ -130,6 +132,7 @@ def process_of(dump):
     number_threads(stacks)  # so that Thread.join shows for which thread it waits
     main, comms = stacks.get(dump["pid"], []), dict(dump["comms"])
     joined, pool = joined_of(dump, main), {tid for tid, comm in comms.items() if comm == POOL}
+    moved = {comm for tid, comm in comms.items() if tid not in {*dump["still"], *stacks}}
     return Process(
         name=joined["worker"],
         host=dump["host"],
@@ -144,7 +147,7 @@ def process_of(dump):
         threads=threads_of(dump, stacks, joined["limit"]),
         pool=len(pool),
         free=len(pool - stacks.keys()),  # an RPC thread that runs Python has a stack
-        **without_stacks(dump, {comm for tid, comm in comms.items() if tid not in {*dump["still"], *stacks}}),
+        **without_stacks(dump, moved),  # quiet, unseen, still
     )
 
 
@@ -186,7 +189,9 @@ def may_have_limits(dump):
 
 
 def joins(frame):
-    """Return whether this is a function of torch in which a process joins the others, or leaves them."""
+    """Return whether this is a function of torch in which a process joins the others, or leaves them: shutdown() calls
+    _all_gather(), whose variable self_name is the name of this worker.
+    """
     return frame.library and frame.function in ("init_rpc", "_all_gather")
 
 

@@ -1,7 +1,8 @@
 """Makes evidence of one thread: its stack, as py-spy has written it, becomes a Thread.
 
 A dump contains the local variables of each function: numbers, texts, and of everything else the class and the address.
-It contains no global variables, no attributes and no names of functions. For these, the source is read.
+It contains no global variables and no attributes, and of a function in a variable not its name. For these, the source
+is read.
 """
 
 import itertools

@@ -1,8 +1,9 @@
-"""The table of all waits that are recognised: what a stack shows, and what follows from it.
+"""What a thread waits for: the tables of the waits that are recognised, and how a stack is looked up in them.
 
-A thread waits in a frame of Python's or torch's own files, or in C code that a line of the program calls. What has no
-row counts as running, or as waiting for something outside: a sleep, input(), select, a socket, another program. Such a
-thread is alive, and nothing is claimed about it.
+OF_PYTHON_AND_TORCH has the functions of Python's and torch's own files. OF_C has the methods of C code, which are on no
+stack: the line of the program tells them (facts.MayWait). signal() reads threading.py, queue.py and concurrent/futures,
+and line_wait() also knows `with lock:`. Everything else counts as running, or as waiting for something outside: a
+sleep, input(), select, a socket, another program. Such a thread is alive, and nothing is claimed about it.
 
 For example, with the innermost function on the left, these stacks tell:
 
@@ -31,12 +32,12 @@ MEETINGS = ("_wait_all_workers", "init_rpc", "init_process_group", "new_group") 
 
 
 class Row(NamedTuple):
-    where: str  # the end of the file's name; for C code, the class whose method is called, and "?" if it may be unknown
+    where: str  # the end of the file's name. Or in OF_C: the classes that have the method, "?" if it may be unknown
     functions: str  # separated by blanks, "*" for all
     wait: object  # the Wait, or a function that returns it: of the frame, or for C code of the MayWait
 
     def wait_of(self, seen):
-        return self.wait(seen) if callable(self.wait) else replace(self.wait)
+        return self.wait(seen) if callable(self.wait) else replace(self.wait)  # a copy, because others change it
 
 
 def end(what):
@@ -58,7 +59,7 @@ OF_PYTHON_AND_TORCH = (
     Row(EXECUTOR, "_worker", Wait("signal", "the queue of an executor")),
     # signal() reads threading.py, queue.py and concurrent/futures: Condition, Event, Queue, Thread.join and so on.
 )
-OF_C = (
+OF_C = (  # its methods stand in facts.WAITING, too
     Row("lock RLock Condition", "acquire", lambda one: Wait("lock", locks=one.things, timed=one.limited)),
     Row("SimpleQueue", "get", lambda one: Wait("signal", "SimpleQueue", timed=one.limited)),
     Row("Work", "wait", end("a collective, or a message")),
@@ -78,13 +79,14 @@ def read(frames, still, ran):
     within = list(itertools.takewhile(lambda frame: frame.library, frames))
     lines = frames[: len(within) + 1]
     place = lines[-1] if len(lines) > len(within) else Frame()
+    # A meeting comes first, and the outermost counts. What it does within, such as to ask a store, is one of its steps.
     meetings = [frame for frame in within if frame.function in MEETINGS and row_wait(frame)]
     if not still:  # who joins a group asks the store again and again; everybody else has to stand still
         meetings = [frame for frame in meetings if frame.path.endswith((INIT, C10D))]
     wait = row_wait(meetings[-1]) if meetings else None
     if wait and wait.kind == "init":
         wait.world = max(0, number(within[: within.index(meetings[-1]) + 1], "world_size"))
-    if still and not wait:
+    if still and not wait:  # the first that is known: the line, then a signal, then the innermost function of torch
         found = [line_wait(frame) for frame in lines] + [signal(within)] + [row_wait(frame) for frame in within]
         wait = next(filter(None, found), None)
     if not wait:

@@ -29,6 +29,8 @@ class File:
         data = line.encode()[: PIECE // 4] + b"\n"
         try:
             with self.lock:
+                if self.ended:  # meanwhile
+                    return
                 if self.at + len(data) + len(FULL) > len(self.piece):
                     if self.size >= MOST:
                         data, self.ended = FULL, True
