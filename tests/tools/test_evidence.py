@@ -50,20 +50,6 @@ def test_the_name_of_a_served_function_tells_no_wait(name):
     assert served.name == name and process.threads[10].wait.kind == "other" and not process.is_within(name)
 
 
-def test_only_the_shutdown_of_rpc_counts():
-    executor = Frame("/lib/python3.12/concurrent/futures/thread.py", "shutdown", library=True)
-    of_rpc = Frame(API, "shutdown", library=True)
-    assert waits.does([executor]) == {} and waits.does([of_rpc]) == {"shutdown": -1}
-
-
-@pytest.mark.parametrize(("limit", "timed"), [("NoneType", False), ("number", True)])
-def test_a_wait_for_a_signal_that_has_a_time_limit_ends_by_itself(limit, timed):
-    get = Frame("/lib/python3.12/queue.py", "get", library=True, names={"timeout": Seen("timeout", limit)})
-    _, wait = waits.read([get, PLACE], still=True, ran=False)
-    node = rules.graph_of([worker(Thread(1, "t", wait=wait))]).nodes["w0", 1, 0]
-    assert wait.kind == "signal" and bool(node.needs) != timed
-
-
 def test_the_lines_that_may_wait_are_those_of_the_table():
     methods = {method for row in waits.OF_C for method in row.functions.split()}
     assert methods == facts.WAITING
@@ -448,11 +434,6 @@ def test_the_end_of_a_chain_is_named_even_if_it_is_only_a_call(call, end, advice
 def test_a_process_without_a_frame_of_a_thread_is_read():
     (process,) = dumped("", [[("", "_bootstrap", 1)], [(THREADING, "_shutdown", 1)]])
     assert process.threads[10].wait.kind == "other" and process.threads[11].wait.what == "the end of its threads"
-
-
-def test_where_there_is_no_proc_there_are_no_processes(monkeypatch):
-    monkeypatch.setattr(dumps.os.path, "isdir", lambda path: False)
-    assert dumps.all_processes() == []
 
 
 def test_the_numbers_of_init_rpc_are_numbers():

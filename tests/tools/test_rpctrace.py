@@ -435,3 +435,8 @@ def test_a_program_runs_on_when_the_disk_is_full(tmp_path, pair):
     events = events_in(tmp_path / "all.json")
     assert 20 < len([bar for bar in events if bar["name"].startswith("increment") and bar["cat"] == "sync"]) < 200
     assert len(bars(events, "run", "increment")) == 1000
+
+
+def test_torchs_own_tests_have_the_same_results_with_and_without_the_tool():
+    done = run_script("tools/torch_rpc_tests.py", "--every", 90, timeout=240)
+    assert done.returncode == 0, done.stdout
