@@ -64,7 +64,7 @@ class Command:
     def look_whether_it_moves(self, now):
         """Say so if no call has begun or ended for a while and no Python thread computes, whatever it waits for.
 
-        With --end, kill the command then, unless nobody may look into it: nobody knows whether it computes.
+        With --end, kill the command then, unless nobody may look into it, or not all is recorded: it may compute.
         """
         before, self.positions = self.positions, read.positions(self.around)
         if before != self.positions:

@@ -102,7 +102,9 @@ def typical_period(events, calls):
     steps = sorted((event for event in events if event.get("cat") == "step"), key=lambda bar: bar["dur"])
     if not steps:  # some calls from the middle
         first = max(0, (len(calls) - MOST_CALLS) // 2)
-        return calls[first]["ts"], max(end_of(call) for call in calls[first : first + MOST_CALLS])
+        drawn, later = calls[first : first + MOST_CALLS], calls[first + MOST_CALLS :]
+        end = max(end_of(call) for call in drawn)  # of one that takes long, or never ends, only the beginning is drawn
+        return calls[first]["ts"], min(end, later[0]["ts"]) if later else end
     start, end = steps[len(steps) // 2]["ts"], end_of(steps[len(steps) // 2])
     within = [call["ts"] for call in calls if start <= call["ts"] < end]
     return start, min(within[MOST_CALLS:], default=end)

@@ -1,8 +1,8 @@
 """What stands in a line of the program: the `with` blocks around it, and the calls in it that may wait in C code.
 
 A dump contains neither global variables nor attributes. So a lock is known as the global variable `lock` of this file,
-or as the attribute `lock` of the object at this address, and its class by the line that makes it. Where another lock
-may have taken its place, nothing is known of it.
+as the attribute `lock` of the object at this address, or by its own address, and its class by the line that makes it.
+Where another lock may have taken its place, nothing is known of it.
 """
 
 import ast

@@ -24,7 +24,7 @@ DEFAULT_LIMIT = 60.0  # seconds, of calls: torch's
 
 
 def by_source(frames, words, environ):
-    """Return {"worker", "rank", "world", "limit"} of the one init_rpc in the files of a program, or {}.
+    """Return {"worker", "rank", "world", "limit"} of the one init_rpc in the files on a stack, or {}.
 
     `frames`: of its main thread. `words`: its command line; `environ`: with which environment it was started. For
     example, init_rpc(f"w{rank}") in main(rank) tells "w0" if main is still on the stack, where its `rank` is 0.

@@ -68,6 +68,7 @@ class Rules:
         """Add the workers of which nothing is known; return their keys, or an empty list if there is none."""
         worlds, ranks = {one.world for one in self.workers}, [one.rank for one in self.workers]
         world, known = max(worlds, default=0), [rank for rank in ranks if rank >= 0]
+        # Two sizes, one rank twice, or more workers than the size: then anybody may be missing.
         of_two_jobs = len(worlds) > 1 or len(set(known)) < len(known) or len(ranks) > world
         if 0 in worlds or of_two_jobs:
             return [self.absent("another worker")]
@@ -105,7 +106,12 @@ class Rules:
         return key
 
     def servers(self, process, call):
-        """Return what the answer to a call of this process needs, [] if that is not known."""
+        """Return what the answer to a call of this process needs, [] if that is not known.
+
+        In this order: the callee is not here, or is lost; it is not certain that the call has arrived; its function
+        answers by a Future; otherwise a thread serves it, or it waits for a free RPC thread (`able`). `others` might
+        bring the answer, too, although no stack shows that they will.
+        """
         owners = self.owners_of(call)
         if not owners:
             return [Need([self.absent(call.to)])] if call.to else []
@@ -126,13 +132,13 @@ class Rules:
         unnamed = [key for key, thread in threads if any(served.name is None for served in thread.serves)]
         able = [*(serving or unnamed)]
         able += [self.pool(one) for one in owners if one.full() or not able]
-        # Who else may go on: a worker that is not known here, or a thread of torch that is between two calls.
         others = [] if call.to in self.by_name else [*self.strangers]
+        # A thread of torch that is between two calls: at the callee it may read the call; in this process, the answer.
         for one in self.workers:
             if one is process or one in owners:
                 others += [self.key(one, tid) for tid in one.threads_of_torch() if one.threads[tid].prepares()]
-        # Two hints at the likely one. Who calls somebody rarely means himself. And a helper like call_method(Agent.act)
-        # runs a function (`inner`) that the caller's source `mentions`.
+        # Likely is: not the caller's own process; among these, one whose `inner` the caller's source mentions, as in
+        # call_method(Agent.act, ...).
         shown = [key for key in serving if key[0] != process.name] or able
         shown = [key for key in shown if key in serving and serving[key].inner in call.mentions] or shown
         return [Need([*able, *others], shown)]
@@ -146,6 +152,7 @@ class Rules:
     # ------------------------------------------------------------------------------------------------------- threads
 
     def answer(self, process, thread):
+        """It waits for one of these calls, each of which is a node. The first one's kind is that of the thread."""
         what, keys = thread.wait.what, [self.call(process, call) for call in thread.wait.calls]
         if not keys:
             return f"{what or 'a Future'}: whose is not known", "unknown", []
@@ -202,6 +209,7 @@ class Rules:
         if needs:
             # Of those who are missing, all but one may have begun it by async_op. So only one of them has to come.
             shown = [key for need in needs for key in need.shown]
+            # A function that is served may begin it, so whoever calls one may help.
             called = [CALLERS] if any(one.rpc and not one.lost for (one,) in missing.values()) else []
             needs = [Need([*shown, *called, *self.strangers], shown)]
         return what, kind, needs

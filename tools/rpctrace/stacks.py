@@ -1,6 +1,10 @@
-"""Makes evidence of the dumps of processes. threads.py reads the stacks, and names.py finds the workers' names.
+"""From the numbers of processes to evidence, in two steps.
 
-dumps.dump_of() lists the keys of a dump. evidence.Process explains what is made of them.
+look() and look_into() take the dumps (dumps.py), and add what can only be read while the processes run: the sources,
+and the names that a recording or the store tells (names.py). The result is a list of dumps, which `why --dump` writes
+into a file. dumps.dump_of() lists their keys.
+
+processes_of() makes a list of evidence.Process of it, here or on another machine. threads.py does this for one stack.
 """
 
 import ast
@@ -21,9 +25,9 @@ GROUP = "init_process_group"
 # that look for messages all the time, and are never still.
 POOL, GLOO, NETWORK = "pt_thread_pool", "pt_gloo_runloop", ("TP_UV_loop", "TP_CMA_loop", "pt_gloo")
 POLLS = {"TP_SHM_reactor", "gloo_tcp_loop"}
-# Two things may wake a thread and stand on no stack before: a callback of a Future, and the handler of a signal. Not
-# counted are the signals that Python, faulthandler and the C library always handle (USUAL), and those that a program
-# gives to faulthandler (PRINTS).
+# A thread may be woken by something that is on no stack while we look: a callback of a Future, or the handler of a
+# signal. A process that has either is `unseen`. USUAL are the signals that Python, faulthandler and the C library
+# always catch, and PRINTS finds those that the program gives to faulthandler. None of these wakes anybody.
 CALLBACKS = re.compile(r"\.then\(|\.add_done_callback\(")
 USUAL = {signal.SIGINT, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, 32, 33}
 PRINTS = re.compile(r"faulthandler\.register\(signal\.(SIG\w+)")
@@ -36,22 +40,38 @@ def look(pids, address="", recorded=()):
 
     `address`: HOST:PORT of the store that they use. `recorded`: what a recording tells of each, see read.py.
     """
-    written = dumps.take(pids)
+    seen = dumps.take(pids)
     told = {process["pid"]: {key: process[key] for key in TOLD} for process in recorded if "worker" in process}
-    for dump in written:
+    for dump in seen:
         add_sources(dump)
         dump["joined"] = told.get(dump["pid"], {})
-    # The sources and a recording name some workers. If others are left, the store is asked, too.
-    unnamed = [process.pid for process in processes_of(written) if process.rpc and not process.named]
+    # The sources and a recording name some workers. If others are left, the store of the environment is asked, too.
+    unnamed = [process.pid for process in processes_of(seen) if process.rpc and not process.named]
     workers = names.by_store(address) if address else {}
     if not address and (address := names.store_of(unnamed)):
         with contextlib.suppress(dumps.NoDump):  # it may be that of something else
             workers = names.by_store(address)
     if workers:
-        for dump in written:
+        for dump in seen:
             for end in dumps.listens_on(dump["pid"]) & workers.keys():
                 dump["joined"] |= workers[end]
-    return written
+    return seen
+
+
+def look_into(folder, address="", also=()):
+    """Return what is seen of the processes of this machine that record into a folder: of all that live, and of those
+    that have ended without leaving RPC.
+
+    `also`: numbers of processes that may not have recorded anything yet.
+    """
+    recorded = {one["pid"]: one for one in read.read(folder, most=0) if one.get("host") == socket.gethostname()}
+    living = {pid for pid in (*recorded, *also) if dumps.has_torch(pid)}
+    if not living:
+        raise dumps.NoDump(f"no process that records into {folder} runs on this machine")
+    there = {"", *(recorded[pid].get("worker", "") for pid in living & recorded.keys())}
+    # Unless a living process has taken their name.
+    gone = {pid for pid, one in recorded.items() if one.get("worker", "") not in there and not one.get("left")}
+    return look(sorted(living | gone), address, recorded.values())
 
 
 def add_sources(dump):
@@ -95,25 +115,12 @@ def source_of(path, started):
     return ""
 
 
-def look_into(folder, address="", also=()):
-    """Return what is seen of the processes of this machine that record into a folder: of all that live, and of those
-    that have ended without leaving RPC.
-
-    `also`: numbers of processes that may not have recorded anything yet.
-    """
-    recorded = {one["pid"]: one for one in read.read(folder, most=0) if one.get("host") == socket.gethostname()}
-    living = {pid for pid in (*recorded, *also) if dumps.has_torch(pid)}
-    if not living:
-        raise dumps.NoDump(f"no process that records into {folder} runs on this machine")
-    there = {"", *(recorded[pid].get("worker", "") for pid in living & recorded.keys())}
-    # Unless a living process has taken their name.
-    gone = {pid for pid, one in recorded.items() if one.get("worker", "") not in there and not one.get("left")}
-    return look(sorted(living | gone), address, recorded.values())
+# --------------------------------------------------------------------------------------------- from dumps to evidence
 
 
-def processes_of(written):
+def processes_of(seen):
     """Return the processes that look() has seen, in the order of their ranks."""
-    processes = [process_of(dump) for dump in written]
+    processes = [process_of(dump) for dump in seen]
     counts = collections.Counter((process.name, process.rpc) for process in processes)
     for process in processes:
         # Two that seem to have the same name have none. But the parent of a worker, for example, has not joined.
@@ -132,6 +139,7 @@ def process_of(dump):
     number_threads(stacks)  # so that Thread.join shows for which thread it waits
     main, comms = stacks.get(dump["pid"], []), dict(dump["comms"])
     joined, pool = joined_of(dump, main), {tid for tid, comm in comms.items() if comm == POOL}
+    # Threads of C++ that have run while we looked, by their names in the kernel. They may bring a message.
     moved = {comm for tid, comm in comms.items() if tid not in {*dump["still"], *stacks}}
     return Process(
         name=joined["worker"],
@@ -177,8 +185,8 @@ def threads_of(dump, stacks, limit):
             thread.main = tid == dump["pid"]
             # A process group may have a short time limit. Then its waits end by themselves.
             thread.wait.timed |= limited and (thread.wait.kind == "collective" or thread.wait.what == GROUP)
-            if thread.main and signal.SIGALRM in dump["caught"]:
-                thread.wait = Wait(what="it waits, until an alarm at most")
+            if thread.main and signal.SIGALRM in dump["caught"] and thread.wait.kind != "other":
+                thread.wait = Wait(what="it waits, and an alarm may wake it")
     return found
 
 

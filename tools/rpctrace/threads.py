@@ -2,7 +2,7 @@
 
 A dump contains the local variables of each function: numbers, texts, and of everything else the class and the address.
 It contains no global variables and no attributes, and of a function in a variable not its name. For these, the source
-is read.
+is read (facts.py: the locks; sources.py: the calls).
 """
 
 import itertools
@@ -67,7 +67,7 @@ def number_threads(stacks):
 
 def thread_of(stack, frames, still, limit):
     """Return what is known of one of py-spy's threads. `limit`: that of calls which have none of their own."""
-    callee = ""
+    callee = ""  # the function of Python that a frame has called; the innermost frame comes first
     for frame in frames:
         frame.blocks, frame.waits = facts.blocks_of(frame, callee), facts.waits_of(frame, callee)
         if RECORDER not in frame.path:  # the recorder only passes a call on
@@ -83,7 +83,11 @@ def thread_of(stack, frames, still, limit):
 
 
 def calls_awaited(frames, default):
-    """Return the calls for the answer to one of which a thread waits, [] if that is not known."""
+    """Return the calls for the answer to one of which a thread waits, [] if that is not known.
+
+    torch's own frames come first. If rpc_sync or the optimizer is among them, it tells the call. If they only wait, the
+    line of the program tells it (sources.Line).
+    """
     since_served = itertools.takewhile(lambda frame: not is_run(frame), frames)
     own = [frame for frame in since_served if not frame.library]
     for frame in itertools.takewhile(lambda frame: frame.library, frames):
@@ -135,9 +139,13 @@ def call_of(frames):
     elif own and own[-1].function == "__init__" and "self" in own[-1].names:
         call.name, call.owner = own[-1].names["self"].type, ""
     elif own:
-        # torch can only call a function within another one if it is the wrapper of a decorator, under another's name.
-        plain = [number for number, frame in enumerate(own) if not syntax.is_nested(frame.tree, frame.line)]
-        number = plain[-1] if plain else None
-        call.name, call.owner = (own[number].function, own[number].owner) if plain else (None, "")
-        call.inner = (own[number - 1].function if number else "") if plain else own[-1].function
+        # The caller has named the outermost function that is not within another one: such a one is the wrapper of a
+        # decorator, and its name is not that of the call.
+        named = [number for number, frame in enumerate(own) if not syntax.is_nested(frame.tree, frame.line)]
+        if named:
+            outermost = named[-1]
+            call.name, call.owner = own[outermost].function, own[outermost].owner
+            call.inner = own[outermost - 1].function if outermost else ""
+        else:
+            call.name, call.owner, call.inner = None, "", own[-1].function
     return call

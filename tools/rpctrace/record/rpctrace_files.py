@@ -8,6 +8,7 @@ import threading
 
 PIECE, MOST = 4 << 20, 40 << 20  # bytes by which the file grows, and of all of it: at least 100,000 bars
 FULL = b'{"full": true}\n'
+SIZE_OF_FULL = len(FULL)
 # All mapped pieces. Python keeps a descriptor for each. If the program has closed all descriptors, and one of its files
 # has got the same number, then closing the piece would close this file.
 KEPT = []
@@ -27,21 +28,21 @@ class File:
         if self.ended:
             return
         data = line.encode()[: PIECE // 4] + b"\n"
+        size = len(data)
         try:
             with self.lock:
                 if self.ended:  # meanwhile
                     return
-                if self.at + len(data) + len(FULL) > len(self.piece):
+                if not self.piece or self.at + size > PIECE - SIZE_OF_FULL:
                     if self.size >= MOST:
-                        data, self.ended = FULL, True
+                        data, size, self.ended = FULL, SIZE_OF_FULL, True
                     else:
                         self.grow()
-                at = self.at
-                self.at = at + len(data)  # before the copy, because a signal handler may write a line
-                self.piece[at : at + len(data)] = data
-        except OSError as error:  # for example, the disk is full: the program must go on
+                at, self.at = self.at, self.at + size  # before the copy: a signal handler may write a line, behind it
+                self.piece[at : at + size] = data
+        except (OSError, ValueError, IndexError) as error:  # for example, the disk is full: the program must go on
             self.ended = True
-            why = f"rpctrace: process {os.getpid()} is not recorded any more: {error.strerror}"
+            why = f"rpctrace: process {os.getpid()} is not recorded any more: {getattr(error, 'strerror', error)}"
             with contextlib.suppress(Exception):
                 if os.path.isdir(os.path.dirname(self.path)):  # or the command has ended before this process
                     print(why, file=sys.stderr)
