@@ -536,3 +536,8 @@ def test_a_lock_of_which_nothing_is_known_is_listed():
     report = said_of([worker(Thread(1, None, PLACE, wait, serves=[Call(None, "f")]))]).report()
     assert "w0's RPC thread that runs f waits for `locks[name]`, whose holder cannot be known" in report, report
     assert "Not known: who should go on first" in report, report
+
+
+def test_of_two_blocks_of_one_lock_the_inner_one_is_named():
+    (process,) = dumped(f"def f(self):\n with self.lock:\n  with self.lock:\n   g()\n{MADE}", [[("", "f", 4)]])
+    assert [lock.place for lock in process.threads[10].holds] == ["program.py:3", "program.py:2"]

@@ -10,7 +10,7 @@ whatever happens, and only among them a circle is looked for.
 rules.py marks the likely nodes of each need (Need.shown), and a step goes from a node to one of these. It is certain if
 there is only one, or if all of them wait for the same at the same place. Otherwise it is a choice. (For a signal, the
 kind "event", it is certain only if nobody else could send it.) The circle with the fewest choices is reported. If all
-of its steps are choices, it says nothing.
+of its steps are choices, it says nothing. It never goes through a choice at a call, which only one thread serves.
 
 For example, a thread waits for a call on w1, and two threads of w1 serve calls of this name. Both are shown, because
 either may send the answer. If both wait for the same lock at the same line, the step is certain. If they wait for
@@ -88,7 +88,7 @@ class Graph:
         starts = [key for key, node in self.nodes.items() if key not in self.alive and node.thread]
         found = filter(None, map(self.way_back, starts))
         choices, circle = min(found, default=(0, []), key=lambda one: (one[0], len(one[1])))
-        if choices == len(circle):
+        if choices == len(circle):  # or there is none
             return []
         first = min(circle, key=lambda key: (self.nodes[key].thread != "main thread", key[0]))
         return circle[circle.index(first) :] + circle[: circle.index(first)]

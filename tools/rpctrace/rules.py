@@ -193,7 +193,8 @@ class Rules:
         # With fewer workers than ranks, a missing rank may be a process that is not known here.
         others = others if len(self.workers) >= world else []
         missing = {f"rank {rank}": others for rank in range(world) if rank not in begun}
-        return self.meeting(f"{name} of {world} ranks", missing)
+        what, kind, needs = self.meeting(f"{name} of {world} ranks", missing)
+        return what, "collective" if name == "init_process_group" else kind, needs
 
     def collective(self, process, thread):
         """All members of the group have to begin the same one."""
@@ -228,13 +229,12 @@ class Rules:
             mains = [self.key(one, tid) for one in processes for tid, each in one.threads.items() if each.main]
             able = able or [self.absent(who)]
             needs.append(Need(able, able if served else mains or able))
-        kind = "collective" if served or what.startswith("init_process_group") else "meeting"
         begins = (
             f"{', '.join(missing)} to begin {what}"
             if missing
             else f"the end of {what}, which all that are seen have begun"
         )
-        return begins, kind, needs
+        return begins, "collective" if served else "meeting", needs
 
     def signal(self, process, thread):
         """Any other thread of the process may send it, and whoever calls a function.
@@ -253,7 +253,8 @@ class Rules:
         shown = [self.key(process, tid) for tid in able]
         if process.full():  # who calls a function that sends it, waits for a thread that is free
             shown.append(self.pool(process))
-        return text, "event", [Need([*shown, CALLERS] if process.rpc and not process.full() else shown, shown)]
+        callers = [CALLERS] if process.rpc and not process.full() else []
+        return text, "event", [Need([*shown, *callers], shown)]
 
     def lock(self, process, thread):
         """Its holder is known only if it stands in a `with` block of the same object."""

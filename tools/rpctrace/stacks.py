@@ -26,7 +26,7 @@ GROUP = "init_process_group"
 POOL, GLOO, NETWORK = "pt_thread_pool", "pt_gloo_runloop", ("TP_UV_loop", "TP_CMA_loop", "pt_gloo")
 POLLS = {"TP_SHM_reactor", "gloo_tcp_loop"}
 # A thread may be woken by something that is on no stack while we look: a callback of a Future, or the handler of a
-# signal. A process that has either is `unseen`. USUAL are the signals that Python, faulthandler and the C library
+# signal. A process that may have either is `unseen`. USUAL are the signals that Python, faulthandler and the C library
 # always catch, and PRINTS finds those that the program gives to faulthandler. None of these wakes anybody.
 CALLBACKS = re.compile(r"\.then\(|\.add_done_callback\(")
 USUAL = {signal.SIGINT, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, 32, 33}
@@ -95,7 +95,7 @@ def add_sources(dump):
 
 
 def imported_by(source, folder):
-    """Return the paths of the modules that a source imports, if they are in this folder."""
+    """Return the paths at which the modules that a source imports would be, if they are in this folder."""
     found = []
     for node in ast.walk(syntax.parsed(source)):
         imported = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []

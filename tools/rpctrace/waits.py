@@ -86,7 +86,8 @@ def read(frames, still, ran):
     wait = row_wait(meetings[-1]) if meetings else None
     if wait and wait.kind == "init":
         wait.world = max(0, number(within[: within.index(meetings[-1]) + 1], "world_size"))
-    if still and not wait:  # the first that is known: the line, then a signal, then the innermost function of torch
+    # The first that is known: a line (of torch's files, only that of the optimizer has a source), a signal, a function.
+    if still and not wait:
         found = [line_wait(frame) for frame in lines] + [signal(within)] + [row_wait(frame) for frame in within]
         wait = next(filter(None, found), None)
     if not wait:
@@ -156,7 +157,7 @@ def held(frames):
     """Return the locks in whose `with` blocks a thread stands. The innermost come first."""
     found = []
     for frame in frames:
-        for block in frame.blocks:
+        for block in reversed(frame.blocks):
             if block.inside:
                 place = f"{os.path.basename(frame.path)}:{block.line}"
                 found += [replace(lock, place=place) for lock in block.locks]
