@@ -67,7 +67,7 @@ class Command:
         With --end, kill the command then, unless nobody may look into it, or not all is recorded: it may compute.
         """
         before, self.positions = self.positions, read.positions(self.around)
-        if before != self.positions:
+        if before != self.positions or not self.positions:  # the first process has not imported torch yet
             self.moved, self.said_stalled = now, False
         elif now - self.moved > self.stalled and not self.said_stalled:
             if any(one["full"] or "cannot" in one for one in read.read(self.around, most=0)):
@@ -75,6 +75,8 @@ class Command:
                 self.said_stalled = True
                 return
             said = self.explained()
+            if self.process.poll() is not None:  # it has ended meanwhile
+                return
             if said and said.runs:
                 self.moved = now
                 return

@@ -31,6 +31,7 @@ POLLS = {"TP_SHM_reactor", "gloo_tcp_loop"}
 CALLBACKS = re.compile(r"\.then\(|\.add_done_callback\(")
 USUAL = {signal.SIGINT, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, 32, 33}
 PRINTS = re.compile(r"faulthandler\.register\(signal\.(SIG\w+)")
+INSTALLED = re.compile(rf"/(site|dist)-packages/|{OPTIMIZER}")
 MOST_FILES = 200  # whose source is read, of one process
 TOLD = ("worker", "rank", "world", "limit")  # what a recording tells of a process that has joined
 
@@ -82,14 +83,15 @@ def add_sources(dump):
     places = {place_of(dump, frame) for stack in dump["stacks"] for frame in stack["frames"]}
     files = [(path, library) for path, library in places if not path.startswith("<")]  # <string>, of a spawned process
     paths = [path for path, library in files if not library or path.endswith(OPTIMIZER)]
-    folders = {os.path.dirname(path) for path in paths if not path.endswith(OPTIMIZER)}
+    folders = {os.path.dirname(path) for path in paths if not INSTALLED.search(path)}
     # By its own root, because a process in a container has other files under the same names.
     root = f"/proc/{dump['pid']}/root"
     for path in paths:  # which grows
         if path not in dump["sources"] and len(dump["sources"]) < MOST_FILES:
             dump["sources"][path] = source_of(root + path, dump["started"])
-            modules = [module for folder in folders for module in imported_by(dump["sources"][path], folder)]
-            paths += [module for module in modules if os.path.exists(root + module)]
+            if not INSTALLED.search(path):  # while a large package is imported, all of it would be read
+                modules = [module for folder in folders for module in imported_by(dump["sources"][path], folder)]
+                paths += [module for module in modules if os.path.exists(root + module)]
     words = set(re.findall(r"\w+", " ".join(dump["sources"].values())))
     dump["environ"] = {name: value for name, value in dump["environ"].items() if name in words}  # it may hold secrets
 
