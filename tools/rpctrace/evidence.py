@@ -53,9 +53,8 @@ class Call:
     limit: float | None = 0.0  # seconds; 0: there is none; None: it is not known
     owes: bool | None = False  # the function answers by a Future (async_execution); None: it is not known
     owner: str = ""  # the class or the module of the function, as far as it is known
-    inner: str = (
-        ""  # of a served one: what it runs; for example act, of call_method(act, ...), or a decorator's wrapper
-    )
+    # Of a served one: the function that it runs, for example act, of call_method(act, ...); or a decorator's wrapper.
+    inner: str = ""
     mentions: frozenset[str] = frozenset()  # of an awaited one: the names in the function that waits
 
     def within(self, limit):
@@ -99,7 +98,8 @@ class Thread:
 
     def prepares(self):
         """Return whether it may read a call or write an answer, or prepares a call: torch asks for an RRef's class."""
-        return not self.serves or (self.serves[-1].name or "torch.").startswith("torch.")
+        name = self.serves[-1].name if self.serves else None
+        return name is None or name.startswith("torch.")
 
     def title(self):
         if self.main:

@@ -52,7 +52,8 @@ class Said:
         if len(groups) > 12:
             lines.append(f"  and {len(groups) - 12} more")
         circle = self.verdict == "circle"
-        lines.append(("" if self.sure else "PROBABLY A ") + CIRCLE if circle else END)
+        title = CIRCLE if self.sure else f"PROBABLY A {CIRCLE}"
+        lines.append(title if circle else END)
         steps = [[node] for node in self.steps] if circle else alike(self.steps)
         for number, nodes in enumerate(steps, 1):
             lines += of_nodes(nodes, f"  {number}. " if len(steps) > 1 else "  ")

@@ -70,9 +70,8 @@ class Rules:
         world, known = max(worlds, default=0), [rank for rank in ranks if rank >= 0]
         # Two sizes, one rank twice, or more workers than the size: then anybody may be missing.
         of_two_jobs = len(worlds) > 1 or len(set(known)) < len(known) or len(ranks) > world
-        if 0 in worlds or of_two_jobs:
-            return [self.absent("another worker")]
-        if len(known) < len(ranks) < world:  # some are missing, and it is not known which
+        some_miss = len(known) < len(ranks) < world  # and it is not known which
+        if 0 in worlds or of_two_jobs or some_miss:
             return [self.absent("another worker")]
         return [self.absent(f"rank {rank}") for rank in range(world) if rank not in known] if len(ranks) < world else []
 
@@ -167,7 +166,7 @@ class Rules:
         missing = {one.name: [one] for one in self.workers if one is not process and not one.is_within("shutdown")}
         missing |= {key[0]: [] for key in self.strangers}
         if missing:
-            return self.meeting("shutdown", missing)
+            return self.meeting("shutdown", missing, "meeting")
         serving = [self.key(one, tid) for one in self.processes for tid, each in one.threads.items() if each.serves]
         return "the end of shutdown: calls are not answered", "call", [Need([key]) for key in serving]
 
@@ -193,8 +192,8 @@ class Rules:
         # With fewer workers than ranks, a missing rank may be a process that is not known here.
         others = others if len(self.workers) >= world else []
         missing = {f"rank {rank}": others for rank in range(world) if rank not in begun}
-        what, kind, needs = self.meeting(f"{name} of {world} ranks", missing)
-        return what, "collective" if name == "init_process_group" else kind, needs
+        kind = "collective" if name == "init_process_group" else "meeting"
+        return self.meeting(f"{name} of {world} ranks", missing, kind)
 
     def collective(self, process, thread):
         """All members of the group have to begin the same one."""
@@ -206,7 +205,7 @@ class Rules:
             return any((each.wait.kind, each.wait.what) == ("collective", name) for each in other.threads.values())
 
         missing = {one.name: [one] for one in self.processes if one.groups and not has_begun(one)}
-        what, kind, needs = self.meeting(name, missing, served=True)
+        what, kind, needs = self.meeting(name, missing, "collective", served=True)
         if needs:
             # Of those who are missing, all but one may have begun it by async_op. So only one of them has to come.
             shown = [key for need in needs for key in need.shown]
@@ -215,7 +214,7 @@ class Rules:
             needs = [Need([*shown, *called, *self.strangers], shown)]
         return what, kind, needs
 
-    def meeting(self, what, missing, served=False):
+    def meeting(self, what, missing, kind, served=False):
         """Each of those who are missing has to come. `missing`: {who: the processes one of which it is, or none}.
 
         `served`: also a thread of torch may come, because a function that is served begins it.
@@ -229,12 +228,8 @@ class Rules:
             mains = [self.key(one, tid) for one in processes for tid, each in one.threads.items() if each.main]
             able = able or [self.absent(who)]
             needs.append(Need(able, able if served else mains or able))
-        begins = (
-            f"{', '.join(missing)} to begin {what}"
-            if missing
-            else f"the end of {what}, which all that are seen have begun"
-        )
-        return begins, "collective" if served else "meeting", needs
+        end = f"the end of {what}, which all that are seen have begun"
+        return f"{', '.join(missing)} to begin {what}" if missing else end, kind, needs
 
     def signal(self, process, thread):
         """Any other thread of the process may send it, and whoever calls a function.

@@ -10,6 +10,7 @@ processes_of() makes a list of evidence.Process of it, here or on another machin
 import ast
 import collections
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -46,17 +47,23 @@ def look(pids, address="", recorded=()):
     for dump in seen:
         add_sources(dump)
         dump["joined"] = told.get(dump["pid"], {})
-    # The sources and a recording name some workers. If others are left, the store of the environment is asked, too.
-    unnamed = [process.pid for process in processes_of(seen) if process.rpc and not process.named]
-    workers = names.by_store(address) if address else {}
-    if not address and (address := names.store_of(unnamed)):
-        with contextlib.suppress(dumps.NoDump):  # it may be that of something else
-            workers = names.by_store(address)
+    workers = names.by_store(address) if address else workers_by_environ(seen)
     if workers:
         for dump in seen:
             for end in dumps.listens_on(dump["pid"]) & workers.keys():
                 dump["joined"] |= workers[end]
     return seen
+
+
+def workers_by_environ(seen):
+    """Return what names.by_store() does, of the store in the environment, if the sources and a recording leave workers
+    without a name.
+    """
+    unnamed = [process.pid for process in processes_of(seen) if process.rpc and not process.named]
+    if address := names.store_of(unnamed):
+        with contextlib.suppress(dumps.NoDump):  # it may be that of something else
+            return names.by_store(address)
+    return {}
 
 
 def look_into(folder, address="", also=()):
@@ -90,21 +97,21 @@ def add_sources(dump):
         if path not in dump["sources"] and len(dump["sources"]) < MOST_FILES:
             dump["sources"][path] = source_of(root + path, dump["started"])
             if not INSTALLED.search(path):  # while a large package is imported, all of it would be read
-                modules = [module for folder in folders for module in imported_by(dump["sources"][path], folder)]
+                modules = [os.path.join(*one) for one in itertools.product(folders, modules_of(dump["sources"][path]))]
                 paths += [module for module in modules if os.path.exists(root + module)]
     words = set(re.findall(r"\w+", " ".join(dump["sources"].values())))
     dump["environ"] = {name: value for name, value in dump["environ"].items() if name in words}  # it may hold secrets
 
 
-def imported_by(source, folder):
-    """Return the paths at which the modules that a source imports would be, if they are in this folder."""
+def modules_of(source):
+    """Return the paths that the modules which a source imports would have within a folder."""
     found = []
     for node in ast.walk(syntax.parsed(source)):
         imported = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         base = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
         # `from package import name`: the name may be a module.
         found += [name for one in imported for name in (*base, ".".join([*base, one]))]
-    places = [os.path.join(folder, *name.split(".")) for name in dict.fromkeys(found)]
+    places = [name.replace(".", "/") for name in dict.fromkeys(found)]
     return [path for place in places for path in (f"{place}.py", f"{place}/__init__.py")]
 
 
@@ -194,7 +201,8 @@ def threads_of(dump, stacks, limit):
 
 def may_have_limits(dump):
     """Return whether process groups may have a short time limit: their call gives one, or it is in no file here."""
-    calls = [call for text in dump["sources"].values() for call in names.calls_made(syntax.parsed(text), GROUP, {})]
+    trees = [syntax.parsed(text) for text in dump["sources"].values() if GROUP in text]
+    calls = [call for tree in trees for call in names.calls_made(tree, GROUP, {})]
     return not calls or any(syntax.argument(call, 2, "timeout") or syntax.is_spread(call) for call in calls)
 
 

@@ -21,7 +21,7 @@ SIMPLE += (ast.Load,)
 METHODS = {"environ", "argv", "get", "format"}
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(512)
 def parsed(source):
     """Return the syntax tree of a source, or an empty one if it cannot be read."""
     try:
@@ -30,6 +30,7 @@ def parsed(source):
         return ast.Module([], [])
 
 
+@functools.lru_cache(512)
 def around(tree, line):
     """Return the nodes of a file's syntax tree in which a line is. The outer ones come first."""
     nodes = [node for node in ast.walk(tree) if hasattr(node, "lineno")]

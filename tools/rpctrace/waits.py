@@ -85,7 +85,7 @@ def read(frames, still, ran):
         meetings = [frame for frame in meetings if frame.path.endswith((INIT, C10D))]
     wait = row_wait(meetings[-1]) if meetings else None
     if wait and wait.kind == "init":
-        wait.world = max(0, number(within[: within.index(meetings[-1]) + 1], "world_size"))
+        wait.world = max(0, number(within, "world_size"))
     # The first that is known: a line (of torch's files, only that of the optimizer has a source), a signal, a function.
     if still and not wait:
         found = [line_wait(frame) for frame in lines] + [signal(within)] + [row_wait(frame) for frame in within]
@@ -140,8 +140,11 @@ def signal(within):
 
 def does(frames):
     """Return what a thread is within, with its rank there if it tells."""
-    found = [one for one in frames if one.path.endswith((API, INIT, C10D)) and one.function in (*MEETINGS, "shutdown")]
-    return {one.function: number(frames[: frames.index(one) + 1], "rank") for one in found}
+    return {
+        frame.function: number(frames[: at + 1], "rank")
+        for at, frame in enumerate(frames)
+        if frame.path.endswith((API, INIT, C10D)) and frame.function in (*MEETINGS, "shutdown")
+    }
 
 
 def number(frames, variable):

@@ -28,7 +28,7 @@ class File:
         if self.ended:
             return
         data = line.encode()[: PIECE // 4] + b"\n"
-        size = len(data)
+        size = len(data)  # not below: a signal handler may run where a function is called, and write a line
         try:
             with self.lock:
                 if self.ended:  # meanwhile
@@ -38,7 +38,7 @@ class File:
                         data, size, self.ended = FULL, SIZE_OF_FULL, True
                     else:
                         self.grow()
-                at, self.at = self.at, self.at + size  # before the copy: a signal handler may write a line, behind it
+                at, self.at = self.at, self.at + size  # before the copy, so that its line comes behind this one
                 self.piece[at : at + size] = data
         except (OSError, ValueError, IndexError) as error:  # for example, the disk is full: the program must go on
             self.ended = True
