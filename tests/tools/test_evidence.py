@@ -43,6 +43,16 @@ def dumped(source, stacks_of_threads, **more):
     return stacks.processes_of([seen | {"sources": {"/program.py": source}} | more])
 
 
+def looked(folder, monkeypatch, recorded=(), **more):
+    """Return what look() sees of this process, as if it stood in program.py of this folder, whose files it reads."""
+    frame = {"filename": "program.py", "name": "main", "line": 1, "locals": None}
+    stack = {"os_thread_id": os.getpid(), "thread_name": "MainThread", "active": False, "frames": [frame]}
+    dump = SEEN | {"pid": os.getpid(), "stacks": [stack], "cwd": str(folder), "sources": {}} | more
+    monkeypatch.setattr(dumps, "take", lambda pids: [dump])
+    (seen,) = stacks.look([os.getpid()], recorded=recorded)
+    return seen
+
+
 @pytest.mark.parametrize("name", ["shutdown", "wait", "to_here", "backward", "init_rpc"])
 def test_the_name_of_a_served_function_tells_no_wait(name):
     (process,) = dumped("", [[("", name, 1), (INTERNAL, "_run_function", 1)]])
@@ -86,13 +96,9 @@ def test_a_torch_that_was_built_from_its_source_is_recognised():
 def test_a_dump_has_what_was_recorded_and_only_that_environment_which_the_program_names(monkeypatch, tmp_path):
     """Other variables may hold secrets. The time limit of calls stands in no file on the stack."""
     (tmp_path / "program.py").write_text("MY_TOKENIZER = os.environ['RANK']\n")
-    frame = {"filename": "program.py", "name": "<module>", "line": 1, "locals": None}
-    pid = os.getpid()  # its files are read as the process sees them
-    stack = {"os_thread_id": pid, "thread_name": "MainThread", "active": False, "frames": [frame]}
-    dump = SEEN | {"pid": pid, "stacks": [stack], "cwd": str(tmp_path), "environ": {"RANK": "0", "TOKEN": "secret"}}
-    monkeypatch.setattr(dumps, "take", lambda pids: [dump])
     joined = {"worker": "w0", "rank": 0, "world": 1, "limit": 10.0}
-    (seen,) = stacks.look([pid], recorded=[{"pid": pid, "full": False, **joined}])
+    recorded = [{"pid": os.getpid(), "full": False, **joined}]
+    seen = looked(tmp_path, monkeypatch, recorded, environ={"RANK": "0", "TOKEN": "secret"})
     assert seen["environ"] == {"RANK": "0"} and seen["joined"] == joined
 
 
@@ -506,12 +512,7 @@ def test_what_a_file_imports_from_its_folder_may_wake_a_thread(changed, monkeypa
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "package" / "hedge.py").write_text("pass\n" if changed else "rpc_async(to, f).then(done)\n")
-    frame = {"filename": "program.py", "name": "main", "line": 1, "locals": None}
-    stack = {"os_thread_id": 7, "thread_name": "MainThread", "active": False, "frames": [frame]}
-    dump = SEEN | {"pid": os.getpid(), "stacks": [stack], "cwd": str(tmp_path), "sources": {}}
-    dump |= {"started": 0.0} if changed else {}
-    monkeypatch.setattr(dumps, "take", lambda pids: [dump])
-    (seen,) = stacks.look([os.getpid()])
+    seen = looked(tmp_path, monkeypatch, **{"started": 0.0} if changed else {})
     names = {os.path.relpath(path, tmp_path) for path in seen["sources"]}
     assert names == ({"program.py"} if changed else {"program.py", "package/__init__.py", "package/hedge.py"})
     assert stacks.process_of(seen).unseen
